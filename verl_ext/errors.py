@@ -1,0 +1,23 @@
+"""The one exception that means "the user can mend this", and how a command reports it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+USER_ERROR_EXIT_CODE = 2
+
+
+class UserError(Exception):
+    """Bad input. The message says in one sentence what is wrong and how to mend it."""
+
+
+@contextmanager
+def exit_on_user_error() -> Iterator[None]:
+    """Print a `UserError` without a traceback and leave with exit code 2; every command's `main` runs inside."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(USER_ERROR_EXIT_CODE) from None
