@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Supervised fine-tuning: bash run_sft.sh NUM_PROCESSES [recipe=NAME] [key=value ...]; --help says more.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+source scripts/environment.sh
+case " $* " in
+  *" --help "* | *" -h "*) PYTHON=$(find_base_python) ;;  # help needs no packages, so it makes no .venv
+  *) choose_python ;;
+esac
+exec "$PYTHON" -m verl_ext.launch sft "$@"

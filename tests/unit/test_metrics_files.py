@@ -1,0 +1,153 @@
+"""metrics.jsonl and the CSV tables: what survives kills, restarts and odd values."""
+
+import csv
+import json
+import math
+
+import pytest
+
+from verl_ext.errors import UserError
+from verl_ext.metrics.csv_history import TRAINING_FILE, VALIDATION_FILE, CsvHistory
+from verl_ext.metrics.jsonl import MetricsFile, read_metrics
+from verl_ext.metrics.row import Row
+
+
+def write_row(path, attempt=1, step=1, **metrics):
+    file = MetricsFile(path, attempt)
+    file.append(step, metrics)
+    file.close()
+
+
+def read_csv(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_rows_come_back_with_step_attempt_and_time(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    write_row(path, attempt=1, step=3, loss=0.5)
+    write_row(path, attempt=2, step=2, loss=0.25)
+    rows = read_metrics(path)
+    assert [(row["step"], row["attempt"], row["loss"]) for row in rows] == [(3, 1, 0.5), (2, 2, 0.25)]
+    assert rows[0]["time"] <= rows[1]["time"]
+
+
+def test_non_finite_values_are_strings_in_the_file_and_floats_when_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_row(path, a=math.nan, b=math.inf, c=-math.inf)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    assert json.loads(path.read_text(), parse_constant=refuse)["b"] == "Infinity"
+    [row] = read_metrics(path)
+    assert math.isnan(row["a"]) and row["b"] == math.inf and row["c"] == -math.inf
+
+
+def test_numpy_and_torch_scalars_become_numbers(tmp_path):
+    import numpy
+    import torch
+
+    write_row(tmp_path / "m.jsonl", a=numpy.float32(0.5), b=torch.tensor(2.0), c=numpy.int64(7))
+    [row] = read_metrics(tmp_path / "m.jsonl")
+    assert (row["a"], row["b"], row["c"]) == (0.5, 2.0, 7) and isinstance(row["c"], int)
+
+
+@pytest.mark.parametrize("metrics", [{"loss": "high"}, {"loss": None}, {"step": 1.0}])
+def test_a_row_that_is_not_numbers_is_refused_and_nothing_is_written(tmp_path, metrics):
+    file = MetricsFile(tmp_path / "m.jsonl", 1)
+    with pytest.raises(UserError):
+        file.append(1, metrics)
+    assert (tmp_path / "m.jsonl").read_text() == ""
+
+
+TORN = [b'{"step": 2, "att', b'{"step": 2, "att\n', b"\0" * 200_000, b"\xff\xfe", b'{"a": 1}\n']
+
+
+@pytest.mark.parametrize("torn", TORN, ids=["cut", "cut with newline", "zeros", "not UTF-8", "not a row"])
+def test_a_torn_tail_is_cut_with_a_warning(tmp_path, capsys, torn):
+    path = tmp_path / "metrics.jsonl"
+    write_row(path, step=1)
+    with open(path, "ab") as file:
+        file.write(torn)
+    assert [row["step"] for row in read_metrics(path)] == [1]
+    assert capsys.readouterr().err == ""
+    write_row(path, attempt=2, step=2)
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    assert str(path) in capsys.readouterr().err
+
+
+def test_a_complete_last_line_without_newline_is_kept(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    write_row(path, step=1)
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    write_row(path, step=2)
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    assert capsys.readouterr().err == ""
+
+
+def test_an_unreadable_line_in_the_middle_is_left_out_with_its_number(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    write_row(path, step=1)
+    with open(path, "a") as file:
+        file.write("garbage\n")
+    line = path.read_text().splitlines()[0]
+    with open(path, "a") as file:
+        file.write(line + "\n")
+    assert len(read_metrics(path)) == 2
+    assert "line 2" in capsys.readouterr().err
+
+
+def test_a_missing_file_and_a_directory_in_its_place_are_user_errors(tmp_path):
+    with pytest.raises(UserError, match="none.jsonl"):
+        read_metrics(tmp_path / "none.jsonl")
+    with pytest.raises(UserError, match="cannot write"):
+        MetricsFile(tmp_path, 1)
+
+
+def test_a_full_disk_is_a_user_error():
+    with pytest.raises(UserError, match="No space left"):
+        MetricsFile("/dev/full", 1).append(1, {"train/loss": 1.0})
+
+
+def test_training_and_validation_rows_go_to_their_own_tables(tmp_path):
+    history = CsvHistory(tmp_path)
+    history.write(Row(1, 1, 10.0, {"train/loss": 2.0}))
+    history.write(Row(2, 1, 11.0, {"train/loss": 1.5, "val/loss": 1.7, "time/val/step_s": 3.0}))
+    history.write(Row(3, 1, 12.0, {"val/loss": 1.6, "system/peak_memory_gib": 4.0}))
+    history.close()
+    training, validation = read_csv(tmp_path / TRAINING_FILE), read_csv(tmp_path / VALIDATION_FILE)
+    assert [row["step"] for row in training] == ["1", "2"]
+    assert list(training[0]) == ["step", "attempt", "time", "train/loss"]
+    assert [(row["step"], row["val/loss"]) for row in validation] == [("2", "1.7"), ("3", "1.6")]
+    assert [row["system/peak_memory_gib"] for row in validation] == ["", "4.0"]
+
+
+def test_new_columns_leave_earlier_rows_as_they_were(tmp_path):
+    CsvHistory(tmp_path).write(Row(1, 1, 10.0, {"train/loss": math.nan}))
+    second = CsvHistory(tmp_path)
+    second.write(Row(1, 2, 20.0, {"train/loss": 2.0, "train/grad_norm": 0.5}))
+    second.write(Row(2, 2, 21.0, {"train/grad_norm": 0.4}))
+    rows = read_csv(tmp_path / TRAINING_FILE)
+    assert [(r["attempt"], r["train/loss"], r["train/grad_norm"]) for r in rows] == [
+        ("1", "nan", ""),
+        ("2", "2.0", "0.5"),
+        ("2", "", "0.4"),
+    ]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("torn", ["2,1,11.0,1.", "2,1\n", "\0\0\0"])
+def test_a_torn_csv_row_is_cut(tmp_path, capsys, torn):
+    CsvHistory(tmp_path).write(Row(1, 1, 10.0, {"train/loss": 2.0}))
+    with open(tmp_path / TRAINING_FILE, "a") as file:
+        file.write(torn)
+    CsvHistory(tmp_path).write(Row(3, 2, 12.0, {"train/loss": 1.0}))
+    assert [row["step"] for row in read_csv(tmp_path / TRAINING_FILE)] == ["1", "3"]
+    assert TRAINING_FILE in capsys.readouterr().err
+
+
+def test_a_torn_csv_header_begins_a_new_table(tmp_path):
+    (tmp_path / TRAINING_FILE).write_text("step,attem")
+    CsvHistory(tmp_path).write(Row(1, 1, 10.0, {"train/loss": 2.0}))
+    assert [row["train/loss"] for row in read_csv(tmp_path / TRAINING_FILE)] == ["2.0"]

@@ -1,0 +1,89 @@
+"""The recorder with real TensorBoard and verl trackers, and with sinks that fail."""
+
+import csv
+import json
+import math
+import sys
+
+import pytest
+
+from verl_ext.errors import UserError
+from verl_ext.metrics.csv_history import CsvHistory
+from verl_ext.metrics.jsonl import read_metrics
+from verl_ext.metrics.recorder import MetricsRecorder
+
+
+def make_recorder(run_dir, *backends, attempt=1, **more):
+    arguments = {"project": "p", "experiment": "e", "config": {"trainer": {"total_steps": 10}}, "total_steps": 10}
+    return MetricsRecorder(run_dir=run_dir, attempt=attempt, backends=backends, **{**arguments, **more})
+
+
+def test_tensorboard_holds_the_rows_of_both_attempts_at_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recorders = [make_recorder(tmp_path, "tensorboard", attempt=attempt) for attempt in (1, 2)]
+    recorders[0].log(1, {"train/loss": 2.0, "train/lr(1e-3)": 0.5})
+    recorders[1].log(2, {"train/loss": math.nan})
+    scalars = {}  # read before close: a kill must not lose points
+    for path in (tmp_path / "tensorboard").iterdir():
+        events = EventAccumulator(str(path))
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            scalars.setdefault(tag, []).extend((event.step, event.value) for event in events.Scalars(tag))
+    assert scalars["train/lr(1e-3)"] == [(1, 0.5)]
+    assert sorted(step for step, _ in scalars["train/loss"]) == [1, 2]
+    for recorder in recorders:
+        recorder.close()
+
+
+def test_a_tracker_of_verl_keeps_a_file_for_each_attempt(tmp_path, monkeypatch):
+    monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
+    for attempt in (1, 2):
+        recorder = make_recorder(tmp_path, "file", attempt=attempt)
+        recorder.log(attempt, {"train/loss": 1.0})
+        recorder.close()
+    rows = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("verl_file_logger_*.jsonl"))]
+    assert rows == [{"step": step, "data": {"train/loss": 1.0}} for step in (1, 2)]
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones(tmp_path):
+    with pytest.raises(UserError, match="'tensorbord'.*mlflow.*tensorboard"):
+        make_recorder(tmp_path / "run", "console", "tensorbord")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tracker_that_is_not_installed_is_left_out_with_one_warning(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "swanlab", None)
+    recorder = make_recorder(tmp_path, "swanlab")
+    recorder.log(1, {"train/loss": 1.0})
+    recorder.close()
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")]
+    assert len(warnings) == 1 and "swanlab" in warnings[0]
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_a_failing_sink_warns_once_and_the_others_go_on(tmp_path, capsys, monkeypatch):
+    calls = []
+
+    def fail(self, row):
+        calls.append(row.step)
+        raise RuntimeError("the disk\nwent away")
+
+    monkeypatch.setattr(CsvHistory, "write", fail)
+    recorder = make_recorder(tmp_path, "console", log_every=1)
+    for step in (1, 2, 3):
+        recorder.log(step, {"train/loss": 1.0})
+    recorder.close()
+    recorder.close()
+    shown = capsys.readouterr()
+    assert calls == [1] and shown.err.count("warning:") == 1 and "csv: RuntimeError: the disk went away" in shown.err
+    assert len(shown.out.splitlines()) == 3 and len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+
+
+def test_the_csv_rows_carry_the_time_of_the_record(tmp_path):
+    recorder = make_recorder(tmp_path)
+    recorder.log(1, {"train/loss": 1.0})
+    recorder.close()
+    with open(tmp_path / "training_history.csv", newline="") as file:
+        [row] = csv.DictReader(file)
+    assert float(row["time"]) == read_metrics(tmp_path / "metrics.jsonl")[0]["time"]

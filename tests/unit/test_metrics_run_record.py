@@ -1,0 +1,121 @@
+"""run.json over starts, ends, kills and damage."""
+
+import os
+import signal
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from verl_ext.errors import UserError
+from verl_ext.metrics.jsonl import MetricsFile, read_metrics
+from verl_ext.metrics.run_record import LOST, RunRecord
+
+ROOT = Path(__file__).parents[2]
+
+KILLED_RUN = """
+import os, signal, sys
+from verl_ext.metrics.jsonl import MetricsFile
+from verl_ext.metrics.run_record import RunRecord
+attempt = RunRecord(sys.argv[1]).start_attempt(first_step=0, world_size=2, total_steps=10)
+file = MetricsFile(sys.argv[1] + "/metrics.jsonl", attempt)
+for step in (1, 2, 3):
+    file.append(step, {"train/loss": 1.0})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def start(record, first_step=0):
+    return record.start_attempt(first_step=first_step, world_size=2, total_steps=10)
+
+
+def test_a_run_never_written_is_waiting(tmp_path):
+    run = RunRecord(tmp_path / "nowhere").read()
+    assert run["status"] == "waiting" and run["attempts"] == [] and run["project"] is None
+
+
+def test_the_life_of_a_run(tmp_path):
+    record = RunRecord(tmp_path / "run")
+    record.mark_waiting(project="p", experiment="e", stage="sft", recipe="r", config_digest="d")
+    assert record.read()["status"] == "waiting"
+    assert start(record) == 1
+    assert record.read()["status"] == "running" and record.read()["total_steps"] == 10
+    record.end_attempt("stopped", 4, "asked to stop")
+    assert start(record, first_step=4) == 2
+    record.end_attempt("finished", 10, "all steps done")
+    run = record.read()
+    assert (run["status"], run["project"], run["stage"]) == ("finished", "p", "sft")
+    assert [(a["attempt"], a["first_step"], a["last_step"]) for a in run["attempts"]] == [(1, 0, 4), (2, 4, 10)]
+    assert run["attempts"][0]["exit_reason"] == "asked to stop" and run["attempts"][0]["pid"] == os.getpid()
+    assert datetime.fromisoformat(run["attempts"][1]["end"]).tzinfo is not None
+
+
+def test_a_killed_attempt_is_closed_from_its_metrics(tmp_path):
+    killed = subprocess.run([sys.executable, "-c", KILLED_RUN, str(tmp_path)], cwd=ROOT, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    record = RunRecord(tmp_path)
+    assert record.read()["attempts"][0]["end"] is None
+    assert start(record, first_step=2) == 2
+    lost, running = record.read()["attempts"]
+    last_time = read_metrics(tmp_path / "metrics.jsonl")[-1]["time"]
+    assert (lost["last_step"], lost["exit_reason"], running["end"]) == (3, LOST, None)
+    assert abs(datetime.fromisoformat(lost["end"]).timestamp() - last_time) <= 1
+
+
+def test_a_killed_attempt_without_metrics_ends_where_it_began(tmp_path):
+    record = RunRecord(tmp_path)
+    start(record)
+    start(record)
+    lost = record.read()["attempts"][0]
+    assert lost["end"] == lost["start"] and lost["last_step"] is None
+
+
+@pytest.mark.parametrize("damage", ["", '{"status": "runn', "[]", '{"status": "running", "attempts": [1]}'])
+def test_a_corrupt_record_is_put_aside_and_numbers_go_on(tmp_path, capsys, damage):
+    (tmp_path / "run.json").write_text(damage)
+    MetricsFile(tmp_path / "metrics.jsonl", 4).append(9, {"train/loss": 1.0})
+    record = RunRecord(tmp_path)
+    with pytest.raises(UserError, match="run.json"):
+        record.read()
+    assert start(record) == 5
+    assert (tmp_path / "run.json.corrupt").read_text() == damage
+    assert "run.json.corrupt" in capsys.readouterr().err
+    assert record.read()["status"] == "running"
+
+
+def test_the_launcher_fails_a_running_run_once(tmp_path):
+    record = RunRecord(tmp_path)
+    MetricsFile(tmp_path / "metrics.jsonl", start(record)).append(7, {"train/loss": 1.0})
+    assert record.fail_if_running("rank 1 died with exit code 1")
+    run = record.read()
+    assert run["status"] == "failed" and run["attempts"][0]["last_step"] == 7
+    assert not record.fail_if_running("again")
+    assert record.read() == run
+
+
+def test_ranks_that_died_before_training_leave_their_reason(tmp_path):
+    record = RunRecord(tmp_path)
+    record.mark_waiting(project="p")
+    assert record.fail_if_running("the model cannot be read")
+    assert record.read()["status"] == "failed"
+    assert record.read()["attempts"][0]["exit_reason"] == "the model cannot be read"
+    assert start(record) == 2
+
+
+def test_bad_calls_are_refused(tmp_path):
+    record = RunRecord(tmp_path)
+    with pytest.raises(UserError, match="colour"):
+        record.mark_waiting(colour="red")
+    with pytest.raises(UserError, match="no open attempt"):
+        record.end_attempt("finished", 1, "done")
+    start(record)
+    with pytest.raises(UserError, match="running"):
+        record.end_attempt("running", 1, "done")
+
+
+def test_reading_a_run_needs_no_torch():
+    code = "import sys, verl_ext.metrics.run_record, verl_ext.metrics.names, verl_ext.metrics.recorder\n"
+    code += "assert not {'torch', 'wandb', 'verl', 'tensorboard'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -1,0 +1,111 @@
+"""Real W&B runs, all of them offline."""
+
+import json
+import struct
+import sys
+
+import pytest
+import wandb
+from wandb.proto.wandb_internal_pb2 import Record
+
+from verl_ext.metrics.recorder import MetricsRecorder
+from verl_ext.metrics.wandb_run import RUN_ID_FILE, open_wandb_run, persistent_run_id
+
+_LOG_BLOCK_BYTES = 32 * 1024
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch, tmp_path):
+    """A machine on which nobody ever configured W&B."""
+    for variable in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb_config"))
+    monkeypatch.chdir(tmp_path)  # W&B also looks for settings in the working directory
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
+def read_records(path):
+    """Parse a .wandb file: a 7-byte header, then LevelDB log records, which here all fit in the first block."""
+    data = path.read_bytes()
+    assert len(data) < _LOG_BLOCK_BYTES
+    position = 7
+    while position + 7 <= len(data):
+        _, length, _ = struct.unpack("<IHB", data[position : position + 7])
+        yield Record.FromString(data[position + 7 : position + 7 + length])
+        position += 7 + length
+
+
+def read_history(path):
+    for record in read_records(path):
+        if record.WhichOneof("record_type") == "history":
+            yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+
+
+def log_attempt(run_dir, attempt, steps):
+    recorder = MetricsRecorder(
+        run_dir=run_dir,
+        attempt=attempt,
+        backends=["wandb"],
+        project="p",
+        experiment="e",
+        config={"trainer": {"wandb_proxy": None}},
+        total_steps=10,
+    )
+    for step in steps:
+        recorder.log(step, {"train/loss": 1.0 / step})
+    recorder.close()
+
+
+def test_two_attempts_without_a_key_are_one_offline_run_and_no_row_is_lost(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    log_attempt(run_dir, 1, [1, 2, 3])
+    log_attempt(run_dir, 2, [2, 3])
+    run_id = persistent_run_id(run_dir)
+    files = sorted(run_dir.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
+    assert len(files) == 2 == len(list(run_dir.glob("wandb/offline-run-*")))
+    rows = [(row["global_step"], row["attempt"], row["train/loss"]) for file in files for row in read_history(file)]
+    assert rows == [(1, 1, 1.0), (2, 1, 0.5), (3, 1, 1 / 3), (2, 2, 0.5), (3, 2, 1 / 3)]
+    shown = capsys.readouterr()
+    assert shown.err == "" and shown.out.count("wandb sync") == 2
+
+
+def test_every_metric_has_global_step_as_its_axis(tmp_path):
+    run = open_wandb_run(project="p", name="n", directory=tmp_path, config={}, group="g", job_type="eval")
+    run.log({"global_step": 5, "eval/humaneval/accepted_at_1": 0.5})
+    run.finish()
+    [path] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    metrics = [r.metric for r in read_records(path) if r.WhichOneof("record_type") == "metric"]
+    assert ("*", "global_step") in {(metric.glob_name, metric.step_metric) for metric in metrics}
+    assert (run.group, run.job_type) == ("g", "eval")
+
+
+def test_an_unreachable_server_falls_back_to_offline_with_one_warning(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
+    run = open_wandb_run(project="p", name="n", directory=tmp_path, config={}, run_id="abc")
+    assert run.offline and run.id == "abc"
+    run.finish()
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_chosen_mode_is_respected(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    run = open_wandb_run(project="p", name="n", directory=tmp_path, config={})
+    assert run.disabled
+    run.finish()
+
+
+def test_a_missing_package_is_one_warning_and_no_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert open_wandb_run(project="p", name="n", directory=tmp_path, config={}) is None
+    assert capsys.readouterr().err.count("warning: W&B is off") == 1
+
+
+def test_the_id_is_chosen_once_and_an_empty_file_is_filled(tmp_path):
+    (tmp_path / RUN_ID_FILE).write_text("\n")
+    run_id = persistent_run_id(tmp_path)
+    assert run_id and persistent_run_id(tmp_path) == run_id

@@ -1,0 +1,90 @@
+"""Names and completeness of checkpoint directories. Standard library only, so that the launcher can ask too."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+EXPORT = "huggingface"
+BEST = "best_checkpoint.json"
+KEEP = "keep"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint says of itself.
+
+    Attributes:
+        step: optimizer steps done.
+        world_size: ranks that wrote the shards.
+        config_digest: digest of the run's configuration.
+        files: relative path to size in bytes and digest.
+    """
+
+    step: int
+    world_size: int
+    config_digest: str
+    files: dict[str, dict[str, Any]]
+
+    @staticmethod
+    def read(directory: Path) -> Manifest:
+        """Read a checkpoint's manifest.
+
+        Raises:
+            ValueError: it is missing or malformed; the message says which.
+        """
+        try:
+            content = json.loads((directory / MANIFEST).read_text())
+            return Manifest(content["step"], content["world_size"], content["config_digest"], content["files"])
+        except FileNotFoundError:
+            raise ValueError(f"it has no {MANIFEST}, so it was never completed") from None
+        except (OSError, json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+            raise ValueError(f"its {MANIFEST} cannot be read ({error})") from error
+
+
+def step_of(directory: Path) -> int | None:
+    """N of `global_step_N`, None for any other name."""
+    match = re.fullmatch(r"global_step_(\d+)", directory.name)
+    return int(match.group(1)) if match else None
+
+
+def what_is_wrong(directory: Path) -> str | None:
+    """Why a directory is not a complete checkpoint, or None when it is one."""
+    try:
+        manifest = Manifest.read(directory)
+    except ValueError as error:
+        return str(error)
+    if manifest.step != step_of(directory):
+        return f"its manifest is that of step {manifest.step}"
+    for name, entry in manifest.files.items():
+        path = directory / name
+        if not path.is_file():
+            return f"its file {name} is missing"
+        if path.stat().st_size != entry["bytes"]:
+            return f"its file {name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+    return None
+
+
+def list_steps(run_dir: Path) -> list[Path]:
+    """Every `global_step_N` directory of a run, complete or not, the newest first."""
+    if not run_dir.is_dir():
+        return []
+    found = [path for path in run_dir.iterdir() if path.is_dir() and step_of(path) is not None]
+    return sorted(found, key=lambda path: -(step_of(path) or 0))
+
+
+def read_tracker(run_dir: Path) -> tuple[Path | None, str | None]:
+    """The checkpoint that the tracker names, and what is wrong with the tracker where it names none."""
+    path = run_dir / TRACKER
+    if not path.is_file():
+        return None, "is missing"
+    text = path.read_bytes().decode(errors="replace").strip()
+    if not text.isascii() or not text.isdigit():
+        return None, "is empty" if not text else f"holds {text[:40]!r} instead of a step"
+    directory = run_dir / f"global_step_{int(text)}"
+    return (directory, None) if directory.is_dir() else (None, f"names {directory.name}, which does not exist")

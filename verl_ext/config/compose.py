@@ -1,0 +1,71 @@
+"""Builds a stage's configuration: verl's YAML, what the pipeline adds, the recipe, the command line; later wins."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_ext.config.overrides import apply_overrides, merge_known
+from verl_ext.config.recipes import find_recipe
+from verl_ext.errors import UserError
+
+VERL_CONFIG = {"sft": "sft_trainer"}
+
+
+def compose_config(stage: str, overrides: list[str]) -> DictConfig:
+    """Resolve `recipe=NAME key=value ...` to one configuration.
+
+    Args:
+        stage: "sft".
+        overrides: Hydra overrides (`key=value`, `+key=value`, `~key`); `recipe=` names a recipe or a YAML file.
+
+    Returns:
+        The configuration with every interpolation resolved, in struct mode.
+
+    Raises:
+        UserError: unknown recipe, unknown key, a value of the wrong type, or an interpolation without target.
+    """
+    names = [text.removeprefix("recipe=") for text in overrides if text.startswith("recipe=")]
+    recipe = find_recipe(stage, names[-1] if names else None)
+    config = base_config(stage)
+    merge_known(config, load_yaml(recipe), source=str(recipe))
+    apply_overrides(config, [text for text in overrides if not text.startswith("recipe=")])
+    config.recipe = recipe.stem
+    try:
+        OmegaConf.resolve(config)
+    except OmegaConfBaseException as error:
+        raise UserError(f"the configuration cannot be resolved: {error}; correct that key in {recipe}") from error
+    return config
+
+
+def base_config(stage: str) -> DictConfig:
+    """verl's own configuration of the stage with the pipeline's keys and defaults merged over it."""
+    with initialize_config_dir(str(verl_directory() / "trainer" / "config"), version_base=None):
+        config = compose(VERL_CONFIG[stage])
+    OmegaConf.set_struct(config, False)
+    config.merge_with(OmegaConf.load(Path(__file__).with_name(f"{stage}.yaml")))
+    OmegaConf.set_struct(config, True)
+    return config
+
+
+def verl_directory() -> Path:
+    """Where verl is installed, found without importing it (its import takes seconds)."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError("verl is not installed in this Python; unset VERL_EXT_PYTHON, or install verl==0.7.0 there")
+    return Path(spec.submodule_search_locations[0])
+
+
+def load_yaml(path: Path) -> DictConfig:
+    """Read a recipe; what is not a YAML mapping is a `UserError`."""
+    try:
+        content = OmegaConf.load(path)
+    except Exception as error:  # PyYAML and OmegaConf each have their own hierarchy for a malformed file
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, DictConfig):
+        raise UserError(f"{path} must hold a YAML mapping of configuration keys")
+    return content

@@ -1,0 +1,103 @@
+"""Merges recipes and Hydra overrides into a configuration whose keys and types are known; a mistyped key is an error."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from verl_ext.errors import UserError
+
+# Where users may put keys of their own: what is passed on to a function or a class.
+OPEN_MAPPINGS = ("data.apply_chat_template_kwargs", "optim.override_optimizer_config")
+
+
+def merge_known(config: DictConfig, update: DictConfig, source: str) -> None:
+    """Merge `update` into `config` in place.
+
+    Args:
+        config: the configuration with every known key.
+        update: nested keys to set.
+        source: the file `update` came from, for the message.
+
+    Raises:
+        UserError: a key that `config` does not have, or a value of another type.
+    """
+    for key, value in leaves(update):
+        set_known(config, key, value, source)
+
+
+def apply_overrides(config: DictConfig, overrides: list[str]) -> None:
+    """Apply Hydra overrides in place: `key=value` sets, `+key=value` adds, `~key` sets to null.
+
+    Raises:
+        UserError: an override that does not parse, an unknown key, or a value of another type.
+    """
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException as error:
+            raise UserError(f"'{text}' is not an override of the form key=value: {str(error).splitlines()[0]}") from error
+        key = override.key_or_group
+        if override.is_add():
+            OmegaConf.update(config, key, override.value(), force_add=True)
+        else:
+            set_known(config, key, None if override.is_delete() else override.value(), "the command line")
+
+
+def leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything that is not a non-empty mapping; interpolations stay text."""
+    for name in config:
+        node = OmegaConf.to_container(config, resolve=False)[name]
+        if isinstance(node, dict) and node and prefix + str(name) not in OPEN_MAPPINGS:
+            yield from leaves(config[name], f"{prefix}{name}.")
+        else:
+            yield prefix + str(name), node
+
+
+def set_known(config: DictConfig, key: str, value: Any, source: str) -> None:
+    """Set one dotted key that must exist; see `merge_known` for what is raised."""
+    known = dict(leaves(config))
+    if isinstance(value, dict) and value and key not in OPEN_MAPPINGS:
+        return merge_known(config, OmegaConf.create({key: value}) if "." not in key else nested(key, value), source)
+    if key not in known and not key.startswith(tuple(f"{open_key}." for open_key in OPEN_MAPPINGS)):
+        raise UserError(f"{source} sets '{key}', which is no configuration key; {suggestion(key, list(known))}")
+    if isinstance(known.get(key), list) and isinstance(value, str) and "${" not in value:
+        value = [value]  # trainer.logger=console, as verl's users write it
+    check_type(key, known.get(key), value, source)
+    OmegaConf.update(config, key, value, force_add=True)
+
+
+def nested(key: str, value: Any) -> DictConfig:
+    """`a.b` and a value as the mapping {a: {b: value}}."""
+    config = OmegaConf.create()
+    OmegaConf.update(config, key, value, force_add=True)
+    return config
+
+
+def suggestion(key: str, known: list[str]) -> str:
+    """The closest known key, by the whole name or by its last part, or how to add a key on purpose."""
+    same_leaf = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
+    guess = same_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    return f"did you mean '{guess[0]}'?" if guess else f"--print-config lists them all (+{key}=... adds one on purpose)"
+
+
+def check_type(key: str, old: Any, new: Any, source: str) -> None:
+    """Refuse a value whose type differs from the default's; null defaults take anything, interpolations too."""
+    if old is None or new is None or any(isinstance(item, str) and "${" in item for item in (old, new)):
+        return
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list [a, b]"}
+    wanted = next((kind for kind in kinds if isinstance(old, kind)), None)
+    fits = isinstance(new, wanted) if wanted else True
+    if wanted is float or (wanted is int and isinstance(old, int)):
+        fits = isinstance(new, (int, float) if wanted is float else int) and not isinstance(new, bool)
+    if wanted is str and not isinstance(new, (list, dict, ListConfig)):
+        fits = True  # a name such as `experiment_name=7b` or `=2024` is text all the same
+    if wanted is str and key.endswith("_files") and isinstance(new, list):
+        fits = True  # verl takes one file or a list of them
+    if not fits:
+        raise UserError(f"{source} sets '{key}' to {new!r}, but it must be {kinds[wanted]} (as the default {old!r})")

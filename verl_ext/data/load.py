@@ -1,0 +1,68 @@
+"""Opens the data sets that a configuration names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from verl_ext.config.checks import file_list
+from verl_ext.data.chat import ChatDataset
+
+
+def load_datasets(
+    config: DictConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False
+) -> tuple[Dataset, Dataset | None]:
+    """Training and validation set of a run; the second is None when `data.val_files` is null.
+
+    Args:
+        config: the resolved configuration.
+        tokenizer: as loaded for the model.
+        progress: show progress bars (rank 0).
+    """
+    train = load_dataset(config.data.train_files, config.data, tokenizer, config.data.train_max_samples, progress)
+    if not file_list(config.data.val_files):
+        return train, None
+    return train, load_dataset(config.data.val_files, config.data, tokenizer, config.data.val_max_samples, progress)
+
+
+def load_dataset(
+    files: Any, config: DictConfig, tokenizer: PreTrainedTokenizerBase, max_samples: int, progress: bool
+) -> Dataset:
+    """A `ChatDataset`, or the class that `data.custom_cls` names, as in verl."""
+    if config.custom_cls.path is None:
+        return ChatDataset(files, tokenizer, config, max_samples, progress)
+    from verl.utils.import_utils import load_extern_object
+
+    dataset_class = load_extern_object(config.custom_cls.path, config.custom_cls.name)
+    dataset = dataset_class(parquet_files=file_list(files), tokenizer=tokenizer, config=config, max_samples=max_samples)
+    return Unpadded(dataset)
+
+
+class Unpadded(Dataset):
+    """A data set of the user's own, whose samples verl wants padded to `max_length`, with the padding taken off.
+
+    Args:
+        dataset: yields `input_ids`, `attention_mask` and `loss_mask`, each (max_length,).
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self.lengths = np.array([len(self[index]["input_ids"]) for index in range(len(dataset))], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = self.dataset[index]
+        real = sample["attention_mask"].bool()
+        tokens = {name: torch.as_tensor(sample[name])[real].long() for name in ("input_ids", "loss_mask")}
+        return {**tokens, "row": index}
+
+    def describe(self, index: int) -> str:
+        """How messages name a sample."""
+        return f"{type(self.dataset).__name__} row {index}"

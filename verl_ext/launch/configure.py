@@ -1,0 +1,69 @@
+"""The resolved configuration of a launch, and everything about it that can be refused before torchrun starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from verl_ext.checkpoint.resume import find_checkpoint, require_world_size
+from verl_ext.config.checks import check_batch, check_data, check_model, check_values
+from verl_ext.config.compose import compose_config
+from verl_ext.errors import UserError
+
+
+def configure(arguments: argparse.Namespace) -> DictConfig:
+    """The configuration with the number of ranks filled in.
+
+    Raises:
+        UserError: see `compose_config`; or no number of ranks, or NNODES that is no number.
+    """
+    config = compose_config(arguments.stage, arguments.overrides)
+    if arguments.num_processes is None and not arguments.print_config:
+        raise UserError(f"say on how many processes to train, for example: bash run_{arguments.stage}.sh 2")
+    nodes = os.environ.get("NNODES", "1")
+    if not nodes.isdigit() or int(nodes) < 1:
+        raise UserError(f"NNODES is '{nodes}'; it must be the number of machines")
+    config.trainer.nnodes = int(nodes)
+    config.trainer.n_gpus_per_node = arguments.num_processes or config.trainer.n_gpus_per_node
+    return config
+
+
+def check_config(config: DictConfig) -> None:
+    """Refuse what cannot work, before any rank is started.
+
+    Raises:
+        UserError: the first thing that is wrong and how to mend it.
+    """
+    world_size = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    check_values(config)
+    check_batch(config, world_size)
+    check_model(config)
+    check_data(config)
+    check_run_directory(Path(config.trainer.default_local_dir))
+    check_checkpoint(config, world_size)
+
+
+def check_run_directory(run_dir: Path) -> None:
+    """The run directory must be there or be possible to make, and be writable."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"the run directory {run_dir.absolute()} cannot be written ({error.strerror}); set trainer.default_local_dir"
+        ) from error
+
+
+def check_checkpoint(config: DictConfig, world_size: int) -> None:
+    """A checkpoint that would be resumed must suit; warnings are left to the ranks, which look again."""
+    trainer = config.trainer
+    path = find_checkpoint(
+        Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path, warn=lambda sentence: None
+    )
+    if path is not None:
+        require_world_size(path, world_size)

@@ -1,0 +1,22 @@
+"""Makes the model and data that a recipe prepares itself, where they are missing."""
+
+from __future__ import annotations
+
+import shlex
+
+from omegaconf import DictConfig
+
+from verl_ext.data.prepare import is_prepared, prepare
+
+
+def prepare_inputs(config: DictConfig) -> None:
+    """Run each command of the recipe's `prepare` list whose result is not there yet.
+
+    Raises:
+        UserError: a command that does not exist or cannot do its work.
+    """
+    for command in config.prepare:
+        words = shlex.split(command)
+        if not is_prepared(words):
+            print(f"Preparing: {command}", flush=True)
+            prepare(words)

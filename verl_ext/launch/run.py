@@ -1,0 +1,73 @@
+"""One run from waiting to its end: what run.json says, what the user is told, and the exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from verl_ext.config.digest import config_digest
+from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
+from verl_ext.launch.ranks import Failure, run_ranks
+from verl_ext.launch.summary import print_summary
+from verl_ext.metrics.run_record import RunRecord
+
+
+def run_to_the_end(config: DictConfig) -> int:
+    """Train unless the same run is already finished; returns the exit code of the command."""
+    run_dir = Path(config.trainer.default_local_dir)
+    record = RunRecord(run_dir)
+    if is_finished(config, record):
+        print(f"This run is finished: {run_dir}. Prolong it with trainer.total_epochs, or rename trainer.experiment_name.")
+        print_summary(config)
+        return 0
+    if int_rank() == 0:
+        mark_waiting(config, record)
+    try:
+        failure = run_ranks(config)
+    except KeyboardInterrupt:
+        record.fail_if_running("interrupted from the keyboard")
+        print("Interrupted; the same command goes on from the last checkpoint.")
+        return 130
+    if failure is not None:
+        return report(failure, record)
+    print_summary(config)
+    return 0
+
+
+def int_rank() -> int:
+    """NODE_RANK, 0 on a single machine; only node 0 keeps run.json."""
+    import os
+
+    return int(os.environ.get("NODE_RANK", "0"))
+
+
+def mark_waiting(config: DictConfig, record: RunRecord) -> None:
+    """Enter the run into run.json before its ranks start."""
+    record.mark_waiting(
+        project=config.trainer.project_name,
+        experiment=config.trainer.experiment_name,
+        stage=config.stage,
+        recipe=config.recipe,
+        config_digest=config_digest(config),
+    )
+
+
+def is_finished(config: DictConfig, record: RunRecord) -> bool:
+    """Whether run.json says that exactly this configuration ran to its end."""
+    try:
+        run = record.read()
+    except UserError:
+        return False  # start_attempt puts a damaged record aside and says so
+    wanted = config.trainer.resume_mode == "auto" and config.trainer.resume_from_path is None
+    return wanted and run["status"] == "finished" and run["config_digest"] == config_digest(config)
+
+
+def report(failure: Failure, record: RunRecord) -> int:
+    """Tell the user once why the ranks ended, and return the exit code."""
+    if failure.is_user_error:
+        record.fail_if_running(failure.message)
+        raise UserError(failure.message)
+    record.fail_if_running(failure.message)
+    print(f"error: {failure.message}; the same command goes on from the last checkpoint")
+    return 1 if failure.exit_code != USER_ERROR_EXIT_CODE else USER_ERROR_EXIT_CODE

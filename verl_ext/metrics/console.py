@@ -1,0 +1,99 @@
+"""What a person watching the terminal sees of a run."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from tqdm import tqdm
+
+from verl_ext.errors import UserError
+from verl_ext.metrics.row import Row
+
+
+class ConsoleLines:
+    """Prints one line every `log_every` steps, at the last step, and for each validation."""
+
+    name = "console"
+
+    def __init__(self, *, total_steps: int, log_every: int = 10) -> None:
+        """Begin with no step seen.
+
+        Args:
+            total_steps: optimizer steps of the whole run.
+            log_every: steps between two lines.
+
+        Raises:
+            UserError: `log_every` is below 1.
+        """
+        if log_every < 1:
+            raise UserError(f"steps between two console lines must be at least 1, not {log_every}")
+        self._total_steps = total_steps
+        self._log_every = log_every
+        self._first: Row | None = None
+
+    def write(self, row: Row) -> None:
+        """Print the row if its turn has come; through tqdm, so that a progress bar stays below the lines."""
+        if "train/loss" in row.metrics:
+            self._first = self._first or row
+            if row.step % self._log_every == 0 or row.step == self._total_steps:
+                tqdm.write(self._line([*_training_parts(row), self._eta(row)], row))
+        if "val/loss" in row.metrics:
+            tqdm.write(self._line(_validation_parts(row), row))
+
+    def close(self, exit_code: int = 0) -> None:
+        """Nothing is kept open."""
+
+    def _line(self, parts: list[str], row: Row) -> str:
+        return " | ".join([f"step {row.step}/{self._total_steps}", *filter(None, parts)])
+
+    def _eta(self, row: Row) -> str:
+        # Wall-clock time of this attempt, so that validation and saving are in it; the first step only sets the start.
+        if self._first is None or row.step <= self._first.step:
+            return ""
+        seconds_per_step = (row.time - self._first.time) / (row.step - self._first.step)
+        return f"ETA {timedelta(seconds=round(seconds_per_step * (self._total_steps - row.step)))}"
+
+
+class ProgressBar:
+    """A tqdm bar over the steps of a run."""
+
+    def __init__(self, total_steps: int, initial: int = 0, enabled: bool | None = None) -> None:
+        """Draw the bar.
+
+        Args:
+            total_steps: optimizer steps of the whole run.
+            initial: steps done by earlier attempts.
+            enabled: False draws nothing; None, the default, draws on a terminal only.
+        """
+        disable = None if enabled is None else not enabled
+        self._bar = tqdm(total=total_steps, initial=initial, unit="step", disable=disable, dynamic_ncols=True)
+
+    def update(self, loss: float) -> None:
+        """Move on by one step and show its loss."""
+        self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        """Leave the bar as it is and give the line back to the terminal."""
+        self._bar.close()
+
+
+def _training_parts(row: Row) -> list[str]:
+    return [
+        _part(row, "train/loss", "loss {:.4f}"),
+        _part(row, "train/lr(1e-3)", "lr {:.2e}", scale=1e-3),
+        _part(row, "train/grad_norm", "grad norm {:.3f}"),
+        _part(row, "throughput/train/tokens_per_s", "{:,.0f} tokens/s"),
+    ]
+
+
+def _validation_parts(row: Row) -> list[str]:
+    return [
+        _part(row, "val/loss", "val loss {:.4f}"),
+        _part(row, "val/perplexity", "val perplexity {:.3f}"),
+        _part(row, "time/val/step_s", "{:.1f} s"),
+    ]
+
+
+def _part(row: Row, name: str, form: str, scale: float = 1.0) -> str:
+    return form.format(row.metrics[name] * scale) if name in row.metrics else ""

@@ -1,0 +1,129 @@
+"""Every metric the pipeline logs: its unit, its meaning, and how the ranks' values become one."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from verl_ext.errors import UserError
+
+DATASET = "<dataset>"
+_EVAL_PREFIX = f"eval/{DATASET}/"
+_ERROR_TYPES = ("success", "wrong_answer", "syntax_error", "runtime_error", "timeout", "api_error")
+
+_SAME = "the same on every rank"
+_SUM = "sum over ranks"
+_LARGEST = "largest over ranks"
+_RATE = "sum over ranks / seconds of the slowest rank"
+_RANK_0 = "rank 0's clock"
+_TOKEN_MEAN = "sum of token losses over ranks / sum of loss tokens over ranks"
+_JUDGED = "one evaluation process"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a metric's numbers mean.
+
+    Attributes:
+        unit: the unit of the value, `1` for a pure number.
+        meaning: one sentence.
+        reduction: how the values of all ranks become the logged one.
+    """
+
+    unit: str
+    meaning: str
+    reduction: str
+
+
+TRAINING: dict[str, Metric] = {
+    "train/loss": Metric("nat/token", "Cross-entropy over the loss tokens of the whole global batch.", _TOKEN_MEAN),
+    "train/perplexity": Metric("1", "exp(`train/loss`).", "from the reduced loss"),
+    "train/lr(1e-3)": Metric("1e-3", "Learning rate used by this step, times 1000.", _SAME),
+    "train/grad_norm": Metric("1", "L2 norm of the whole gradient before clipping.", "over all shards"),
+    "train/num_loss_tokens": Metric("token", "Tokens of the global batch that have a loss.", _SUM),
+    "train/epoch": Metric("epoch", "Passes over the training data since the run began, with its fraction.", _SAME),
+    "train/skipped_steps": Metric(
+        "step", "Steps since the run began whose update was left out because the gradient was not finite.", _SAME
+    ),
+    "train/time(s)": Metric("s", "Wall-clock time of the step, verl's name for `time/train/step_s`.", _LARGEST),
+}
+
+VALIDATION: dict[str, Metric] = {
+    "val/loss": Metric("nat/token", "Cross-entropy over the loss tokens of the whole validation set.", _TOKEN_MEAN),
+    "val/perplexity": Metric("1", "exp(`val/loss`).", "from the reduced loss"),
+    "val/num_loss_tokens": Metric("token", "Tokens of the validation set that have a loss.", _SUM),
+}
+
+THROUGHPUT: dict[str, Metric] = {
+    "throughput/train/tokens_per_s": Metric("token/s", "Tokens, padding left out, processed per second.", _RATE),
+    "throughput/train/samples_per_s": Metric("sample/s", "Samples processed per second.", _RATE),
+    "throughput/train/mfu": Metric(
+        "1", "Model FLOPs per second over the devices' peak FLOPs per second; on GPUs only.", "mean over ranks"
+    ),
+}
+
+TIME: dict[str, Metric] = {
+    "time/train/step_s": Metric("s", "The whole training step.", _LARGEST),
+    "time/train/data_s": Metric("s", "Waiting for the next batch.", _LARGEST),
+    "time/train/forward_backward_s": Metric("s", "Forward and backward passes of all micro-batches.", _LARGEST),
+    "time/train/optimizer_s": Metric("s", "Clipping the gradient and updating the weights.", _LARGEST),
+    "time/train/save_s": Metric("s", "Saving a checkpoint, as far as the step waited for it.", _LARGEST),
+    "time/val/step_s": Metric("s", "A whole validation pass.", _RANK_0),
+}
+
+SYSTEM: dict[str, Metric] = {
+    "system/peak_memory_gib": Metric("GiB", "Peak memory: of the device on GPUs, of the process on CPUs.", _LARGEST),
+}
+
+_EVAL_FIGURES: dict[str, tuple[str, str]] = {
+    "exec_success_rate": ("1", "Share of the problems whose answer ran: `success` and `wrong_answer`."),
+    "accepted_at_1": ("1", "Share of the problems solved by their one greedy answer."),
+    "pass_ratio_mean": ("1", "Mean over the problems of the share of tests passed."),
+    "pass_ratio_p50": ("1", "Median over the problems of the share of tests passed."),
+    "pass_ratio_p90": ("1", "90th percentile over the problems of the share of tests passed."),
+    "avg_gen_tokens": ("token", "Mean length of an answer."),
+    "avg_judge_time": ("s", "Mean time to judge an answer."),
+    "throughput": ("problem/s", "Problems generated and judged per second."),
+    "truncation_rate": ("1", "Share of the answers cut at the largest number of new tokens."),
+    "cost_per_solved_tokens": ("token", "Generated tokens of all answers per solved problem."),
+    "cost_per_solved_judge_time": ("s", "Judging time of all answers per solved problem."),
+}
+
+EVALUATION: dict[str, Metric] = {
+    **{_EVAL_PREFIX + name: Metric(unit, text, _JUDGED) for name, (unit, text) in _EVAL_FIGURES.items()},
+    **{
+        f"{_EVAL_PREFIX}{kind}_rate": Metric("1", f"Share of the answers whose error type is `{kind}`.", _JUDGED)
+        for kind in _ERROR_TYPES
+    },
+}
+
+SECTIONS: dict[str, dict[str, Metric]] = {
+    "Training": TRAINING,
+    "Validation": VALIDATION,
+    "Throughput": THROUGHPUT,
+    "Time": TIME,
+    "System": SYSTEM,
+    "Checkpoint evaluation": EVALUATION,
+}
+
+METRICS: dict[str, Metric] = {name: metric for section in SECTIONS.values() for name, metric in section.items()}
+
+
+def describe(name: str) -> Metric:
+    """Look a metric up.
+
+    Args:
+        name: a logged name, such as `train/loss` or `eval/humaneval/accepted_at_1`.
+
+    Returns:
+        Its entry; for an evaluation metric that of the pattern `eval/<dataset>/...`.
+
+    Raises:
+        UserError: no metric has this name.
+    """
+    parts = name.split("/")
+    pattern = _EVAL_PREFIX + parts[2] if len(parts) == 3 and parts[0] == "eval" else name
+    if pattern not in METRICS:
+        near = difflib.get_close_matches(pattern, METRICS, n=3)
+        raise UserError(f"no metric is named '{name}'" + (f"; near it are {', '.join(near)}" if near else ""))
+    return METRICS[pattern]

@@ -1,0 +1,138 @@
+"""One call that sends a row of metrics everywhere it is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from verl_ext.errors import UserError
+from verl_ext.metrics.console import ConsoleLines
+from verl_ext.metrics.csv_history import CsvHistory
+from verl_ext.metrics.jsonl import METRICS_FILE, MetricsFile
+from verl_ext.metrics.notice import warn
+from verl_ext.metrics.sinks import Sink, TensorBoardSink, VerlSink, WandbSink
+from verl_ext.metrics.wandb_run import open_wandb_run, persistent_run_id
+
+OWN_BACKENDS = ("console", "tensorboard", "wandb")
+
+
+class MetricsRecorder:
+    """Writes rows to `metrics.jsonl`, the CSV tables and the backends asked for; rank 0 alone makes one.
+
+    `metrics.jsonl` is the record: failing to write it is an error. Any other place that fails is named in one
+    warning and left out from then on.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        attempt: int,
+        backends: Sequence[str],
+        project: str,
+        experiment: str,
+        config: Mapping[str, Any],
+        total_steps: int,
+        log_every: int = 10,
+    ) -> None:
+        """Open everything.
+
+        Args:
+            run_dir: the run directory; created when missing.
+            attempt: which start of the run this is, from 1.
+            backends: `console`, `tensorboard`, `wandb`, or any other that verl's `Tracking` supports.
+            project: the project's name in the trackers.
+            experiment: the run's name in the project.
+            config: the resolved configuration, shown by the trackers.
+            total_steps: optimizer steps of the whole run.
+            log_every: steps between two console lines.
+
+        Raises:
+            UserError: a backend is unknown, `log_every` is below 1, or `metrics.jsonl` cannot be written.
+        """
+        others = _verl_backends(backends)
+        run_dir = Path(run_dir)
+        self._file = MetricsFile(run_dir / METRICS_FILE, attempt)
+        self._sinks: list[Sink] = []
+        self._add("csv", partial(CsvHistory, run_dir))
+        if "console" in backends:
+            self._sinks.append(ConsoleLines(total_steps=total_steps, log_every=log_every))
+        if "tensorboard" in backends:
+            self._add("tensorboard", partial(TensorBoardSink, run_dir / "tensorboard"))
+        if "wandb" in backends:
+            self._add("wandb", partial(_open_wandb, run_dir, project, experiment, config))
+        for name in others:  # one by one, so that one that fails does not take the others with it
+            self._add(name, partial(VerlSink, name, project, experiment, config, run_dir))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one row everywhere.
+
+        Args:
+            step: optimizer steps since the run began.
+            metrics: value by metric name, reduced over all ranks.
+
+        Raises:
+            UserError: a value is not a number, or `metrics.jsonl` cannot be written.
+        """
+        row = self._file.append(step, metrics)
+        for sink in list(self._sinks):
+            try:
+                sink.write(row)
+            except Exception as error:  # a tracker may raise anything, and none is worth a training run
+                self._sinks.remove(sink)
+                _warn_off(sink.name, error)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Flush and close everything; a second call does nothing.
+
+        Args:
+            exit_code: 0 for a run that ended well; shown by W&B.
+        """
+        sinks, self._sinks = self._sinks, []
+        self._file.close()
+        for sink in sinks:
+            try:
+                sink.close(exit_code)
+            except Exception as error:
+                _warn_off(sink.name, error)
+
+    def _add(self, name: str, open_sink: Callable[[], Sink | None]) -> None:
+        try:
+            sink = open_sink()
+        except Exception as error:
+            _warn_off(name, error)
+        else:
+            self._sinks.extend([sink] if sink is not None else [])
+
+
+def _verl_backends(backends: Sequence[str]) -> list[str]:
+    """Return the backends left to verl, after refusing those that nobody knows."""
+    others = [name for name in dict.fromkeys(backends) if name not in OWN_BACKENDS]
+    if not others:
+        return []
+    from verl.utils.tracking import Tracking
+
+    known = sorted({*OWN_BACKENDS, *Tracking.supported_backend})
+    if unknown := [name for name in others if name not in known]:
+        raise UserError(f"no metrics backend is named {', '.join(map(repr, unknown))}; known are {', '.join(known)}")
+    return others
+
+
+def _open_wandb(run_dir: Path, project: str, experiment: str, config: Mapping[str, Any]) -> WandbSink | None:
+    run = open_wandb_run(
+        project=project,
+        name=experiment,
+        directory=run_dir,
+        config=config,
+        run_id=persistent_run_id(run_dir),
+        group=experiment,
+        job_type="train",
+    )
+    return None if run is None else WandbSink(run)
+
+
+def _warn_off(name: str, error: Exception) -> None:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    warn(f"metrics no longer go to {name}: {reason}; {METRICS_FILE} still has every row")

@@ -1,0 +1,60 @@
+"""What torchrun starts on every rank: `python -m verl_ext.trainer CONFIG.yaml`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
+
+
+def main() -> None:
+    """Train the stage of the configuration; a `UserError` goes to the launcher, which prints it once."""
+    config = OmegaConf.load(sys.argv[1])
+    OmegaConf.set_struct(config, True)
+    try:
+        train(config)
+    except UserError as error:
+        tell_launcher(str(error))
+        sys.exit(USER_ERROR_EXIT_CODE)
+
+
+def tell_launcher(message: str) -> None:
+    """Leave a message in the file that torchrun reads after a rank has failed."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        print(f"error: {message}", file=sys.stderr)
+    else:
+        Path(path).write_text(json.dumps({"message": message}))
+
+
+def train(config: DictConfig) -> None:
+    """Build the ranks, the data and the trainer, and fit."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    import torch.distributed as dist
+    from transformers import set_seed
+
+    from verl_ext.data.load import load_datasets
+    from verl_ext.trainer.distributed import build_meshes, init_process_group, quiet_native_stdout, settle_device
+    from verl_ext.trainer.sft import SFTTrainer
+    from verl_ext.trainer.tokenizer import load_tokenizer
+
+    device_name = settle_device(config)
+    with quiet_native_stdout():
+        init_process_group(device_name)
+        meshes = build_meshes(device_name, config.ulysses_sequence_parallel_size)
+    set_seed(config.trainer.seed)
+    tokenizer = load_tokenizer(config)
+    datasets = load_datasets(config, tokenizer, progress=dist.get_rank() == 0)
+    trainer = SFTTrainer(config, *meshes, tokenizer, *datasets)
+    trainer.fit()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

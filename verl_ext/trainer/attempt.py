@@ -1,0 +1,82 @@
+"""One start of a run as rank 0 keeps book of it: run.json, the metrics and the progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from verl_ext.metrics.atomic import replace_file
+from verl_ext.metrics.console import ProgressBar
+from verl_ext.metrics.recorder import MetricsRecorder
+from verl_ext.metrics.run_record import RunRecord
+
+
+class Attempt:
+    """Context of `fit`; on ranks other than 0 every method does nothing.
+
+    Args:
+        config: the resolved configuration; written to `config.yaml` in the run directory.
+        first_step: step of the checkpoint that the attempt begins from.
+        total_steps: step at which the run is finished.
+        world_size: ranks.
+        is_main: whether this is rank 0.
+    """
+
+    def __init__(self, config: DictConfig, first_step: int, total_steps: int, world_size: int, is_main: bool) -> None:
+        self.config, self.is_main = config, is_main
+        self.run_dir = Path(config.trainer.default_local_dir)
+        self.first_step, self.last_step, self.total_steps = first_step, first_step, total_steps
+        self.world_size = world_size
+
+    def __enter__(self) -> Attempt:
+        if self.is_main:
+            self.record = RunRecord(self.run_dir)
+            number = self.record.start_attempt(
+                first_step=self.first_step, world_size=self.world_size, total_steps=self.total_steps
+            )
+            replace_file(self.run_dir / "config.yaml", [OmegaConf.to_yaml(self.config)])
+            self.recorder = self._open_recorder(number)
+            self.bar = ProgressBar(self.total_steps, initial=self.first_step)
+        return self
+
+    def _open_recorder(self, number: int) -> MetricsRecorder:
+        return MetricsRecorder(
+            run_dir=self.run_dir,
+            attempt=number,
+            backends=list(self.config.trainer.logger),
+            project=self.config.trainer.project_name,
+            experiment=self.config.trainer.experiment_name,
+            config=OmegaConf.to_container(self.config, resolve=True),
+            total_steps=self.total_steps,
+            log_every=self.config.trainer.log_every,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one row of metrics everywhere; a step may have several rows (training, validation, saving)."""
+        if not self.is_main or not metrics:
+            return
+        self.recorder.log(step, metrics)
+        if "train/loss" in metrics:
+            self.last_step = step
+            self.bar.update(metrics["train/loss"])
+
+    def say(self, text: str) -> None:
+        """Print one line above the progress bar."""
+        if self.is_main:
+            tqdm.write(text)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self.is_main:
+            return
+        self.bar.close()
+        self.recorder.close(exit_code=0 if error is None else 1)
+        if error is None:
+            self.record.end_attempt("finished", self.last_step, "all steps are done")
+        else:
+            self.record.end_attempt("failed", self.last_step, f"{type(error).__name__}: {error}")

@@ -1,0 +1,162 @@
+"""Loads a causal language model and shards it with FSDP2, from verl's own parts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from omegaconf import DictConfig
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from verl.utils.fs import copy_to_local
+from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
+from verl.utils.py_functional import convert_to_regular_types
+from verl.utils.torch_dtypes import PrecisionType
+
+from verl_ext.errors import UserError
+
+
+def pick_attention(setting: str, device_name: str) -> str:
+    """`model.attn_implementation` with auto resolved: flash-attention where it can run, else sdpa."""
+    installed = importlib.util.find_spec("flash_attn") is not None
+    if setting == "auto":
+        return "flash_attention_2" if device_name == "cuda" and installed else "sdpa"
+    if setting == "flash_attention_2" and not (installed and device_name == "cuda"):
+        raise UserError(
+            "model.attn_implementation=flash_attention_2 needs a GPU and the flash-attn package; install it, or take auto"
+        )
+    return setting
+
+
+def pick_precision(setting: str, device_name: str) -> torch.dtype:
+    """`model.mixed_precision` with auto resolved: bf16 on accelerators that have it, fp32 elsewhere.
+
+    CPUs get fp32: without bf16 units autocast was measured to double the step time.
+    """
+    if setting == "auto":
+        has_bf16 = device_name == "npu" or (device_name == "cuda" and torch.cuda.is_bf16_supported())
+        return torch.bfloat16 if has_bf16 else torch.float32
+    return PrecisionType.to_dtype(setting)
+
+
+def build_model(config: DictConfig, device_mesh: DeviceMesh, device_name: str) -> PreTrainedModel:
+    """The model of `model.partial_pretrain`, with LoRA where asked for, sharded over `device_mesh`.
+
+    Args:
+        config: the resolved configuration.
+        device_mesh: one-dimensional mesh over all ranks.
+        device_name: cuda, npu or cpu.
+
+    Returns:
+        The model as FSDP2 modules, its parameters DTensors in `model.fsdp_config.model_dtype`.
+
+    Raises:
+        UserError: a model that cannot be loaded.
+    """
+    model = load_model(config, device_mesh, device_name)
+    patch_model(model, config)
+    model = add_lora(model, config)
+    if config.model.enable_gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return shard(model, config, device_mesh, device_name)
+
+
+def load_model_config(config: DictConfig) -> PretrainedConfig:
+    """The model's own configuration, its context stretched to `data.max_length` as verl does."""
+    if config.model.external_lib is not None:
+        importlib.import_module(config.model.external_lib)  # registers the user's architecture with transformers
+    path = local_model_path(config)
+    model_config = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    if getattr(model_config, "max_position_embeddings", None):
+        model_config.max_position_embeddings = max(model_config.max_position_embeddings, config.data.max_length)
+    return model_config
+
+
+def local_model_path(config: DictConfig) -> str:
+    """`model.partial_pretrain` as a local directory or a hub name, in shared memory with `model.use_shm`."""
+    return copy_to_local(str(Path(config.model.partial_pretrain).expanduser()), use_shm=config.model.use_shm)
+
+
+def load_model(config: DictConfig, device_mesh: DeviceMesh, device_name: str) -> PreTrainedModel:
+    """The unsharded model: real weights on rank 0, no memory on the others, which receive theirs when it is sharded."""
+    arguments: dict[str, Any] = {
+        "dtype": PrecisionType.to_dtype(config.model.fsdp_config.model_dtype),
+        "attn_implementation": pick_attention(config.model.attn_implementation, device_name),
+        "trust_remote_code": config.model.trust_remote_code,
+    }
+    try:
+        model_config = load_model_config(config)
+        # Tied weights must be real everywhere: two meta tensors that are one parameter come apart on materialising.
+        if device_mesh.get_rank() == 0 or model_config.tie_word_embeddings:
+            return AutoModelForCausalLM.from_pretrained(local_model_path(config), config=model_config, **arguments)
+        with init_empty_weights(include_buffers=False):
+            return AutoModelForCausalLM.from_config(model_config, **arguments)
+    except (OSError, ValueError, ImportError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(f"model.partial_pretrain={config.model.partial_pretrain} cannot be loaded: {first_line}") from error
+
+
+def patch_model(model: PreTrainedModel, config: DictConfig) -> None:
+    """Apply verl's patches for Ulysses and padding removal, and Liger's kernels, where the configuration asks."""
+    if config.use_remove_padding or config.ulysses_sequence_parallel_size > 1:
+        from verl.models.transformers.monkey_patch import apply_monkey_patch
+
+        apply_monkey_patch(model=model, ulysses_sp_size=config.ulysses_sequence_parallel_size)
+    if config.model.use_liger:
+        if importlib.util.find_spec("liger_kernel") is None:
+            raise UserError("model.use_liger=true needs the liger-kernel package; install it, or set it to false")
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+
+
+def uses_lora(config: DictConfig) -> bool:
+    """Whether adapters are trained instead of the whole model."""
+    return config.model.get("lora_adapter_path") is not None or config.model.lora_rank > 0
+
+
+def add_lora(model: PreTrainedModel, config: DictConfig) -> PreTrainedModel | PeftModel:
+    """Wrap the model in new LoRA adapters (`lora_rank`) or in those of `lora_adapter_path`."""
+    if not uses_lora(config):
+        return model
+    model.enable_input_require_grads()
+    path = config.model.get("lora_adapter_path")
+    if path is not None:
+        model = PeftModel.from_pretrained(model, copy_to_local(path, use_shm=config.model.use_shm), is_trainable=True)
+    else:
+        lora = LoraConfig(
+            task_type=TaskType.CAUSAL_LM,
+            r=config.model.lora_rank,
+            lora_alpha=config.model.lora_alpha,
+            target_modules=convert_to_regular_types(config.model.target_modules),
+            bias="none",
+        )
+        model = get_peft_model(model, lora)
+    return model.to(PrecisionType.to_dtype(config.model.fsdp_config.model_dtype))
+
+
+def shard(model: PreTrainedModel, config: DictConfig, device_mesh: DeviceMesh, device_name: str) -> PreTrainedModel:
+    """Shard in place with FSDP2 and send rank 0's weights to all ranks."""
+    precision = pick_precision(config.model.mixed_precision, device_name)
+    offload = CPUOffloadPolicy(pin_memory=device_name != "cpu") if config.model.fsdp_config.cpu_offload else None
+    arguments: dict[str, Any] = {"mesh": device_mesh, "reshard_after_forward": True}
+    if precision != torch.float32:
+        arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    if offload is not None:
+        arguments["offload_policy"] = offload
+    full_state = model.state_dict()
+    apply_fsdp2(model, arguments, config.model.fsdp_config)
+    fsdp2_load_full_state_dict(model, full_state, device_mesh, offload)
+    return model
+
+
+def autocast(precision: torch.dtype, device_name: str) -> Any:
+    """The forward pass's autocast context; none in fp32."""
+    return nullcontext() if precision == torch.float32 else torch.autocast(device_name, dtype=precision)

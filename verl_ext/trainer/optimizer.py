@@ -1,0 +1,50 @@
+"""The optimizer and the learning-rate schedule, by verl's own builders."""
+
+from __future__ import annotations
+
+import torch
+from omegaconf import DictConfig
+from torch.optim.lr_scheduler import LRScheduler
+from verl.utils.torch_functional import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_wsd_schedule_with_warmup,
+)
+from verl.workers.config.optimizer import build_optimizer as build_verl_optimizer
+
+from verl_ext.errors import UserError
+
+
+def build_optimizer(model: torch.nn.Module, config: DictConfig) -> torch.optim.Optimizer:
+    """The optimizer of `optim.optimizer` over the parameters that are trained.
+
+    Raises:
+        UserError: an optimizer that does not exist or does not take its arguments.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        return build_verl_optimizer(trained, config)
+    except (ImportError, AttributeError, TypeError) as error:
+        first_line = str(error).splitlines()[0]
+        raise UserError(f"optim.optimizer={config.optimizer} of {config.optimizer_impl} cannot be built: {first_line}") from error
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, config: DictConfig, num_steps: int) -> LRScheduler:
+    """The schedule of `optim.lr_scheduler` over `num_steps` steps.
+
+    Args:
+        optimizer: whose learning rate is scheduled.
+        config: the `optim` section; `lr_warmup_steps` goes before `lr_warmup_steps_ratio`.
+        num_steps: length of the schedule in optimizer steps.
+    """
+    warmup = config.lr_warmup_steps if (config.lr_warmup_steps or -1) >= 0 else int(num_steps * config.lr_warmup_steps_ratio)
+    if config.lr_scheduler == "constant":
+        return get_constant_schedule_with_warmup(optimizer, num_warmup_steps=warmup)
+    build = get_cosine_schedule_with_warmup if config.lr_scheduler == "cosine" else get_wsd_schedule_with_warmup
+    return build(
+        optimizer,
+        num_warmup_steps=warmup,
+        num_training_steps=num_steps,
+        min_lr_ratio=config.min_lr_ratio or 0.0,
+        num_cycles=config.num_cycles,
+    )

@@ -1,0 +1,131 @@
+"""Supervised fine-tuning: the mean cross-entropy over the loss tokens of the whole global batch."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+
+import torch
+from torch.nn import functional as F
+from verl.utils.flops_counter import FlopsCounter
+
+from verl_ext.data.batching import Batch, MicroBatch, validation_micro_batches
+from verl_ext.metrics.reduce import reduce_over_ranks
+from verl_ext.trainer.loop import Metrics, PipelineTrainer
+from verl_ext.trainer.model import autocast, pick_precision
+
+GIB = 1 << 30
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where a float cannot hold it."""
+    return math.exp(loss) if loss < 700 else (math.inf if loss == loss else math.nan)
+
+
+class SFTTrainer(PipelineTrainer):
+    """Trains on chats: every assistant token of the global batch weighs the same."""
+
+    def training_step(self, batch: Batch) -> Metrics:
+        """One optimizer step; see `PipelineTrainer.training_step`."""
+        lr = self.lr_scheduler.get_last_lr()[0]
+        self.fsdp_model.train()
+        with self.timer.measure("forward_backward"):
+            loss, num_loss_tokens = self.forward_backward(batch)
+        with self.timer.measure("optimizer"):
+            grad_norm = self.optimizer_step(loss, batch)
+        return {
+            "train/loss": loss,
+            "train/lr(1e-3)": lr * 1e3,
+            "train/grad_norm": grad_norm,
+            "train/perplexity": perplexity(loss),
+            "train/num_loss_tokens": num_loss_tokens,
+            "train/epoch": self.global_step / self.steps_per_epoch,
+            "train/skipped_steps": self.guard.num_skipped,
+            **self.measure_step(batch),
+        }
+
+    def forward_backward(self, batch: Batch) -> tuple[float, float]:
+        """Accumulate the gradient of the global mean over all micro-batches and ranks.
+
+        FSDP averages gradients over ranks, so each rank's sum is scaled by ranks / tokens of the global batch; neither
+        the micro-batch size nor the number of ranks changes the result.
+
+        Returns:
+            The mean loss and the number of loss tokens of the global batch, the same on every rank.
+        """
+        num_tokens = max(self.sum_over_data_ranks(batch.num_loss_tokens), 1.0)
+        total = torch.zeros((), device=self.device_name)
+        for micro_batch in batch.micro_batches:
+            loss = self.summed_loss(micro_batch)
+            (loss * (self.dp_size / num_tokens)).backward()
+            total += loss.detach()
+        return self.sum_over_data_ranks(float(total)) / num_tokens, num_tokens
+
+    def summed_loss(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Sum of the cross-entropy over a micro-batch's loss tokens, a scalar with gradient."""
+        tensors = {name: tensor.to(self.device_name) for name, tensor in micro_batch.items()}
+        if self.config.ulysses_sequence_parallel_size > 1:
+            return self.summed_loss_over_sequence_ranks(tensors)
+        learnt = tensors.pop("loss_mask")[:, 1:].bool()  # (batch, seq - 1): token t is predicted from those before it
+        with autocast(pick_precision(self.config.model.mixed_precision, self.device_name), self.device_name):
+            logits = self.fsdp_model(**tensors, use_cache=False).logits[:, :-1]  # (batch, seq - 1, vocab)
+        return F.cross_entropy(logits[learnt].float(), tensors["input_ids"][:, 1:][learnt], reduction="sum")
+
+    def summed_loss_over_sequence_ranks(self, tensors: MicroBatch) -> torch.Tensor:
+        """The same with the sequence split by Ulysses: verl's own forward pass, whose local mean is made a sum again."""
+        num_tokens = tensors["loss_mask"][:, 1:].sum()
+        return self._compute_loss_and_backward(tensors, do_backward=False) * num_tokens
+
+    def sum_over_data_ranks(self, value: float) -> float:
+        """Sum over data-parallel ranks; the ranks of one sequence-parallel group hold the same samples."""
+        reduced = reduce_over_ranks(sums={"value": value}, device=self.device_name)["value"]
+        return reduced / self.config.ulysses_sequence_parallel_size
+
+    def measure_step(self, batch: Batch) -> Metrics:
+        """Where the step's time and memory went: the slowest rank's seconds, all ranks' throughput."""
+        seconds = time.perf_counter() - self.step_start
+        parts = {f"time/train/{part}_s": value for part, value in self.timer.pop().items()}
+        compute = parts["time/train/forward_backward_s"] + parts["time/train/optimizer_s"]
+        reduced = reduce_over_ranks(
+            sums={"tokens": batch.num_tokens, "samples": len(batch.rows), **self.flops(batch, seconds)},
+            maxima={**parts, "time/train/step_s": seconds, "train/time(s)": compute, **self.peak_memory()},
+            device=self.device_name,
+        )
+        copies = self.config.ulysses_sequence_parallel_size  # of each sample
+        step_s = reduced["time/train/step_s"]
+        reduced["throughput/train/tokens_per_s"] = reduced.pop("tokens") / copies / step_s
+        reduced["throughput/train/samples_per_s"] = reduced.pop("samples") / copies / step_s
+        if "mfu" in reduced:
+            reduced["throughput/train/mfu"] = reduced.pop("mfu") / (self.dp_size * copies) / copies
+        return reduced
+
+    def flops(self, batch: Batch, seconds: float) -> Metrics:
+        """This rank's share of the GPU's peak by verl's count; nothing on a CPU, whose peak verl only guesses."""
+        if self.device_name != "cuda":
+            return {}
+        lengths = [int(n) for micro_batch in batch.micro_batches for n in micro_batch["attention_mask"].sum(-1)]
+        achieved, peak = FlopsCounter(self.model_config).estimate_flops(lengths, seconds)
+        return {"mfu": achieved / peak}
+
+    def peak_memory(self) -> Metrics:
+        """Largest memory so far: allocated on the GPU, resident on a CPU."""
+        if self.device_name == "cuda":
+            return {"system/peak_memory_gib": torch.cuda.max_memory_allocated() / GIB}
+        return {"system/peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
+
+    @torch.no_grad()
+    def validate(self) -> Metrics:
+        """Token-weighted loss over the whole validation set, the same for any number of ranks."""
+        if self.val_dataset is None:
+            return {}
+        start = time.perf_counter()
+        self.fsdp_model.eval()
+        loss = num_tokens = 0.0
+        for micro_batch in validation_micro_batches(self.val_dataset, self.batcher, self.dp_rank, self.dp_size):
+            num_tokens += int(micro_batch["loss_mask"][:, 1:].sum())
+            loss += float(self.summed_loss(micro_batch))
+        loss, num_tokens = self.sum_over_data_ranks(loss), self.sum_over_data_ranks(num_tokens)
+        mean = loss / num_tokens
+        seconds = time.perf_counter() - start
+        return {"val/loss": mean, "val/perplexity": perplexity(mean), "val/num_loss_tokens": num_tokens, "time/val/step_s": seconds}

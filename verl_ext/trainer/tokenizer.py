@@ -1,0 +1,37 @@
+"""The model's tokenizer with the chat template that the configuration gives it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+from transformers import PreTrainedTokenizerBase
+from verl.utils import hf_tokenizer
+
+from verl_ext.errors import UserError
+from verl_ext.trainer.model import local_model_path
+
+
+def load_tokenizer(config: DictConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.partial_pretrain`; `data.chat_template` (a Jinja file or its text) replaces its own.
+
+    Raises:
+        UserError: the tokenizer cannot be loaded, or the template file does not exist.
+    """
+    try:
+        tokenizer = hf_tokenizer(local_model_path(config), trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(f"the tokenizer of {config.model.partial_pretrain} cannot be loaded: {first_line}") from error
+    template = config.data.chat_template
+    if template is not None:
+        tokenizer.chat_template = template if "{" in template else read_template(Path(template))
+        config.data.chat_template = None  # verl's constructor refuses one; from here on the tokenizer carries it
+    return tokenizer
+
+
+def read_template(path: Path) -> str:
+    """The text of a Jinja file."""
+    if not path.is_file():
+        raise UserError(f"data.chat_template names {path.absolute()}, which does not exist; give a Jinja file or its text")
+    return path.read_text()
