@@ -27,7 +27,7 @@ def merge_known(config: DictConfig, update: DictConfig, source: str) -> None:
     Raises:
         UserError: a key that `config` does not have, or a value of another type.
     """
-    for key, value in leaves(update):
+    for key, value in leaves(update).items():
         set_known(config, key, value, source)
 
 
@@ -49,19 +49,24 @@ def apply_overrides(config: DictConfig, overrides: list[str]) -> None:
             set_known(config, key, None if override.is_delete() else override.value(), "the command line")
 
 
-def leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything that is not a non-empty mapping; interpolations stay text."""
-    for name in config:
-        node = OmegaConf.to_container(config, resolve=False)[name]
-        if isinstance(node, dict) and node and prefix + str(name) not in OPEN_MAPPINGS:
-            yield from leaves(config[name], f"{prefix}{name}.")
+def leaves(config: DictConfig) -> dict[str, Any]:
+    """Dotted key to value of everything that is not a non-empty mapping; interpolations stay text."""
+    return dict(flatten(OmegaConf.to_container(config, resolve=False), ""))
+
+
+def flatten(mapping: dict, prefix: str) -> Iterator[tuple[str, Any]]:
+    """The dotted keys and values of a plain nested mapping."""
+    for name, value in mapping.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value and key not in OPEN_MAPPINGS:
+            yield from flatten(value, f"{key}.")
         else:
-            yield prefix + str(name), node
+            yield key, value
 
 
 def set_known(config: DictConfig, key: str, value: Any, source: str) -> None:
     """Set one dotted key that must exist; see `merge_known` for what is raised."""
-    known = dict(leaves(config))
+    known = leaves(config)
     if isinstance(value, dict) and value and key not in OPEN_MAPPINGS:
         return merge_known(config, OmegaConf.create({key: value}) if "." not in key else nested(key, value), source)
     if key not in known and not key.startswith(tuple(f"{open_key}." for open_key in OPEN_MAPPINGS)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class ChatDataset(Dataset):
         tokenizer: a fast tokenizer with a chat template.
         config: the `data` section.
         max_samples: take only the first so many rows; -1 takes all.
-        progress: show a progress bar while tokenising.
+        progress: show a progress bar while tokenising, on a terminal.
 
     Raises:
         UserError: a row that cannot be rendered, has no assistant turn, or is too long with `truncation=error`;
@@ -75,16 +75,19 @@ class ChatDataset(Dataset):
             "row": int(index),
         }
 
-    def describe(self, index: int) -> str:
-        """File and row of a sample, as messages name it."""
-        name, row = self.sources[index]
-        return f"{name} row {row}"
+    def describe(self, indices: Iterable[int]) -> str:
+        """Files and rows of samples, as messages name them."""
+        rows: dict[str, list[str]] = {}
+        for index in indices:
+            name, row = self.sources[index]
+            rows.setdefault(name, []).append(str(row))
+        return "; ".join(f"{name} rows {', '.join(numbers)}" for name, numbers in rows.items())
 
     def _encode_files(self, names: list[str], max_samples: int, progress: bool) -> Iterator[tuple[list, list]]:
         frames = [(name, pd.read_parquet(Path(name).expanduser())) for name in names]
         total = sum(len(frame) for _, frame in frames)
         left = min(total, max_samples) if max_samples > 0 else total
-        with tqdm(total=left, desc="tokenising", unit="chats", disable=not progress, leave=False, mininterval=1) as bar:
+        with tqdm(total=left, desc="tokenising", unit="chats", disable=None if progress else True, leave=False, mininterval=1) as bar:
             for name, frame in frames:
                 for first in range(0, min(len(frame), left), CHUNK):
                     records = frame.iloc[first : min(first + CHUNK, left)].to_dict("records")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -39,7 +40,8 @@ def load_dataset(
     from verl.utils.import_utils import load_extern_object
 
     dataset_class = load_extern_object(config.custom_cls.path, config.custom_cls.name)
-    dataset = dataset_class(parquet_files=file_list(files), tokenizer=tokenizer, config=config, max_samples=max_samples)
+    names = OmegaConf.create(file_list(files))  # verl tells one file from several by this type
+    dataset = dataset_class(parquet_files=names, tokenizer=tokenizer, config=config, max_samples=max_samples)
     return Unpadded(dataset)
 
 
@@ -63,6 +65,6 @@ class Unpadded(Dataset):
         tokens = {name: torch.as_tensor(sample[name])[real].long() for name in ("input_ids", "loss_mask")}
         return {**tokens, "row": index}
 
-    def describe(self, index: int) -> str:
-        """How messages name a sample."""
-        return f"{type(self.dataset).__name__} row {index}"
+    def describe(self, indices: Iterable[int]) -> str:
+        """How messages name samples."""
+        return f"{type(self.dataset).__name__} rows {', '.join(map(str, indices))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -21,7 +22,7 @@ def run_to_the_end(config: DictConfig) -> int:
         print(f"This run is finished: {run_dir}. Prolong it with trainer.total_epochs, or rename trainer.experiment_name.")
         print_summary(config)
         return 0
-    if int_rank() == 0:
+    if node_rank() == 0:
         mark_waiting(config, record)
     try:
         failure = run_ranks(config)
@@ -35,10 +36,8 @@ def run_to_the_end(config: DictConfig) -> int:
     return 0
 
 
-def int_rank() -> int:
+def node_rank() -> int:
     """NODE_RANK, 0 on a single machine; only node 0 keeps run.json."""
-    import os
-
     return int(os.environ.get("NODE_RANK", "0"))
 
 

@@ -9,10 +9,12 @@ from types import TracebackType
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from verl_ext.errors import UserError
 from verl_ext.metrics.atomic import replace_file
 from verl_ext.metrics.console import ProgressBar
 from verl_ext.metrics.recorder import MetricsRecorder
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.trainer.distributed import on_rank_zero
 
 
 class Attempt:
@@ -33,15 +35,17 @@ class Attempt:
         self.world_size = world_size
 
     def __enter__(self) -> Attempt:
-        if self.is_main:
-            self.record = RunRecord(self.run_dir)
-            number = self.record.start_attempt(
-                first_step=self.first_step, world_size=self.world_size, total_steps=self.total_steps
-            )
-            replace_file(self.run_dir / "config.yaml", [OmegaConf.to_yaml(self.config)])
-            self.recorder = self._open_recorder(number)
-            self.bar = ProgressBar(self.total_steps, initial=self.first_step)
+        on_rank_zero(self._open)
         return self
+
+    def _open(self) -> None:
+        self.record = RunRecord(self.run_dir)
+        number = self.record.start_attempt(
+            first_step=self.first_step, world_size=self.world_size, total_steps=self.total_steps
+        )
+        replace_file(self.run_dir / "config.yaml", [OmegaConf.to_yaml(self.config)])
+        self.recorder = self._open_recorder(number)
+        self.bar = ProgressBar(self.total_steps, initial=self.first_step)
 
     def _open_recorder(self, number: int) -> MetricsRecorder:
         return MetricsRecorder(
@@ -79,4 +83,5 @@ class Attempt:
         if error is None:
             self.record.end_attempt("finished", self.last_step, "all steps are done")
         else:
-            self.record.end_attempt("failed", self.last_step, f"{type(error).__name__}: {error}")
+            reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            self.record.end_attempt("failed", self.last_step, reason)

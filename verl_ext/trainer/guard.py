@@ -14,35 +14,36 @@ class NonFiniteGuard:
 
     Args:
         limit: steps in a row after which the run stops.
-        describe: names a sample by its number in the training set.
+        describe: names samples by their numbers in the training set.
     """
 
-    def __init__(self, limit: int, describe: Callable[[int], str]) -> None:
+    def __init__(self, limit: int, describe: Callable[[Sequence[int]], str]) -> None:
         self.limit, self.describe = limit, describe
         self.streak = 0
         self.num_skipped = 0
 
-    def check(self, finite: bool, step: int, rows: Sequence[int]) -> None:
-        """Count one step; collective when the limit is reached, so `finite` must be the same on every rank.
+    def count(self, finite: bool) -> None:
+        """Count one step, by whether its loss and gradient norm are finite; the same on every rank."""
+        self.streak = 0 if finite else self.streak + 1
+        self.num_skipped += not finite
+
+    def check(self, step: int, rows: Sequence[int]) -> None:
+        """Stop the run when the limit is reached; collective then.
 
         Args:
-            finite: whether loss and gradient norm are.
             step: the optimizer step, for the message.
             rows: this rank's samples of the step.
 
         Raises:
-            UserError: the limit is reached; the message names the step and every rank's rows.
+            UserError: it names the step and every rank's rows.
         """
-        self.streak = 0 if finite else self.streak + 1
-        self.num_skipped += not finite
-        if self.streak >= self.limit:
-            raise UserError(
-                f"the loss or its gradient was not finite for {self.streak} steps in a row, the last at step {step}; look at "
-                f"the batch ({self._name_rows(rows)}), lower optim.lr, or check the model's weights; "
-                "no update was made on those steps and the last checkpoint is intact"
-            )
-
-    def _name_rows(self, rows: Sequence[int]) -> str:
+        if self.streak < self.limit:
+            return
         everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, list(rows))
-        return ", ".join(self.describe(row) for row in sorted({row for part in everyone for row in part}))
+        raise UserError(
+            f"the loss or its gradient was not finite for {self.streak} steps in a row, the last at step {step}; lower "
+            "optim.lr, check the model's weights, or look at the batch: "
+            f"{self.describe(sorted({row for part in everyone for row in part}))} "
+            "(no update was made on those steps, and the last checkpoint is intact)"
+        )

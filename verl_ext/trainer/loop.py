@@ -63,7 +63,7 @@ class PipelineTrainer(FSDPSFTTrainer):
         self.is_main = device_mesh.get_rank() == 0
         self.run_dir = Path(config.trainer.default_local_dir)
         self.timer = StepTimer(synchronize="cuda" if self.device_name == "cuda" else None)
-        self.guard = NonFiniteGuard(config.trainer.max_nonfinite_steps, getattr(train_dataset, "describe", str))
+        self.guard = NonFiniteGuard(config.trainer.max_nonfinite_steps, train_dataset.describe)
         with open(os.devnull, "w") as sink, redirect_stdout(sink):  # verl prints the whole configuration and more
             super().__init__(config, device_mesh, ulysses_device_mesh, tokenizer, train_dataset, val_dataset)
         self.global_step = self.resume_global_step
@@ -88,6 +88,7 @@ class PipelineTrainer(FSDPSFTTrainer):
                 attempt.log(0, self.validate())
             for batch in self.remaining_batches():
                 attempt.log(self.global_step, self.training_step(batch))
+                self.guard.check(self.global_step, batch.rows)
                 self.train_sampler.advance()
                 if self.is_due(self.config.trainer.test_freq):
                     attempt.log(self.global_step, self.validate())
@@ -114,12 +115,11 @@ class PipelineTrainer(FSDPSFTTrainer):
         """Whether something that happens every `frequency` steps, and at the last, happens now; -1 is the last alone."""
         return self.steps_left == 0 or (frequency > 0 and self.global_step % frequency == 0)
 
-    def optimizer_step(self, loss: float, batch: Batch) -> float:
+    def optimizer_step(self, loss: float) -> float:
         """Clip, update and move the learning rate on; skip all of it when loss or gradient is not finite.
 
         Args:
             loss: of this step, the same on every rank.
-            batch: for the rows that a message names.
 
         Returns:
             The gradient's norm before clipping.
@@ -131,13 +131,15 @@ class PipelineTrainer(FSDPSFTTrainer):
             self.optimizer.step()
             self.lr_scheduler.step()
         self.optimizer.zero_grad()
-        self.guard.check(bool(finite), self.global_step, batch.rows)
+        self.guard.count(bool(finite))
         return grad_norm
 
     # What verl's constructor calls
 
     def _normalize_config_bsz(self) -> None:
         """verl divides the batch size in the configuration; here it stays the global one, as users wrote it."""
+        # With sequence parallelism verl computes the micro-batch's loss; it must be the plain mean, weighted by us.
+        self.config.data.balance_dp_token = False
         self.dp_size = self.ulysses_device_mesh.size(0)
         self.dp_rank = self.ulysses_device_mesh.get_local_rank("dp")
 

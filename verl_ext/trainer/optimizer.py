@@ -25,8 +25,10 @@ def build_optimizer(model: torch.nn.Module, config: DictConfig) -> torch.optim.O
     try:
         return build_verl_optimizer(trained, config)
     except (ImportError, AttributeError, TypeError) as error:
-        first_line = str(error).splitlines()[0]
-        raise UserError(f"optim.optimizer={config.optimizer} of {config.optimizer_impl} cannot be built: {first_line}") from error
+        reason = str(error).split(". Available")[0]  # verl lists the whole module behind it
+        raise UserError(
+            f"optim.optimizer={config.optimizer} of {config.optimizer_impl} cannot be built: {reason}; correct one of them"
+        ) from error
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: DictConfig, num_steps: int) -> LRScheduler:

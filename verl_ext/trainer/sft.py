@@ -33,7 +33,7 @@ class SFTTrainer(PipelineTrainer):
         with self.timer.measure("forward_backward"):
             loss, num_loss_tokens = self.forward_backward(batch)
         with self.timer.measure("optimizer"):
-            grad_norm = self.optimizer_step(loss, batch)
+            grad_norm = self.optimizer_step(loss)
         return {
             "train/loss": loss,
             "train/lr(1e-3)": lr * 1e3,

@@ -1,0 +1,1 @@
+"""Judges a checkpoint: greedy answers from vLLM, run against each problem's own tests, summed up in a few figures."""

@@ -1,0 +1,34 @@
+"""What tests share: a small real model and data set made by the product's own preparation, and one rank of gloo."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with `model/`, `train.parquet`, `val.parquet` and `problems.jsonl` of a small quickstart."""
+    from verl_ext.data.prepare import prepare
+
+    directory = tmp_path_factory.mktemp("quickstart")
+    prepare(["quickstart", "--output", str(directory), "--samples", "500"])
+    return directory
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,0 +1,49 @@
+"""Builds the product's own trainer on a small configuration, for tests inside one process and under torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from verl_ext.config.compose import compose_config
+from verl_ext.data.load import load_datasets
+from verl_ext.trainer.distributed import build_meshes, settle_device
+from verl_ext.trainer.sft import SFTTrainer
+from verl_ext.trainer.tokenizer import load_tokenizer
+
+
+def small_config(quickstart: Path, run_dir: Path, *overrides: str) -> DictConfig:
+    """The quickstart recipe on the test session's data, writing into `run_dir`, with no tracker."""
+    return compose_config(
+        "sft",
+        [
+            "prepare=[]",
+            f"data.train_files={quickstart}/train.parquet",
+            f"data.val_files={quickstart}/val.parquet",
+            f"model.partial_pretrain={quickstart}/model",
+            f"trainer.default_local_dir={run_dir}",
+            "trainer.logger=[]",
+            "data.train_batch_size=8",
+            "data.micro_batch_size_per_gpu=4",
+            *overrides,
+        ],
+    )
+
+
+def make_trainer(config: DictConfig) -> SFTTrainer:
+    """An `SFTTrainer` on the process group that is there."""
+    torch.manual_seed(config.trainer.seed)
+    device_name = settle_device(config)
+    tokenizer = load_tokenizer(config)
+    meshes = build_meshes(device_name, config.ulysses_sequence_parallel_size)
+    return SFTTrainer(config, *meshes, tokenizer, *load_datasets(config, tokenizer))
+
+
+def loss_and_gradients(trainer: SFTTrainer) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and whole gradients of the first global batch, without an update; collective."""
+    trainer.fsdp_model.train()
+    trainer.optimizer.zero_grad()
+    loss, _ = trainer.forward_backward(next(iter(trainer.train_dataloader)))
+    gradients = {name: tensor.grad.full_tensor().clone() for name, tensor in trainer.fsdp_model.named_parameters()}
+    return loss, gradients

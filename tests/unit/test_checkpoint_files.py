@@ -1,0 +1,143 @@
+"""The commit protocol, the choice of the checkpoint to resume from, and rotation; all on plain files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from verl_ext.checkpoint.commit import flush_and_digest, publish, write_manifest
+from verl_ext.checkpoint.layout import TRACKER, list_steps, what_is_wrong
+from verl_ext.checkpoint.resume import find_checkpoint, require_world_size
+from verl_ext.checkpoint.rotation import rotate
+from verl_ext.errors import UserError
+
+
+def commit(run_dir: Path, step: int, world_size: int = 2) -> Path:
+    temporary = run_dir / f"global_step_{step}.tmp"
+    (temporary / "huggingface").mkdir(parents=True)
+    for name in ("model.pt", "huggingface/config.json"):
+        (temporary / name).write_text(f"{name} of step {step}")
+    files = {name: flush_and_digest(temporary / name) for name in ("model.pt", "huggingface/config.json")}
+    write_manifest(temporary, step, world_size, "digest", files)
+    publish(temporary, run_dir / f"global_step_{step}", step)
+    return run_dir / f"global_step_{step}"
+
+
+def find(run_dir: Path, mode: str = "auto", path: str | None = None) -> tuple[Path | None, list[str]]:
+    warnings: list[str] = []
+    return find_checkpoint(run_dir, mode, path, warnings.append), warnings
+
+
+def test_a_committed_directory_is_complete_and_tracked(tmp_path: Path) -> None:
+    checkpoint = commit(tmp_path, 10)
+    assert what_is_wrong(checkpoint) is None
+    assert (tmp_path / TRACKER).read_text() == "10"  # a plain integer, as verl's own tools read it
+    assert find(tmp_path) == (checkpoint, [])
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert (manifest["step"], manifest["world_size"], set(manifest["files"])) == (
+        10,
+        2,
+        {"model.pt", "huggingface/config.json"},
+    )
+
+
+def test_the_same_step_again_replaces_the_former(tmp_path: Path) -> None:
+    first = commit(tmp_path, 10)
+    (first / "extra").write_text("from the first time")
+    assert not (commit(tmp_path, 10) / "extra").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step_10"]
+
+
+@pytest.mark.parametrize(
+    ("tracker", "warning"),
+    [(None, "is missing"), ("", "is empty"), ("30", "names global_step_30"), ("ten\n", "instead of a step")],
+)
+def test_a_bad_tracker_falls_back_to_the_newest_with_a_warning(tracker: str | None, warning: str, tmp_path: Path) -> None:
+    commit(tmp_path, 10)
+    newest = commit(tmp_path, 20)
+    (tmp_path / TRACKER).unlink() if tracker is None else (tmp_path / TRACKER).write_text(tracker)
+    found, warnings = find(tmp_path)
+    assert found == newest
+    assert len(warnings) == 1
+    assert warning in warnings[0]
+
+
+def test_verl_itself_starts_over_or_crashes_on_the_same_trackers(tmp_path: Path) -> None:
+    from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+
+    commit(tmp_path, 10)
+    (tmp_path / TRACKER).write_text("30")
+    assert find_latest_ckpt_path(str(tmp_path)) is None  # fault 6: silently from step 0
+    (tmp_path / TRACKER).write_text("")
+    with pytest.raises(ValueError, match="invalid literal"):
+        find_latest_ckpt_path(str(tmp_path))
+
+
+def break_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_text('{"step": 20')
+
+
+def cut_file(checkpoint: Path) -> None:
+    (checkpoint / "model.pt").write_text("cut")
+
+
+@pytest.mark.parametrize(
+    ("damage", "warning"),
+    [
+        (lambda path: (path / "manifest.json").unlink(), "never completed"),
+        (break_manifest, "cannot be read"),
+        (cut_file, "model.pt has 3 bytes instead of"),
+        (lambda path: (path / "model.pt").unlink(), "model.pt is missing"),
+    ],
+)
+def test_a_damaged_newest_falls_back_to_the_one_before(damage: object, warning: str, tmp_path: Path) -> None:
+    older, newest = commit(tmp_path, 10), commit(tmp_path, 20)
+    damage(newest)
+    found, warnings = find(tmp_path)
+    assert found == older
+    assert warning in warnings[0]
+    with pytest.raises(UserError, match="cannot be resumed"):
+        find(tmp_path, path=str(newest))
+    damage(older)
+    with pytest.raises(UserError, match="none is complete"):
+        find(tmp_path)
+
+
+def test_modes_and_world_size(tmp_path: Path) -> None:
+    assert find(tmp_path / "nothing") == (None, [])
+    older, _ = commit(tmp_path, 10), commit(tmp_path, 20)
+    assert find(tmp_path, "disable") == (None, [])
+    assert find(tmp_path, "resume_path", str(older)) == (older, [])
+    require_world_size(older, 2)
+    with pytest.raises(UserError, match="written by 2 ranks and this run has 4"):
+        require_world_size(older, 4)
+
+
+def kept(run_dir: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("global_step_")) for path in list_steps(run_dir))
+
+
+def test_rotation_keeps_the_newest_by_step_and_what_is_held(tmp_path: Path) -> None:
+    for step in (5, 10, 9, 100, 20):  # 100 sorts before 20 and 9 as text
+        commit(tmp_path, step)
+    (tmp_path / "global_step_5" / "keep").touch()
+    (tmp_path / "best_checkpoint.json").write_text('{"step": 9}')
+    (tmp_path / "global_step_30").mkdir()  # not complete, so neither counted nor removed
+    (tmp_path / "global_step_40.tmp").mkdir()
+    (tmp_path / "global_step_41.removing").mkdir()
+    removed = rotate(tmp_path, 2, pytest.fail)
+    assert [path.name for path in removed] == ["global_step_10"]
+    assert kept(tmp_path) == [5, 9, 20, 30, 100]
+    assert not list(tmp_path.glob("*.tmp")) + list(tmp_path.glob("*.removing"))
+    assert rotate(tmp_path, None, pytest.fail) == []
+
+
+def test_an_unreadable_choice_of_the_best_removes_nothing(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        commit(tmp_path, step)
+    (tmp_path / "best_checkpoint.json").write_text("{")
+    warnings: list[str] = []
+    assert rotate(tmp_path, 1, warnings.append) == []
+    assert "no checkpoint is removed" in warnings[0]
+    assert kept(tmp_path) == [1, 2, 3]

@@ -1,0 +1,137 @@
+"""Recipes, overrides and the checks before torchrun: what is accepted, and what each message names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+from verl_ext.config.checks import check_batch, check_data, check_model, check_values
+from verl_ext.config.compose import compose_config
+from verl_ext.config.digest import config_digest
+from verl_ext.config.recipes import RECIPES, recipe_summaries
+from verl_ext.errors import UserError
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (RECIPES / "sft").glob("*.yaml")))
+def test_every_shipped_recipe_composes_and_passes_the_checks(recipe: str) -> None:
+    config = compose_config("sft", [f"recipe={recipe}"])
+    check_values(config)
+    check_batch(config, world_size=8)
+    assert config.recipe == recipe
+    assert recipe_summaries("sft")[recipe]
+
+
+def test_the_7b_recipe_is_the_documents_run() -> None:
+    config = compose_config("sft", ["recipe=qwen2.5_coder_7b"])
+    assert (config.data.train_batch_size, config.data.micro_batch_size_per_gpu, config.data.max_length) == (128, 2, 4096)
+    assert (config.optim.lr, list(config.optim.betas), config.optim.weight_decay) == (2e-5, [0.9, 0.95], 0.01)
+    assert (config.trainer.save_freq, config.trainer.test_freq, config.trainer.max_ckpt_to_keep) == (500, 500, 5)
+    assert config.trainer.default_local_dir == "checkpoints/rlvr_coding_model/phase1_sft_qwen7b_coder"
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("optm.lr=1", "did you mean 'optim.lr'"),
+        ("data.batch_size=3", "did you mean 'data.train_batch_size'"),
+        ("optim.lr=fast", "must be a number"),
+        ("data.train_batch_size=1.5", "must be a whole number"),
+        ("data.train_batch_size=true", "must be a whole number"),
+        ("data.multiturn.enable=3", "must be true or false"),
+        ("data.multiturn={enabled: true}", "did you mean 'data.multiturn.enable'"),
+        ("optim.betas=0.9", "must be a list"),
+        ("recipe=quickstrt", "did you mean recipe=quickstart"),
+        ("a b=", "not an override of the form key=value"),
+    ],
+)
+def test_a_mistyped_override_is_refused_with_a_hint(override: str, names: str) -> None:
+    with pytest.raises(UserError, match=names):
+        compose_config("sft", [override])
+
+
+def test_overrides_follow_hydra() -> None:
+    config = compose_config(
+        "sft",
+        ["optim.lr=1e-4", "data.train_files=[a,b]", "trainer.logger=console", "~data.val_files", "+mine.extra=1"]
+        + ["data.apply_chat_template_kwargs.enable_thinking=false", "optim.override_optimizer_config={fused: true}"],
+    )
+    assert config.optim.lr == 1e-4
+    assert list(config.data.train_files) == ["a", "b"]
+    assert list(config.trainer.logger) == ["console"]
+    assert config.data.val_files is None
+    assert config.mine.extra == 1
+    assert config.data.apply_chat_template_kwargs.enable_thinking is False
+    assert config.optim.override_optimizer_config.fused is True
+
+
+def test_a_recipe_file_with_an_unknown_key_names_the_file(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("data:\n  train_batchsize: 3\n")
+    with pytest.raises(UserError, match="mine.yaml sets 'data.train_batchsize'.*did you mean 'data.train_batch_size'"):
+        compose_config("sft", [f"recipe={recipe}"])
+    recipe.write_text("a: [")
+    with pytest.raises(UserError, match="not valid YAML"):
+        compose_config("sft", [f"recipe={recipe}"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "names"),
+    [
+        ("model.strategy", "fsdp", "fsdp2"),
+        ("model.mixed_precision", "fp8", "auto, bf16, fp32"),
+        ("trainer.total_training_steps", "abc", "whole number of at least 1"),
+        ("trainer.max_ckpt_to_keep", 0, "whole number of at least 1"),
+        ("data.max_length", None, "whole number of at least 1"),
+        ("trainer.checkpoint.save_contents", ["optimizer"], "lacks 'model'"),
+        ("trainer.checkpoint.save_contents", ["model", "weights"], "weights"),
+        ("data.micro_batch_size", 4, "micro_batch_size_per_gpu"),
+        ("trainer.resume_mode", "resume_path", "needs trainer.resume_from_path"),
+        ("trainer.resume_from_path", "/nowhere/global_step_1", "no global_step_N directory"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(key: str, value: object, names: str) -> None:
+    config = compose_config("sft", [])
+    OmegaConf.update(config, key, value)
+    with pytest.raises(UserError, match=names):
+        check_values(config)
+
+
+@pytest.mark.parametrize(("batch", "ranks", "sequence"), [(33, 2, 1), (32, 3, 2), (32, 2, 2)])
+def test_a_batch_that_does_not_divide_is_refused(batch: int, ranks: int, sequence: int) -> None:
+    config = compose_config("sft", [f"data.train_batch_size={batch}", f"ulysses_sequence_parallel_size={sequence}"])
+    with pytest.raises(UserError, match="divi|use_remove_padding"):
+        check_batch(config, ranks)
+
+
+def with_data(quickstart: Path, *overrides: str) -> DictConfig:
+    files = [f"data.train_files={quickstart}/train.parquet", f"data.val_files={quickstart}/val.parquet"]
+    return compose_config("sft", [*files, f"model.partial_pretrain={quickstart}/model", *overrides])
+
+
+def test_data_and_model_are_looked_at_before_torchrun(quickstart: Path, tmp_path: Path) -> None:
+    check_data(with_data(quickstart))
+    check_model(with_data(quickstart))
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"PAR1 this is not parquet")
+    (tmp_path / "config.json").write_text("{")
+    for override, names in {
+        "data.train_files=/nowhere.parquet": "does not exist",
+        f"data.train_files={broken}": "not a readable parquet file",
+        "data.multiturn.messages_key=chat": "no column 'chat'.*its columns are messages",
+        "data.multiturn.enable=false": "no column 'question'",
+        "data.train_batch_size=501": "fewer than one global batch",
+        "data.train_files=[]": "is empty",
+    }.items():
+        with pytest.raises(UserError, match=names):
+            check_data(with_data(quickstart, override))
+    for path, names in {"/nowhere": "no model at", str(tmp_path): "not valid JSON", str(quickstart): "no config.json"}.items():
+        with pytest.raises(UserError, match=names):
+            check_model(with_data(quickstart, f"model.partial_pretrain={path}"))
+    check_model(compose_config("sft", ["model.partial_pretrain=Qwen/Qwen2.5-0.5B"]))  # a hub name is transformers' matter
+
+
+def test_the_digest_tells_runs_apart_but_not_places() -> None:
+    base = config_digest(compose_config("sft", []))
+    assert config_digest(compose_config("sft", ["trainer.n_gpus_per_node=2", "trainer.device=cpu"])) == base
+    assert config_digest(compose_config("sft", ["optim.lr=1e-3"])) != base

@@ -1,0 +1,211 @@
+"""What the model is asked to learn, in which order, and in which batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from tests.training import small_config
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from verl.utils.dataset.sft_dataset import SFTDataset
+from verl_ext.data.batching import MicroBatcher, validation_micro_batches
+from verl_ext.data.chat import ChatDataset
+from verl_ext.data.load import load_dataset
+from verl_ext.data.sampler import GlobalBatchSampler
+from verl_ext.errors import UserError
+
+CHAT = [
+    {"role": "user", "content": "Write f."},
+    {"role": "assistant", "content": "def f(x):\n    return x"},
+    {"role": "user", "content": "Write g."},
+    {"role": "assistant", "content": "def g(x):\n    return 0"},
+]
+QWEN25_TEMPLATE = (  # the default system prompt is what makes turn-by-turn rendering of this family hard
+    "{% if messages[0]['role'] == 'system' %}<|im_start|>system\n{{ messages[0]['content'] }}<|im_end|>\n"
+    "{% else %}<|im_start|>system\nYou are Qwen.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m['role'] != 'system' %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FORGETFUL_TEMPLATE = (  # as thinking models do, earlier assistant turns lose their thoughts
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and loop.last %}(thought){% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "{% generation %}{% if loop.last %}(thought){% endif %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+
+
+@pytest.fixture
+def tokenizer(quickstart: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(quickstart / "model")
+
+
+def dataset_of(
+    rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path, *overrides: str
+) -> ChatDataset:
+    path = tmp_path / "rows.parquet"
+    pd.DataFrame(rows).to_parquet(path)
+    config = small_config(tmp_path, tmp_path, *overrides)
+    return ChatDataset(str(path), tokenizer, config.data)
+
+
+def learnt(dataset: ChatDataset, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> str:
+    sample = dataset[index]
+    return tokenizer.decode(sample["input_ids"][sample["loss_mask"].bool()])
+
+
+@pytest.mark.parametrize("template", [None, QWEN25_TEMPLATE])
+def test_loss_is_on_assistant_tokens_with_their_end_of_turn(
+    template: str | None, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    tokenizer.chat_template = template or tokenizer.chat_template
+    dataset = dataset_of([{"messages": CHAT}], tokenizer, tmp_path)
+    assert learnt(dataset, tokenizer) == "def f(x):\n    return x<|im_end|>def g(x):\n    return 0<|im_end|>"
+    whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert tokenizer.decode(dataset[0]["input_ids"]) == whole
+
+
+def test_a_generation_mark_in_the_template_decides(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    tokenizer.chat_template = MARKED_TEMPLATE
+    dataset = dataset_of([{"messages": CHAT}], tokenizer, tmp_path)
+    assert learnt(dataset, tokenizer).endswith("(thought)def g(x):\n    return 0<|im_end|>")
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    tokenizer.chat_template = FORGETFUL_TEMPLATE
+    with pytest.raises(UserError, match=r"rows.parquet row 0 .*turn 1 differently.*\{% generation %\}"):
+        dataset_of([{"messages": CHAT}], tokenizer, tmp_path)
+    assert len(dataset_of([{"messages": CHAT[:2]}], tokenizer, tmp_path)) == 1
+
+
+def test_prompt_and_response_columns_learn_the_end_of_turn_and_verl_does_not(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    rows = [{"question": "Write f.", "answer": "def f(x):\n    return x"}] * 2  # verl's crashes on a single row
+    ours = dataset_of(rows, tokenizer, tmp_path, "data.multiturn.enable=false")
+    assert learnt(ours, tokenizer) == "def f(x):\n    return x<|im_end|>"
+    config = small_config(tmp_path, tmp_path, "data.multiturn.enable=false").data
+    stock = SFTDataset(str(tmp_path / "rows.parquet"), tokenizer, config)[0]
+    # verl's trainer takes loss_mask[:, 1:] for the target of each position, so a target counts by its own mask
+    targets = tokenizer.decode(stock["input_ids"][1:][stock["loss_mask"][1:].bool()])
+    assert not targets.endswith("<|im_end|>")
+    assert targets.startswith("\n")  # the end of the prompt, which is not for the model to write
+    assert len(stock["input_ids"]) == config.max_length  # fault 3: padded to max_length, ours is not
+    assert len(ours[0]["input_ids"]) < 40
+
+
+def test_truncation_and_bad_rows_name_their_row(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    rows = [{"messages": CHAT[:2]}, {"messages": CHAT}]
+    with pytest.raises(UserError, match="row 1 cannot be used: it has .* more than data.max_length=40"):
+        dataset_of(rows, tokenizer, tmp_path, "data.max_length=40")
+    for side in ("left", "right"):
+        short = dataset_of(rows, tokenizer, tmp_path, "data.max_length=40", f"data.truncation={side}")
+        assert list(short.lengths) == [short.lengths[0], 40]
+    with pytest.raises(UserError, match="no assistant turn"):
+        dataset_of([{"messages": CHAT[:1]}], tokenizer, tmp_path)
+    with pytest.raises(UserError, match="no content"):
+        dataset_of([{"messages": [CHAT[0], {"role": "assistant", "content": None}]}], tokenizer, tmp_path)
+    with pytest.raises(UserError, match="token to learn"):
+        dataset_of(rows[:1], tokenizer, tmp_path, "data.max_length=5", "data.truncation=right")
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template; set data.chat_template"):
+        dataset_of(rows, tokenizer, tmp_path)
+
+
+def test_several_files_and_a_limit_keep_their_rows(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    names = []
+    for part in range(2):
+        names.append(str(tmp_path / f"{part}.parquet"))
+        pd.DataFrame([{"messages": CHAT[:2]}] * 3).to_parquet(names[-1])
+    config = small_config(tmp_path, tmp_path).data
+    dataset = ChatDataset(names, tokenizer, config, max_samples=4)
+    assert len(dataset) == 4
+    assert dataset.describe([1, 2, 3]) == f"{names[0]} rows 1, 2; {names[1]} rows 0"
+
+
+def test_a_data_set_class_of_the_users_own_loses_its_padding(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    pd.DataFrame([{"question": "Write f.", "answer": "return x"}] * 2).to_parquet(tmp_path / "own.parquet")
+    code = tmp_path / "own.py"
+    code.write_text("from verl.utils.dataset.sft_dataset import SFTDataset\nclass Own(SFTDataset): pass\n")
+    custom = (f"data.custom_cls.path={code}", "data.custom_cls.name=Own")
+    config = small_config(tmp_path, tmp_path, "data.multiturn.enable=false", *custom).data
+    dataset = load_dataset(str(tmp_path / "own.parquet"), config, tokenizer, -1, False)
+    assert dataset.lengths[0] == len(dataset[0]["input_ids"]) < config.max_length
+    assert dataset.describe([0]) == "Own rows 0"
+
+
+def test_every_rank_count_sees_the_same_global_batches() -> None:
+    def batches(ranks: int) -> list[list[int]]:
+        parts = [list(GlobalBatchSampler(103, 12, rank, ranks, seed=1)) for rank in range(ranks)]
+        return [sum(step, []) for step in zip(*parts)]
+
+    assert batches(1) == batches(2) == batches(4)
+    seen = sum(batches(1), [])
+    assert len(seen) == len(set(seen)) == 96
+
+
+def test_a_position_resumes_anywhere_also_at_the_end_of_an_epoch() -> None:
+    whole = GlobalBatchSampler(30, 10, 0, 1, seed=3)
+    seen, states = [], []
+    for _ in range(3):
+        for batch in list(whole):
+            seen.append(batch)
+            whole.advance()
+            states.append(whole.state_dict())
+    assert sorted(sum(seen[:3], [])) == list(range(30))
+    assert seen[:3] != seen[3:6]  # each epoch has its own order
+    for step, state in enumerate(states[:-1], start=1):
+        resumed = GlobalBatchSampler(30, 10, 0, 1, seed=3)
+        resumed.load_state_dict(state)
+        assert next(iter(resumed)) == seen[step]
+
+
+@pytest.mark.parametrize(("change", "names"), [({"num_samples": 31}, "num_samples"), ({"seed": 4}, "seed")])
+def test_another_data_set_cannot_go_on(change: dict[str, int], names: str) -> None:
+    sampler = GlobalBatchSampler(30, 10, 0, 1, seed=3)
+    with pytest.raises(UserError, match=names):
+        sampler.load_state_dict({**sampler.state_dict(), **change})
+    with pytest.raises(UserError, match="no multiple of"):
+        sampler.load_state_dict({**sampler.state_dict(), "samples_seen": 5})
+    with pytest.raises(UserError, match="fewer than one global batch"):
+        GlobalBatchSampler(5, 10, 0, 1, seed=3)
+
+
+def samples(lengths: list[int]) -> list[dict[str, Any]]:
+    return [
+        {"input_ids": torch.arange(1, n + 1), "loss_mask": torch.ones(n, dtype=torch.long), "row": row}
+        for row, n in enumerate(lengths)
+    ]
+
+
+def test_a_micro_batch_is_padded_to_its_own_longest() -> None:
+    batch = MicroBatcher(micro_batch_size=2, pad_token_id=0)(samples([3, 9, 4, 8, 2]))
+    assert [tuple(part["input_ids"].shape) for part in batch.micro_batches] == [(2, 9), (2, 4), (1, 2)]
+    assert batch.num_tokens == 26
+    assert batch.num_loss_tokens == 26 - 5
+    assert batch.rows == [0, 1, 2, 3, 4]
+    second = batch.micro_batches[1]
+    assert second["input_ids"].tolist() == [[1, 2, 3, 4], [1, 2, 3, 0]]
+    assert second["attention_mask"].tolist() == second["loss_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+    assert second["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 0]]
+
+
+class Listed(list):
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(sample["input_ids"]) for sample in self])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_validation_drops_nothing_and_keeps_ranks_in_step(ranks: int) -> None:
+    dataset = Listed(samples([3, 9, 4, 8, 2, 7, 5]))
+    parts = [list(validation_micro_batches(dataset, MicroBatcher(2, 0), rank, ranks)) for rank in range(ranks)]
+    assert len({len(part) for part in parts}) == 1
+    counted = sum(int(micro["loss_mask"].sum()) for part in parts for micro in part)
+    assert counted == dataset.lengths.sum()

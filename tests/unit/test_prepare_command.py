@@ -1,0 +1,134 @@
+"""The preparation command: stamp, atomic files, exit codes, and a light start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_ext.data.prepare import is_prepared, prepare
+from verl_ext.data.prepare.files import atomic_path
+from verl_ext.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    rows = [{"prompt": f"p{index}", "response": f"r{index}"} for index in range(20)]
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    return ["chat", "--input", str(source), "--output", str(tmp_path / "out")]
+
+
+def run_command(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "verl_ext.data.prepare", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_prepared_only_with_the_same_arguments_version_and_files(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not is_prepared(arguments)
+    prepare(arguments)
+    assert is_prepared(arguments)
+    assert is_prepared([*arguments, "--val-fraction", "0.02"]), "a default that is written out changes nothing"
+    assert not is_prepared([*arguments, "--seed", "1"])
+    with monkeypatch.context() as patch:
+        patch.setattr("verl_ext.data.prepare.chat.VERSION", 99)
+        assert not is_prepared(arguments)
+    (tmp_path / "out" / "val.parquet").unlink()
+    assert not is_prepared(arguments)
+
+
+def test_a_second_run_does_nothing_unless_forced(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(arguments)
+    made = (tmp_path / "out" / "train.parquet").stat().st_ino
+    capsys.readouterr()
+    prepare(arguments)
+    assert "nothing to do" in capsys.readouterr().out
+    assert (tmp_path / "out" / "train.parquet").stat().st_ino == made
+    prepare([*arguments, "--force"])
+    assert "nothing to do" not in capsys.readouterr().out
+    assert is_prepared(arguments)
+
+
+def test_a_preparation_that_fails_leaves_no_stamp(arguments: list[str], tmp_path: Path) -> None:
+    prepare(arguments)
+    (tmp_path / "in.jsonl").write_text("no json\n")
+    with pytest.raises(UserError, match="row 1"):
+        prepare([*arguments, "--force"])
+    assert not is_prepared(arguments)
+
+
+def test_a_stamp_cut_short_is_no_stamp(arguments: list[str], tmp_path: Path) -> None:
+    prepare(arguments)
+    stamp = tmp_path / "out" / "prepared.json"
+    stamp.write_text(stamp.read_text()[:30])
+    assert not is_prepared(arguments)
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    target.write_text("old")
+    with pytest.raises(KeyboardInterrupt), atomic_path(target) as temporary:
+        temporary.write_text("half")
+        raise KeyboardInterrupt
+    assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_output_below_a_file_is_a_user_error(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(UserError, match="Cannot write"):
+        prepare(arguments)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["chat"], ["bake"], ["quickstart", "--output", "x", "--samples", "7"], ["stdlib", "--output", "x", "--source", "/no"]],
+)
+def test_a_mistake_ends_with_exit_code_2_and_no_traceback(words: list[str]) -> None:
+    result = run_command(*words)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ["chat", "stdlib", "gsm8k", "quickstart", "smollm2"])
+def test_help_shows_an_example_that_parses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        is_prepared([name, "--help"])
+    assert exit_info.value.code == 0
+    example = " ".join(capsys.readouterr().out.split()).split("example: python -m verl_ext.data.prepare ")[1]
+    assert not is_prepared(example.split())
+
+
+def test_is_prepared_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from verl_ext.data.prepare import is_prepared\n"
+        "is_prepared(['quickstart', '--output', 'nowhere'])\n"
+        "print([name for name in ('torch', 'transformers', 'pandas', 'datasets', 'pyarrow') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_quickstart_writes_what_it_says(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    arguments = ["quickstart", "--samples", "500", "--output", str(tmp_path)]
+    prepare(arguments)
+    assert is_prepared(arguments)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.config.vocab_size == len(tokenizer)
+    assert (tmp_path / "model" / "merges.txt").is_file()
+    assert tokenizer.chat_template
+    problems = [json.loads(line) for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
+    assert {"problem_id", "family", "prompt", "entry_point", "tests", "canonical_solution"} == problems[0].keys()

@@ -1,0 +1,87 @@
+"""`chat`: JSONL or parquet conversations become checked, deduplicated train and validation files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl_ext.data.prepare.columns import encode_unfaithful_columns
+from verl_ext.data.prepare.conversation import BadRow, ColumnKeys, to_conversation
+from verl_ext.data.prepare.exclusion import read_excluded_ids
+from verl_ext.data.prepare.files import Row, read_jsonl, read_parquet
+from verl_ext.data.prepare.lengths import length_percentiles
+from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME, add_split_arguments, write_split
+from verl_ext.data.prepare.stamp import Prepared
+from verl_ext.errors import UserError
+
+HELP = "turn JSONL or parquet conversations into train.parquet and val.parquet with a `messages` column"
+EXAMPLE = "chat --input mine.jsonl --exclude data/quickstart/problems.jsonl --output data/mine"
+VERSION = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `chat`."""
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="*.parquet, or JSONL of any name")
+    parser.add_argument("--messages-key", metavar="COLUMN", help="column of role/content lists (found by itself)")
+    parser.add_argument("--prompt-key", metavar="COLUMN", help="column of the user's text (found by itself)")
+    parser.add_argument("--response-key", metavar="COLUMN", help="column of the answer's text (found by itself)")
+    parser.add_argument("--id-key", default="problem_id", metavar="COLUMN", help="column of ids (default problem_id)")
+    parser.add_argument("--exclude", metavar="FILE", help="ids to leave out: one a line, or JSONL with --id-key")
+    parser.add_argument("--skip-bad", action="store_true", help="count malformed rows instead of stopping")
+    parser.add_argument("--tokenizer", metavar="DIR", help="measure lengths in this tokenizer's tokens")
+    add_split_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> Prepared:
+    """Write both files.
+
+    Raises:
+        UserError: a file or row is malformed, `--exclude` cannot match anything, or nothing is left to split.
+    """
+    counts: Counter[str] = Counter(read=0, bad=0, excluded=0, duplicate=0)
+    rows = _keep(list(_read_conversations(arguments, counts)), arguments, counts)
+    # Answers to one problem stay on one side of the split: otherwise validation would measure memory.
+    groups = [_group(row.get(arguments.id_key), index) for index, row in enumerate(rows)]
+    lengths = length_percentiles(rows, arguments.tokenizer)
+    rows = encode_unfaithful_columns(rows)
+    train, val = write_split(Path(arguments.output), rows, groups, arguments.val_fraction, arguments.seed)
+    return Prepared([TRAIN_NAME, VAL_NAME], {**counts, "train": train, "val": val, **lengths})
+
+
+def _group(problem_id: object, index: int) -> str:
+    return f"row {index}" if problem_id is None else f"id {problem_id}"
+
+
+def _read_conversations(arguments: argparse.Namespace, counts: Counter[str]) -> Iterator[Row]:
+    from tqdm import tqdm
+
+    keys = ColumnKeys(arguments.messages_key, arguments.prompt_key, arguments.response_key)
+    for name in arguments.input:
+        path = Path(name)
+        numbered = read_parquet(path) if path.suffix == ".parquet" else read_jsonl(path)
+        for number, value in tqdm(numbered, desc=path.name, unit=" rows", mininterval=1):
+            counts["read"] += 1
+            try:
+                yield to_conversation(value, keys)
+            except BadRow as error:
+                if not arguments.skip_bad:
+                    raise UserError(f"{path} row {number}: {error}; mend it or pass --skip-bad.") from error
+                counts["bad"] += 1
+
+
+def _keep(rows: list[Row], arguments: argparse.Namespace, counts: Counter[str]) -> list[Row]:
+    excluded = read_excluded_ids(arguments.exclude, arguments.id_key)
+    if excluded and not any(arguments.id_key in row for row in rows):
+        raise UserError(f"No row has the column {arguments.id_key!r}, so --exclude cannot work; name it by --id-key.")
+    kept: dict[str, Row] = {}
+    for row in rows:
+        if str(row.get(arguments.id_key)) in excluded:
+            counts["excluded"] += 1
+            continue
+        content = json.dumps([row["messages"], row.get("tools")], sort_keys=True, default=str)
+        counts["duplicate"] += content in kept
+        kept.setdefault(content, row)
+    return list(kept.values())

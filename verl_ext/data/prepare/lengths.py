@@ -1,0 +1,58 @@
+"""How long the conversations are, to choose `data.max_length` by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from verl_ext.data.prepare.files import Row
+from verl_ext.errors import UserError
+
+PERCENTILES = (50, 90, 99)
+
+
+def length_percentiles(rows: list[Row], tokenizer: str | None) -> dict[str, float]:
+    """Measure whole conversations.
+
+    Args:
+        rows: samples with `messages` and perhaps `tools`.
+        tokenizer: directory of a tokenizer with a chat template; None measures characters of content.
+
+    Returns:
+        The 50th, 90th and 99th percentile and the maximum, named with their unit; nothing for no rows.
+
+    Raises:
+        UserError: the tokenizer is missing or has no chat template.
+    """
+    from tqdm import tqdm
+
+    if not rows:
+        return {}
+    unit, measure = ("chars", _num_chars) if tokenizer is None else ("tokens", _token_counter(tokenizer))
+    lengths = sorted(measure(row) for row in tqdm(rows, desc="lengths", unit=" rows", mininterval=1))
+    named = {f"{unit}_p{percent}": nearest_rank(lengths, percent) for percent in PERCENTILES}
+    return {**named, f"{unit}_max": lengths[-1]}
+
+
+def nearest_rank(ordered: list[int], percent: int) -> int:
+    """Give the smallest value that at least `percent` % of the ascending, non-empty list do not exceed."""
+    return ordered[max(math.ceil(len(ordered) * percent / 100), 1) - 1]
+
+
+def _num_chars(row: Row) -> int:
+    return sum(len(message.get("content") or "") for message in row["messages"])
+
+
+def _token_counter(directory: str) -> Callable[[Row], int]:
+    from transformers import AutoTokenizer
+
+    if not Path(directory).is_dir():
+        raise UserError(f"--tokenizer {directory} is no directory; give one with tokenizer.json in it.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--tokenizer {directory} holds no tokenizer that loads ({error}).") from error
+    if tokenizer.chat_template is None:
+        raise UserError(f"The tokenizer in {directory} has no chat template; choose a chat model's directory.")
+    return lambda row: len(tokenizer.apply_chat_template(row["messages"], tools=row.get("tools")))

@@ -1,0 +1,87 @@
+"""`quickstart`: instruction-to-code samples, held-out problems, and a tiny model to train on them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from verl_ext.data.prepare.files import Row, staging_directory, write_jsonl, write_parquet
+from verl_ext.data.prepare.quickstart.problems import to_problem
+from verl_ext.data.prepare.quickstart.sampling import Dataset, sample_dataset
+from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME
+from verl_ext.data.prepare.stamp import Prepared
+
+HELP = "make a toy instruction-to-code task, its held-out problems and a 2M-parameter model to train on it"
+EXAMPLE = "quickstart --output data/quickstart"
+VERSION = 1
+PROBLEMS_NAME = "problems.jsonl"
+MODEL_NAME = "model"
+MIN_SAMPLES, MAX_SAMPLES = 500, 200_000
+
+
+def sample_count(text: str) -> int:
+    """Parse the number of samples.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no whole number in the allowed range.
+    """
+    if not (text.isdecimal() and MIN_SAMPLES <= int(text) <= MAX_SAMPLES):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {MIN_SAMPLES} to {MAX_SAMPLES}")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `quickstart`."""
+    parser.add_argument(
+        "--samples",
+        type=sample_count,
+        default=12_000,
+        help=f"training samples, {MIN_SAMPLES} to {MAX_SAMPLES} (default 12000); 2 %% more are for validation",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the data and of the weights (default 0)")
+
+
+def run(arguments: argparse.Namespace) -> Prepared:
+    """Write `train.parquet`, `val.parquet`, `problems.jsonl` and `model/`.
+
+    Raises:
+        UserError: the output directory cannot be written to.
+    """
+    output = Path(arguments.output)
+    dataset = sample_dataset(arguments.samples, arguments.seed)
+    write_parquet(output / TRAIN_NAME, dataset.train)
+    write_parquet(output / VAL_NAME, dataset.val)
+    problems = [to_problem(family, parameters) for family, parameters in dataset.held_out]
+    write_jsonl(output / PROBLEMS_NAME, problems)
+    model_files, counts = _write_model(output / MODEL_NAME, dataset, arguments.seed)
+    return Prepared([TRAIN_NAME, VAL_NAME, PROBLEMS_NAME, *model_files], {**_count(dataset), **counts})
+
+
+def _count(dataset: Dataset) -> dict[str, float]:
+    families = {row["family"] for row in dataset.train}
+    return {
+        "train": len(dataset.train),
+        "val": len(dataset.val),
+        "problems": len(dataset.held_out),
+        "families": len(families),
+    }
+
+
+def _write_model(directory: Path, dataset: Dataset, seed: int) -> tuple[list[str], dict[str, float]]:
+    from verl_ext.data.prepare.quickstart.model import build_model
+    from verl_ext.data.prepare.quickstart.tokenizer import train_tokenizer
+
+    conversations = [row["messages"] for row in dataset.train]
+    tokenizer = train_tokenizer(conversations)
+    model = build_model(tokenizer, seed)
+    with staging_directory(directory) as staging:
+        model.save_pretrained(staging, safe_serialization=True)
+        tokenizer.save_pretrained(staging)
+        files = sorted(f"{MODEL_NAME}/{path.name}" for path in staging.iterdir())
+    lengths = [len(tokenizer.apply_chat_template(messages)) for messages in conversations]
+    return files, {
+        "vocabulary": len(tokenizer),
+        "parameters": model.num_parameters(),
+        "mean_tokens": round(sum(lengths) / len(lengths), 1),
+        "max_tokens": max(lengths),
+    }

@@ -1,0 +1,80 @@
+"""Which parameters are trained on, validated on and held out; no problem is on two sides."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from verl_ext.data.prepare.files import Row
+from verl_ext.data.prepare.quickstart.family import Family, Parameters
+from verl_ext.data.prepare.quickstart.flawed_families import FLAWED_FAMILIES
+from verl_ext.data.prepare.quickstart.problems import problem_id, to_sample
+from verl_ext.data.prepare.quickstart.sound_families import SOUND_FAMILIES
+
+FAMILIES = (*SOUND_FAMILIES, *FLAWED_FAMILIES)
+HELD_OUT_PER_FAMILY = 6
+VAL_FRACTION = 0.02
+# Some problems are kept for training however many samples are asked for.
+MAX_VAL_PER_FAMILY = 100
+# Most answers of a flawed family are wrong, so greedy decoding repeats the mistake; enough are right that sampling
+# finds them, which is what GRPO needs.
+BUGGY_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Rows to train and to validate on, and the problems that neither contains."""
+
+    train: list[Row]
+    val: list[Row]
+    held_out: list[tuple[Family, Parameters]]
+
+
+def sample_dataset(num_train: int, seed: int) -> Dataset:
+    """Draw everything; the same arguments give the same rows in the same order.
+
+    Args:
+        num_train: training rows; validation gets 2 % more. Families take turns, so each gets the same share.
+        seed: seed of the draws and of the order.
+    """
+    generator = random.Random(seed)
+    train: list[Row] = []
+    val: list[Row] = []
+    held_out: list[tuple[Family, Parameters]] = []
+    num_val = min(max(round(num_train * VAL_FRACTION), 1), MAX_VAL_PER_FAMILY * len(FAMILIES))
+    for index, family in enumerate(FAMILIES):
+        seen: set[str] = set()
+        held_out += [(family, item) for item in _draw_new(family, HELD_OUT_PER_FAMILY, seen, generator)]
+        val += [_answer(family, item, generator) for item in _draw_new(family, _share(num_val, index), seen, generator)]
+        train += [_answer(family, item, generator) for item in _draw(family, _share(num_train, index), seen, generator)]
+    generator.shuffle(train)
+    generator.shuffle(val)
+    return Dataset(train, val, held_out)
+
+
+def _share(total: int, index: int) -> int:
+    return len(range(index, total, len(FAMILIES)))
+
+
+def _draw_new(family: Family, count: int, seen: set[str], generator: random.Random) -> Iterator[Parameters]:
+    """Draw different parameters, adding them to `seen`."""
+    for _ in range(count):
+        (parameters,) = _draw(family, 1, seen, generator)
+        seen.add(problem_id(family, parameters))
+        yield parameters
+
+
+def _draw(family: Family, count: int, seen: set[str], generator: random.Random) -> Iterator[Parameters]:
+    """Draw parameters that are not in `seen`; they may repeat among themselves."""
+    while count > 0:
+        parameters = family.draw(generator)
+        if problem_id(family, parameters) not in seen:
+            yield parameters
+            count -= 1
+
+
+def _answer(family: Family, parameters: Parameters, generator: random.Random) -> Row:
+    buggy = family.buggy_solution(parameters)
+    take_bug = buggy is not None and generator.random() < BUGGY_SHARE
+    return to_sample(family, parameters, buggy if take_bug else family.solution(parameters))

