@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.errors import UserError
+from verl_ext.native_output import quiet_native_stdout
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -76,7 +77,8 @@ def generate_greedily(export: Path, prompts: Sequence[str], max_tokens: int) -> 
     imported = time.monotonic()
     # float32 on a CPU: without bf16 units, bfloat16 took 2.4 times as long for a batch of 16 (100M parameters)
     dtype = "bfloat16" if on_gpu else "float32"
-    llm = vllm.LLM(str(export), dtype=dtype, max_model_len=max_model_len, enforce_eager=not on_gpu, seed=SEED)
+    with quiet_native_stdout():
+        llm = vllm.LLM(str(export), dtype=dtype, max_model_len=max_model_len, enforce_eager=not on_gpu, seed=SEED)
     ready = time.monotonic()
     answers = _answer(llm, [_tokenize(llm, prompt) for prompt in prompts], max_tokens, max_model_len)
     ended = time.monotonic()

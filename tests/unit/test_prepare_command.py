@@ -85,13 +85,18 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 def test_an_output_below_a_file_is_a_user_error(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(UserError, match="Cannot write"):
+    with pytest.raises(UserError, match="Cannot make the directory"):
         prepare(arguments)
 
 
 @pytest.mark.parametrize(
     "words",
-    [["chat"], ["bake"], ["quickstart", "--output", "x", "--samples", "7"], ["stdlib", "--output", "x", "--source", "/no"]],
+    [
+        ["chat"],
+        ["bake"],
+        ["quickstart", "--output", "x", "--samples", "7"],
+        ["chat", "--input", "x", "--output", "x", "--val-fraction", "2"],
+    ],
 )
 def test_a_mistake_ends_with_exit_code_2_and_no_traceback(words: list[str]) -> None:
     result = run_command(*words)
@@ -101,7 +106,10 @@ def test_a_mistake_ends_with_exit_code_2_and_no_traceback(words: list[str]) -> N
 
 
 @pytest.mark.parametrize("name", ["chat", "stdlib", "gsm8k", "quickstart", "smollm2"])
-def test_help_shows_an_example_that_parses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_an_example_that_parses(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_info:
         is_prepared([name, "--help"])
     assert exit_info.value.code == 0
@@ -119,7 +127,7 @@ def test_is_prepared_imports_nothing_heavy() -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_quickstart_writes_what_it_says(tmp_path: Path) -> None:
+def test_quickstart_writes_a_model_that_measures_its_own_data(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     arguments = ["quickstart", "--samples", "500", "--output", str(tmp_path)]
@@ -132,3 +140,7 @@ def test_quickstart_writes_what_it_says(tmp_path: Path) -> None:
     assert tokenizer.chat_template
     problems = [json.loads(line) for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
     assert {"problem_id", "family", "prompt", "entry_point", "tests", "canonical_solution"} == problems[0].keys()
+    chat = ["chat", "--input", str(tmp_path / "train.parquet"), "--tokenizer", str(tmp_path / "model")]
+    prepare([*chat, "--output", str(tmp_path / "again")])
+    made, measured = (json.loads((path / "prepared.json").read_text()) for path in (tmp_path, tmp_path / "again"))
+    assert measured["counts"]["tokens_max"] == made["counts"]["max_tokens"]

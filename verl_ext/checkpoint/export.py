@@ -43,6 +43,8 @@ def export_model(
         (directory / "generation_config.json").write_text(base.generation_config.to_json_string())
     tokenizer.save_pretrained(directory)
     save_torch_state_dict(weights, directory, metadata={"format": "pt"})
+    for path in directory.glob("*.safetensors"):  # safetensors makes them readable for their owner alone
+        path.chmod((directory / "config.json").stat().st_mode)
 
 
 def full_weights(model: torch.nn.Module, dtype: torch.dtype, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:

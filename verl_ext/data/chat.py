@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ class ChatDataset(Dataset):
 
     def _encode(self, name: str, first: int, records: list[dict[str, Any]]) -> Iterator[tuple[list, list]]:
         chats = [self._at(name, first + i, self._messages, record) for i, record in enumerate(records)]
-        encoded = self.template.encode(chats, [self._columns(record) for record in records])
+        columns = [self._at(name, first + i, self._columns, record) for i, record in enumerate(records)]
+        encoded = self.template.encode(chats, columns)
         for row, item in enumerate(encoded, start=first):
             self.sources.append((name, row))
             yield self._at(name, row, self._truncate, item)
@@ -125,6 +127,8 @@ class ChatDataset(Dataset):
     def _columns(self, record: dict[str, Any]) -> dict[str, Any]:
         keys = {"tools": self.config.multiturn.tools_key, "enable_thinking": self.config.multiturn.enable_thinking_key}
         found = {name: plain(record[key]) for name, key in keys.items() if key in record}
+        if isinstance(found.get("tools"), str):  # how tools of differing shape fit in one parquet column
+            found["tools"] = json.loads(found["tools"])
         return {name: value for name, value in found.items() if value is not None}
 
     def _truncate(self, encoded: Encoded) -> tuple[list[int], list[int]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -12,9 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
 
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+
 
 def main() -> None:
     """Train the stage of the configuration; a `UserError` goes to the launcher, which prints it once."""
+    die_with_launcher()
     config = OmegaConf.load(sys.argv[1])
     OmegaConf.set_struct(config, True)
     try:
@@ -22,6 +27,18 @@ def main() -> None:
     except UserError as error:
         tell_launcher(str(error))
         sys.exit(USER_ERROR_EXIT_CODE)
+
+
+def die_with_launcher() -> None:
+    """Have the kernel kill this rank when its launcher dies.
+
+    torchrun gives each rank a session of its own, so a launcher killed by SIGKILL would leave ranks that go on training
+    into a run directory which the next start of the same command takes over.
+    """
+    launcher = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died before the kernel was told
+        os._exit(1)
 
 
 def tell_launcher(message: str) -> None:
@@ -40,7 +57,8 @@ def train(config: DictConfig) -> None:
     from transformers import set_seed
 
     from verl_ext.data.load import load_datasets
-    from verl_ext.trainer.distributed import build_meshes, init_process_group, quiet_native_stdout, settle_device
+    from verl_ext.native_output import quiet_native_stdout
+    from verl_ext.trainer.distributed import build_meshes, init_process_group, settle_device
     from verl_ext.trainer.sft import SFTTrainer
     from verl_ext.trainer.tokenizer import load_tokenizer
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
@@ -45,20 +43,6 @@ def init_process_group(device_name: str) -> None:
     if device_name != "cpu":
         getattr(torch, device_name).set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backends[device_name], timeout=COLLECTIVE_TIMEOUT)
-
-
-@contextmanager
-def quiet_native_stdout() -> Iterator[None]:
-    """Drop what C++ writes to file descriptor 1: gloo greets every peer of every group there, with no switch for it."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    with open(os.devnull, "w") as sink:
-        os.dup2(sink.fileno(), 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def build_meshes(device_name: str, sequence_parallel_size: int) -> tuple[DeviceMesh, DeviceMesh]:

@@ -8,8 +8,11 @@ The launcher prepares what a recipe names before training starts, with the words
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from verl_ext.data.prepare import stamp
 from verl_ext.data.prepare.commands import COMMANDS, parse_arguments
+from verl_ext.data.prepare.files import make_directory
 
 __all__ = ["is_prepared", "prepare"]
 
@@ -43,6 +46,8 @@ def prepare(arguments: list[str]) -> None:
     if not parsed.force and stamp.is_current(parsed, command.VERSION):
         print(f"nothing to do: {parsed.output} is already prepared (--force prepares it again)")
         return
+    # Before the work, so that an output that cannot be written to does not show itself only after it.
+    make_directory(Path(parsed.output))
     stamp.remove(parsed.output)
     prepared = command.run(parsed)
     stamp.write(parsed, command.VERSION, prepared)

@@ -35,16 +35,26 @@ def staging_directory(target: Path) -> Iterator[Path]:
     Raises:
         UserError: `target` cannot be made or written to.
     """
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        staging = tempfile.TemporaryDirectory(dir=target, prefix=".preparing-")
-    except OSError as error:
-        raise UserError(f"Cannot write into {target} ({error.strerror}); choose another --output.") from error
-    with staging as name:
+    make_directory(target)
+    with tempfile.TemporaryDirectory(dir=target, prefix=".preparing-") as name:
         yield Path(name)
         for path in sorted(Path(name).iterdir()):
             _flush(path)
             os.replace(path, target / path.name)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory to write into, with its parents, or take the one that is there.
+
+    Raises:
+        UserError: it cannot be made or written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"Cannot make the directory {path} ({error.strerror}); choose another --output.") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UserError(f"No permission to write into {path}; choose another --output.")
 
 
 def _flush(path: Path) -> None:

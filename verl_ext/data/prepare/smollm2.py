@@ -71,13 +71,24 @@ def find_gguf(package: str) -> Path:
 
 
 def _load_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
+    from tokenizers.processors import ByteLevel
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # The GGUF names <|im_start|> as the end, and a model trained so would never stop after its turn.
-    tokenizer.eos_token = EOS_TOKEN
-    tokenizer.pad_token = PAD_TOKEN if PAD_TOKEN in tokenizer.get_vocab() else EOS_TOKEN
-    return tokenizer
+    loaded = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    backend = loaded.backend_tokenizer
+    # Loading takes it for a Llama tokenizer: that would put <|im_start|> before every text, and tidy spaces in code.
+    backend.post_processor = ByteLevel(trim_offsets=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=loaded.bos_token,
+        # The GGUF names <|im_start|> as the end, and a model trained so would never stop after its turn.
+        eos_token=EOS_TOKEN,
+        pad_token=PAD_TOKEN if PAD_TOKEN in loaded.get_vocab() else EOS_TOKEN,
+        unk_token=loaded.unk_token,
+        chat_template=loaded.chat_template,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
 
 
 def _load_model(gguf: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

@@ -64,7 +64,9 @@ def choose_val_groups(groups: Sequence[str], val_fraction: float, seed: int) -> 
     return chosen
 
 
-def write_split(output: Path, rows: list[Row], groups: Sequence[str], val_fraction: float, seed: int) -> tuple[int, int]:
+def write_split(
+    output: Path, rows: list[Row], groups: Sequence[str], val_fraction: float, seed: int
+) -> tuple[int, int]:
     """Write `train.parquet` and `val.parquet`; rows keep their order within each.
 
     Args:

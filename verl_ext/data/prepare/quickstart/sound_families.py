@@ -48,7 +48,15 @@ SOUND_FAMILIES = (
     Family("prepend", "front_{k}", "(xs)", "xs with {k} at the front", "return [{k}] + xs", LISTS, ANY),
     Family("count", "count_{k}", "(xs)", "how often {k} is in xs", "return xs.count({k})", LISTS, ANY),
     Family("contains", "has_{k}", "(xs)", "whether {k} is in xs", "return {k} in xs", LISTS, ANY),
-    Family("remove", "no_{k}", "(xs)", "items of xs that are not {k}", "return [x for x in xs if x != {k}]", LISTS, ANY),
+    Family(
+        "remove",
+        "no_{k}",
+        "(xs)",
+        "items of xs that are not {k}",
+        "return [x for x in xs if x != {k}]",
+        LISTS,
+        ANY,
+    ),
     Family("add_each", "shift_{k}", "(xs)", "{k} added to each of xs", "return [x + {k} for x in xs]", LISTS, ANY),
     Family("sum_plus", "total_{k}", "(xs)", "sum of xs plus {k}", "return sum(xs) + {k}", LISTS, ANY),
     Family(

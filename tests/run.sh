@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Runs the tests: bash tests/run.sh [unit|integration] [pytest arguments ...]; without the first, both.
+# Makes the environment first where it is missing, as run_sft.sh does.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+choose_python
+suites=(tests/unit tests/integration)
+case "${1:-}" in
+  unit | integration) suites=("tests/$1"); shift ;;
+  --help | -h) sed -n '2,3s/^# //p' "${BASH_SOURCE[0]}"; exit 0 ;;
+esac
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1 WANDB_MODE=offline
+exec "$PYTHON" -m pytest -q --durations=5 "${suites[@]}" "$@"
