@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
+
 from verl_ext.config.compose import compose_config
 from verl_ext.data.load import load_datasets
 from verl_ext.trainer.distributed import build_meshes, settle_device

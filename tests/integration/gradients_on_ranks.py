@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from tests.training import loss_and_gradients, make_trainer, small_config
 
 if __name__ == "__main__":

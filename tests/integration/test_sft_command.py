@@ -13,8 +13,9 @@ import pandas as pd
 import psutil
 import pytest
 import torch
-from tests.conftest import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.conftest import ROOT
 
 STEPS = "trainer.total_training_steps=20"  # two epochs of 10 steps
 DOCUMENTED_TREE = {
@@ -36,7 +37,12 @@ class Command:
             *("bash", str(ROOT / "run_sft.sh"), "2", "prepare=[]", f"trainer.default_local_dir={run_dir}"),
             *(f"data.train_files={quickstart}/train.parquet", f"data.val_files={quickstart}/val.parquet"),
             *(f"model.partial_pretrain={quickstart}/model", "data.train_max_samples=85", "data.train_batch_size=8"),
-            *("data.micro_batch_size_per_gpu=4", "trainer.save_freq=5", "trainer.test_freq=-1", "trainer.total_epochs=3"),
+            *(
+                "data.micro_batch_size_per_gpu=4",
+                "trainer.save_freq=5",
+                "trainer.test_freq=-1",
+                "trainer.total_epochs=3",
+            ),
             *("trainer.max_ckpt_to_keep=2", "trainer.logger=[console,wandb,tensorboard]"),
         ]
         self.environment = {**os.environ, "VERL_EXT_PYTHON": sys.executable, "WANDB_MODE": "offline"}
@@ -94,7 +100,12 @@ def test_each_step_is_measured(uninterrupted: Command) -> None:
     row = next(row for row in uninterrupted.rows() if row["step"] == 10 and "train/loss" in row)
     names = {"train/lr(1e-3)", "train/time(s)", "train/grad_norm", "train/perplexity", "train/num_loss_tokens"}
     names |= {f"time/train/{part}_s" for part in ("step", "data", "forward_backward", "optimizer")}
-    names |= {"throughput/train/tokens_per_s", "throughput/train/samples_per_s", "system/peak_memory_gib", "train/epoch"}
+    names |= {
+        "throughput/train/tokens_per_s",
+        "throughput/train/samples_per_s",
+        "system/peak_memory_gib",
+        "train/epoch",
+    }
     assert names <= row.keys()
     assert row["train/epoch"] == 1.0
     parts = [row[f"time/train/{part}_s"] for part in ("data", "forward_backward", "optimizer")]
@@ -140,9 +151,7 @@ def test_a_killed_run_goes_on_bit_for_bit(uninterrupted: Command, quickstart: Pa
     result = command.run(STEPS)
     assert result.returncode == 0, result.stderr
     assert f"Found checkpoint: {tmp_path}/global_step_{kept}\n" in result.stdout
-    assert command.losses(attempt=2) == {
-        step: loss for step, loss in uninterrupted.losses().items() if step > kept
-    }
+    assert command.losses(attempt=2) == {step: loss for step, loss in uninterrupted.losses().items() if step > kept}
     assert set(command.losses(attempt=1)) >= set(range(1, 12))  # the overtaken rows stay, marked by their attempt
     attempts = command.record()["attempts"]
     assert [attempt["first_step"] for attempt in attempts] == [0, kept]
@@ -173,7 +182,9 @@ def test_a_finished_run_is_left_alone_and_can_be_prolonged(uninterrupted: Comman
         ("model.attn_implementation=flash_attention_2", "needs a GPU"),
     ],
 )
-def test_what_only_the_ranks_can_see_is_refused_once(override: str, names: str, quickstart: Path, tmp_path: Path) -> None:
+def test_what_only_the_ranks_can_see_is_refused_once(
+    override: str, names: str, quickstart: Path, tmp_path: Path
+) -> None:
     result = Command(quickstart, tmp_path).run(override, "trainer.val_before_train=false")
     assert result.returncode == 2, result.stderr
     assert result.stderr.count(names) == 1
@@ -213,7 +224,9 @@ def test_tied_embeddings_and_gradient_checkpointing(quickstart: Path, tmp_path: 
     AutoTokenizer.from_pretrained(quickstart / "model").save_pretrained(tmp_path / "tied")
     command = Command(quickstart, tmp_path / "run")
     result = command.run(
-        f"model.partial_pretrain={tmp_path}/tied", "model.enable_gradient_checkpointing=true", "trainer.total_training_steps=6"
+        f"model.partial_pretrain={tmp_path}/tied",
+        "model.enable_gradient_checkpointing=true",
+        "trainer.total_training_steps=6",
     )
     assert result.returncode == 0, result.stderr
     losses = command.losses()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from verl_ext.checkpoint.commit import flush_and_digest, publish, write_manifest
 from verl_ext.checkpoint.layout import TRACKER, list_steps, what_is_wrong
 from verl_ext.checkpoint.resume import find_checkpoint, require_world_size
@@ -53,7 +54,9 @@ def test_the_same_step_again_replaces_the_former(tmp_path: Path) -> None:
     ("tracker", "warning"),
     [(None, "is missing"), ("", "is empty"), ("30", "names global_step_30"), ("ten\n", "instead of a step")],
 )
-def test_a_bad_tracker_falls_back_to_the_newest_with_a_warning(tracker: str | None, warning: str, tmp_path: Path) -> None:
+def test_a_bad_tracker_falls_back_to_the_newest_with_a_warning(
+    tracker: str | None, warning: str, tmp_path: Path
+) -> None:
     commit(tmp_path, 10)
     newest = commit(tmp_path, 20)
     (tmp_path / TRACKER).unlink() if tracker is None else (tmp_path / TRACKER).write_text(tracker)

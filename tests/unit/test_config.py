@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
+
 from verl_ext.config.checks import check_batch, check_data, check_model, check_values
 from verl_ext.config.compose import compose_config
 from verl_ext.config.digest import config_digest
@@ -24,7 +25,11 @@ def test_every_shipped_recipe_composes_and_passes_the_checks(recipe: str) -> Non
 
 def test_the_7b_recipe_is_the_documents_run() -> None:
     config = compose_config("sft", ["recipe=qwen2.5_coder_7b"])
-    assert (config.data.train_batch_size, config.data.micro_batch_size_per_gpu, config.data.max_length) == (128, 2, 4096)
+    assert (config.data.train_batch_size, config.data.micro_batch_size_per_gpu, config.data.max_length) == (
+        128,
+        2,
+        4096,
+    )
     assert (config.optim.lr, list(config.optim.betas), config.optim.weight_decay) == (2e-5, [0.9, 0.95], 0.01)
     assert (config.trainer.save_freq, config.trainer.test_freq, config.trainer.max_ckpt_to_keep) == (500, 500, 5)
     assert config.trainer.default_local_dir == "checkpoints/rlvr_coding_model/phase1_sft_qwen7b_coder"
@@ -125,10 +130,16 @@ def test_data_and_model_are_looked_at_before_torchrun(quickstart: Path, tmp_path
     }.items():
         with pytest.raises(UserError, match=names):
             check_data(with_data(quickstart, override))
-    for path, names in {"/nowhere": "no model at", str(tmp_path): "not valid JSON", str(quickstart): "no config.json"}.items():
+    for path, names in {
+        "/nowhere": "no model at",
+        str(tmp_path): "not valid JSON",
+        str(quickstart): "no config.json",
+    }.items():
         with pytest.raises(UserError, match=names):
             check_model(with_data(quickstart, f"model.partial_pretrain={path}"))
-    check_model(compose_config("sft", ["model.partial_pretrain=Qwen/Qwen2.5-0.5B"]))  # a hub name is transformers' matter
+    check_model(
+        compose_config("sft", ["model.partial_pretrain=Qwen/Qwen2.5-0.5B"])
+    )  # a hub name is transformers' matter
 
 
 def test_the_digest_tells_runs_apart_but_not_places() -> None:

@@ -9,9 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tests.training import small_config
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl.utils.dataset.sft_dataset import SFTDataset
+
+from tests.training import small_config
 from verl_ext.data.batching import MicroBatcher, validation_micro_batches
 from verl_ext.data.chat import ChatDataset
 from verl_ext.data.load import load_dataset
@@ -31,8 +32,9 @@ QWEN25_TEMPLATE = (  # the default system prompt is what makes turn-by-turn rend
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 FORGETFUL_TEMPLATE = (  # as thinking models do, earlier assistant turns lose their thoughts
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and loop.last %}(thought){% endif %}"
-    "{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.last %}(thought){% endif %}{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MARKED_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
@@ -129,7 +131,9 @@ def test_several_files_and_a_limit_keep_their_rows(tokenizer: PreTrainedTokenize
     assert dataset.describe([1, 2, 3]) == f"{names[0]} rows 1, 2; {names[1]} rows 0"
 
 
-def test_a_data_set_class_of_the_users_own_loses_its_padding(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_a_data_set_class_of_the_users_own_loses_its_padding(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     pd.DataFrame([{"question": "Write f.", "answer": "return x"}] * 2).to_parquet(tmp_path / "own.parquet")
     code = tmp_path / "own.py"
     code.write_text("from verl.utils.dataset.sft_dataset import SFTDataset\nclass Own(SFTDataset): pass\n")

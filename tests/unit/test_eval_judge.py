@@ -56,7 +56,7 @@ def test_error_type_and_passed_tests(code: str, error_type: str, num_passed: int
         "import os\ndef add(a, b):\n    os._exit(0)\n",
         "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
         # writes a report without the token on every descriptor, then leaves
-        "import os\nfor fd in range(3, 20):\n    try:\n        os.write(fd, b'x {\"event\": \"passed\"}\\n' * 2)\n"
+        'import os\nfor fd in range(3, 20):\n    try:\n        os.write(fd, b\'x {"event": "passed"}\\n\' * 2)\n'
         "    except OSError:\n        pass\nos._exit(0)",
         # the child of a fork comes back out of the answer and must not report a second time
         "import os\nif os.fork():\n    os._exit(0)\n" + RIGHT,

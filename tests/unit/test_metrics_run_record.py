@@ -88,17 +88,17 @@ def test_a_corrupt_record_is_put_aside_and_numbers_go_on(tmp_path, capsys, damag
 def test_the_launcher_fails_a_running_run_once(tmp_path):
     record = RunRecord(tmp_path)
     MetricsFile(tmp_path / "metrics.jsonl", start(record)).append(7, {"train/loss": 1.0})
-    assert record.fail_if_running("rank 1 died with exit code 1")
+    assert record.end_if_running("failed", "rank 1 died with exit code 1")
     run = record.read()
     assert run["status"] == "failed" and run["attempts"][0]["last_step"] == 7
-    assert not record.fail_if_running("again")
+    assert not record.end_if_running("failed", "again")
     assert record.read() == run
 
 
 def test_ranks_that_died_before_training_leave_their_reason(tmp_path):
     record = RunRecord(tmp_path)
     record.mark_waiting(project="p")
-    assert record.fail_if_running("the model cannot be read")
+    assert record.end_if_running("failed", "the model cannot be read")
     assert record.read()["status"] == "failed"
     assert record.read()["attempts"][0]["exit_reason"] == "the model cannot be read"
     assert start(record) == 2

@@ -59,7 +59,7 @@ def test_functions_are_cut_without_changing_what_they_mean() -> None:
     assert double.stub == '@functools.cache\ndef double(x: int) -> int:\n    """Twice x."""'
     assert double.code == "@functools.cache\ndef double(x: int) -> int:\n    # by addition\n    return x + x"
     assert get.stub == 'def get(self):\n    """Give\n\n    the content."""'
-    assert get.code.startswith("def get(self):\n    def inner():\n        \"\"\"Not taken")
+    assert get.code.startswith('def get(self):\n    def inner():\n        """Not taken')
 
 
 def test_line_ends_and_encodings_of_other_times_do_not_shift_the_cut() -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.training import make_trainer, small_config
 from transformers import AutoModelForCausalLM
 from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
+
+from tests.training import make_trainer, small_config
 from verl_ext.data.batching import Batch
 from verl_ext.errors import UserError
 from verl_ext.trainer.model import pick_attention
@@ -96,7 +97,9 @@ def test_verls_loss_depends_on_the_micro_batch_size(ours: SFTTrainer, stock: FSD
     assert abs(losses[0] - losses[1]) > 1e-3 * losses[1]  # a mean of micro-batch means; ours: test_loss_is_global
 
 
-def test_verls_validation_drops_samples(ours: SFTTrainer, stock: FSDPSFTTrainer, quickstart: Path, tmp_path: Path) -> None:
+def test_verls_validation_drops_samples(
+    ours: SFTTrainer, stock: FSDPSFTTrainer, quickstart: Path, tmp_path: Path
+) -> None:
     stock.config.ulysses_sequence_parallel_size = 1
     few = small_config(quickstart, tmp_path, "data.val_max_samples=3", "data.micro_batch_size_per_gpu=4")
     trainer = make_trainer(few)
@@ -120,7 +123,7 @@ def test_verl_insists_on_flash_attention(stock: FSDPSFTTrainer) -> None:
 
 
 def test_verls_tracking_starts_a_new_wandb_run_at_every_start(tmp_path: Path) -> None:
-    code = "from verl.utils.tracking import Tracking; import wandb; t = Tracking('p', 'e', ['wandb']); print('id', wandb.run.id)"
+    code = "from verl.utils.tracking import Tracking; t = Tracking('p', 'e', ['wandb']); print('id', t.logger['wandb'].run.id)"
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}
     outputs = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from. Standard library only, so that the launcher can refuse before torchrun starts."""
+"""Which checkpoint a run goes on from. Standard library only, so that the launcher can ask before torchrun starts."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def newest_complete(run_dir: Path, warn: Warn) -> Path | None:
         problems.append(f"{path.name}: {problem}")
         warn(f"{path.name} cannot be resumed: {problem}; trying an older one")
     raise UserError(
-        f"{run_dir} holds checkpoints but none is complete ({'; '.join(problems)}); restore one, move the directory away, "
-        "or start at step 0 with trainer.resume_mode=disable"
+        f"{run_dir} holds checkpoints but none is complete ({'; '.join(problems)}); restore one, move the "
+        "directory away, or start at step 0 with trainer.resume_mode=disable"
     )
 
 

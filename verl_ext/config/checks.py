@@ -1,4 +1,4 @@
-"""What can be refused before torchrun starts: values that cannot work together, files and columns that are not there."""
+"""What can be refused before torchrun starts: values that do not work together, files and columns that are missing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def check_values(config: DictConfig) -> None:
         if value_of(config, key) is not None:
             require_positive(key, value_of(config, key))
     if config.model.strategy != "fsdp2":
-        raise UserError(f"model.strategy is '{config.model.strategy}', but this trainer shards with fsdp2; set it to fsdp2")
+        raise UserError(
+            f"model.strategy is '{config.model.strategy}', but this trainer shards with fsdp2; set it to fsdp2"
+        )
     if config.data.micro_batch_size is not None:
         raise UserError("data.micro_batch_size was dropped by verl; set data.micro_batch_size_per_gpu instead")
     check_save_contents(config)
@@ -69,7 +71,9 @@ def check_save_contents(config: DictConfig) -> None:
     if contents - known:
         raise UserError(f"trainer.checkpoint.save_contents names {sorted(contents - known)}; known are {sorted(known)}")
     if "model" not in contents:
-        raise UserError("trainer.checkpoint.save_contents lacks 'model'; a checkpoint without weights cannot be resumed")
+        raise UserError(
+            "trainer.checkpoint.save_contents lacks 'model'; a checkpoint without weights cannot be resumed"
+        )
 
 
 def check_resume_path(config: DictConfig) -> None:
@@ -114,9 +118,13 @@ def check_model(config: DictConfig) -> None:
     if looks_like_hub_name or "://" in model:
         return
     if not path.is_dir():
-        raise UserError(f"there is no model at {path.absolute()} (model.partial_pretrain); give a directory or a hub name")
+        raise UserError(
+            f"there is no model at {path.absolute()} (model.partial_pretrain); give a directory or a hub name"
+        )
     if not (path / "config.json").is_file():
-        raise UserError(f"{path.absolute()} holds no config.json, so it is no Hugging Face model (model.partial_pretrain)")
+        raise UserError(
+            f"{path.absolute()} holds no config.json, so it is no Hugging Face model (model.partial_pretrain)"
+        )
     try:
         json.loads((path / "config.json").read_text())
     except json.JSONDecodeError as error:
@@ -137,7 +145,9 @@ def check_data(config: DictConfig) -> None:
         files = file_list(config.data[key])
         rows[key] = sum(check_parquet(Path(name).expanduser(), key, config) for name in files)
         if files and rows[key] == 0:
-            raise UserError(f"data.{key} holds no rows ({', '.join(files)}); give a data set, or val_files=null for none")
+            raise UserError(
+                f"data.{key} holds no rows ({', '.join(files)}); give a data set, or val_files=null for none"
+            )
     if not rows["train_files"]:
         raise UserError("data.train_files is empty; give at least one parquet file")
     limit = config.data.train_max_samples
@@ -157,11 +167,15 @@ def check_parquet(path: Path, key: str, config: DictConfig) -> int:
     if "://" in str(path) or str(path).startswith("hdfs:"):
         raise UserError(f"data.{key} names the remote file {path}; copy it to a local or mounted path first")
     if not path.is_file():
-        raise UserError(f"data.{key} names {path.absolute()}, which does not exist; correct the path or prepare the data")
+        raise UserError(
+            f"data.{key} names {path.absolute()}, which does not exist; correct the path or prepare the data"
+        )
     try:
         metadata = parquet.read_metadata(path)
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise UserError(f"{path} is not a readable parquet file ({str(error).splitlines()[0]}); prepare it again") from error
+        raise UserError(
+            f"{path} is not a readable parquet file ({str(error).splitlines()[0]}); prepare it again"
+        ) from error
     columns = metadata.schema.to_arrow_schema().names
     for setting, column in wanted_columns(config).items():
         if column not in columns:

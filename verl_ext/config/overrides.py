@@ -1,4 +1,4 @@
-"""Merges recipes and Hydra overrides into a configuration whose keys and types are known; a mistyped key is an error."""
+"""Merges recipes and Hydra overrides into a configuration of known keys and types; a mistyped key is an error."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def apply_overrides(config: DictConfig, overrides: list[str]) -> None:
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
-            raise UserError(f"'{text}' is not an override of the form key=value: {str(error).splitlines()[0]}") from error
+            raise UserError(
+                f"'{text}' is not an override of the form key=value: {str(error).splitlines()[0]}"
+            ) from error
         key = override.key_or_group
         if override.is_add():
             OmegaConf.update(config, key, override.value(), force_add=True)

@@ -26,7 +26,9 @@ def find_recipe(stage: str, name: str | None) -> Path:
     if not path.is_file():
         known = sorted(recipe_summaries(stage))
         guess = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean recipe={guess[0]}?" if guess else f"take one of {', '.join(known)} or a path to a YAML file"
+        hint = (
+            f"did you mean recipe={guess[0]}?" if guess else f"take one of {', '.join(known)} or a path to a YAML file"
+        )
         raise UserError(f"there is no recipe '{name}' for the stage {stage}; {hint}")
     return path
 

@@ -62,7 +62,9 @@ class ChatDataset(Dataset):
         self.input_ids = np.concatenate(ids) if ids else np.zeros(0, np.int32)
         self.loss_mask = np.concatenate(masks) if masks else np.zeros(0, np.uint8)
         if not self.loss_mask.any():
-            raise UserError(f"no row of {file_list(parquet_files)} has a token to learn within data.max_length; raise it")
+            raise UserError(
+                f"no row of {file_list(parquet_files)} has a token to learn within data.max_length; raise it"
+            )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -88,7 +90,9 @@ class ChatDataset(Dataset):
         frames = [(name, pd.read_parquet(Path(name).expanduser())) for name in names]
         total = sum(len(frame) for _, frame in frames)
         left = min(total, max_samples) if max_samples > 0 else total
-        with tqdm(total=left, desc="tokenising", unit="chats", disable=None if progress else True, leave=False, mininterval=1) as bar:
+        with tqdm(
+            total=left, desc="tokenising", unit="chats", disable=None if progress else True, leave=False, mininterval=1
+        ) as bar:
             for name, frame in frames:
                 for first in range(0, min(len(frame), left), CHUNK):
                     records = frame.iloc[first : min(first + CHUNK, left)].to_dict("records")

@@ -67,8 +67,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         for name in ("num_samples", "seed"):
             if state[name] != getattr(self, name):
                 raise UserError(
-                    f"the checkpoint was written with {name}={state[name]}, this run has {getattr(self, name)}, so the order "
-                    "of the data cannot go on; restore it, or start anew with another trainer.experiment_name"
+                    f"the checkpoint was written with {name}={state[name]}, this run has {getattr(self, name)}, so "
+                    "the order of the data cannot go on; restore it, or start anew with another trainer.experiment_name"
                 )
         if state["samples_seen"] % self.global_batch_size:
             raise UserError(

@@ -35,7 +35,9 @@ class ChatTemplate:
                 "or take the instruct variant of the model"
             )
         if not self.tokenizer.is_fast:
-            raise UserError("the tokenizer is a slow one without character offsets; convert it to a tokenizer.json first")
+            raise UserError(
+                "the tokenizer is a slow one without character offsets; convert it to a tokenizer.json first"
+            )
 
     @property
     def marks_generation(self) -> bool:
@@ -92,8 +94,8 @@ class ChatTemplate:
                 after = self.render(messages[: i + 1], **columns) if i + 1 < len(messages) else text
                 if not (after.startswith(before) and text.startswith(after)):
                     raise UserError(
-                        f"the chat template renders turn {i} differently once later turns follow; set data.chat_template "
-                        "to a template that marks assistant turns with {% generation %}, or split the chat"
+                        f"the chat template renders turn {i} differently once later turns follow; set "
+                        "data.chat_template to one that marks assistant turns with {% generation %}, or split the chat"
                     )
                 # The line break that templates put behind the end-of-turn token is never sampled, so not learnt.
                 spans.append((len(before), max(len(before), len(after.rstrip()))))

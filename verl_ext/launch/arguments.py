@@ -51,7 +51,7 @@ def epilog(stage: str) -> str:
     lines = [f"  {name:24} {summary}" for name, summary in recipe_summaries(stage).items()]
     return "\n".join(
         [
-            f"recipes (recipes/{stage}/*.yaml; without recipe= it is {default_recipe(stage)}, from recipes/default.yaml):",
+            f"recipes (recipes/{stage}/; without recipe= it is {default_recipe(stage)}, from recipes/default.yaml):",
             *lines,
             "",
             "examples:",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
+import signal
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,18 @@ class Failure:
         return self.exit_code == USER_ERROR_EXIT_CODE
 
 
+class StopRequest(Exception):
+    """Somebody asked the launcher to stop; its ranks are gone.
+
+    Attributes:
+        signal: the signal that asked.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
+
+
 def run_ranks(config: DictConfig) -> Failure | None:
     """Run `verl_ext.trainer` on every rank of this node until all are done.
 
@@ -40,14 +52,17 @@ def run_ranks(config: DictConfig) -> Failure | None:
 
     Returns:
         None when every rank finished, else why the first one did not.
+
+    Raises:
+        StopRequest: SIGTERM, SIGINT or another signal that torchrun forwards.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
     set_rank_environment(config.trainer.n_gpus_per_node)
-    # The launcher reports failures itself, in one sentence; torch's own report is a page of dashes and tracebacks.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    silence_torchrun()
     with tempfile.TemporaryDirectory(prefix="verl_ext_") as directory:
         path = Path(directory) / "config.yaml"
         OmegaConf.save(config, path)
@@ -56,7 +71,18 @@ def run_ranks(config: DictConfig) -> Failure | None:
             elastic_launch(launch_config, entrypoint=command)(*arguments)
         except ChildFailedError as error:
             return describe(error)
+        except SignalException as error:
+            raise StopRequest(error.sigval) from None
+        except KeyboardInterrupt:
+            raise StopRequest(signal.SIGINT) from None
     return None
+
+
+def silence_torchrun() -> None:
+    """Keep torchrun's own report of failures (pages of it) off the screen; the launcher says it in one sentence."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def torchrun_options(config: DictConfig) -> list[str]:

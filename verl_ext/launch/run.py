@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from verl_ext.config.digest import config_digest
-from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
-from verl_ext.launch.ranks import Failure, run_ranks
+from verl_ext.errors import UserError
+from verl_ext.launch.ranks import Failure, StopRequest, run_ranks
 from verl_ext.launch.summary import print_summary
 from verl_ext.metrics.run_record import RunRecord
 
@@ -19,17 +20,19 @@ def run_to_the_end(config: DictConfig) -> int:
     run_dir = Path(config.trainer.default_local_dir)
     record = RunRecord(run_dir)
     if is_finished(config, record):
-        print(f"This run is finished: {run_dir}. Prolong it with trainer.total_epochs, or rename trainer.experiment_name.")
+        print(
+            f"This run is finished: {run_dir}. Prolong it with trainer.total_epochs, or rename trainer.experiment_name."
+        )
         print_summary(config)
         return 0
     if node_rank() == 0:
         mark_waiting(config, record)
     try:
         failure = run_ranks(config)
-    except KeyboardInterrupt:
-        record.fail_if_running("interrupted from the keyboard")
-        print("Interrupted; the same command goes on from the last checkpoint.")
-        return 130
+    except StopRequest as stop:
+        record.end_if_running("stopped", f"stopped by {stop.signal.name}")
+        print(f"Stopped by {stop.signal.name}; the same command goes on from the last checkpoint.", flush=True)
+        return 128 + stop.signal
     if failure is not None:
         return report(failure, record)
     print_summary(config)
@@ -64,9 +67,8 @@ def is_finished(config: DictConfig, record: RunRecord) -> bool:
 
 def report(failure: Failure, record: RunRecord) -> int:
     """Tell the user once why the ranks ended, and return the exit code."""
+    record.end_if_running("failed", failure.message)
     if failure.is_user_error:
-        record.fail_if_running(failure.message)
         raise UserError(failure.message)
-    record.fail_if_running(failure.message)
-    print(f"error: {failure.message}; the same command goes on from the last checkpoint")
-    return 1 if failure.exit_code != USER_ERROR_EXIT_CODE else USER_ERROR_EXIT_CODE
+    print(f"error: {failure.message}; the same command goes on from the last checkpoint", file=sys.stderr)
+    return 1

@@ -89,12 +89,13 @@ class RunRecord:
         attempt.update(end=_now(), last_step=last_step, exit_reason=exit_reason)
         self._write({**run, "status": status})
 
-    def fail_if_running(self, exit_reason: str) -> bool:
-        """Mark the run as failed if it has not ended; for the launcher, after its ranks died.
+    def end_if_running(self, status: str, exit_reason: str) -> bool:
+        """Mark the run as `failed` or `stopped` if it has not ended; for the launcher, after its ranks died.
 
         Ranks that died before training began count as an attempt of their own, so that the reason is kept.
 
         Args:
+            status: `stopped` (asked to stop) or `failed`.
             exit_reason: one sentence for people.
 
         Returns:
@@ -110,7 +111,7 @@ class RunRecord:
             self._close_lost_attempt(run)
             run["attempts"].append(_attempt(self._next_number(run)))
             self._write(run)
-        self.end_attempt("failed", None, exit_reason)
+        self.end_attempt(status, None, exit_reason)
         return True
 
     def _load(self) -> dict[str, Any]:

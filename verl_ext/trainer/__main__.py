@@ -20,6 +20,9 @@ PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 def main() -> None:
     """Train the stage of the configuration; a `UserError` goes to the launcher, which prints it once."""
     die_with_launcher()
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # Ctrl-C is the launcher's to report; a rank need not print a traceback
     config = OmegaConf.load(sys.argv[1])
     OmegaConf.set_struct(config, True)
     try:

@@ -32,7 +32,9 @@ def settle_device(config: DictConfig) -> str:
     if wanted not in ("auto", "cpu", available):
         raise UserError(f"trainer.device is {wanted}, but this machine has {available}; set trainer.device=auto")
     if wanted == "cpu" and available != "cpu":
-        raise UserError(f"trainer.device=cpu on a machine with {available}: hide it instead, with CUDA_VISIBLE_DEVICES=''")
+        raise UserError(
+            f"trainer.device=cpu on a machine with {available}: hide it instead, with CUDA_VISIBLE_DEVICES=''"
+        )
     config.trainer.device = available
     return available
 

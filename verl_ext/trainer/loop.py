@@ -112,7 +112,7 @@ class PipelineTrainer(FSDPSFTTrainer):
         return self.total_training_steps - self.global_step
 
     def is_due(self, frequency: int) -> bool:
-        """Whether something that happens every `frequency` steps, and at the last, happens now; -1 is the last alone."""
+        """Whether what happens every `frequency` steps, and at the last, happens now; -1 is the last alone."""
         return self.steps_left == 0 or (frequency > 0 and self.global_step % frequency == 0)
 
     def optimizer_step(self, loss: float) -> float:

@@ -30,7 +30,7 @@ def pick_attention(setting: str, device_name: str) -> str:
         return "flash_attention_2" if device_name == "cuda" and installed else "sdpa"
     if setting == "flash_attention_2" and not (installed and device_name == "cuda"):
         raise UserError(
-            "model.attn_implementation=flash_attention_2 needs a GPU and the flash-attn package; install it, or take auto"
+            "model.attn_implementation=flash_attention_2 needs a GPU and flash-attn; install it, or take auto"
         )
     return setting
 
@@ -100,7 +100,9 @@ def load_model(config: DictConfig, device_mesh: DeviceMesh, device_name: str) ->
             return AutoModelForCausalLM.from_config(model_config, **arguments)
     except (OSError, ValueError, ImportError) as error:
         first_line = str(error).strip().splitlines()[0]
-        raise UserError(f"model.partial_pretrain={config.model.partial_pretrain} cannot be loaded: {first_line}") from error
+        raise UserError(
+            f"model.partial_pretrain={config.model.partial_pretrain} cannot be loaded: {first_line}"
+        ) from error
 
 
 def patch_model(model: PreTrainedModel, config: DictConfig) -> None:

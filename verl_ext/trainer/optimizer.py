@@ -27,7 +27,7 @@ def build_optimizer(model: torch.nn.Module, config: DictConfig) -> torch.optim.O
     except (ImportError, AttributeError, TypeError) as error:
         reason = str(error).split(". Available")[0]  # verl lists the whole module behind it
         raise UserError(
-            f"optim.optimizer={config.optimizer} of {config.optimizer_impl} cannot be built: {reason}; correct one of them"
+            f"optim.optimizer={config.optimizer} of {config.optimizer_impl} cannot be built: {reason}; correct either"
         ) from error
 
 
@@ -39,7 +39,9 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: DictConfig, num_st
         config: the `optim` section; `lr_warmup_steps` goes before `lr_warmup_steps_ratio`.
         num_steps: length of the schedule in optimizer steps.
     """
-    warmup = config.lr_warmup_steps if (config.lr_warmup_steps or -1) >= 0 else int(num_steps * config.lr_warmup_steps_ratio)
+    warmup = (
+        config.lr_warmup_steps if (config.lr_warmup_steps or -1) >= 0 else int(num_steps * config.lr_warmup_steps_ratio)
+    )
     if config.lr_scheduler == "constant":
         return get_constant_schedule_with_warmup(optimizer, num_warmup_steps=warmup)
     build = get_cosine_schedule_with_warmup if config.lr_scheduler == "cosine" else get_wsd_schedule_with_warmup

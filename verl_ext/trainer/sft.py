@@ -73,7 +73,7 @@ class SFTTrainer(PipelineTrainer):
         return F.cross_entropy(logits[learnt].float(), tensors["input_ids"][:, 1:][learnt], reduction="sum")
 
     def summed_loss_over_sequence_ranks(self, tensors: MicroBatch) -> torch.Tensor:
-        """The same with the sequence split by Ulysses: verl's own forward pass, whose local mean is made a sum again."""
+        """The same with the sequence split by Ulysses: verl's own forward pass, its local mean made a sum again."""
         num_tokens = tensors["loss_mask"][:, 1:].sum()
         return self._compute_loss_and_backward(tensors, do_backward=False) * num_tokens
 
@@ -128,4 +128,9 @@ class SFTTrainer(PipelineTrainer):
         loss, num_tokens = self.sum_over_data_ranks(loss), self.sum_over_data_ranks(num_tokens)
         mean = loss / num_tokens
         seconds = time.perf_counter() - start
-        return {"val/loss": mean, "val/perplexity": perplexity(mean), "val/num_loss_tokens": num_tokens, "time/val/step_s": seconds}
+        return {
+            "val/loss": mean,
+            "val/perplexity": perplexity(mean),
+            "val/num_loss_tokens": num_tokens,
+            "time/val/step_s": seconds,
+        }

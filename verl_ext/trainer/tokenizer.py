@@ -33,5 +33,7 @@ def load_tokenizer(config: DictConfig) -> PreTrainedTokenizerBase:
 def read_template(path: Path) -> str:
     """The text of a Jinja file."""
     if not path.is_file():
-        raise UserError(f"data.chat_template names {path.absolute()}, which does not exist; give a Jinja file or its text")
+        raise UserError(
+            f"data.chat_template names {path.absolute()}, which does not exist; give a Jinja file or its text"
+        )
     return path.read_text()

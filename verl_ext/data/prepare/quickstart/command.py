@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verl_ext.data.prepare.files import Row, staging_directory, write_jsonl, write_parquet
+from verl_ext.data.prepare.files import staging_directory, write_jsonl, write_parquet
 from verl_ext.data.prepare.quickstart.problems import to_problem
 from verl_ext.data.prepare.quickstart.sampling import Dataset, sample_dataset
 from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME
