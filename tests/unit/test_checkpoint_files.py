@@ -129,11 +129,11 @@ def test_rotation_keeps_the_newest_by_step_and_what_is_held(tmp_path: Path) -> N
     (tmp_path / "global_step_30").mkdir()  # not complete, so neither counted nor removed
     (tmp_path / "global_step_40.tmp").mkdir()
     (tmp_path / "global_step_41.removing").mkdir()
-    removed = rotate(tmp_path, 2, pytest.fail)
+    removed = rotate(tmp_path, 2, 100, pytest.fail)
     assert [path.name for path in removed] == ["global_step_10"]
     assert kept(tmp_path) == [5, 9, 20, 30, 100]
     assert not list(tmp_path.glob("*.tmp")) + list(tmp_path.glob("*.removing"))
-    assert rotate(tmp_path, None, pytest.fail) == []
+    assert rotate(tmp_path, None, 100, pytest.fail) == []
 
 
 def test_an_unreadable_choice_of_the_best_removes_nothing(tmp_path: Path) -> None:
@@ -141,6 +141,15 @@ def test_an_unreadable_choice_of_the_best_removes_nothing(tmp_path: Path) -> Non
         commit(tmp_path, step)
     (tmp_path / "best_checkpoint.json").write_text("{")
     warnings: list[str] = []
-    assert rotate(tmp_path, 1, warnings.append) == []
+    assert rotate(tmp_path, 1, 3, warnings.append) == []
     assert "no checkpoint is removed" in warnings[0]
     assert kept(tmp_path) == [1, 2, 3]
+
+
+def test_a_run_started_over_never_loses_what_it_just_saved(tmp_path: Path) -> None:
+    for step in (400, 600, 750):
+        commit(tmp_path, step)
+    commit(tmp_path, 200)
+    rotate(tmp_path, 3, 200, pytest.fail)
+    assert kept(tmp_path) == [200, 600, 750]
+    assert find(tmp_path) == (tmp_path / "global_step_200", [])

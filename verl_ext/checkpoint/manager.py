@@ -60,7 +60,7 @@ class CheckpointManager(FSDPCheckpointManager):
         final = Path(local_path)
         temporary = final.with_name(f"{final.name}.tmp")
         if self.rank == 0:
-            rotate(final.parent, None, self.warn)  # a save that was cut short left its directory
+            rotate(final.parent, None, global_step, self.warn)  # a save that was cut short left its directory
         dist.barrier()
         super().save_checkpoint(str(temporary), global_step=global_step)
         self._write_rest(temporary)
@@ -68,7 +68,7 @@ class CheckpointManager(FSDPCheckpointManager):
         if self.rank == 0:
             write_manifest(temporary, global_step, self.world_size, self.config_digest, files)
             publish(temporary, final, global_step)
-            rotate(final.parent, max_ckpt_to_keep, self.warn)
+            rotate(final.parent, max_ckpt_to_keep, global_step, self.warn)
         dist.barrier()
 
     def load_data_state(self, local_path: str) -> dict[str, Any]:

@@ -8,15 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from verl_ext.checkpoint.commit import remove_tree
-from verl_ext.checkpoint.layout import BEST, KEEP, list_steps, what_is_wrong
+from verl_ext.checkpoint.layout import BEST, KEEP, list_steps, step_of, what_is_wrong
 
 
-def rotate(run_dir: Path, max_to_keep: int | None, warn: Callable[[str], None]) -> list[Path]:
+def rotate(run_dir: Path, max_to_keep: int | None, step: int, warn: Callable[[str], None]) -> list[Path]:
     """Remove what rotation does not keep, and leftovers of saves and removals that were cut short.
 
     Args:
         run_dir: holds `global_step_N` directories.
         max_to_keep: newest complete checkpoints to keep; None keeps all.
+        step: the run's step. Checkpoints beyond it are those of a former run in the same directory, which was started
+            over with `resume_mode=disable`; they count as older than all others.
         warn: receives a sentence for a directory that cannot be removed; the run goes on.
 
     Returns:
@@ -24,7 +26,7 @@ def rotate(run_dir: Path, max_to_keep: int | None, warn: Callable[[str], None]) 
     """
     leftovers = [path for ending in ("tmp", "removing") for path in run_dir.glob(f"global_step_*.{ending}")]
     try:
-        doomed = to_remove(run_dir, max_to_keep)
+        doomed = to_remove(run_dir, max_to_keep, step)
     except (ValueError, KeyError, TypeError) as error:
         doomed = []
         warn(f"{run_dir / BEST} cannot be read ({error}), so no checkpoint is removed; repair or delete it")
@@ -36,11 +38,12 @@ def rotate(run_dir: Path, max_to_keep: int | None, warn: Callable[[str], None]) 
     return doomed
 
 
-def to_remove(run_dir: Path, max_to_keep: int | None) -> list[Path]:
+def to_remove(run_dir: Path, max_to_keep: int | None, step: int) -> list[Path]:
     """Complete checkpoints beyond the newest `max_to_keep` that nothing holds, the oldest first."""
     if max_to_keep is None:
         return []
     complete = [path for path in list_steps(run_dir) if what_is_wrong(path) is None]
+    complete.sort(key=lambda path: (step_of(path) or 0) > step)  # stable: each part stays the newest first
     best = best_step_directory(run_dir)
     return [path for path in reversed(complete[max_to_keep:]) if path.name != best and not (path / KEEP).exists()]
 

@@ -65,7 +65,7 @@ def require_positive(key: str, value: object) -> None:
 
 
 def check_save_contents(config: DictConfig) -> None:
-    """A checkpoint must be able to resume the run, so model, optimizer and extra state belong to it."""
+    """Known names only, and the weights among them; without optimizer or extra state a resume starts those anew."""
     known = {"model", "optimizer", "extra", "hf_model"}
     contents = set(config.trainer.checkpoint.save_contents)
     if contents - known:

@@ -55,7 +55,7 @@ def check_run_directory(run_dir: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise UserError(
-            f"the run directory {run_dir.absolute()} is not writable ({error.strerror}); set another trainer.default_local_dir"
+            f"the run directory {run_dir.absolute()} is not writable ({error.strerror}); set trainer.default_local_dir"
         ) from error
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import tempfile
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,7 +90,8 @@ def torchrun_options(config: DictConfig) -> list[str]:
     """The options a user would give to torchrun; several nodes meet at MASTER_ADDR:MASTER_PORT."""
     options = [f"--nproc-per-node={config.trainer.n_gpus_per_node}"]
     if config.trainer.nnodes == 1:
-        options.append("--standalone")
+        # What --standalone stands for; a free port, so that several runs share a machine.
+        options += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
     else:
         options += [
             f"--nnodes={config.trainer.nnodes}",

@@ -19,7 +19,7 @@ def print_summary(config: DictConfig) -> None:
     checkpoints = list_steps(run_dir)
     if checkpoints:
         lines.append(f"  last checkpoint {checkpoints[0]}")
-    if checkpoints and (checkpoints[0] / EXPORT / "config.json").is_file():
+    if checkpoints and any((checkpoints[0] / EXPORT).glob("*.safetensors")):
         lines.append(f"  Hugging Face    {checkpoints[0] / EXPORT}")
         lines.append(f"Next: {Path(sys.executable)} -m eval_pipeline run --checkpoint {checkpoints[0]}")
     print("\n".join(lines), flush=True)

@@ -36,7 +36,7 @@ class CsvHistory:
     def write(self, row: Row) -> None:
         """Add a row with `train/` metrics to the training table, one with `val/` metrics to the validation table.
 
-        A row with both is split; metrics of neither kind go to the training table.
+        A row with both is split; one with neither (the seconds of a save) stays in `metrics.jsonl` alone.
 
         Raises:
             OSError: the disk refuses the line.

@@ -43,9 +43,9 @@ TRAINING: dict[str, Metric] = {
     "train/num_loss_tokens": Metric("token", "Tokens of the global batch that have a loss.", _SUM),
     "train/epoch": Metric("epoch", "Passes over the training data since the run began, with its fraction.", _SAME),
     "train/skipped_steps": Metric(
-        "step", "Steps since the run began whose update was left out because the gradient was not finite.", _SAME
+        "step", "Steps since the run began whose update was left out: loss or gradient was not finite.", _SAME
     ),
-    "train/time(s)": Metric("s", "Wall-clock time of the step, verl's name for `time/train/step_s`.", _LARGEST),
+    "train/time(s)": Metric("s", "Forward, backward and update, without the wait for data; verl's name.", _LARGEST),
 }
 
 VALIDATION: dict[str, Metric] = {
@@ -67,7 +67,7 @@ TIME: dict[str, Metric] = {
     "time/train/data_s": Metric("s", "Waiting for the next batch.", _LARGEST),
     "time/train/forward_backward_s": Metric("s", "Forward and backward passes of all micro-batches.", _LARGEST),
     "time/train/optimizer_s": Metric("s", "Clipping the gradient and updating the weights.", _LARGEST),
-    "time/train/save_s": Metric("s", "Saving a checkpoint, as far as the step waited for it.", _LARGEST),
+    "time/train/save_s": Metric("s", "Saving a checkpoint, as far as the step waited for it.", _RANK_0),
     "time/val/step_s": Metric("s", "A whole validation pass.", _RANK_0),
 }
 
@@ -76,6 +76,7 @@ SYSTEM: dict[str, Metric] = {
 }
 
 _EVAL_FIGURES: dict[str, tuple[str, str]] = {
+    "num_problems": ("problem", "Problems asked."),
     "exec_success_rate": ("1", "Share of the problems whose answer ran: `success` and `wrong_answer`."),
     "accepted_at_1": ("1", "Share of the problems solved by their one greedy answer."),
     "pass_ratio_mean": ("1", "Mean over the problems of the share of tests passed."),

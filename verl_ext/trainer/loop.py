@@ -192,12 +192,15 @@ class PipelineTrainer(FSDPSFTTrainer):
             return 0
         self.resume_global_step = step_of(path) or 0
         self.checkpoint_manager.load_checkpoint(str(path))
-        self.train_sampler.load_state_dict(self.checkpoint_manager.load_data_state(str(path)))
+        state = self.checkpoint_manager.load_data_state(str(path))
+        self.guard.num_skipped = state["skipped_steps"]
+        self.train_sampler.load_state_dict(state)
         return self.resume_global_step
 
     def save_checkpoint(self, step: int) -> None:
         """Commit a checkpoint of this step; collective."""
-        self.checkpoint_manager.data_state = self.train_sampler.state_dict()
+        state = {**self.train_sampler.state_dict(), "skipped_steps": self.guard.num_skipped}
+        self.checkpoint_manager.data_state = state
         self.checkpoint_manager.save_checkpoint(
             local_path=str(self.run_dir / f"global_step_{step}"),
             global_step=step,

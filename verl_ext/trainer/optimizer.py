@@ -39,9 +39,9 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: DictConfig, num_st
         config: the `optim` section; `lr_warmup_steps` goes before `lr_warmup_steps_ratio`.
         num_steps: length of the schedule in optimizer steps.
     """
-    warmup = (
-        config.lr_warmup_steps if (config.lr_warmup_steps or -1) >= 0 else int(num_steps * config.lr_warmup_steps_ratio)
-    )
+    warmup = config.lr_warmup_steps
+    if warmup is None or warmup < 0:
+        warmup = int(num_steps * config.lr_warmup_steps_ratio)
     if config.lr_scheduler == "constant":
         return get_constant_schedule_with_warmup(optimizer, num_warmup_steps=warmup)
     build = get_cosine_schedule_with_warmup if config.lr_scheduler == "cosine" else get_wsd_schedule_with_warmup

@@ -1,0 +1,39 @@
+"""Folders import one way, so that a reader can start anywhere and only ever has to look to the right."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+BASE = {"verl_ext.errors", "verl_ext.native_output", "verl_ext.config"}
+ALLOWED = {
+    "verl_ext.config": {"verl_ext.errors"},
+    "verl_ext.metrics": {"verl_ext.errors"},
+    "verl_ext.data": BASE,
+    "verl_ext.checkpoint": BASE | {"verl_ext.metrics"},
+    "verl_ext.trainer": BASE | {"verl_ext.metrics", "verl_ext.data", "verl_ext.checkpoint"},
+    "verl_ext.launch": BASE | {"verl_ext.metrics", "verl_ext.data", "verl_ext.checkpoint"},
+    "eval_pipeline": {"verl_ext.errors", "verl_ext.native_output", "verl_ext.metrics"},
+}
+
+
+def imported_modules(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    return names | {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+
+
+@pytest.mark.parametrize("folder", sorted(ALLOWED))
+def test_a_folder_imports_only_what_it_may(folder: str) -> None:
+    paths = list((ROOT / folder.replace(".", "/")).rglob("*.py"))
+    assert paths
+    for path in paths:
+        ours = {name for name in imported_modules(path) if name.startswith(("verl_ext", "eval_pipeline"))}
+        strangers = {
+            name for name in ours if not any(name.startswith(allowed) for allowed in ALLOWED[folder] | {folder})
+        }
+        assert not strangers, f"{path.relative_to(ROOT)} imports {sorted(strangers)}"
