@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -159,6 +160,18 @@ def test_a_killed_run_goes_on_bit_for_bit(uninterrupted: Command, quickstart: Pa
     assert attempts[0]["last_step"] >= 11
     ids = {path.name.rsplit("-", 1)[1] for path in (tmp_path / "wandb").glob("offline-run-*")}
     assert ids == {(tmp_path / "wandb_run_id.txt").read_text().strip()}
+
+
+def test_a_request_to_stop_is_no_crash(quickstart: Path, tmp_path: Path) -> None:
+    command = Command(quickstart, tmp_path)
+    process = command.start(STEPS)
+    while max(command.losses(), default=0) < 2:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert command.record()["status"] == "stopped"
+    assert command.record()["attempts"][0]["exit_reason"] == "stopped by SIGTERM"
 
 
 def test_a_finished_run_is_left_alone_and_can_be_prolonged(uninterrupted: Command) -> None:

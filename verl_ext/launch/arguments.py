@@ -26,11 +26,11 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("stage", choices=sorted(STAGES), help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", metavar="NUM_PROCESSES [key=value ...]", help="ranks, then Hydra overrides")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and leave")
-    known, unknown = parser.parse_known_args(words)
-    strangers = [word for word in unknown if word.startswith("-")]
+    known, _ = parser.parse_known_args(words)
+    known.overrides = [word for word in words[1:] if word != "--print-config"]
+    strangers = [word for word in known.overrides if word.startswith("-")]
     if strangers:
         parser.error(f"there is no option {strangers[0]}; settings are given as key=value")
-    known.overrides = [word for word in words[1:] if not word.startswith("-")]
     known.num_processes = take_count(known.overrides, parser)
     return known
 
@@ -40,7 +40,7 @@ def take_count(words: list[str], parser: argparse.ArgumentParser) -> int | None:
     plain = [word for word in words if "=" not in word and not word.startswith("~")]
     if not plain:
         return None
-    if len(plain) > 1 or not plain[0].isdigit() or int(plain[0]) < 1:
+    if len(plain) > 1 or not plain[0].isdecimal() or int(plain[0]) < 1:
         parser.error(f"'{plain[-1]}' is neither a number of processes (1 or more, given once) nor key=value")
     words.remove(plain[0])
     return int(plain[0])

@@ -24,7 +24,7 @@ def configure(arguments: argparse.Namespace) -> DictConfig:
     if arguments.num_processes is None and not arguments.print_config:
         raise UserError(f"say on how many processes to train, for example: bash run_{arguments.stage}.sh 2")
     nodes = os.environ.get("NNODES", "1")
-    if not nodes.isdigit() or int(nodes) < 1:
+    if not nodes.isdecimal() or int(nodes) < 1:
         raise UserError(f"NNODES is '{nodes}'; it must be the number of machines")
     config.trainer.nnodes = int(nodes)
     config.trainer.n_gpus_per_node = arguments.num_processes or config.trainer.n_gpus_per_node

@@ -1,0 +1,79 @@
+"""The command line before any rank starts: words, what is imported, and how failed ranks are told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from tests.conftest import ROOT
+from verl_ext.launch.arguments import parse_arguments
+from verl_ext.launch.ranks import describe, torchrun_options
+
+
+def test_words_are_a_number_of_processes_and_overrides() -> None:
+    arguments = parse_arguments(["sft", "8", "recipe=x", "optim.lr=1", "~data.val_files", "+a.b=2"])
+    assert arguments.num_processes == 8
+    assert arguments.overrides == ["recipe=x", "optim.lr=1", "~data.val_files", "+a.b=2"]
+    assert parse_arguments(["sft", "--print-config"]).num_processes is None
+
+
+@pytest.mark.parametrize("words", [["0"], ["two"], ["-1"], ["2", "3"], ["2", "--resume"], ["²"]])
+def test_other_words_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments(["sft", *words])
+    assert stop.value.code == 2
+    assert words[-1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("word", "heavy"), [("--help", "omegaconf"), ("--print-config", "torch")])
+def test_help_and_print_config_import_nothing_heavy(word: str, heavy: str) -> None:
+    code = (
+        "import sys\nfrom verl_ext.launch.__main__ import main\n"
+        f"sys.argv = ['launch', 'sft', {word!r}]\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        f"sys.exit({heavy!r} in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert "quickstart" in result.stdout
+
+
+def test_torchrun_gets_the_nodes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create({"trainer": {"nnodes": 2, "n_gpus_per_node": 8}})
+    for name, value in {"NODE_RANK": "1", "MASTER_ADDR": "host0", "MASTER_PORT": "1234"}.items():
+        monkeypatch.setenv(name, value)
+    options = torchrun_options(config)
+    assert {"--nnodes=2", "--node-rank=1", "--master-addr=host0", "--master-port=1234"} <= set(options)
+    config.trainer.nnodes = 1
+    assert "--rdzv-endpoint=localhost:0" in torchrun_options(config)  # a free port, so that two runs share a machine
+
+
+@dataclass
+class FakeFailure:
+    exitcode: int
+    message: str
+    timestamp: int
+    pid: int = 7
+
+    def signal_name(self) -> str:
+        return "SIGKILL"
+
+
+@dataclass
+class FakeError:
+    failures: dict[int, FakeFailure]
+
+
+def test_the_rank_that_refused_its_input_is_the_reason_not_those_it_took_along() -> None:
+    failures = {0: FakeFailure(1, "connection closed", 1), 1: FakeFailure(2, "the file is empty", 2)}
+    failure = describe(FakeError(failures))
+    assert (failure.message, failure.is_user_error) == ("the file is empty", True)
+    killed = describe(FakeError({1: FakeFailure(-9, "", 5), 0: FakeFailure(1, "", 6)}))
+    assert (killed.message, killed.is_user_error) == ("rank 1 (process 7) was killed by SIGKILL", False)
