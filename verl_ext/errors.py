@@ -13,6 +13,11 @@ class UserError(Exception):
     """Bad input. The message says in one sentence what is wrong and how to mend it."""
 
 
+def first_line_of(error: Exception) -> str:
+    """What a library's exception says, without the pages some put behind it."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
     """Print a `UserError` without a traceback and leave with exit code 2; every command's `main` runs inside."""

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tokenizers.processors import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl.utils.dataset.sft_dataset import SFTDataset
 
@@ -111,6 +112,14 @@ def test_truncation_and_bad_rows_name_their_row(tokenizer: PreTrainedTokenizerBa
         assert list(short.lengths) == [short.lengths[0], 40]
     with pytest.raises(UserError, match="no assistant turn"):
         dataset_of([{"messages": CHAT[:1]}], tokenizer, tmp_path)
+    for names, chat in {
+        "begins with the assistant": [CHAT[1]],
+        "turn 0 has no role": [{"content": "x"}, CHAT[1]],
+        "turn 0 has content that is not text": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, CHAT[1]],
+        "no list of turns": "not a chat",
+    }.items():
+        with pytest.raises(UserError, match=f"row 0 cannot be used: .*{names}"):
+            write_and_read([{"messages": chat}], tokenizer, tmp_path)
     with pytest.raises(UserError, match="no content"):
         dataset_of([{"messages": [CHAT[0], {"role": "assistant", "content": None}]}], tokenizer, tmp_path)
     with pytest.raises(UserError, match="token to learn"):
@@ -118,6 +127,29 @@ def test_truncation_and_bad_rows_name_their_row(tokenizer: PreTrainedTokenizerBa
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="no chat template; set data.chat_template"):
         dataset_of(rows, tokenizer, tmp_path)
+
+
+def write_and_read(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> ChatDataset:
+    """As `dataset_of`, for turns whose contents are of several types, which no parquet column holds."""
+    config = small_config(tmp_path, tmp_path).data
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pd, "read_parquet", lambda path: pd.DataFrame(rows))
+        return ChatDataset("rows.parquet", tokenizer, config)
+
+
+def test_text_parts_are_joined(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Write "}, {"type": "text", "text": "f."}]
+    dataset = write_and_read([{"messages": [{"role": "user", "content": parts}, CHAT[1]]}], tokenizer, tmp_path)
+    whole = dataset_of([{"messages": CHAT[:2]}], tokenizer, tmp_path)
+    assert dataset[0]["input_ids"].tolist() == whole[0]["input_ids"].tolist()
+
+
+def test_white_space_is_learnt_also_where_the_tokenizer_trims_its_offsets(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    expected = dataset_of([{"messages": CHAT}], tokenizer, tmp_path)[0]["loss_mask"].tolist()
+    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
+    assert dataset_of([{"messages": CHAT}], tokenizer, tmp_path)[0]["loss_mask"].tolist() == expected
 
 
 def test_several_files_and_a_limit_keep_their_rows(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -114,6 +114,6 @@ def test_verl_insists_on_flash_attention(stock: FSDPSFTTrainer) -> None:
     stock.lora = False
     with pytest.raises(ImportError, match="FlashAttention2"):
         stock._build_model_optimizer()
-    assert pick_attention("auto", "cpu") == "sdpa"
+    assert pick_attention("auto", "cpu", torch.float32) == "sdpa"
     with pytest.raises(UserError, match="needs a GPU"):
-        pick_attention("flash_attention_2", "cpu")
+        pick_attention("flash_attention_2", "cpu", torch.float32)

@@ -68,8 +68,12 @@ def full_weights(model: torch.nn.Module, dtype: torch.dtype, keep: bool) -> Iter
         if owner != name and owner in adapters:
             whole = whole + lora_delta(adapters[owner], state, owner).to(whole.dtype)
         if plain_name not in tied:
-            kept = whole.detach().to(dtype=dtype if whole.is_floating_point() else whole.dtype, device="cpu")
-            yield plain_name, kept.contiguous() if keep else torch.empty(0)
+            yield plain_name, for_disk(whole, dtype) if keep else torch.empty(0)
+
+
+def for_disk(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor on the CPU, in `dtype` where it is of floating point."""
+    return tensor.detach().to(dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="cpu").contiguous()
 
 
 def lora_delta(layer: LoraLayer, state: dict[str, torch.Tensor], name: str) -> torch.Tensor:

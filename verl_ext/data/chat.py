@@ -122,11 +122,7 @@ class ChatDataset(Dataset):
             prompt = pick(record[self.config.prompt_key], self.config.prompt_dict_keys)
             response = pick(record[self.config.response_key], self.config.response_dict_keys)
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-        if not messages or not any(message["role"] == "assistant" for message in messages):
-            raise UserError("it has no assistant turn; drop it from the file")
-        if any(message["content"] is None and not message.get("tool_calls") for message in messages):
-            raise UserError("a turn has no content; drop it from the file")
-        return messages
+        return check_chat(messages)
 
     def _columns(self, record: dict[str, Any]) -> dict[str, Any]:
         keys = {"tools": self.config.multiturn.tools_key, "enable_thinking": self.config.multiturn.enable_thinking_key}
@@ -147,6 +143,32 @@ class ChatDataset(Dataset):
                 "raise it, set data.truncation=right, or drop the row"
             )
         return (tokens[:limit], mask[:limit]) if self.config.truncation == "right" else (tokens[-limit:], mask[-limit:])
+
+
+def check_chat(messages: Any) -> list[Message]:
+    """The turns of a chat with text for content, or a `UserError` that says which turn is wrong."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise UserError("its messages are no list of turns with role and content; prepare the file anew")
+    for turn, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise UserError(f"turn {turn} has no role; give it user, assistant, system or tool")
+        message["content"] = text_of(message.get("content"), turn)
+        if message["content"] is None and not message.get("tool_calls"):
+            raise UserError(f"turn {turn} has no content; drop the row from the file")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise UserError("it has no assistant turn; drop the row from the file")
+    if messages[0]["role"] == "assistant":
+        raise UserError("it begins with the assistant; put a user or system turn before it")
+    return messages
+
+
+def text_of(content: Any, turn: int) -> str | None:
+    """A turn's content as text; a list of text parts is joined."""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        raise UserError(f"turn {turn} has content that is not text; this stage trains on text alone")
+    return content
 
 
 def pick(value: Any, keys: Any) -> Any:

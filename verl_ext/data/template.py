@@ -75,7 +75,13 @@ class ChatTemplate:
     def _guarded(self, function: Callable[..., Any], messages: Sequence[Message], columns: Mapping[str, Any]) -> Any:
         try:
             return function(messages, **columns)
-        except TemplateError as error:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+            IndexError,
+        ) as error:  # a template can raise any of them
             return UserError(f"the chat template refuses it: {error}")
         except UserError as error:
             return error
@@ -105,13 +111,17 @@ class ChatTemplate:
 def loss_mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
     """1 for each token that overlaps a span of characters.
 
+    A token reaches from the end of the one before it to its own end, since some tokenizers trim white space off the
+    offsets, and a token of white space alone would then cover nothing.
+
     Args:
         offsets: (start, end) of each token in characters, ascending.
         spans: (start, end) of what counts, ascending and disjoint.
     """
-    mask, remaining = [], list(reversed(spans))
-    for start, end in offsets:
-        while remaining and remaining[-1][1] <= start:
+    mask, remaining, previous_end = [], list(reversed(spans)), 0
+    for _, end in offsets:
+        while remaining and remaining[-1][1] <= previous_end:
             remaining.pop()
-        mask.append(int(bool(remaining) and end > remaining[-1][0] and end > start))
+        mask.append(int(bool(remaining) and end > remaining[-1][0]))
+        previous_end = max(previous_end, end)
     return mask

@@ -26,6 +26,9 @@ def configure(arguments: argparse.Namespace) -> DictConfig:
     nodes = os.environ.get("NNODES", "1")
     if not nodes.isdecimal() or int(nodes) < 1:
         raise UserError(f"NNODES is '{nodes}'; it must be the number of machines")
+    node = os.environ.get("NODE_RANK", "0")
+    if not node.isdecimal() or int(node) >= int(nodes):
+        raise UserError(f"NODE_RANK is '{node}'; with NNODES={nodes} it must be from 0 to {int(nodes) - 1}")
     config.trainer.nnodes = int(nodes)
     config.trainer.n_gpus_per_node = arguments.num_processes or config.trainer.n_gpus_per_node
     return config

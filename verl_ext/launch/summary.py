@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -13,28 +14,32 @@ from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
 
 def print_summary(config: DictConfig) -> None:
     """Print the summary of a finished run from its files."""
-    run_dir = Path(config.trainer.default_local_dir)
+    run_dir = Path(config.trainer.default_local_dir).absolute()
     lines = [f"Finished: {config.trainer.experiment_name} ({config.stage})", *learnt(run_dir / METRICS_FILE)]
     lines += [f"  run directory   {run_dir}  (metrics.jsonl, *_history.csv, tensorboard/, run.json, config.yaml)"]
     checkpoints = list_steps(run_dir)
     if checkpoints:
         lines.append(f"  last checkpoint {checkpoints[0]}")
     if checkpoints and any((checkpoints[0] / EXPORT).glob("*.safetensors")):
-        lines.append(f"  Hugging Face    {checkpoints[0] / EXPORT}")
-        lines.append(f"Next: {Path(sys.executable)} -m eval_pipeline run --checkpoint {checkpoints[0]}")
+        command = [sys.executable, "-m", "eval_pipeline", "run", "--checkpoint", str(checkpoints[0])]
+        lines += [f"  Hugging Face    {checkpoints[0] / EXPORT}", f"Next: {shlex.join(command)}"]
     print("\n".join(lines), flush=True)
 
 
 def learnt(path: Path) -> list[str]:
-    """First and last value of the losses, over all attempts."""
-    first: dict[str, tuple[int, float]] = {}
-    last: dict[str, tuple[int, float]] = {}
+    """First and last value of the losses on the way to the last step, without rows that a later attempt overtook."""
+    values: dict[str, dict[int, float]] = {"train/loss": {}, "val/loss": {}}
+    attempt = None
     for row in iterate_metrics(path) if path.is_file() else ():
-        for name in ("train/loss", "val/loss"):
-            if name in row:
-                first.setdefault(name, (row["step"], row[name]))
-                last[name] = (row["step"], row[name])
-    return [
-        f"  {name:15} {first[name][1]:.4f} at step {first[name][0]} -> {last[name][1]:.4f} at step {last[name][0]}"
-        for name in first
-    ]
+        if row["attempt"] != attempt:  # a later attempt replaces all from its first row on
+            attempt = row["attempt"]
+            values = {name: {s: v for s, v in old.items() if s < row["step"]} for name, old in values.items()}
+        for name in values.keys() & row.keys():
+            values[name][row["step"]] = row[name]
+    return [describe_change(name, series) for name, series in values.items() if series]
+
+
+def describe_change(name: str, series: dict[int, float]) -> str:
+    """One line on the first and the last value of a metric, `series` being value by step."""
+    first, last = min(series), max(series)
+    return f"  {name:15} {series[first]:.4f} at step {first} -> {series[last]:.4f} at step {last}"

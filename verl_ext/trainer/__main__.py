@@ -61,7 +61,7 @@ def train(config: DictConfig) -> None:
 
     from verl_ext.data.load import load_datasets
     from verl_ext.native_output import quiet_native_stdout
-    from verl_ext.trainer.distributed import build_meshes, init_process_group, settle_device
+    from verl_ext.trainer.distributed import build_meshes, init_process_group, on_every_rank, settle_device
     from verl_ext.trainer.sft import SFTTrainer
     from verl_ext.trainer.tokenizer import load_tokenizer
 
@@ -69,9 +69,10 @@ def train(config: DictConfig) -> None:
     with quiet_native_stdout():
         init_process_group(device_name)
         meshes = build_meshes(device_name, config.ulysses_sequence_parallel_size)
-    set_seed(config.trainer.seed)
-    tokenizer = load_tokenizer(config)
-    datasets = load_datasets(config, tokenizer, progress=dist.get_rank() == 0)
+    # Dropout differs between ranks, but not between those that share a sequence.
+    set_seed(config.trainer.seed + dist.get_rank() // config.ulysses_sequence_parallel_size)
+    tokenizer = on_every_rank(lambda: load_tokenizer(config))
+    datasets = on_every_rank(lambda: load_datasets(config, tokenizer, progress=dist.get_rank() == 0))
     trainer = SFTTrainer(config, *meshes, tokenizer, *datasets)
     trainer.fit()
     dist.destroy_process_group()

@@ -55,6 +55,21 @@ def build_meshes(device_name: str, sequence_parallel_size: int) -> tuple[DeviceM
     return flat, init_device_mesh(device_name, shape, mesh_dim_names=("dp", "sp"))
 
 
+def on_every_rank(function: Callable[[], T]) -> T:
+    """What `function` returns; a `UserError` of one rank is raised on every rank, so that none waits for another."""
+    result, message = None, None
+    try:
+        result = function()
+    except UserError as error:
+        message = str(error)
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    for found in messages:
+        if found is not None:
+            raise UserError(found)
+    return result
+
+
 def on_rank_zero(function: Callable[[], T]) -> T:
     """What `function` returns on rank 0, on every rank; its `UserError` is raised on every rank too."""
     outcome: list[tuple[T | None, str | None]] = [(None, None)]

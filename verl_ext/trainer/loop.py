@@ -36,6 +36,15 @@ from verl_ext.trainer.resume import checkpoint_to_resume
 Metrics = dict[str, float]
 
 
+def verls_config(config: DictConfig) -> DictConfig:
+    """A copy for verl's constructor, which refuses some settings and writes into others."""
+    copy = OmegaConf.create(OmegaConf.to_container(config))
+    copy.data.chat_template = None  # the tokenizer carries it by now
+    # With sequence parallelism verl computes the micro-batch's loss; it must be the plain mean, weighted by us.
+    copy.data.balance_dp_token = False
+    return copy
+
+
 class PipelineTrainer(FSDPSFTTrainer):
     """verl's trainer with exact resume, committed checkpoints and every step on record.
 
@@ -59,13 +68,15 @@ class PipelineTrainer(FSDPSFTTrainer):
         train_dataset: Dataset,
         val_dataset: Dataset | None,
     ) -> None:
+        self.recorded_config = config
         self.device_name = config.trainer.device
         self.is_main = device_mesh.get_rank() == 0
         self.run_dir = Path(config.trainer.default_local_dir)
         self.timer = StepTimer(synchronize="cuda" if self.device_name == "cuda" else None)
         self.guard = NonFiniteGuard(config.trainer.max_nonfinite_steps, train_dataset.describe)
         with open(os.devnull, "w") as sink, redirect_stdout(sink):  # verl prints the whole configuration and more
-            super().__init__(config, device_mesh, ulysses_device_mesh, tokenizer, train_dataset, val_dataset)
+            copy = verls_config(config)
+            super().__init__(copy, device_mesh, ulysses_device_mesh, tokenizer, train_dataset, val_dataset)
         self.global_step = self.resume_global_step
 
     # What a stage defines
@@ -82,7 +93,9 @@ class PipelineTrainer(FSDPSFTTrainer):
 
     def fit(self) -> None:
         """Train from the resumed step to the last, recording every step."""
-        attempt = Attempt(self.config, self.global_step, self.total_training_steps, dist.get_world_size(), self.is_main)
+        attempt = Attempt(
+            self.recorded_config, self.global_step, self.total_training_steps, dist.get_world_size(), self.is_main
+        )
         with attempt:
             if self.global_step == 0 and self.config.trainer.val_before_train:
                 attempt.log(0, self.validate())
@@ -138,8 +151,6 @@ class PipelineTrainer(FSDPSFTTrainer):
 
     def _normalize_config_bsz(self) -> None:
         """verl divides the batch size in the configuration; here it stays the global one, as users wrote it."""
-        # With sequence parallelism verl computes the micro-batch's loss; it must be the plain mean, weighted by us.
-        self.config.data.balance_dp_token = False
         self.dp_size = self.ulysses_device_mesh.size(0)
         self.dp_rank = self.ulysses_device_mesh.get_local_rank("dp")
 
@@ -151,7 +162,12 @@ class PipelineTrainer(FSDPSFTTrainer):
             len(train_dataset), data.train_batch_size, self.dp_rank, self.dp_size, self.config.trainer.seed
         )
         self.train_dataloader = DataLoader(
-            train_dataset, batch_sampler=self.train_sampler, num_workers=data.num_workers, collate_fn=self.batcher
+            train_dataset,
+            batch_sampler=self.train_sampler,
+            num_workers=data.num_workers,
+            collate_fn=self.batcher,
+            # Its own: every iterator draws a seed, and a resumed run would draw once more from the global generator.
+            generator=torch.Generator(),
         )
         self.steps_per_epoch = len(self.train_sampler)
         steps_in_epochs = self.steps_per_epoch * self.config.trainer.total_epochs
@@ -177,7 +193,7 @@ class PipelineTrainer(FSDPSFTTrainer):
             processing_class=self.tokenizer,
             checkpoint_config=OmegaConf.create(OmegaConf.to_container(checkpoint)),
             export_dtype=checkpoint.export_dtype,
-            config_digest=config_digest(self.config),
+            config_digest=config_digest(self.recorded_config),
             warn=warn,
         )
 
@@ -193,7 +209,7 @@ class PipelineTrainer(FSDPSFTTrainer):
         self.resume_global_step = step_of(path) or 0
         self.checkpoint_manager.load_checkpoint(str(path))
         state = self.checkpoint_manager.load_data_state(str(path))
-        self.guard.num_skipped = state["skipped_steps"]
+        self.guard.num_skipped = state.get("skipped_steps", 0)
         self.train_sampler.load_state_dict(state)
         return self.resume_global_step
 

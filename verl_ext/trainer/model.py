@@ -15,22 +15,31 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 from verl.utils.fs import copy_to_local
 from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
+from verl_ext.trainer.distributed import on_every_rank
 
 
-def pick_attention(setting: str, device_name: str) -> str:
-    """`model.attn_implementation` with auto resolved: flash-attention where it can run, else sdpa."""
-    installed = importlib.util.find_spec("flash_attn") is not None
+def pick_attention(setting: str, device_name: str, precision: torch.dtype) -> str:
+    """`model.attn_implementation` with auto resolved: flash-attention where it can run, else sdpa.
+
+    Args:
+        setting: the configured value.
+        device_name: cuda, npu or cpu.
+        precision: type of the forward pass; flash-attention has no fp32.
+    """
+    can_flash = device_name == "cuda" and precision != torch.float32 and is_flash_attn_2_available()
     if setting == "auto":
-        return "flash_attention_2" if device_name == "cuda" and installed else "sdpa"
-    if setting == "flash_attention_2" and not (installed and device_name == "cuda"):
+        return "flash_attention_2" if can_flash else "sdpa"
+    if setting == "flash_attention_2" and not can_flash:
         raise UserError(
-            "model.attn_implementation=flash_attention_2 needs a GPU and flash-attn; install it, or take auto"
+            "model.attn_implementation=flash_attention_2 needs a GPU, the flash-attn package and bf16; "
+            "install it and set model.mixed_precision=bf16, or take auto"
         )
     return setting
 
@@ -41,7 +50,9 @@ def pick_precision(setting: str, device_name: str) -> torch.dtype:
     CPUs get fp32: without bf16 units autocast was measured to double the step time.
     """
     if setting == "auto":
-        has_bf16 = device_name == "npu" or (device_name == "cuda" and torch.cuda.is_bf16_supported())
+        has_bf16 = device_name == "npu" or (
+            device_name == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        )
         return torch.bfloat16 if has_bf16 else torch.float32
     return PrecisionType.to_dtype(setting)
 
@@ -60,9 +71,9 @@ def build_model(config: DictConfig, device_mesh: DeviceMesh, device_name: str) -
     Raises:
         UserError: a model that cannot be loaded.
     """
-    model = load_model(config, device_mesh, device_name)
+    model = on_every_rank(lambda: load_model(config, device_mesh, device_name))
     patch_model(model, config)
-    model = add_lora(model, config)
+    model = on_every_rank(lambda: add_lora(model, config))
     if config.model.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return shard(model, config, device_mesh, device_name)
@@ -88,7 +99,9 @@ def load_model(config: DictConfig, device_mesh: DeviceMesh, device_name: str) ->
     """The unsharded model: real weights on rank 0, no memory on the others, which receive theirs when it is sharded."""
     arguments: dict[str, Any] = {
         "dtype": PrecisionType.to_dtype(config.model.fsdp_config.model_dtype),
-        "attn_implementation": pick_attention(config.model.attn_implementation, device_name),
+        "attn_implementation": pick_attention(
+            config.model.attn_implementation, device_name, pick_precision(config.model.mixed_precision, device_name)
+        ),
         "trust_remote_code": config.model.trust_remote_code,
     }
     try:
@@ -98,8 +111,8 @@ def load_model(config: DictConfig, device_mesh: DeviceMesh, device_name: str) ->
             return AutoModelForCausalLM.from_pretrained(local_model_path(config), config=model_config, **arguments)
         with init_empty_weights(include_buffers=False):
             return AutoModelForCausalLM.from_config(model_config, **arguments)
-    except (OSError, ValueError, ImportError) as error:
-        first_line = str(error).strip().splitlines()[0]
+    except Exception as error:  # each part of a damaged model raises an exception of its own kind
+        first_line = first_line_of(error)
         raise UserError(
             f"model.partial_pretrain={config.model.partial_pretrain} cannot be loaded: {first_line}"
         ) from error
@@ -121,7 +134,7 @@ def patch_model(model: PreTrainedModel, config: DictConfig) -> None:
 
 def uses_lora(config: DictConfig) -> bool:
     """Whether adapters are trained instead of the whole model."""
-    return config.model.get("lora_adapter_path") is not None or config.model.lora_rank > 0
+    return config.model.lora_adapter_path is not None or config.model.lora_rank > 0
 
 
 def add_lora(model: PreTrainedModel, config: DictConfig) -> PreTrainedModel | PeftModel:
@@ -129,19 +142,29 @@ def add_lora(model: PreTrainedModel, config: DictConfig) -> PreTrainedModel | Pe
     if not uses_lora(config):
         return model
     model.enable_input_require_grads()
-    path = config.model.get("lora_adapter_path")
-    if path is not None:
-        model = PeftModel.from_pretrained(model, copy_to_local(path, use_shm=config.model.use_shm), is_trainable=True)
-    else:
-        lora = LoraConfig(
-            task_type=TaskType.CAUSAL_LM,
-            r=config.model.lora_rank,
-            lora_alpha=config.model.lora_alpha,
-            target_modules=convert_to_regular_types(config.model.target_modules),
-            bias="none",
-        )
-        model = get_peft_model(model, lora)
+    try:
+        model = wrap_in_adapters(model, config)
+    except (ValueError, OSError) as error:
+        raise UserError(
+            f"the LoRA adapters cannot be made: {first_line_of(error)}; correct model.target_modules, "
+            "model.lora_rank or model.lora_adapter_path"
+        ) from error
     return model.to(PrecisionType.to_dtype(config.model.fsdp_config.model_dtype))
+
+
+def wrap_in_adapters(model: PreTrainedModel, config: DictConfig) -> PeftModel:
+    """New adapters, or those that `lora_adapter_path` holds."""
+    path = config.model.lora_adapter_path
+    if path is not None:
+        return PeftModel.from_pretrained(model, copy_to_local(path, use_shm=config.model.use_shm), is_trainable=True)
+    lora = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=config.model.lora_rank,
+        lora_alpha=config.model.lora_alpha,
+        target_modules=convert_to_regular_types(config.model.target_modules),
+        bias="none",
+    )
+    return get_peft_model(model, lora)
 
 
 def shard(model: PreTrainedModel, config: DictConfig, device_mesh: DeviceMesh, device_name: str) -> PreTrainedModel:

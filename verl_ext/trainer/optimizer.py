@@ -24,10 +24,11 @@ def build_optimizer(model: torch.nn.Module, config: DictConfig) -> torch.optim.O
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         return build_verl_optimizer(trained, config)
-    except (ImportError, AttributeError, TypeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         reason = str(error).split(". Available")[0]  # verl lists the whole module behind it
         raise UserError(
-            f"optim.optimizer={config.optimizer} of {config.optimizer_impl} cannot be built: {reason}; correct either"
+            f"optim.optimizer={config.optimizer} of {config.optimizer_impl} cannot be built: {reason}; "
+            "correct the optim section"
         ) from error
 
 

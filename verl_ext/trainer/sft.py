@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.nn import functional as F
@@ -56,11 +57,16 @@ class SFTTrainer(PipelineTrainer):
         """
         num_tokens = max(self.sum_over_data_ranks(batch.num_loss_tokens), 1.0)
         total = torch.zeros((), device=self.device_name)
-        for micro_batch in batch.micro_batches:
-            loss = self.summed_loss(micro_batch)
-            (loss * (self.dp_size / num_tokens)).backward()
-            total += loss.detach()
+        with self.sequence_parallelism():  # around backward too, where checkpointed layers run forward again
+            for micro_batch in batch.micro_batches:
+                loss = self.summed_loss(micro_batch)
+                (loss * (self.dp_size / num_tokens)).backward()
+                total += loss.detach()
         return self.sum_over_data_ranks(float(total)) / num_tokens, num_tokens
+
+    def sequence_parallelism(self) -> AbstractContextManager:
+        """Where attention is split over the ranks of a sequence; nothing when each rank has whole sequences."""
+        return self.sharding_manager if self.config.ulysses_sequence_parallel_size > 1 else nullcontext()
 
     def summed_loss(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Sum of the cross-entropy over a micro-batch's loss tokens, a scalar with gradient."""

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 from verl.utils import hf_tokenizer
 
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
 from verl_ext.trainer.model import local_model_path
 
 
@@ -20,13 +20,15 @@ def load_tokenizer(config: DictConfig) -> PreTrainedTokenizerBase:
     """
     try:
         tokenizer = hf_tokenizer(local_model_path(config), trust_remote_code=config.model.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise UserError(f"the tokenizer of {config.model.partial_pretrain} cannot be loaded: {first_line}") from error
+    except Exception as error:  # a damaged tokenizer.json raises a bare Exception
+        first_line = first_line_of(error)
+        raise UserError(
+            f"the tokenizer of {config.model.partial_pretrain} cannot be loaded: {first_line}; "
+            "give a local model directory, or see to the name and the network"
+        ) from error
     template = config.data.chat_template
     if template is not None:
         tokenizer.chat_template = template if "{" in template else read_template(Path(template))
-        config.data.chat_template = None  # verl's constructor refuses one; from here on the tokenizer carries it
     return tokenizer
 
 
