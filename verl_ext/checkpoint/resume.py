@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from verl_ext.checkpoint.layout import Manifest, list_steps, read_tracker, what_is_wrong
+from verl_ext.checkpoint.layout import Manifest, list_steps, read_tracker, step_of, what_is_wrong
 from verl_ext.errors import UserError
 
 Warn = Callable[[str], None]
@@ -17,7 +17,8 @@ def find_checkpoint(run_dir: Path, resume_mode: str, resume_from_path: str | Non
     Args:
         run_dir: holds `global_step_N` directories.
         resume_mode: auto, disable or resume_path, as in verl.
-        resume_from_path: a `global_step_N` directory; goes before the newest one in both resuming modes.
+        resume_from_path: a `global_step_N` directory to begin from; in mode auto a newer one of the run itself goes
+            before it.
         warn: receives a sentence when the newest checkpoint or the tracker is not what it should be.
 
     Returns:
@@ -32,7 +33,9 @@ def find_checkpoint(run_dir: Path, resume_mode: str, resume_from_path: str | Non
         path = Path(resume_from_path)
         if problem := what_is_wrong(path):
             raise UserError(f"trainer.resume_from_path {path} cannot be resumed: {problem}; name another checkpoint")
-        return path
+        own = newest_complete(run_dir, warn) if resume_mode == "auto" else None
+        # A restart must not throw away what the run has done since it began from that path.
+        return own if own is not None and (step_of(own) or 0) > (step_of(path) or 0) else path
     return newest_complete(run_dir, warn)
 
 

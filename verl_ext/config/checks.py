@@ -1,12 +1,12 @@
-"""What can be refused before torchrun starts: values that do not work together, files and columns that are missing."""
+"""Refuses values that cannot work, or not together, before torchrun starts."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+import importlib.util
+import math
 from pathlib import Path
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 
 from verl_ext.errors import UserError
 
@@ -24,6 +24,24 @@ AT_LEAST_ONE = (
     "data.train_batch_size", "data.micro_batch_size_per_gpu", "data.max_length", "trainer.total_epochs",
     "trainer.log_every", "trainer.max_nonfinite_steps", "ulysses_sequence_parallel_size",
 )  # fmt: skip
+RANGES = {  # lowest and highest value allowed
+    "optim.lr": (0, math.inf),
+    "optim.weight_decay": (0, math.inf),
+    "optim.clip_grad": (1e-12, math.inf),
+    "optim.lr_warmup_steps_ratio": (0, 1),
+    "optim.min_lr_ratio": (0, 1),
+    "model.lora_rank": (0, math.inf),
+    "data.num_workers": (0, math.inf),
+    "trainer.seed": (0, 2**31 - 1),
+}
+WITHOUT_EFFECT = {  # verl's keys that this trainer has no use for: the value they must keep, and what to do instead
+    "trainer.default_hdfs_dir": (None, "mount the file system and set trainer.default_local_dir"),
+    "model.fsdp_config.offload_params": (False, "model.fsdp_config.cpu_offload=true offloads the parameters"),
+    "model.fsdp_config.wrap_policy.min_num_params": (0, "FSDP2 shards by layer class"),
+    "data.use_shm": (False, "the data are in memory anyway"),
+    "optim.lr_scheduler_type": ("constant", "set optim.lr_scheduler"),
+    "optim.warmup_style": (None, "set optim.lr_scheduler"),
+}
 NULL_OR_AT_LEAST_ONE = ("trainer.total_training_steps", "trainer.max_ckpt_to_keep")
 
 
@@ -41,6 +59,15 @@ def check_values(config: DictConfig) -> None:
     for key in NULL_OR_AT_LEAST_ONE:
         if value_of(config, key) is not None:
             require_positive(key, value_of(config, key))
+    for key, (low, high) in RANGES.items():
+        if value_of(config, key) is not None and not low <= value_of(config, key) <= high:
+            raise UserError(f"{key} is {value_of(config, key)}; it must lie between {low} and {high}")
+    for key, (unused, instead) in WITHOUT_EFFECT.items():
+        if value_of(config, key) != unused:
+            raise UserError(f"{key} has no effect in this trainer; leave it at {unused}: {instead}")
+    check_betas(list(config.optim.betas))
+    if not str(config.trainer.default_local_dir).strip():
+        raise UserError("trainer.default_local_dir is empty; give the directory that the run writes into")
     if config.model.strategy != "fsdp2":
         raise UserError(
             f"model.strategy is '{config.model.strategy}', but this trainer shards with fsdp2; set it to fsdp2"
@@ -49,6 +76,12 @@ def check_values(config: DictConfig) -> None:
         raise UserError("data.micro_batch_size was dropped by verl; set data.micro_batch_size_per_gpu instead")
     check_save_contents(config)
     check_resume_path(config)
+
+
+def check_betas(betas: list) -> None:
+    """AdamW's two decay rates, each from 0 to below 1."""
+    if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
+        raise UserError(f"optim.betas is {betas}; it must be two numbers from 0 to below 1, such as [0.9, 0.95]")
 
 
 def value_of(config: DictConfig, dotted_key: str) -> object:
@@ -101,6 +134,8 @@ def check_batch(config: DictConfig, world_size: int) -> None:
         )
     if sequence_parallel > 1 and not config.use_remove_padding:
         raise UserError("ulysses_sequence_parallel_size above 1 needs use_remove_padding=true")
+    if sequence_parallel > 1 and importlib.util.find_spec("flash_attn") is None:
+        raise UserError("ulysses_sequence_parallel_size above 1 needs GPUs and the flash-attn package; install it")
     ranks, batch = world_size // sequence_parallel, config.data.train_batch_size
     if batch % ranks:
         near = max(batch // ranks, 1) * ranks
@@ -108,85 +143,3 @@ def check_batch(config: DictConfig, world_size: int) -> None:
             f"data.train_batch_size {batch} does not divide over {ranks} data-parallel ranks; "
             f"set data.train_batch_size={near} or start another number of ranks"
         )
-
-
-def check_model(config: DictConfig) -> None:
-    """A model given as a path must hold a config.json; a hub name is left to transformers."""
-    model = str(config.model.partial_pretrain)
-    path = Path(model).expanduser()
-    looks_like_hub_name = model.count("/") == 1 and not model.startswith((".", "/", "~")) and not path.parent.is_dir()
-    if looks_like_hub_name or "://" in model:
-        return
-    if not path.is_dir():
-        raise UserError(
-            f"there is no model at {path.absolute()} (model.partial_pretrain); give a directory or a hub name"
-        )
-    if not (path / "config.json").is_file():
-        raise UserError(
-            f"{path.absolute()} holds no config.json, so it is no Hugging Face model (model.partial_pretrain)"
-        )
-    try:
-        json.loads((path / "config.json").read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path.absolute() / 'config.json'} is not valid JSON: {error}") from error
-
-
-def file_list(files: str | ListConfig | list | None) -> list[str]:
-    """`data.train_files` and the like as a list; null is the empty list."""
-    if files is None:
-        return []
-    return list(files) if isinstance(files, Iterable) and not isinstance(files, str) else [str(files)]
-
-
-def check_data(config: DictConfig) -> None:
-    """Every data file must be readable parquet with the wanted column, and the training set must fill one batch."""
-    rows = {}
-    for key in ("train_files", "val_files"):
-        files = file_list(config.data[key])
-        rows[key] = sum(check_parquet(Path(name).expanduser(), key, config) for name in files)
-        if files and rows[key] == 0:
-            raise UserError(
-                f"data.{key} holds no rows ({', '.join(files)}); give a data set, or val_files=null for none"
-            )
-    if not rows["train_files"]:
-        raise UserError("data.train_files is empty; give at least one parquet file")
-    limit = config.data.train_max_samples
-    rows_used = min(rows["train_files"], limit) if limit > 0 else rows["train_files"]
-    if rows_used < config.data.train_batch_size:
-        raise UserError(
-            f"the training set has {rows_used} rows, fewer than one global batch of {config.data.train_batch_size}; "
-            f"set data.train_batch_size to {rows_used} or less"
-        )
-
-
-def check_parquet(path: Path, key: str, config: DictConfig) -> int:
-    """Number of rows of a parquet file whose columns are those that the configuration names."""
-    import pyarrow
-    from pyarrow import parquet
-
-    if "://" in str(path) or str(path).startswith("hdfs:"):
-        raise UserError(f"data.{key} names the remote file {path}; copy it to a local or mounted path first")
-    if not path.is_file():
-        raise UserError(
-            f"data.{key} names {path.absolute()}, which does not exist; correct the path or prepare the data"
-        )
-    try:
-        metadata = parquet.read_metadata(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise UserError(
-            f"{path} is not a readable parquet file ({str(error).splitlines()[0]}); prepare it again"
-        ) from error
-    columns = metadata.schema.to_arrow_schema().names
-    for setting, column in wanted_columns(config).items():
-        if column not in columns:
-            raise UserError(f"{path} has no column '{column}' ({setting}); its columns are {', '.join(columns)}")
-    return metadata.num_rows
-
-
-def wanted_columns(config: DictConfig) -> dict[str, str]:
-    """Setting to column name of what a data file must have; a data set class of the user's own decides for itself."""
-    if config.data.custom_cls.path is not None:
-        return {}
-    if config.data.multiturn.enable:
-        return {"data.multiturn.messages_key": config.data.multiturn.messages_key}
-    return {"data.prompt_key": config.data.prompt_key, "data.response_key": config.data.response_key}

@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.config.overrides import apply_overrides, merge_known
+from verl_ext.config.overrides import apply_overrides, leaves, merge_known
 from verl_ext.config.recipes import find_recipe
 from verl_ext.errors import UserError
 
@@ -32,8 +32,9 @@ def compose_config(stage: str, overrides: list[str]) -> DictConfig:
     names = [text.removeprefix("recipe=") for text in overrides if text.startswith("recipe=")]
     recipe = find_recipe(stage, names[-1] if names else None)
     config = base_config(stage)
-    merge_known(config, load_yaml(recipe), source=str(recipe))
-    apply_overrides(config, [text for text in overrides if not text.startswith("recipe=")])
+    nullable = {key for key, default in leaves(config).items() if default is None} | {"data.val_files"}
+    merge_known(config, load_yaml(recipe), str(recipe), nullable)
+    apply_overrides(config, [text for text in overrides if not text.startswith("recipe=")], nullable)
     config.recipe = recipe.stem
     try:
         OmegaConf.resolve(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -12,27 +12,34 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl_ext.errors import UserError
 
+TEXT_OR_LIST = ("data.train_files", "data.val_files", "model.target_modules")  # one or several, as in verl
 # Where users may put keys of their own: what is passed on to a function or a class.
 OPEN_MAPPINGS = ("data.apply_chat_template_kwargs", "optim.override_optimizer_config")
 
 
-def merge_known(config: DictConfig, update: DictConfig, source: str) -> None:
+def merge_known(config: DictConfig, update: DictConfig, source: str, nullable: Collection[str]) -> None:
     """Merge `update` into `config` in place.
 
     Args:
         config: the configuration with every known key.
         update: nested keys to set.
         source: the file `update` came from, for the message.
+        nullable: keys that may be null.
 
     Raises:
         UserError: a key that `config` does not have, or a value of another type.
     """
     for key, value in leaves(update).items():
-        set_known(config, key, value, source)
+        set_known(config, key, value, source, nullable)
 
 
-def apply_overrides(config: DictConfig, overrides: list[str]) -> None:
+def apply_overrides(config: DictConfig, overrides: list[str], nullable: Collection[str]) -> None:
     """Apply Hydra overrides in place: `key=value` sets, `+key=value` adds, `~key` sets to null.
+
+    Args:
+        config: the configuration with every known key.
+        overrides: in Hydra's grammar.
+        nullable: keys that may be null.
 
     Raises:
         UserError: an override that does not parse, an unknown key, or a value of another type.
@@ -44,11 +51,12 @@ def apply_overrides(config: DictConfig, overrides: list[str]) -> None:
             raise UserError(
                 f"'{text}' is not an override of the form key=value: {str(error).splitlines()[0]}"
             ) from error
-        key = override.key_or_group
-        if override.is_add():
-            OmegaConf.update(config, key, override.value(), force_add=True)
+        key, value = override.key_or_group, None if override.is_delete() else override.value()
+        known = leaves(config)
+        if override.is_add() and not any(f"{key}.".startswith(f"{old}.") or old.startswith(f"{key}.") for old in known):
+            OmegaConf.update(config, key, value, force_add=True)
         else:
-            set_known(config, key, None if override.is_delete() else override.value(), "the command line")
+            set_known(config, key, value, "the command line", nullable)
 
 
 def leaves(config: DictConfig) -> dict[str, Any]:
@@ -66,13 +74,15 @@ def flatten(mapping: dict, prefix: str) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def set_known(config: DictConfig, key: str, value: Any, source: str) -> None:
+def set_known(config: DictConfig, key: str, value: Any, source: str, nullable: Collection[str]) -> None:
     """Set one dotted key that must exist; see `merge_known` for what is raised."""
     known = leaves(config)
     if isinstance(value, dict) and value and key not in OPEN_MAPPINGS:
-        return merge_known(config, OmegaConf.create({key: value}) if "." not in key else nested(key, value), source)
+        return merge_known(config, nested(key, value), source, nullable)
     if key not in known and not key.startswith(tuple(f"{open_key}." for open_key in OPEN_MAPPINGS)):
         raise UserError(f"{source} sets '{key}', which is no configuration key; {suggestion(key, list(known))}")
+    if value is None and key in known and key not in nullable:
+        raise UserError(f"{source} sets '{key}' to null, but it needs a value (as the default {known[key]!r})")
     if isinstance(known.get(key), list) and isinstance(value, str) and "${" not in value:
         value = [value]  # trainer.logger=console, as verl's users write it
     check_type(key, known.get(key), value, source)
@@ -104,7 +114,7 @@ def check_type(key: str, old: Any, new: Any, source: str) -> None:
         fits = isinstance(new, (int, float) if wanted is float else int) and not isinstance(new, bool)
     if wanted is str and not isinstance(new, (list, dict, ListConfig)):
         fits = True  # a name such as `experiment_name=7b` or `=2024` is text all the same
-    if wanted is str and key.endswith("_files") and isinstance(new, list):
-        fits = True  # verl takes one file or a list of them
+    if key in TEXT_OR_LIST and isinstance(new, list):
+        fits = all(isinstance(item, str) for item in new)
     if not fits:
         raise UserError(f"{source} sets '{key}' to {new!r}, but it must be {kinds[wanted]} (as the default {old!r})")

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from verl_ext.config.checks import file_list
+from verl_ext.config.inputs import file_list
 from verl_ext.data.template import ChatTemplate, Encoded, Message
 from verl_ext.errors import UserError
 

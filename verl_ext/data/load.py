@@ -11,8 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from verl_ext.config.checks import file_list
+from verl_ext.config.inputs import file_list
 from verl_ext.data.chat import ChatDataset
+from verl_ext.errors import UserError, first_line_of
 
 
 def load_datasets(
@@ -39,7 +40,12 @@ def load_dataset(
         return ChatDataset(files, tokenizer, config, max_samples, progress)
     from verl.utils.import_utils import load_extern_object
 
-    dataset_class = load_extern_object(config.custom_cls.path, config.custom_cls.name)
+    try:
+        dataset_class = load_extern_object(config.custom_cls.path, config.custom_cls.name)
+    except (OSError, ImportError, AttributeError, SyntaxError) as error:
+        raise UserError(
+            f"data.custom_cls cannot be loaded: {first_line_of(error)}; correct its path or name"
+        ) from error
     names = OmegaConf.create(file_list(files))  # verl tells one file from several by this type
     dataset = dataset_class(parquet_files=names, tokenizer=tokenizer, config=config, max_samples=max_samples)
     return Unpadded(dataset)

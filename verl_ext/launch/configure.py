@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from verl_ext.checkpoint.resume import find_checkpoint, require_world_size
-from verl_ext.config.checks import check_batch, check_data, check_model, check_values
+from verl_ext.config.checks import check_batch, check_values
 from verl_ext.config.compose import compose_config
+from verl_ext.config.inputs import check_data, check_model
 from verl_ext.errors import UserError
 
 
@@ -29,6 +31,13 @@ def configure(arguments: argparse.Namespace) -> DictConfig:
     node = os.environ.get("NODE_RANK", "0")
     if not node.isdecimal() or int(node) >= int(nodes):
         raise UserError(f"NODE_RANK is '{node}'; with NNODES={nodes} it must be from 0 to {int(nodes) - 1}")
+    port = os.environ.get("MASTER_PORT", "29500")
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"MASTER_PORT is '{port}'; it must be a free port of the first machine")
+    if taken := [
+        word for word in arguments.overrides if word.startswith(("trainer.nnodes=", "trainer.n_gpus_per_node="))
+    ]:
+        raise UserError(f"'{taken[0]}' is said elsewhere: NNODES gives the machines, the first word the ranks on each")
     config.trainer.nnodes = int(nodes)
     config.trainer.n_gpus_per_node = arguments.num_processes or config.trainer.n_gpus_per_node
     return config
@@ -46,27 +55,30 @@ def check_config(config: DictConfig) -> None:
     check_model(config)
     check_data(config)
     check_run_directory(Path(config.trainer.default_local_dir))
-    check_checkpoint(config, world_size)
 
 
 def check_run_directory(run_dir: Path) -> None:
     """The run directory must be there or be possible to make, and be writable."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        probe = run_dir / ".writable"
-        probe.touch()
-        probe.unlink()
+        with tempfile.NamedTemporaryFile(dir=run_dir, prefix=".writable_"):
+            pass
     except OSError as error:
         raise UserError(
             f"the run directory {run_dir.absolute()} is not writable ({error.strerror}); set trainer.default_local_dir"
         ) from error
 
 
-def check_checkpoint(config: DictConfig, world_size: int) -> None:
-    """A checkpoint that would be resumed must suit; warnings are left to the ranks, which look again."""
+def checkpoint_that_suits(config: DictConfig) -> Path | None:
+    """The checkpoint that the ranks will resume; warnings are left to them, who look again.
+
+    Raises:
+        UserError: it was written by another number of ranks, or see `find_checkpoint`.
+    """
     trainer = config.trainer
     path = find_checkpoint(
         Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path, warn=lambda sentence: None
     )
     if path is not None:
-        require_world_size(path, world_size)
+        require_world_size(path, trainer.nnodes * trainer.n_gpus_per_node)
+    return path

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import shlex
+from pathlib import Path
 
 from omegaconf import DictConfig
 
 from verl_ext.data.prepare import is_prepared, prepare
+
+PREPARE_LOCK = Path(__file__).resolve().parents[2] / ".prepare.lock"
 
 
 def prepare_inputs(config: DictConfig) -> None:
@@ -18,5 +22,10 @@ def prepare_inputs(config: DictConfig) -> None:
     for command in config.prepare:
         words = shlex.split(command)
         if not is_prepared(words):
-            print(f"Preparing: {command}", flush=True)
-            prepare(words)
+            with PREPARE_LOCK.open(
+                "w"
+            ) as lock:  # several launches, or nodes, at once: the others wait and find it done
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not is_prepared(words):
+                    print(f"Preparing: {command}", flush=True)
+                    prepare(words)

@@ -8,8 +8,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from verl_ext.checkpoint.layout import read_tracker, what_is_wrong
 from verl_ext.config.digest import config_digest
 from verl_ext.errors import UserError
+from verl_ext.launch.configure import checkpoint_that_suits
+from verl_ext.launch.lock import exclusive
 from verl_ext.launch.ranks import Failure, StopRequest, run_ranks
 from verl_ext.launch.summary import print_summary
 from verl_ext.metrics.run_record import RunRecord
@@ -25,8 +28,27 @@ def run_to_the_end(config: DictConfig) -> int:
         )
         print_summary(config)
         return 0
-    if node_rank() == 0:
-        mark_waiting(config, record)
+    checkpoint_that_suits(config)
+    if node_rank() > 0:
+        return follow(config)
+    with exclusive(run_dir):
+        return lead(config, record)
+
+
+def follow(config: DictConfig) -> int:
+    """Run the ranks of a node other than the first, which keeps the record and tells the user."""
+    try:
+        failure = run_ranks(config)
+    except StopRequest as stop:
+        return 128 + stop.signal
+    if failure is not None and failure.is_user_error:
+        raise UserError(failure.message)
+    return 0 if failure is None else 1
+
+
+def lead(config: DictConfig, record: RunRecord) -> int:
+    """Run the ranks of the first node, with run.json kept and the user told."""
+    mark_waiting(config, record)
     try:
         failure = run_ranks(config)
     except StopRequest as stop:
@@ -61,8 +83,11 @@ def is_finished(config: DictConfig, record: RunRecord) -> bool:
         run = record.read()
     except UserError:
         return False  # start_attempt puts a damaged record aside and says so
-    wanted = config.trainer.resume_mode == "auto" and config.trainer.resume_from_path is None
-    return wanted and run["status"] == "finished" and run["config_digest"] == config_digest(config)
+    trainer = config.trainer
+    asked = trainer.resume_mode == "auto" and trainer.resume_from_path is None
+    same = run["status"] == "finished" and run["config_digest"] == config_digest(config)
+    tracked, _ = read_tracker(Path(trainer.default_local_dir))
+    return asked and same and tracked is not None and what_is_wrong(tracked) is None
 
 
 def report(failure: Failure, record: RunRecord) -> int:

@@ -1,0 +1,93 @@
+"""Looks at the model and data files that a configuration names, before torchrun starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from omegaconf import DictConfig, ListConfig
+
+from verl_ext.errors import UserError
+
+
+def check_model(config: DictConfig) -> None:
+    """A model given as a path must hold a config.json; a hub name is left to transformers."""
+    model = str(config.model.partial_pretrain)
+    path = Path(model).expanduser()
+    looks_like_hub_name = model.count("/") <= 1 and not model.startswith((".", "/", "~")) and not path.parent.is_dir()
+    if looks_like_hub_name or "://" in model:
+        return
+    if not path.is_dir():
+        raise UserError(
+            f"there is no model at {path.absolute()} (model.partial_pretrain); give a directory or a hub name"
+        )
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"{path.absolute()} holds no config.json, so it is no Hugging Face model (model.partial_pretrain)"
+        )
+    try:
+        json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
+        raise UserError(f"{path.absolute() / 'config.json'} is not valid JSON: {error}") from error
+
+
+def file_list(files: str | ListConfig | list | None) -> list[str]:
+    """`data.train_files` and the like as a list; null is the empty list."""
+    if files is None:
+        return []
+    return list(files) if isinstance(files, Iterable) and not isinstance(files, str) else [str(files)]
+
+
+def check_data(config: DictConfig) -> None:
+    """Every data file must be readable parquet with the wanted column, and the training set must fill one batch."""
+    rows = {}
+    for key in ("train_files", "val_files"):
+        files = file_list(config.data[key])
+        rows[key] = sum(check_parquet(Path(name).expanduser(), key, config) for name in files)
+        if files and rows[key] == 0:
+            raise UserError(
+                f"data.{key} holds no rows ({', '.join(files)}); give a data set, or val_files=null for none"
+            )
+    if not rows["train_files"]:
+        raise UserError("data.train_files is empty; give at least one parquet file")
+    limit = config.data.train_max_samples
+    rows_used = min(rows["train_files"], limit) if limit > 0 else rows["train_files"]
+    if rows_used < config.data.train_batch_size:
+        raise UserError(
+            f"the training set has {rows_used} rows, fewer than one global batch of {config.data.train_batch_size}; "
+            f"set data.train_batch_size to {rows_used} or less"
+        )
+
+
+def check_parquet(path: Path, key: str, config: DictConfig) -> int:
+    """Number of rows of a parquet file whose columns are those that the configuration names."""
+    import pyarrow
+    from pyarrow import parquet
+
+    if "://" in str(path) or str(path).startswith("hdfs:"):
+        raise UserError(f"data.{key} names the remote file {path}; copy it to a local or mounted path first")
+    if not path.is_file():
+        raise UserError(
+            f"data.{key} names {path.absolute()}, which does not exist; correct the path or prepare the data"
+        )
+    try:
+        metadata = parquet.read_metadata(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise UserError(
+            f"{path} is not a readable parquet file ({str(error).splitlines()[0]}); prepare it again"
+        ) from error
+    columns = metadata.schema.to_arrow_schema().names
+    for setting, column in wanted_columns(config).items():
+        if column not in columns:
+            raise UserError(f"{path} has no column '{column}' ({setting}); its columns are {', '.join(columns)}")
+    return metadata.num_rows
+
+
+def wanted_columns(config: DictConfig) -> dict[str, str]:
+    """Setting to column name of what a data file must have; a data set class of the user's own decides for itself."""
+    if config.data.custom_cls.path is not None:
+        return {}
+    if config.data.multiturn.enable:
+        return {"data.multiturn.messages_key": config.data.multiturn.messages_key}
+    return {"data.prompt_key": config.data.prompt_key, "data.response_key": config.data.response_key}
