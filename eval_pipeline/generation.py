@@ -7,9 +7,11 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from eval_pipeline.engine import Generation, generate_greedily
+from verl_ext.errors import UserError
 
 
 def generate_in_child(export: Path, prompts: Sequence[str], max_tokens: int) -> Generation:
@@ -21,13 +23,17 @@ def generate_in_child(export: Path, prompts: Sequence[str], max_tokens: int) -> 
         max_tokens: most new tokens of an answer.
 
     Raises:
-        UserError: the model cannot be used, with the reason.
-        concurrent.futures.process.BrokenProcessPool: the child died, of lack of memory for one.
+        UserError: the model cannot be used, with the reason; or the child died, of lack of memory for one.
     """
     # spawned, not forked: a CUDA context does not survive a fork, nor do the parent's threads
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=_settle_in) as pool:
-        return pool.submit(generate_greedily, export, list(prompts), max_tokens).result()
+        try:
+            return pool.submit(generate_greedily, export, list(prompts), max_tokens).result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"The process that ran {export} in vLLM died, perhaps of lack of memory; its last words stand above."
+            ) from error
 
 
 def _settle_in() -> None:

@@ -131,3 +131,15 @@ def test_nearest_rank() -> None:
     ordered = list(range(1, 11))
     assert [nearest_rank(ordered, percent) for percent in (1, 50, 90, 99)] == [1, 5, 9, 10]
     assert nearest_rank([7], 50) == 7
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "\\ud800", "response": "x"}', "[" * 100_000, '{"prompt": '])
+def test_hostile_lines_are_bad_rows_and_a_byte_order_mark_is_none(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = [json.dumps({"prompt": f"p{index}", "response": "r"}) for index in range(2)]
+    path.write_text("\n".join([*good, line]), encoding="utf-8-sig")
+    words = ["chat", "--input", str(path), "--output", str(tmp_path / "out")]
+    with pytest.raises(UserError, match=r"rows\.jsonl.* 3\b"):
+        prepare(words)
+    prepare([*words, "--skip-bad"])
+    assert json.loads((tmp_path / "out/prepared.json").read_text())["counts"]["bad"] == 1

@@ -97,7 +97,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
         UserError: the file is missing or not text.
     """
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:  # some editors begin with a byte-order mark
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, _decode(line)
@@ -107,9 +107,14 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _decode(line: str) -> Any:
     try:
-        return json.loads(line)
+        value = json.loads(line)
+        if "\\u" in line:
+            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text
+        return value
     except json.JSONDecodeError as error:
         return error
+    except (RecursionError, UnicodeEncodeError) as error:
+        return json.JSONDecodeError(f"{type(error).__name__} ({error})", line[:40], 0)
 
 
 def read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
