@@ -1,0 +1,27 @@
+"""Documents that are made from the code are those that the code makes, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from verl_ext.metrics.reference import render_reference
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_metrics_reference_is_up_to_date() -> None:
+    assert (ROOT / "docs/metrics.md").read_text().strip() == render_reference().strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_named_tests_exist(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / target).exists(), target
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in tests or f"{name}.py" in {path.name for path in (ROOT / "tests").rglob("*.py")}, name
