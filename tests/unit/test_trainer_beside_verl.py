@@ -13,7 +13,7 @@ from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 from tests.training import make_trainer, small_config
 from verl_ext.data.batching import Batch
 from verl_ext.errors import UserError
-from verl_ext.trainer.model import pick_attention
+from verl_ext.trainer.hardware import pick_attention
 from verl_ext.trainer.sft import SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")

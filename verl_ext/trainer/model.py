@@ -4,57 +4,23 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from omegaconf import DictConfig
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils import is_flash_attn_2_available
 from verl.utils.fs import copy_to_local
 from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
-from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.trainer.distributed import on_every_rank
-
-
-def pick_attention(setting: str, device_name: str, precision: torch.dtype) -> str:
-    """`model.attn_implementation` with auto resolved: flash-attention where it can run, else sdpa.
-
-    Args:
-        setting: the configured value.
-        device_name: cuda, npu or cpu.
-        precision: type of the forward pass; flash-attention has no fp32.
-    """
-    can_flash = device_name == "cuda" and precision != torch.float32 and is_flash_attn_2_available()
-    if setting == "auto":
-        return "flash_attention_2" if can_flash else "sdpa"
-    if setting == "flash_attention_2" and not can_flash:
-        raise UserError(
-            "model.attn_implementation=flash_attention_2 needs a GPU, the flash-attn package and bf16; "
-            "install it and set model.mixed_precision=bf16, or take auto"
-        )
-    return setting
-
-
-def pick_precision(setting: str, device_name: str) -> torch.dtype:
-    """`model.mixed_precision` with auto resolved: bf16 on accelerators that have it, fp32 elsewhere.
-
-    CPUs get fp32: without bf16 units autocast was measured to double the step time.
-    """
-    if setting == "auto":
-        has_bf16 = device_name == "npu" or (
-            device_name == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        )
-        return torch.bfloat16 if has_bf16 else torch.float32
-    return PrecisionType.to_dtype(setting)
+from verl_ext.trainer.hardware import pick_attention, pick_precision
+from verl_ext.trainer.lora import add_lora
 
 
 def build_model(config: DictConfig, device_mesh: DeviceMesh, device_name: str) -> PreTrainedModel:
@@ -132,41 +98,6 @@ def patch_model(model: PreTrainedModel, config: DictConfig) -> None:
         _apply_liger_kernel_to_instance(model=model)
 
 
-def uses_lora(config: DictConfig) -> bool:
-    """Whether adapters are trained instead of the whole model."""
-    return config.model.lora_adapter_path is not None or config.model.lora_rank > 0
-
-
-def add_lora(model: PreTrainedModel, config: DictConfig) -> PreTrainedModel | PeftModel:
-    """Wrap the model in new LoRA adapters (`lora_rank`) or in those of `lora_adapter_path`."""
-    if not uses_lora(config):
-        return model
-    model.enable_input_require_grads()
-    try:
-        model = wrap_in_adapters(model, config)
-    except (ValueError, OSError) as error:
-        raise UserError(
-            f"the LoRA adapters cannot be made: {first_line_of(error)}; correct model.target_modules, "
-            "model.lora_rank or model.lora_adapter_path"
-        ) from error
-    return model.to(PrecisionType.to_dtype(config.model.fsdp_config.model_dtype))
-
-
-def wrap_in_adapters(model: PreTrainedModel, config: DictConfig) -> PeftModel:
-    """New adapters, or those that `lora_adapter_path` holds."""
-    path = config.model.lora_adapter_path
-    if path is not None:
-        return PeftModel.from_pretrained(model, copy_to_local(path, use_shm=config.model.use_shm), is_trainable=True)
-    lora = LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
-        r=config.model.lora_rank,
-        lora_alpha=config.model.lora_alpha,
-        target_modules=convert_to_regular_types(config.model.target_modules),
-        bias="none",
-    )
-    return get_peft_model(model, lora)
-
-
 def shard(model: PreTrainedModel, config: DictConfig, device_mesh: DeviceMesh, device_name: str) -> PreTrainedModel:
     """Shard in place with FSDP2 and send rank 0's weights to all ranks."""
     precision = pick_precision(config.model.mixed_precision, device_name)
@@ -180,8 +111,3 @@ def shard(model: PreTrainedModel, config: DictConfig, device_mesh: DeviceMesh, d
     apply_fsdp2(model, arguments, config.model.fsdp_config)
     fsdp2_load_full_state_dict(model, full_state, device_mesh, offload)
     return model
-
-
-def autocast(precision: torch.dtype, device_name: str) -> Any:
-    """The forward pass's autocast context; none in fp32."""
-    return nullcontext() if precision == torch.float32 else torch.autocast(device_name, dtype=precision)

@@ -13,8 +13,8 @@ from verl.utils.flops_counter import FlopsCounter
 
 from verl_ext.data.batching import Batch, MicroBatch, validation_micro_batches
 from verl_ext.metrics.reduce import reduce_over_ranks
+from verl_ext.trainer.hardware import autocast, pick_precision
 from verl_ext.trainer.loop import Metrics, PipelineTrainer
-from verl_ext.trainer.model import autocast, pick_precision
 
 GIB = 1 << 30
 
