@@ -20,7 +20,7 @@ from verl_ext.metrics.timers import StepTimer
 ROOT = Path(__file__).parents[2]
 
 
-def reduce_on_one_of_two_ranks(rank, address_file):
+def check_reduction_on_one_of_two_ranks(rank, address_file):
     dist.init_process_group("gloo", init_method=f"file://{address_file}", rank=rank, world_size=2)
     sums = {"loss": 0.1, "tokens": 2**53 - 2} if rank == 0 else {"tokens": 1, "loss": 0.2}
     reduced = reduce_over_ranks(sums=sums, maxima={"time": float(rank), "norm": math.nan if rank == 0 else 5.0})
@@ -30,7 +30,7 @@ def reduce_on_one_of_two_ranks(rank, address_file):
 
 
 def test_two_ranks_agree_in_float64_whatever_the_order_of_names(tmp_path):
-    mp.spawn(reduce_on_one_of_two_ranks, (str(tmp_path / "address"),), nprocs=2)
+    mp.spawn(check_reduction_on_one_of_two_ranks, (str(tmp_path / "address"),), nprocs=2)
 
 
 def test_a_world_of_one_gets_its_own_values():

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import TracebackType
 
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
 
 from verl_ext.errors import UserError
 from verl_ext.metrics.atomic import replace_file
@@ -67,11 +66,6 @@ class Attempt:
         if "train/loss" in metrics:
             self.last_step = step
             self.bar.update(metrics["train/loss"])
-
-    def say(self, text: str) -> None:
-        """Print one line above the progress bar."""
-        if self.is_main:
-            tqdm.write(text)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

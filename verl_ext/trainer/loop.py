@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -45,7 +45,7 @@ def verls_config(config: DictConfig) -> DictConfig:
     return copy
 
 
-class PipelineTrainer(FSDPSFTTrainer):
+class PipelineTrainer(FSDPSFTTrainer, ABC):
     """verl's trainer with exact resume, committed checkpoints and every step on record.
 
     A stage says what a step and a validation are, by `training_step` and `validate`; all else is here.
