@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl_ext.checkpoint.commit import flush_and_digest, publish, write_manifest
-from verl_ext.checkpoint.layout import TRACKER, list_steps, what_is_wrong
+from verl_ext.checkpoint.layout import TRACKER, Manifest, list_steps, what_is_wrong
 from verl_ext.checkpoint.resume import find_checkpoint, require_world_size
 from verl_ext.checkpoint.rotation import rotate
 from verl_ext.errors import UserError
@@ -20,7 +20,7 @@ def commit(run_dir: Path, step: int, world_size: int = 2) -> Path:
     for name in ("model.pt", "huggingface/config.json"):
         (temporary / name).write_text(f"{name} of step {step}")
     files = {name: flush_and_digest(temporary / name) for name in ("model.pt", "huggingface/config.json")}
-    write_manifest(temporary, step, world_size, "digest", files)
+    write_manifest(temporary, Manifest(step, world_size, "digest", files))
     publish(temporary, run_dir / f"global_step_{step}", step)
     return run_dir / f"global_step_{step}"
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import time
 from pathlib import Path
 
 import xxhash
 
-from verl_ext.checkpoint.layout import MANIFEST, TRACKER
+from verl_ext.checkpoint.layout import MANIFEST, TRACKER, Manifest
 from verl_ext.metrics.atomic import flush_directory, replace_file
 
 CHUNK_BYTES = 16 << 20
@@ -29,17 +27,9 @@ def flush_and_digest(path: Path) -> dict[str, int | str]:
     return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
 
 
-def write_manifest(directory: Path, step: int, world_size: int, config_digest: str, files: dict) -> None:
+def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the list of what belongs to the checkpoint; with it the directory is complete."""
-    content = {
-        "format": 1,
-        "step": step,
-        "world_size": world_size,
-        "config_digest": config_digest,
-        "time": time.time(),
-        "files": dict(sorted(files.items())),
-    }
-    replace_file(directory / MANIFEST, [json.dumps(content, indent=1), "\n"])
+    replace_file(directory / MANIFEST, [manifest.to_json()])
     for path in [directory, *(child for child in directory.rglob("*") if child.is_dir())]:
         flush_directory(path)
 

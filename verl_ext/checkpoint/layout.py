@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,28 @@ class Manifest:
         world_size: ranks that wrote the shards.
         config_digest: digest of the run's configuration.
         files: relative path to size in bytes and digest.
+        metrics: figures of this step, by metric name.
+        dropped: what was removed on purpose after the save; "optimizer" or nothing.
+        time: seconds since 1970 of the save.
     """
 
     step: int
     world_size: int
     config_digest: str
     files: dict[str, dict[str, Any]]
+    metrics: dict[str, float] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+    time: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the checkpoint on the disk."""
+        return sum(entry["bytes"] for entry in self.files.values())
+
+    def to_json(self) -> str:
+        """The text of `manifest.json`."""
+        files = dict(sorted(self.files.items()))
+        return json.dumps({"format": 1, **asdict(self), "files": files}, indent=1) + "\n"
 
     @staticmethod
     def read(directory: Path) -> Manifest:
@@ -40,7 +56,9 @@ class Manifest:
         """
         try:
             content = json.loads((directory / MANIFEST).read_text())
-            return Manifest(content["step"], content["world_size"], content["config_digest"], content["files"])
+            required = {name: content[name] for name in ("step", "world_size", "config_digest", "files")}
+            optional = {name: content.get(name, default) for name, default in (("metrics", {}), ("time", 0.0))}
+            return Manifest(**required, **optional, dropped=tuple(content.get("dropped", ())))
         except FileNotFoundError:
             raise ValueError(f"it has no {MANIFEST}, so it was never completed") from None
         except (OSError, json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.checkpoint.commit import flush_and_digest, publish, write_manifest
 from verl_ext.checkpoint.export import export_model
-from verl_ext.checkpoint.layout import EXPORT
+from verl_ext.checkpoint.layout import EXPORT, Manifest
 from verl_ext.checkpoint.rotation import rotate
 
 DATA_STATE = "data.pt"
@@ -66,7 +67,9 @@ class CheckpointManager(FSDPCheckpointManager):
         self._write_rest(temporary)
         files = self._digest_files(temporary)
         if self.rank == 0:
-            write_manifest(temporary, global_step, self.world_size, self.config_digest, files)
+            write_manifest(
+                temporary, Manifest(global_step, self.world_size, self.config_digest, files, time=time.time())
+            )
             publish(temporary, final, global_step)
             rotate(final.parent, max_ckpt_to_keep, global_step, self.warn)
         dist.barrier()
