@@ -1,12 +1,17 @@
-"""The one exception that means "the user can mend this", and how a command reports it."""
+"""The one exception that means "the user can mend this", and the signals and exit codes that commands agree on."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 USER_ERROR_EXIT_CODE = 2
+STOPPED_EXIT_CODE = 75
+"""EX_TEMPFAIL of <sysexits.h>: the run was asked to stop, and a scheduler may start the same command again."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""What asks a launcher or a rank to save and stop."""
 
 
 class UserError(Exception):

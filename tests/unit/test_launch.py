@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from verl_ext.checkpoint.lock import exclusive
 from verl_ext.errors import UserError
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.configure import configure
-from verl_ext.launch.lock import exclusive
-from verl_ext.launch.ranks import describe, torchrun_options
+from verl_ext.launch.outcome import describe
+from verl_ext.launch.torchrun import torchrun_options
 
 
 def test_words_are_a_number_of_processes_and_overrides() -> None:
@@ -89,14 +90,9 @@ class FakeFailure:
         return "SIGKILL"
 
 
-@dataclass
-class FakeError:
-    failures: dict[int, FakeFailure]
-
-
 def test_the_rank_that_refused_its_input_is_the_reason_not_those_it_took_along() -> None:
     failures = {0: FakeFailure(1, "connection closed", 1), 1: FakeFailure(2, "the file is empty", 2)}
-    failure = describe(FakeError(failures))
+    failure = describe(failures)
     assert (failure.message, failure.is_user_error) == ("the file is empty", True)
-    killed = describe(FakeError({1: FakeFailure(-9, "", 5), 0: FakeFailure(1, "", 6)}))
+    killed = describe({1: FakeFailure(-9, "", 5), 0: FakeFailure(1, "", 6)})
     assert (killed.message, killed.is_user_error) == ("rank 1 (process 7) was killed by SIGKILL", False)

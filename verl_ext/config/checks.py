@@ -18,7 +18,8 @@ CHOICES = {
     "data.truncation": ("error", "left", "right"),
     "trainer.device": ("auto", "cuda", "npu", "cpu"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
-    "trainer.checkpoint.export_dtype": ("bf16", "fp16", "fp32"),
+    "trainer.checkpoint.best_mode": ("min", "max"),
+    "trainer.checkpoint.export.dtype": ("bf16", "fp16", "fp32"),
 }
 AT_LEAST_ONE = (
     "data.train_batch_size", "data.micro_batch_size_per_gpu", "data.max_length", "trainer.total_epochs",
@@ -33,6 +34,8 @@ RANGES = {  # lowest and highest value allowed
     "model.lora_rank": (0, math.inf),
     "data.num_workers": (0, math.inf),
     "trainer.seed": (0, 2**31 - 1),
+    "trainer.checkpoint.keep_best": (0, math.inf),
+    "trainer.checkpoint.export.max_shard_gib": (1e-6, math.inf),
 }
 WITHOUT_EFFECT = {  # verl's keys that this trainer has no use for: the value they must keep, and what to do instead
     "trainer.default_hdfs_dir": (None, "mount the file system and set trainer.default_local_dir"),
@@ -42,7 +45,9 @@ WITHOUT_EFFECT = {  # verl's keys that this trainer has no use for: the value th
     "optim.lr_scheduler_type": ("constant", "set optim.lr_scheduler"),
     "optim.warmup_style": (None, "set optim.lr_scheduler"),
 }
-NULL_OR_AT_LEAST_ONE = ("trainer.total_training_steps", "trainer.max_ckpt_to_keep")
+NULL_OR_AT_LEAST_ONE = (
+    "trainer.total_training_steps", "trainer.max_ckpt_to_keep", "trainer.checkpoint.export.every",
+)  # fmt: skip
 
 
 def check_values(config: DictConfig) -> None:
@@ -75,6 +80,7 @@ def check_values(config: DictConfig) -> None:
     if config.data.micro_batch_size is not None:
         raise UserError("data.micro_batch_size was dropped by verl; set data.micro_batch_size_per_gpu instead")
     check_save_contents(config)
+    check_export_frequency(config.trainer)
     check_resume_path(config)
 
 
@@ -106,6 +112,16 @@ def check_save_contents(config: DictConfig) -> None:
     if "model" not in contents:
         raise UserError(
             "trainer.checkpoint.save_contents lacks 'model'; a checkpoint without weights cannot be resumed"
+        )
+
+
+def check_export_frequency(trainer: DictConfig) -> None:
+    """An export is part of a save, so it can only be due where a save is."""
+    every, save_freq = trainer.checkpoint.export.every, trainer.save_freq
+    if every is not None and (save_freq < 1 or every % save_freq):
+        raise UserError(
+            f"trainer.checkpoint.export.every is {every}, which is no multiple of trainer.save_freq={save_freq}; an "
+            "export is written with a save"
         )
 
 

@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Callable
 
-from verl_ext.errors import exit_on_user_error
+from verl_ext.errors import STOPPED_EXIT_CODE, exit_on_user_error
 from verl_ext.launch.arguments import parse_arguments
+from verl_ext.launch.stop import StopRequest, StopSignals
+from verl_ext.tell import tell
 
 
 def main() -> int:
-    """Parse, configure, check, prepare, train, and say what came of it."""
+    """Parse the command line, and train."""
     arguments = parse_arguments(sys.argv[1:])
-    from omegaconf import OmegaConf  # after --help, which needs no packages
+    return stoppable(lambda signals: launch(arguments, signals))
 
-    from verl_ext.launch.configure import check_config, configure
 
-    with exit_on_user_error():
+def stoppable(command: Callable[[StopSignals], int]) -> int:
+    """Run a command that heeds the stop signals, and return its exit code.
+
+    A request to stop before there is anything to save is no error, and leaves no traceback.
+    """
+    signals = StopSignals()
+    signals.install()
+    try:
+        with exit_on_user_error():
+            return command(signals)
+    except StopRequest as stop:
+        tell(f"Stopped by {stop.signal.name} before training; the same command starts again.")
+        return STOPPED_EXIT_CODE
+
+
+def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
+    """Configure, prepare, check, train, and say what came of it; returns the exit code.
+
+    Raises:
+        UserError: the input cannot be used.
+        StopRequest: the launcher was asked to stop before it had begun to train.
+    """
+    with signals.raising():
+        from omegaconf import OmegaConf  # after --help, which needs no packages
+
+        from verl_ext.launch.configure import check_config, configure
+
         config = configure(arguments)
         if arguments.print_config:
             print(OmegaConf.to_yaml(config), end="")
@@ -25,7 +54,7 @@ def main() -> int:
 
         prepare_inputs(config)
         check_config(config)
-        return run_to_the_end(config)
+    return run_to_the_end(config, signals, restarts=arguments.restarts)
 
 
 if __name__ == "__main__":

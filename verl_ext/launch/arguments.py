@@ -7,32 +7,59 @@ import argparse
 from verl_ext.config.recipes import default_recipe, recipe_summaries
 
 STAGES = {"sft": "Supervised fine-tuning"}
+EXIT_CODES = {
+    "0": "the run is finished",
+    "1": "a rank failed; its traceback stands above, and the same command goes on from the last checkpoint",
+    "2": "bad input; the message says how to mend it",
+    "75": "stopped by SIGTERM, SIGUSR1, SIGINT or SIGHUP, or ahead of trainer.preemption.deadline; to be requeued",
+    "128 + N": "killed by a second signal N, such as 130 for a second Ctrl-C",
+}
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
-    """Parse `STAGE NUM_PROCESSES [recipe=NAME] [key=value ...]`.
+    """Parse `STAGE NUM_PROCESSES [recipe=NAME] [key=value ...]`, with the options anywhere among the words.
 
     Returns:
-        `stage`, `num_processes` (None when not given), `overrides` and `print_config`.
+        `stage`, `num_processes` (None when not given), `overrides`, `restarts` and `print_config`.
     """
-    stage = words[0] if words and words[0] in STAGES else "sft"
+    parser = make_parser(words[0] if words and words[0] in STAGES else "sft")
+    known, strangers = parser.parse_known_intermixed_args(words)
+    if strangers:
+        parser.error(f"there is no option {strangers[0]}; settings are given as key=value")
+    known.overrides = known.words
+    known.num_processes = take_count(known.overrides, parser)
+    return known
+
+
+def make_parser(stage: str) -> argparse.ArgumentParser:
+    """What is understood, and what --help says of it."""
     parser = argparse.ArgumentParser(
         prog=f"bash run_{stage}.sh",
-        usage=f"bash run_{stage}.sh NUM_PROCESSES [recipe=NAME] [key=value ...] [--print-config]",
+        usage=f"bash run_{stage}.sh NUM_PROCESSES [recipe=NAME] [key=value ...] [--restarts K] [--print-config]",
         description=f"{STAGES[stage]} on NUM_PROCESSES ranks of this machine (one per GPU); resumes by itself.",
         epilog=epilog(stage),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("stage", choices=sorted(STAGES), help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", metavar="NUM_PROCESSES [key=value ...]", help="ranks, then Hydra overrides")
+    parser.add_argument(
+        "--restarts",
+        metavar="K",
+        type=count_of_restarts,
+        default=0,
+        help="start again by itself after a crash, 5 s later and then twice as long up to 300 s; give up after K "
+        "restarts in a row without a new checkpoint (default 0; bad input and a stop are never restarted)",
+    )
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and leave")
-    known, _ = parser.parse_known_args(words)
-    known.overrides = [word for word in words[1:] if word != "--print-config"]
-    strangers = [word for word in known.overrides if word.startswith("-")]
-    if strangers:
-        parser.error(f"there is no option {strangers[0]}; settings are given as key=value")
-    known.num_processes = take_count(known.overrides, parser)
-    return known
+    return parser
+
+
+def count_of_restarts(text: str) -> int:
+    """The K of --restarts."""
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 0 or more")
+    return int(text)
 
 
 def take_count(words: list[str], parser: argparse.ArgumentParser) -> int | None:
@@ -47,18 +74,18 @@ def take_count(words: list[str], parser: argparse.ArgumentParser) -> int | None:
 
 
 def epilog(stage: str) -> str:
-    """The recipes there are and an example."""
-    lines = [f"  {name:24} {summary}" for name, summary in recipe_summaries(stage).items()]
+    """The recipes there are, examples, and the exit codes."""
     return "\n".join(
         [
             f"recipes (recipes/{stage}/; without recipe= it is {default_recipe(stage)}, from recipes/default.yaml):",
-            *lines,
+            *(f"  {name:24} {summary}" for name, summary in recipe_summaries(stage).items()),
             "",
             "examples:",
             f"  bash run_{stage}.sh 2",
             f"  bash run_{stage}.sh 8 recipe=qwen2.5_coder_7b optim.lr=1e-5 trainer.experiment_name=lower_lr",
-            f"  NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 bash run_{stage}.sh 8",
+            f"  NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 bash run_{stage}.sh 8 --restarts 3",
             "",
-            "exit codes: 0 the run is finished, 2 bad input (the message says how to mend it), 1 a rank failed",
+            "exit codes:",
+            *(f"  {code:8} {meaning}" for code, meaning in EXIT_CODES.items()),
         ]
     )

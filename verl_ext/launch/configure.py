@@ -9,11 +9,14 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_ext.checkpoint.resume import find_checkpoint, require_world_size
+from verl_ext.checkpoint.resume import find_checkpoint
+from verl_ext.checkpoint.retention import Retention
 from verl_ext.config.checks import check_batch, check_values
 from verl_ext.config.compose import compose_config
 from verl_ext.config.inputs import check_data, check_model
+from verl_ext.config.preemption import check_preemption
 from verl_ext.errors import UserError
+from verl_ext.metrics.names import describe
 
 
 def configure(arguments: argparse.Namespace) -> DictConfig:
@@ -51,6 +54,8 @@ def check_config(config: DictConfig) -> None:
     """
     world_size = config.trainer.nnodes * config.trainer.n_gpus_per_node
     check_values(config)
+    check_preemption(config)
+    check_retention(config.trainer)
     check_batch(config, world_size)
     check_model(config)
     check_data(config)
@@ -73,12 +78,22 @@ def checkpoint_that_suits(config: DictConfig) -> Path | None:
     """The checkpoint that the ranks will resume; warnings are left to them, who look again.
 
     Raises:
-        UserError: it was written by another number of ranks, or see `find_checkpoint`.
+        UserError: see `find_checkpoint`.
     """
     trainer = config.trainer
-    path = find_checkpoint(
-        Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path, warn=lambda sentence: None
+    return find_checkpoint(
+        Path(trainer.default_local_dir),
+        trainer.resume_mode,
+        trainer.resume_from_path,
+        warn=lambda sentence: None,
+        with_optimizer="optimizer" in trainer.checkpoint.load_contents,
     )
-    if path is not None:
-        require_world_size(path, trainer.nnodes * trainer.n_gpus_per_node)
-    return path
+
+
+def check_retention(trainer: DictConfig) -> None:
+    """The best checkpoint can only be told by a metric that checkpoints hold."""
+    Retention.of(trainer)
+    name = trainer.checkpoint.best_metric
+    describe(name)
+    if not name.startswith(("train/", "val/")):
+        raise UserError(f"trainer.checkpoint.best_metric is {name}; a checkpoint holds train/... and val/... alone")

@@ -1,80 +1,118 @@
-"""One run from waiting to its end: what run.json says, what the user is told, and the exit code."""
+"""One run from waiting to its end, with its restarts; the launcher of the first node keeps run.json."""
 
 from __future__ import annotations
 
 import os
-import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from verl_ext.checkpoint.layout import read_tracker, what_is_wrong
+from verl_ext.checkpoint.lock import exclusive
 from verl_ext.config.digest import config_digest
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import checkpoint_that_suits
-from verl_ext.launch.lock import exclusive
-from verl_ext.launch.ranks import Failure, StopRequest, run_ranks
+from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped
+from verl_ext.launch.ranks import RANK_MODULE, run_ranks
+from verl_ext.launch.report import report
+from verl_ext.launch.restarts import FIRST_PAUSE_S, going_on, last_save, run_with_restarts
+from verl_ext.launch.stop import StopRequest, StopSignals
 from verl_ext.launch.summary import print_summary
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.tell import tell
 
 
-def run_to_the_end(config: DictConfig) -> int:
-    """Train unless the same run is already finished; returns the exit code of the command."""
+def run_to_the_end(
+    config: DictConfig,
+    signals: StopSignals,
+    *,
+    restarts: int = 0,
+    module: str = RANK_MODULE,
+    first_pause_s: float = FIRST_PAUSE_S,
+) -> int:
+    """Train unless the same run is already finished.
+
+    Args:
+        config: the resolved configuration.
+        signals: what the launcher is asked.
+        restarts: how often to start again after a crash without a new checkpoint, see `run_with_restarts`.
+        module: what every rank runs, see `run_ranks`.
+        first_pause_s: seconds before the first restart.
+
+    Returns:
+        The exit code of the command.
+
+    Raises:
+        UserError: the input cannot be used.
+        StopRequest: the launcher was asked to stop before it had begun.
+    """
     run_dir = Path(config.trainer.default_local_dir)
     record = RunRecord(run_dir)
-    if is_finished(config, record):
-        print(
-            f"This run is finished: {run_dir}. Prolong it with trainer.total_epochs, or rename trainer.experiment_name."
-        )
-        print_summary(config)
-        return 0
-    checkpoint_that_suits(config)
-    if node_rank() > 0:
-        return follow(config)
-    with exclusive(run_dir):
-        return lead(config, record)
+    with signals.raising():
+        if is_finished(config, record):
+            tell_that_it_is_finished(config)
+            return 0
+        checkpoint_that_suits(config)
+    leads = int(os.environ.get("NODE_RANK", "0")) == 0
+    with exclusive(run_dir) if leads else nullcontext():
+        launch = Launch(config, signals, record if leads else None, module)
+        outcome = launch.run(restarts, first_pause_s)
+        return report(outcome, config, launch.record)
 
 
-def follow(config: DictConfig) -> int:
-    """Run the ranks of a node other than the first, which keeps the record and tells the user."""
-    try:
-        failure = run_ranks(config)
-    except StopRequest as stop:
-        return 128 + stop.signal
-    if failure is not None and failure.is_user_error:
-        raise UserError(failure.message)
-    return 0 if failure is None else 1
+class Launch:
+    """The ranks of this node, over all restarts.
 
+    Args:
+        config: the resolved configuration.
+        signals: what the launcher is asked.
+        record: of the run; None on nodes other than the first.
+        module: what every rank runs.
+    """
 
-def lead(config: DictConfig, record: RunRecord) -> int:
-    """Run the ranks of the first node, with run.json kept and the user told."""
-    mark_waiting(config, record)
-    try:
-        failure = run_ranks(config)
-    except StopRequest as stop:
-        record.end_if_running("stopped", f"stopped by {stop.signal.name}")
-        print(f"Stopped by {stop.signal.name}; the same command goes on from the last checkpoint.", flush=True)
-        return 128 + stop.signal
-    if failure is not None:
-        return report(failure, record)
-    print_summary(config)
-    return 0
+    def __init__(self, config: DictConfig, signals: StopSignals, record: RunRecord | None, module: str) -> None:
+        self.config, self.signals, self.record, self.module = config, signals, record, module
+        self.run_dir = Path(config.trainer.default_local_dir)
+        self.saved_before = last_save(self.run_dir)
 
+    def run(self, restarts: int, first_pause_s: float) -> Outcome:
+        """Run the ranks until they are done, are stopped, or crash once too often."""
+        self.mark_waiting()
+        try:
+            return run_with_restarts(
+                lambda: run_ranks(self.next_config(), self.signals, self.module),
+                lambda: last_save(self.run_dir),
+                self.announce_restart,
+                restarts=restarts,
+                signals=self.signals,
+                first_pause_s=first_pause_s,
+            )
+        except StopRequest as stop:  # while no rank ran
+            return Stopped.by(Request(stop.signal))
 
-def node_rank() -> int:
-    """NODE_RANK, 0 on a single machine; only node 0 keeps run.json."""
-    return int(os.environ.get("NODE_RANK", "0"))
+    def next_config(self) -> DictConfig:
+        """As the user gave it until this launch has saved something, which the next attempt goes on from."""
+        return self.config if last_save(self.run_dir) == self.saved_before else going_on(self.config)
 
+    def announce_restart(self, failure: Failure, plan: str) -> None:
+        """Record the attempt as failed and the run as waiting for the next, and tell the user."""
+        if self.record is not None:
+            self.record.end_if_running("failed", failure.message)
+        checkpoint = checkpoint_that_suits(self.next_config())
+        self.mark_waiting()
+        tell(f"{failure.message}; {plan} from {'step 0' if checkpoint is None else checkpoint.name}")
 
-def mark_waiting(config: DictConfig, record: RunRecord) -> None:
-    """Enter the run into run.json before its ranks start."""
-    record.mark_waiting(
-        project=config.trainer.project_name,
-        experiment=config.trainer.experiment_name,
-        stage=config.stage,
-        recipe=config.recipe,
-        config_digest=config_digest(config),
-    )
+    def mark_waiting(self) -> None:
+        """Enter the run into run.json before its ranks start."""
+        if self.record is not None:
+            self.record.mark_waiting(
+                project=self.config.trainer.project_name,
+                experiment=self.config.trainer.experiment_name,
+                stage=self.config.stage,
+                recipe=self.config.recipe,
+                config_digest=config_digest(self.config),
+            )
 
 
 def is_finished(config: DictConfig, record: RunRecord) -> bool:
@@ -90,10 +128,8 @@ def is_finished(config: DictConfig, record: RunRecord) -> bool:
     return asked and same and tracked is not None and what_is_wrong(tracked) is None
 
 
-def report(failure: Failure, record: RunRecord) -> int:
-    """Tell the user once why the ranks ended, and return the exit code."""
-    record.end_if_running("failed", failure.message)
-    if failure.is_user_error:
-        raise UserError(failure.message)
-    print(f"error: {failure.message}; the same command goes on from the last checkpoint", file=sys.stderr)
-    return 1
+def tell_that_it_is_finished(config: DictConfig) -> None:
+    """Say so, how to train on, and what the run has brought."""
+    run_dir = config.trainer.default_local_dir
+    tell(f"This run is finished: {run_dir}. Prolong it with trainer.total_epochs, or rename trainer.experiment_name.")
+    print_summary(config)

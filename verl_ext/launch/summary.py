@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from verl_ext.checkpoint.layout import EXPORT, list_steps
 from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
+from verl_ext.tell import tell
 
 
 def print_summary(config: DictConfig) -> None:
@@ -23,7 +24,7 @@ def print_summary(config: DictConfig) -> None:
     if checkpoints and any((checkpoints[0] / EXPORT).glob("*.safetensors")):
         command = [sys.executable, "-m", "eval_pipeline", "run", "--checkpoint", str(checkpoints[0])]
         lines += [f"  Hugging Face    {checkpoints[0] / EXPORT}", f"Next: {shlex.join(command)}"]
-    print("\n".join(lines), flush=True)
+    tell("\n".join(lines))
 
 
 def learnt(path: Path) -> list[str]:

@@ -1,0 +1,36 @@
+"""The launcher on small ranks: `python -m tests.integration.small_launch RUN_DIR GRACE_S RESTARTS FIRST_PAUSE_S`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from omegaconf import OmegaConf
+
+from verl_ext.launch.__main__ import stoppable
+from verl_ext.launch.run import run_to_the_end
+
+if __name__ == "__main__":
+    run_dir, grace_s, restarts, first_pause_s = sys.argv[1:]
+    trainer = {
+        "default_local_dir": run_dir,
+        "project_name": "tests",
+        "experiment_name": "small",
+        "resume_mode": os.environ.get("SMALL_RESUME_MODE", "auto"),
+        "resume_from_path": None,
+        "n_gpus_per_node": 2,
+        "nnodes": int(os.environ.get("NNODES", "1")),
+        "preemption": {"grace_s": float(grace_s)},
+    }
+    config = OmegaConf.create({"stage": "sft", "recipe": "small", "data": {}, "trainer": trainer})
+    sys.exit(
+        stoppable(
+            lambda signals: run_to_the_end(
+                config,
+                signals,
+                restarts=int(restarts),
+                module="tests.integration.small_ranks",
+                first_pause_s=float(first_pause_s),
+            )
+        )
+    )

@@ -1,0 +1,123 @@
+"""Small programs that real torchrun starts in place of the trainer: `python -m tests.integration.small_ranks CONFIG`.
+
+Ranks talk through files in the run directory, and none lives longer than `LIFETIME_S`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from verl_ext.checkpoint.layout import TRACKER, Manifest
+from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from verl_ext.metrics.run_record import RunRecord
+
+LIFETIME_S = 120
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def save(run_dir: Path, step: int) -> None:
+    """Leave a complete checkpoint, as far as the launcher looks."""
+    directory = run_dir / f"global_step_{step}"
+    directory.mkdir(exist_ok=True)
+    manifest = Manifest(step, world_size=int(os.environ["WORLD_SIZE"]), config_digest="", files={}, time=time.time())
+    (directory / "manifest.json").write_text(manifest.to_json())
+    (run_dir / TRACKER).write_text(str(step))
+
+
+def listen() -> list[int]:
+    """Collect the stop signals in the list that is returned."""
+    received: list[int] = []
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, frame: received.append(number))
+    return received
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIFETIME_S
+    while not is_so():
+        if time.monotonic() > end:
+            sys.exit("a small rank waited in vain")
+        time.sleep(0.02)
+
+
+def say_ready(run_dir: Path) -> None:
+    (run_dir / f"ready_{RANK}").write_text(str(os.getpid()))
+
+
+def stop_when_one_is_asked(run_dir: Path, attempt: int) -> int:
+    asked, flag, record = listen(), run_dir / "one_was_asked", RunRecord(run_dir)
+    if RANK == 0:
+        record.start_attempt(first_step=0, world_size=2, total_steps=20)
+    say_ready(run_dir)
+    wait_for(lambda: bool(asked) or flag.exists())
+    flag.touch()
+    if RANK == 0:
+        save(run_dir, 7)
+        record.end_attempt("stopped", 7, "stopped by SIGUSR1 after step 7")
+        (run_dir / "saved").touch()
+    wait_for((run_dir / "saved").exists)
+    return STOPPED_EXIT_CODE
+
+
+def ignore_everything(run_dir: Path, attempt: int) -> int:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    say_ready(run_dir)
+    time.sleep(LIFETIME_S)
+    return 0
+
+
+def crash_when_asked(run_dir: Path, attempt: int) -> int:
+    asked = listen()
+    say_ready(run_dir)
+    wait_for(lambda: bool(asked))
+    if RANK == 1:
+        return 1
+    time.sleep(2)  # rank 1 is the first to end
+    return STOPPED_EXIT_CODE
+
+
+def finish_when_asked(run_dir: Path, attempt: int) -> int:
+    asked = listen()
+    say_ready(run_dir)
+    wait_for(lambda: bool(asked))
+    return 0
+
+
+def crash_twice(run_dir: Path, attempt: int) -> int:
+    return 1 if RANK == 1 and attempt <= 2 else 0
+
+
+def save_and_crash_twice(run_dir: Path, attempt: int) -> int:
+    if RANK == 0:
+        save(run_dir, 10 * attempt)
+        (run_dir / f"saved_{attempt}").touch()
+    wait_for((run_dir / f"saved_{attempt}").exists)
+    return crash_twice(run_dir, attempt)
+
+
+def refuse(run_dir: Path, attempt: int) -> int:
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": "the data are no good"}))
+    return USER_ERROR_EXIT_CODE
+
+
+def main() -> int:
+    """Note the attempt and behave as the environment says."""
+    config = OmegaConf.load(sys.argv[1])
+    run_dir = Path(config.trainer.default_local_dir)
+    attempts = run_dir / f"attempts_of_{RANK}"
+    with attempts.open("a") as file:
+        file.write(config.trainer.resume_mode + "\n")
+    return globals()[os.environ["SMALL_RANKS"]](run_dir, len(attempts.read_text().splitlines()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

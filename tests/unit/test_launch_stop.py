@@ -1,0 +1,224 @@
+"""Stop requests and restarts without ranks: signals, outcomes, pauses, deadlines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_ext.checkpoint.layout import TRACKER, Manifest
+from verl_ext.config.preemption import check_preemption
+from verl_ext.deadline import ENVIRONMENT, deadline_from_environment, parse_deadline
+from verl_ext.errors import STOP_SIGNALS, UserError
+from verl_ext.launch.arguments import parse_arguments
+from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped, judge
+from verl_ext.launch.restarts import last_save, pause_before, run_with_restarts
+from verl_ext.launch.stop import StopRequest, StopSignals
+from verl_ext.tell import tell
+
+TERM = Request(signal.SIGTERM)
+
+
+@pytest.fixture
+def signals() -> Iterator[StopSignals]:
+    """Listening in this process until the test ends."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    listening = StopSignals()
+    listening.install()
+    yield listening
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_is_noted_and_raised_only_where_that_is_right(signals: StopSignals) -> None:
+    with pytest.raises(StopRequest, match=str(int(signal.SIGUSR1))):
+        with signals.raising():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(10)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.received == [signal.SIGUSR1, signal.SIGTERM]
+    with pytest.raises(StopRequest):  # it was asked before
+        with signals.raising():
+            pytest.fail("the work must not begin")
+
+
+def test_a_signal_that_a_destructor_swallowed_is_raised_in_the_end(
+    signals: StopSignals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Signalling:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # where Python puts what a destructor raises
+    with pytest.raises(StopRequest):
+        with signals.raising():
+            Signalling()
+
+
+def test_a_terminal_that_is_gone_is_no_error(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stream:
+        tell("nobody reads this", stream)
+        tell("nor this", stream)
+
+
+@dataclass
+class Ended:
+    """What torch records of a rank."""
+
+    exitcode: int
+    message: str | dict = ""
+    timestamp: int = 1
+    pid: int = 7
+
+    def signal_name(self) -> str:
+        return signal.Signals(-self.exitcode).name
+
+
+@pytest.mark.parametrize(
+    ("exit_codes", "request_", "expected"),
+    [
+        ([], None, None),
+        ([], TERM, None),  # asked, but all steps were done
+        ([75, 75], None, Stopped(None, 75)),
+        ([75], TERM, Stopped(TERM, 75)),
+        ([-signal.SIGTERM], TERM, Stopped(TERM, 75)),  # too new to have a handler
+        ([128 + signal.SIGINT], None, Stopped(None, 130)),  # a rank was asked twice
+        ([-9, -9], Request(signal.SIGTERM, killed=True, was_too_slow=True), 75),
+        ([-9], Request(signal.SIGTERM, signal.SIGINT, killed=True), 130),
+        ([-9], TERM, Failure("rank 0 (process 7) was killed by SIGKILL", -9)),  # not by us
+        ([75, 1], TERM, Failure("rank 1 (process 7) failed with exit code 1", 1)),
+        ([1, -9], Request(signal.SIGTERM, killed=True), Failure("rank 0 (process 7) failed with exit code 1", 1)),
+        ([75, 1, 2], TERM, Failure("no", 2)),
+    ],
+)
+def test_a_stop_is_told_from_a_crash(exit_codes: list[int], request_: Request | None, expected: Outcome | int) -> None:
+    outcome = judge({rank: Ended(code, "no" if code == 2 else "") for rank, code in enumerate(exit_codes)}, request_)
+    if isinstance(expected, int):
+        expected = Stopped(request_, expected)
+    assert outcome == expected
+
+
+CRASH = Failure("rank 0 failed", 1)
+
+
+def run(outcomes: list[Outcome], progress: list[object], restarts: int) -> tuple[Outcome, list[str], int]:
+    """The last outcome, what was announced, and the number of attempts that were left."""
+    left, seen, announced = list(outcomes), iter(progress), []
+    last = run_with_restarts(
+        lambda: left.pop(0),
+        lambda: next(seen),
+        lambda failure, plan: announced.append(plan),
+        restarts=restarts,
+        signals=StopSignals(),
+        first_pause_s=0,
+    )
+    return last, announced, len(left)
+
+
+def test_restarts_are_counted_from_the_last_new_checkpoint() -> None:
+    assert run([CRASH], [None, None], 0) == (CRASH, [], 0)
+    assert run([CRASH, None], [None, None], 1) == (None, ["restart 1 of 1 in 0 s"], 0)
+    crashes: list[Outcome] = [CRASH] * 5
+    last, announced, left = run(crashes, [None, None, (5, 1.0), (5, 1.0), (5, 1.0)], 2)
+    assert [plan[:14] for plan in announced] == ["restart 1 of 2", "restart 1 of 2", "restart 2 of 2"]
+    assert (last, left) == (CRASH, 1)
+    assert run(crashes, [(5, 1.0), None, None], 1)[2] == 3  # a checkpoint that was lost is no progress
+    stopped = Stopped(None, 75)
+    for end in (stopped, Failure("bad data", 2), None):
+        assert run([end, CRASH], [None], 3) == (end, [], 1)
+
+
+def test_pauses_double_up_to_five_minutes() -> None:
+    assert [pause_before(restart, 5) for restart in range(1, 9)] == [5, 10, 20, 40, 80, 160, 300, 300]
+
+
+def test_only_a_complete_checkpoint_counts(tmp_path: Path) -> None:
+    assert last_save(tmp_path) is None
+    (tmp_path / "global_step_4").mkdir()
+    (tmp_path / TRACKER).write_text("4")
+    assert last_save(tmp_path) is None
+    manifest = Manifest(step=4, world_size=1, config_digest="", files={}, time=12.5)
+    (tmp_path / "global_step_4/manifest.json").write_text(manifest.to_json())
+    assert last_save(tmp_path) == (4, 12.5)
+
+
+@pytest.mark.parametrize("words", [["2", "--restarts", "3", "a=b"], ["--restarts=3", "a=b", "2"]])
+def test_restarts_may_stand_anywhere(words: list[str]) -> None:
+    arguments = parse_arguments(["sft", *words])
+    assert (arguments.restarts, arguments.num_processes, arguments.overrides) == (3, 2, ["a=b"])
+    assert parse_arguments(["sft", "2"]).restarts == 0
+
+
+@pytest.mark.parametrize("words", [["--restarts", "-1"], ["--restarts=x"], ["--restarts=1.5"], ["--restarts"]])
+def test_restarts_are_a_whole_number(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments(["sft", "2", *words])
+    assert stop.value.code == 2
+    assert "--restarts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (None, None),
+        (1900000000, 1900000000),
+        (1.9e9, 1900000000),
+        ("1900000000", 1900000000),  # as ${oc.env:SLURM_JOB_END_TIME} gives it
+        ("2030-01-01T00:00:00Z", 1893456000),
+        ("2030-01-01T01:30:00+01:30", 1893456000),
+    ],
+)
+def test_a_deadline_is_seconds_or_iso_8601(value: object, seconds: float | None) -> None:
+    assert parse_deadline(value) == seconds
+
+
+@pytest.mark.parametrize("value", [True, "tomorrow", "2030-01-01T00:00:00", "", float("nan"), "inf", [1]])
+def test_a_deadline_that_says_no_moment_is_refused(value: object) -> None:
+    with pytest.raises(UserError, match="trainer.preemption.deadline is .*seconds since 1970"):
+        parse_deadline(value)
+
+
+@pytest.mark.parametrize(
+    ("preemption", "names"),
+    [
+        ({"grace_s": 0}, "grace_s is 0; it must be a number of seconds above 0"),
+        ({"grace_s": True}, "grace_s is True"),
+        ({"grace_s": "long"}, "grace_s is 'long'"),
+        ({"grace_s": float("inf")}, "grace_s is inf"),
+        ({"deadline": "2020-01-01T00:00:00Z"}, "deadline is 2020-01-01T00:00:00Z, which is past"),
+        ({"deadline": -1e20}, "which is past"),
+        ({"deadline": "soon"}, "deadline is 'soon'; give"),
+    ],
+)
+def test_preemption_settings_that_cannot_work_are_refused(preemption: dict, names: str) -> None:
+    defaults = {"grace_s": 120, "deadline": None}
+    check_preemption(OmegaConf.create({"trainer": {"preemption": defaults}}))
+    check_preemption(OmegaConf.create({"trainer": {"preemption": {"grace_s": 0.5, "deadline": time.time() + 60}}}))
+    with pytest.raises(UserError, match=f"trainer.preemption.*{names}"):
+        check_preemption(OmegaConf.create({"trainer": {"preemption": {**defaults, **preemption}}}))
+
+
+def test_the_environment_names_deadlines_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    assert deadline_from_environment(warnings.append) is None
+    now = int(time.time())
+    monkeypatch.setenv(ENVIRONMENT[0], str(now + 2000))
+    monkeypatch.setenv(ENVIRONMENT[1], str(now + 1000))
+    assert deadline_from_environment(warnings.append) == now + 1000
+    monkeypatch.setenv(ENVIRONMENT[1], str(now - 1000))  # of a capacity block that was
+    assert deadline_from_environment(warnings.append) == now + 2000
+    assert not warnings
+    monkeypatch.setenv(ENVIRONMENT[0], "soon")
+    assert deadline_from_environment(warnings.append) is None
+    assert warnings == [f"{ENVIRONMENT[0]} is 'soon' instead of seconds since 1970, so this run does not heed it"]

@@ -1,0 +1,109 @@
+"""How the ranks of this node ended, from torchrun's failure records and from what the launcher was asked."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
+
+# A rank that was asked has saved (75), was asked twice (128 + N), or was so new that it had no handler yet (-N).
+EXIT_CODES_OF_A_STOP = {STOPPED_EXIT_CODE, *(128 + number for number in STOP_SIGNALS), *(-n for n in STOP_SIGNALS)}
+
+
+class RankFailure(Protocol):
+    """What is read of torch's `ProcessFailure`."""
+
+    exitcode: int
+    message: str | dict
+    timestamp: int
+    pid: int
+
+    def signal_name(self) -> str:
+        """Name of the signal that killed the process."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the launcher was asked while its ranks ran, and what it did.
+
+    Attributes:
+        signal: the first signal.
+        second: the one that asked to stop at once.
+        killed: whether ranks were killed.
+        was_too_slow: whether that was because their time to save had run out.
+    """
+
+    signal: signal.Signals
+    second: signal.Signals | None = None
+    killed: bool = False
+    was_too_slow: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the ranks ended.
+
+    Attributes:
+        message: a sentence for people.
+        exit_code: of the rank that failed first; negative for a signal.
+    """
+
+    message: str
+    exit_code: int
+
+    @property
+    def is_user_error(self) -> bool:
+        """Whether a rank refused its input, rather than crashed."""
+        return self.exit_code == USER_ERROR_EXIT_CODE
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The ranks ended because somebody asked, by way of the launcher or of a rank.
+
+    Attributes:
+        request: what the launcher was asked; None when only ranks were.
+        exit_code: for the command.
+    """
+
+    request: Request | None
+    exit_code: int
+
+    @classmethod
+    def by(cls, request: Request | None, exit_codes: Iterable[int] = ()) -> Stopped:
+        """The exit code is 128 + N when the launcher or a rank was ended by a second signal N."""
+        if request is not None and request.second is not None:
+            return cls(request, 128 + request.second)
+        return cls(request, max((code for code in exit_codes if code > 128), default=STOPPED_EXIT_CODE))
+
+
+Outcome = Failure | Stopped | None  # None: every rank did all steps
+
+
+def judge(failures: Mapping[int, RankFailure], request: Request | None) -> Outcome:
+    """Tell a stop from a crash.
+
+    Args:
+        failures: rank to failure, of those that ended before torchrun ended the others; empty when all exited with 0.
+        request: what the launcher was asked meanwhile.
+    """
+    if not failures:
+        return None
+    expected = EXIT_CODES_OF_A_STOP | ({-signal.SIGKILL} if request is not None and request.killed else set())
+    crashes = {rank: failure for rank, failure in failures.items() if failure.exitcode not in expected}
+    if crashes:
+        return describe(crashes)
+    return Stopped.by(request, [failure.exitcode for failure in failures.values()])
+
+
+def describe(failures: Mapping[int, RankFailure]) -> Failure:
+    """The rank that failed first, except that a rank which refused its input goes before those that it took along."""
+    refused = {rank: failure for rank, failure in failures.items() if failure.exitcode == USER_ERROR_EXIT_CODE}
+    rank, first = min((refused or failures).items(), key=lambda item: (item[1].timestamp, item[0]))
+    if refused and isinstance(first.message, str):
+        return Failure(first.message, first.exitcode)
+    how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"failed with exit code {first.exitcode}"
+    return Failure(f"rank {rank} (process {first.pid}) {how}", first.exitcode)

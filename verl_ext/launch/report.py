@@ -1,0 +1,102 @@
+"""What the user is told when the ranks have ended, what run.json keeps of it, and the exit code."""
+
+from __future__ import annotations
+
+import sys
+
+from omegaconf import DictConfig
+
+from verl_ext.checkpoint.layout import step_of
+from verl_ext.errors import UserError
+from verl_ext.launch.configure import checkpoint_that_suits
+from verl_ext.launch.outcome import Failure, Outcome, Stopped
+from verl_ext.launch.summary import print_summary
+from verl_ext.metrics.run_record import RunRecord
+from verl_ext.tell import tell
+
+
+def report(outcome: Outcome, config: DictConfig, record: RunRecord | None) -> int:
+    """Close run.json where the ranks could not, and tell the user.
+
+    Args:
+        outcome: of this node's ranks.
+        config: the resolved configuration.
+        record: of the run; None on nodes other than the first, which writes it for all.
+
+    Returns:
+        The exit code of the command.
+
+    Raises:
+        UserError: a rank refused its input.
+    """
+    if isinstance(outcome, Stopped):
+        outcome = outcome if record is None else unless_it_had_ended(outcome, record)
+    if isinstance(outcome, Failure):
+        return report_failure(outcome, config, record)
+    if isinstance(outcome, Stopped):
+        return report_stop(outcome, config, record)
+    if record is not None:
+        print_summary(config)
+    return 0
+
+
+def unless_it_had_ended(stopped: Stopped, record: RunRecord) -> Outcome:
+    """What rank 0 wrote goes first: it may have done all steps, or have failed, by the time the ranks were ended."""
+    run = record.read()
+    if run["status"] == "finished":
+        return None
+    if run["status"] == "failed":
+        return Failure(run["attempts"][-1]["exit_reason"], exit_code=1)
+    return stopped
+
+
+def report_failure(failure: Failure, config: DictConfig, record: RunRecord | None) -> int:
+    """Tell the user once why the ranks ended, and return the exit code."""
+    if record is not None:
+        record.end_if_running("failed", failure.message)
+    if failure.is_user_error:
+        raise UserError(failure.message)
+    tell(f"error: {failure.message}; {next_start(config)}", sys.stderr)
+    return 1
+
+
+def report_stop(stopped: Stopped, config: DictConfig, record: RunRecord | None) -> int:
+    """Tell the user what stopped the run and where it goes on, and return the exit code."""
+    request, last_step = stopped.request, None
+    reason = why(stopped, config.trainer.preemption.grace_s)
+    if record is not None:
+        record.end_if_running("stopped", reason)
+        attempt = record.read()["attempts"][-1]
+        last_step = attempt["last_step"]
+        if request is None:
+            reason = attempt["exit_reason"]  # rank 0 knows what the ranks were asked
+        elif last_step is not None:
+            reason += f" after step {last_step}"
+    if request is not None and request.was_too_slow:
+        tell(f"error: {reason}; {next_start(config)}, and a larger grace_s gives a save more time", sys.stderr)
+    else:
+        tell(f"{reason[0].upper()}{reason[1:]}; {next_start(config, last_step)}.")
+    return stopped.exit_code
+
+
+def why(stopped: Stopped, grace_s: float) -> str:
+    """What ended the ranks, as run.json keeps it."""
+    request = stopped.request
+    if request is None:
+        return "stopped by a signal to a rank"
+    if request.was_too_slow:
+        return f"killed, not having saved within trainer.preemption.grace_s={grace_s:g} s of {request.signal.name}"
+    if request.second is not None:
+        return f"stopped at once by {request.second.name}, the second signal"
+    return f"stopped by {request.signal.name}"
+
+
+def next_start(config: DictConfig, last_step: int | None = None) -> str:
+    """Where the same command goes on, in half a sentence; `last_step` is the last one done, where that is known."""
+    try:
+        checkpoint = checkpoint_that_suits(config)
+    except UserError as error:
+        return f"the same command cannot go on: {error}"
+    if checkpoint is None:
+        return "the same command begins at step 0"
+    return f"the same command goes on from {'there' if step_of(checkpoint) == last_step else checkpoint.name}"
