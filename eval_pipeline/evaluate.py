@@ -12,6 +12,7 @@ from eval_pipeline.checkpoint import Checkpoint, find_checkpoint
 from eval_pipeline.engine import Generation
 from eval_pipeline.extract import extract_code
 from eval_pipeline.generation import generate_in_child
+from eval_pipeline.hold import held
 from eval_pipeline.judge import Submission, judge_all
 from eval_pipeline.metrics import summarize
 from eval_pipeline.problems import Problem, dataset_name, load_problems
@@ -50,6 +51,11 @@ def evaluate(options: Options) -> Path:
         OSError: the disk filled up, or this machine could not start another process.
     """
     checkpoint = find_checkpoint(options.checkpoint)
+    with held(checkpoint):
+        return _evaluate(checkpoint, options)
+
+
+def _evaluate(checkpoint: Checkpoint, options: Options) -> Path:
     run_config = read_run_config(checkpoint.run_dir)
     problems_file = _problems_file(options, run_config)
     problems = load_problems(problems_file, options.limit)

@@ -9,15 +9,22 @@ import pytest
 
 from tests.conftest import ROOT
 
-BASE = {"verl_ext.errors", "verl_ext.native_output", "verl_ext.config"}
+BASE = {
+    "verl_ext.errors",
+    "verl_ext.tell",
+    "verl_ext.deadline",
+    "verl_ext.collective",
+    "verl_ext.native_output",
+    "verl_ext.config",
+}
 ALLOWED = {
-    "verl_ext.config": {"verl_ext.errors"},
-    "verl_ext.metrics": {"verl_ext.errors"},
+    "verl_ext.config": {"verl_ext.errors", "verl_ext.deadline"},
+    "verl_ext.metrics": {"verl_ext.errors", "verl_ext.tell"},
     "verl_ext.data": BASE,
     "verl_ext.checkpoint": BASE | {"verl_ext.metrics"},
     "verl_ext.trainer": BASE | {"verl_ext.metrics", "verl_ext.data", "verl_ext.checkpoint"},
     "verl_ext.launch": BASE | {"verl_ext.metrics", "verl_ext.data", "verl_ext.checkpoint"},
-    "eval_pipeline": {"verl_ext.errors", "verl_ext.native_output", "verl_ext.metrics"},
+    "eval_pipeline": {"verl_ext.errors", "verl_ext.native_output", "verl_ext.metrics", "verl_ext.checkpoint.lease"},
 }
 
 

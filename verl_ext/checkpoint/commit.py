@@ -1,30 +1,15 @@
-"""The commit: flush every file, write the manifest, rename the directory, then point the tracker at it."""
+"""The commit: write the manifest, rename the directory, then point the tracker at it."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
-
-import xxhash
 
 from verl_ext.checkpoint.layout import MANIFEST, TRACKER, Manifest
 from verl_ext.metrics.atomic import flush_directory, replace_file
-
-CHUNK_BYTES = 16 << 20
-
-
-def flush_and_digest(path: Path) -> dict[str, int | str]:
-    """Force a file to the disk and return its size in bytes and its XXH3-128 digest.
-
-    The digest finds torn and flipped bytes at memory speed; it is no protection against someone who forges files.
-    """
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -34,16 +19,28 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         flush_directory(path)
 
 
-def publish(temporary: Path, final: Path, step: int) -> None:
+def publish(temporary: Path, final: Path, step: int, is_held: Callable[[Path], bool]) -> None:
     """Move a complete directory to its name and make the tracker name it.
 
-    A checkpoint of the same step (a run started over with `resume_mode=disable`) is moved out of the way first.
+    Args:
+        temporary: the directory.
+        final: its name. A checkpoint that has the name already, of a run that was started over, is removed.
+        step: for the tracker.
+        is_held: whether such a checkpoint must stay; it is then renamed to `..._formerly_TIME`.
     """
     if final.exists():
-        remove_tree(final)
+        if is_held(final):
+            os.rename(final, final.with_name(f"{final.name}_formerly_{time.time_ns()}"))
+        else:
+            remove_tree(final)
     os.rename(temporary, final)
     flush_directory(final.parent)
-    replace_file(final.parent / TRACKER, [str(step)])
+    point_tracker(final.parent, step)
+
+
+def point_tracker(run_dir: Path, step: int) -> None:
+    """Make `latest_checkpointed_iteration.txt` name a step, a plain integer as verl's own tools read it."""
+    replace_file(run_dir / TRACKER, [str(step)])
 
 
 def remove_tree(path: Path) -> None:

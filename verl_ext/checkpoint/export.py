@@ -1,89 +1,149 @@
-"""Writes `huggingface/`: the weights in the type they are served in, loadable by transformers and vLLM."""
+"""Writes the weights of `huggingface/`: every rank its own rows, straight into the final files, a tensor at a time."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from huggingface_hub import save_torch_state_dict
-from peft import PeftModel
-from peft.tuners.lora import LoraLayer
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from verl_ext.checkpoint.safetensors_layout import Form, SafetensorsLayout
+from verl_ext.checkpoint.shards import MODEL, ShardFiles, is_sharded, local_part, rows_of
+from verl_ext.checkpoint.weights import Weight, read_plan
+from verl_ext.checkpoint.writing import naming
+
+GIB = 1 << 30
 
 
-def export_model(
-    model: PreTrainedModel | PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    directory: Path,
-    dtype: torch.dtype,
-    is_writer: bool,
+def layout_of(
+    weights: list[Weight], state: Mapping[str, torch.Tensor], dtype: torch.dtype, max_shard_gib: float
+) -> SafetensorsLayout:
+    """The files of an export.
+
+    Args:
+        weights: what is exported.
+        state: the model's tensors by source name; only their whole shapes and types are looked at.
+        dtype: of floating-point tensors on the disk.
+        max_shard_gib: largest size of one file, GiB.
+    """
+    forms = {}
+    for weight in weights:
+        tensor = state[weight.source]
+        forms[weight.name] = Form(tuple(tensor.shape), dtype if tensor.dtype.is_floating_point else tensor.dtype)
+    return SafetensorsLayout(forms, int(max_shard_gib * GIB))
+
+
+class ExportWriter:
+    """Writes rows of tensors to their places in the files of an export; several processes may do so at once.
+
+    Args:
+        directory: the `huggingface/` folder, which exists.
+        layout: of the files.
+    """
+
+    def __init__(self, directory: Path, layout: SafetensorsLayout) -> None:
+        self.directory, self.layout = directory, layout
+        self._files: dict[str, int] = {}
+
+    def write_headers(self) -> None:
+        """What stands before the tensors, and the index of several files; for one process."""
+        for file, header in self.layout.headers.items():
+            self._write(file, 0, memoryview(header))
+
+    def write_rows(self, name: str, start: int, rows: torch.Tensor) -> None:
+        """Write rows of one tensor.
+
+        Args:
+            name: in the export.
+            start: number of the first row.
+            rows: (rows, ...) of the tensor, on any device, in any floating-point type.
+        """
+        form, slot = self.layout.forms[name], self.layout.slots[name]
+        values = rows.detach().to(dtype=form.dtype).cpu().contiguous()
+        data = memoryview(values.reshape(-1).view(torch.uint8).numpy())
+        self._write(slot.file, slot.offset + start * form.row_bytes, data)
+
+    def close(self) -> None:
+        """Force what was written to the disk."""
+        for file, descriptor in self._files.items():
+            with naming(self.directory / file):
+                os.fsync(descriptor)
+                os.close(descriptor)
+        self._files.clear()
+
+    def _write(self, file: str, position: int, data: memoryview) -> None:
+        path = self.directory / file
+        with naming(path):
+            if file not in self._files:
+                self._files[file] = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+            while data:
+                written = os.pwrite(self._files[file], data, position)
+                data, position = data[written:], position + written
+
+
+def write_own_rows(
+    writer: ExportWriter,
+    weights: list[Weight],
+    state: Mapping[str, torch.Tensor],
+    factors: Mapping[str, torch.Tensor],
+    rank: int,
 ) -> None:
-    """Gather a sharded model tensor by tensor and write it as a Hugging Face model; collective.
+    """Write what this rank holds of a sharded model; all ranks together write the whole export.
 
     Args:
-        model: sharded with FSDP2; LoRA adapters are merged into the weights.
-        tokenizer: saved beside the weights with its chat template.
-        directory: where to write.
-        dtype: type of the floating-point weights on the disk.
-        is_writer: true on rank 0, which alone keeps the gathered tensors.
+        writer: of the export.
+        weights: what is exported.
+        state: this rank's state of the model.
+        factors: whole A and B of every LoRA adapter.
+        rank: rank 0 writes the headers too, and the tensors that are not sharded.
     """
-    weights = {name: tensor for name, tensor in full_weights(model, dtype, is_writer) if is_writer}
-    if not is_writer:
-        return
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    directory.mkdir(parents=True, exist_ok=True)
-    config = copy.deepcopy(base.config)
-    config.dtype = dtype
-    config.save_pretrained(directory)
-    if base.can_generate():
-        # to_json_string instead of save_pretrained, which refuses some generation configs that models ship with
-        (directory / "generation_config.json").write_text(base.generation_config.to_json_string())
-    tokenizer.save_pretrained(directory)
-    save_torch_state_dict(weights, directory, metadata={"format": "pt"})
-    for path in directory.glob("*.safetensors"):  # safetensors makes them readable for their owner alone
-        path.chmod((directory / "config.json").stat().st_mode)
+    if rank == 0:
+        writer.write_headers()
+    for weight in weights:
+        tensor = state[weight.source]
+        start, end = rows_of(tensor)
+        if start < end and (rank == 0 or is_sharded(tensor)):
+            writer.write_rows(weight.name, start, merged(weight, local_part(tensor), factors, start, end))
+    writer.close()
 
 
-def full_weights(model: torch.nn.Module, dtype: torch.dtype, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and whole tensor of each weight that a Hugging Face model of this architecture has; collective.
+def merged(
+    weight: Weight, rows: torch.Tensor, factors: Mapping[str, torch.Tensor], start: int, end: int
+) -> torch.Tensor:
+    """Rows of a weight with its adapter added."""
+    if weight.adapter is None:
+        return rows
+    return rows + weight.adapter.rows(factors, start, end).to(rows)
+
+
+def export_from_shards(
+    checkpoint: Path, directory: Path, dtype: torch.dtype, max_shard_gib: float, progress: Callable[[int], None]
+) -> SafetensorsLayout:
+    """Write the weights of an export from a checkpoint's shards, on one process and one tensor in memory at a time.
 
     Args:
-        model: sharded with FSDP2.
-        dtype: what floating-point tensors are cast to.
-        keep: whether this rank wants the values; the others take part in the gathering and get empty tensors.
+        checkpoint: a `global_step_N`.
+        directory: receives the safetensors files; exists.
+        dtype: of floating-point tensors on the disk.
+        max_shard_gib: largest size of one file, GiB.
+        progress: receives the number of bytes written.
+
+    Raises:
+        UserError: the shards are not all there, or a file cannot be written.
     """
-    adapters = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    state = model.state_dict()
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    tied = set(base._tied_weights_keys or ()) if base.config.tie_word_embeddings else set()
-    for name, tensor in state.items():
-        if ".lora_" in name:
-            continue
-        plain_name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        whole = gather(tensor)
-        owner = name.removesuffix(".base_layer.weight")
-        if owner != name and owner in adapters:
-            whole = whole + lora_delta(adapters[owner], state, owner).to(whole.dtype)
-        if plain_name not in tied:
-            yield plain_name, for_disk(whole, dtype) if keep else torch.empty(0)
-
-
-def for_disk(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor on the CPU, in `dtype` where it is of floating point."""
-    return tensor.detach().to(dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="cpu").contiguous()
-
-
-def lora_delta(layer: LoraLayer, state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """scale · B A, what the active adapter adds to its layer's weight (out, in); Hu et al. 2021, arXiv:2106.09685."""
-    adapter = layer.active_adapters[0]
-    down, up = (gather(state[f"{name}.lora_{part}.{adapter}.weight"]).float() for part in "AB")
-    delta = up @ down * layer.scaling[adapter]
-    return delta.T if layer.fan_in_fan_out else delta
-
-
-def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor of a shard."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    files = ShardFiles(checkpoint, MODEL)
+    state = files.content(0)
+    weights = read_plan(checkpoint, list(state))
+    layout = layout_of(weights, state, dtype, max_shard_gib)
+    writer = ExportWriter(directory, layout)
+    writer.write_headers()
+    for weight in weights:
+        whole = files.tensor(weight.source).whole()
+        adapter = weight.adapter
+        factors = {name: files.tensor(name).whole() for name in ((adapter.down, adapter.up) if adapter else ())}
+        end = whole.shape[0] if whole.dim() else 1
+        writer.write_rows(weight.name, 0, merged(weight, whole, factors, 0, end))
+        progress(layout.forms[weight.name].num_bytes)
+    writer.close()
+    return layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,10 @@ class Manifest:
         """Size of the checkpoint on the disk."""
         return sum(entry["bytes"] for entry in self.files.values())
 
+    def with_files(self, files: dict[str, dict[str, Any]]) -> Manifest:
+        """The same with another list of files."""
+        return replace(self, files=files)
+
     def to_json(self) -> str:
         """The text of `manifest.json`."""
         files = dict(sorted(self.files.items()))
@@ -55,14 +59,24 @@ class Manifest:
             ValueError: it is missing or malformed; the message says which.
         """
         try:
-            content = json.loads((directory / MANIFEST).read_text())
-            required = {name: content[name] for name in ("step", "world_size", "config_digest", "files")}
-            optional = {name: content.get(name, default) for name, default in (("metrics", {}), ("time", 0.0))}
-            return Manifest(**required, **optional, dropped=tuple(content.get("dropped", ())))
+            return manifest_of(json.loads((directory / MANIFEST).read_text()))
         except FileNotFoundError:
             raise ValueError(f"it has no {MANIFEST}, so it was never completed") from None
-        except (OSError, json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-            raise ValueError(f"its {MANIFEST} cannot be read ({error})") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"its {MANIFEST} cannot be read ({error!r})") from error
+
+
+def manifest_of(content: dict[str, Any]) -> Manifest:
+    """A manifest from its JSON; raises whatever a wrong key or type leads to."""
+    return Manifest(
+        step=int(content["step"]),
+        world_size=int(content["world_size"]),
+        config_digest=str(content["config_digest"]),
+        files={name: {**entry, "bytes": int(entry["bytes"])} for name, entry in content["files"].items()},
+        metrics=dict(content.get("metrics", {})),
+        dropped=tuple(content.get("dropped", ())),
+        time=float(content.get("time", 0.0)),
+    )
 
 
 def step_of(directory: Path) -> int | None:
@@ -80,11 +94,12 @@ def what_is_wrong(directory: Path) -> str | None:
     if manifest.step != step_of(directory):
         return f"its manifest is that of step {manifest.step}"
     for name, entry in manifest.files.items():
-        path = directory / name
-        if not path.is_file():
-            return f"its file {name} is missing"
-        if path.stat().st_size != entry["bytes"]:
-            return f"its file {name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+        try:
+            size = (directory / name).stat().st_size
+        except OSError as error:
+            return f"its file {name} is missing ({error.strerror})"
+        if size != entry["bytes"]:
+            return f"its file {name} has {size} bytes instead of {entry['bytes']}"
     return None
 
 

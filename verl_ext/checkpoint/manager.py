@@ -1,47 +1,66 @@
-"""verl's checkpoint manager with a commit: a crash at any moment leaves every earlier checkpoint as it was."""
+"""verl's checkpoint manager with a commit, saving in the background, and loading on any number of ranks."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-from verl.utils.torch_dtypes import PrecisionType
 
-from verl_ext.checkpoint.commit import flush_and_digest, publish, write_manifest
-from verl_ext.checkpoint.export import export_model
+from verl_ext.checkpoint.background import Background
+from verl_ext.checkpoint.companions import companion_files
+from verl_ext.checkpoint.export import layout_of
 from verl_ext.checkpoint.layout import EXPORT, Manifest
+from verl_ext.checkpoint.load import load_model, load_optimizer, seed_anew
+from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.rotation import rotate
+from verl_ext.checkpoint.safetensors_layout import INDEX
+from verl_ext.checkpoint.save import Export, Save, temporary_of
+from verl_ext.checkpoint.shards import EXTRA, MODEL, OPTIMIZER, ShardFiles
+from verl_ext.checkpoint.space import bytes_of, require_space
+from verl_ext.checkpoint.staging import Stager
+from verl_ext.checkpoint.weights import PLAN, exported_weights, plan_to_json
+from verl_ext.checkpoint.writing import naming
+from verl_ext.collective import gather_results, on_rank_zero
+from verl_ext.native_output import quiet_native_stdout
 
 DATA_STATE = "data.pt"
 
 
 class CheckpointManager(FSDPCheckpointManager):
-    """Saves into `global_step_N.tmp`, then lists, renames and rotates; loads as verl does.
+    """Saves into `global_step_N.tmp`, then lists, renames and rotates; loads what any number of ranks wrote.
 
     Args:
-        export_dtype: number type of `huggingface/`: bf16, fp16 or fp32.
-        config_digest: goes into the manifest.
+        options: how this run saves.
+        stream: which random numbers this rank draws; ranks that share a sequence share it.
         warn: receives one sentence for what went wrong without stopping the run.
         kwargs: as in verl's manager.
     """
 
-    def __init__(self, *, export_dtype: str, config_digest: str, warn: Callable[[str], None], **kwargs: Any) -> None:
+    def __init__(self, *, options: SaveOptions, stream: int, warn: Callable[[str], None], **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.export_dtype = PrecisionType.to_dtype(export_dtype)
-        self.config_digest = config_digest
-        self.warn = warn
+        self.options, self.stream, self.warn = options, stream, warn
         self.data_state: dict[str, Any] = {}
-        self._exports = "hf_model" in self.checkpoint_save_contents
+        self.step_metrics: dict[str, float] = {}
+        self._weights = exported_weights(self.model) if self.should_save_hf_model else []
+        self._companions = (
+            companion_files(self.model, self.processing_class, options.export_dtype) if self.rank == 0 else {}
+        )
+        self._stager = Stager()
+        # Of its own, so that saving in the background and training never wait for each other's collectives.
+        with quiet_native_stdout():
+            self._group = dist.new_group(backend="gloo", timeout=options.timeout)
+        self._background: Background[float] | None = None
+        self._written_s: float | None = None
 
-    @property
-    def should_save_hf_model(self) -> bool:
-        """Always false for verl's own save, which would write the master weights' type; the export is ours."""
-        return False
+    # Saving
 
     def save_checkpoint(
         self,
@@ -50,51 +69,152 @@ class CheckpointManager(FSDPCheckpointManager):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Write one checkpoint and remove those that it makes superfluous; collective.
+        """Write one checkpoint, or begin to, and remove those that it makes superfluous; collective.
 
         Args:
             local_path: the final directory, `.../global_step_N`.
             hdfs_path: unused, as in verl.
             global_step: N.
-            max_ckpt_to_keep: newest checkpoints to keep; None keeps all.
+            max_ckpt_to_keep: newest checkpoints to keep; None leaves it to the options.
+
+        Raises:
+            UserError: it could not be written, now or, when saving in the background, the one before.
         """
+        self.wait()
+        retention = self.options.retention
+        if max_ckpt_to_keep is not None:
+            retention = replace(retention, max_to_keep=max_ckpt_to_keep)
+        state = self._state()
+        export = self._export(global_step, state)
         final = Path(local_path)
-        temporary = final.with_name(f"{final.name}.tmp")
-        if self.rank == 0:
-            rotate(final.parent, None, global_step, self.warn)  # a save that was cut short left its directory
+        self._make_room(final, bytes_of(state) + self._export_bytes(export), global_step)
+        save = Save(
+            final=final,
+            rank=self.rank,
+            manifest=Manifest(
+                global_step, self.world_size, self.options.config_digest, {}, dict(self.step_metrics), time=time.time()
+            ),
+            state=self._stager.stage(state) if self.options.in_background else state,
+            export=export,
+            shared_files=self._shared_files(export) if self.rank == 0 else {},
+            retention=retention,
+            group=self._group,
+            warn=self.warn,
+        )
+        if self.options.in_background:
+            self._background = Background(save.write)
+        else:
+            self._written_s = save.write()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save in the background has not ended yet on this rank."""
+        return self._background is not None and not self._background.is_done
+
+    def wait(self) -> float | None:
+        """Wait for the last save to be on the disk.
+
+        Returns:
+            Seconds that its writing took; None when there was none since the last call.
+
+        Raises:
+            UserError: it failed; the same on every rank.
+        """
+        background, self._background = self._background, None
+        if background is not None:
+            return background.result()
+        seconds, self._written_s = self._written_s, None
+        return seconds
+
+    def _state(self) -> dict[str, Any]:
+        """What this rank saves, by kind of shard; the tensors are those that train on."""
+        state: dict[str, Any] = {}
+        if self.should_save_model:
+            state[MODEL] = self.model.state_dict()
+        if self.should_save_optimizer:
+            state[OPTIMIZER] = self.optimizer.state_dict()
+        if self.should_save_extra:
+            state[EXTRA] = {"lr_scheduler": self.lr_scheduler.state_dict(), "rng": self.get_rng_state()}
+        return state
+
+    def _export(self, step: int, own: dict[str, Any]) -> Export | None:
+        """What is exported at this step; gathers the LoRA factors, so collective."""
+        if not self._weights or not self.options.exports_at(step):
+            return None
+        state = own[MODEL]
+        names = {name for w in self._weights if w.adapter for name in (w.adapter.down, w.adapter.up)}
+        factors = {name: whole(state[name]).cpu().clone() for name in sorted(names)}
+        layout = layout_of(self._weights, state, self.options.export_dtype, self.options.max_shard_gib)
+        return Export(self._weights, layout, factors)
+
+    def _export_bytes(self, export: Export | None) -> int:
+        return export.layout.num_bytes // self.world_size if export else 0
+
+    def _make_room(self, final: Path, own_bytes: int, step: int) -> None:
+        """Remove what an interrupted save left, see that the disk has room, and make the directory; collective."""
+        total = sum(gather_results(lambda: own_bytes, self._group))
+
+        def prepare() -> None:
+            rotate(final.parent, replace(self.options.retention, max_to_keep=None), step, self.warn)
+            with naming(temporary_of(final)):
+                final.parent.mkdir(parents=True, exist_ok=True)
+                require_space(final.parent, total, step)
+                (temporary_of(final) / EXPORT).mkdir(parents=True)
+
+        on_rank_zero(prepare, self._group)
+
+    def _shared_files(self, export: Export | None) -> dict[str, Any]:
+        files: dict[str, Any] = {
+            **self._companions,
+            "fsdp_config.json": json.dumps({"FSDP_version": 2, "world_size": self.world_size}).encode(),
+            DATA_STATE: dict(self.data_state),
+        }
+        if self._weights:
+            files[PLAN] = plan_to_json(self._weights).encode()
+        if export is not None and export.layout.index is not None:
+            files[f"{EXPORT}/{INDEX}"] = export.layout.index
+        return files
+
+    # Loading
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Load a checkpoint that any number of ranks wrote; collective.
+
+        Args:
+            local_path: a complete `global_step_N`.
+            hdfs_path: unused, as in verl.
+            del_local_after_load: unused: nothing is copied before it is loaded.
+
+        Raises:
+            UserError: it does not fit this run.
+        """
+        checkpoint = Path(local_path)
+        if self.should_load_model:
+            load_model(self.model, checkpoint)
+        if self.should_load_optimizer:
+            load_optimizer(self.optimizer, checkpoint)
+        if self.should_load_extra:
+            self._load_extra(checkpoint)
         dist.barrier()
-        super().save_checkpoint(str(temporary), global_step=global_step)
-        self._write_rest(temporary)
-        files = self._digest_files(temporary)
-        if self.rank == 0:
-            write_manifest(
-                temporary, Manifest(global_step, self.world_size, self.config_digest, files, time=time.time())
-            )
-            publish(temporary, final, global_step)
-            rotate(final.parent, max_ckpt_to_keep, global_step, self.warn)
-        dist.barrier()
+
+    def _load_extra(self, checkpoint: Path) -> None:
+        """The schedule, and the random numbers where the ranks are the same ones; else they begin anew."""
+        files = ShardFiles(checkpoint, EXTRA)
+        same_ranks = files.world_size == self.world_size
+        extra = files.content(self.rank if same_ranks else 0)
+        self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+        if same_ranks:
+            self.load_rng_state(extra["rng"])
+        else:
+            seed_anew(self.options.seed, Manifest.read(checkpoint).step, self.stream)
 
     def load_data_state(self, local_path: str) -> dict[str, Any]:
         """The position in the data that was saved with a checkpoint."""
         return torch.load(Path(local_path) / DATA_STATE, map_location="cpu", weights_only=True)
 
-    def _write_rest(self, directory: Path) -> None:
-        if self._exports:
-            export_model(self.model, self.processing_class, directory / EXPORT, self.export_dtype, self.rank == 0)
-        if self.rank == 0:
-            torch.save(self.data_state, directory / DATA_STATE)
 
-    def _digest_files(self, directory: Path) -> dict[str, dict[str, Any]]:
-        """Relative name to size and digest of every file; each rank reads those that it wrote."""
-        dist.barrier()
-        mine = {}
-        for path in sorted(child for child in directory.rglob("*") if child.is_file()):
-            if self._writer_of(path) == self.rank:
-                mine[str(path.relative_to(directory))] = flush_and_digest(path)
-        everyone: list[dict[str, dict[str, Any]]] = [{} for _ in range(self.world_size)]
-        dist.all_gather_object(everyone, mine)
-        return {name: entry for files in everyone for name, entry in files.items()}
-
-    def _writer_of(self, path: Path) -> int:
-        _, found, number = path.stem.rpartition("_rank_")
-        return int(number) if found and path.suffix == ".pt" else 0
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a sharded tensor, on every rank; collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-from verl_ext.checkpoint.layout import Manifest, list_steps, read_tracker, step_of, what_is_wrong
+from verl_ext.checkpoint.layout import TRACKER, Manifest, list_steps, read_tracker, step_of, what_is_wrong
 from verl_ext.errors import UserError
 
 Warn = Callable[[str], None]
 
 
-def find_checkpoint(run_dir: Path, resume_mode: str, resume_from_path: str | None, warn: Warn) -> Path | None:
+def find_checkpoint(
+    run_dir: Path,
+    resume_mode: str,
+    resume_from_path: str | None,
+    warn: Warn,
+    *,
+    with_optimizer: bool = True,
+    damaged: Mapping[Path, str] = MappingProxyType({}),
+) -> Path | None:
     """The checkpoint to resume from.
 
     Args:
@@ -20,6 +29,8 @@ def find_checkpoint(run_dir: Path, resume_mode: str, resume_from_path: str | Non
         resume_from_path: a `global_step_N` directory to begin from; in mode auto a newer one of the run itself goes
             before it.
         warn: receives a sentence when the newest checkpoint or the tracker is not what it should be.
+        with_optimizer: whether the optimizer's state is wanted too.
+        damaged: what is already known to be wrong, by checkpoint.
 
     Returns:
         The directory of a complete checkpoint, or None to start at step 0.
@@ -29,28 +40,35 @@ def find_checkpoint(run_dir: Path, resume_mode: str, resume_from_path: str | Non
     """
     if resume_mode == "disable":
         return None
+
+    def why_not(path: Path) -> str | None:
+        return damaged.get(path) or what_is_wrong(path) or (optimizer_is_dropped(path) if with_optimizer else None)
+
     if resume_from_path is not None:
         path = Path(resume_from_path)
-        if problem := what_is_wrong(path):
+        if problem := why_not(path):
             raise UserError(f"trainer.resume_from_path {path} cannot be resumed: {problem}; name another checkpoint")
-        own = newest_complete(run_dir, warn) if resume_mode == "auto" else None
+        own = newest_complete(run_dir, warn, why_not) if resume_mode == "auto" else None
         # A restart must not throw away what the run has done since it began from that path.
         return own if own is not None and (step_of(own) or 0) > (step_of(path) or 0) else path
-    return newest_complete(run_dir, warn)
+    return newest_complete(run_dir, warn, why_not)
 
 
-def newest_complete(run_dir: Path, warn: Warn) -> Path | None:
-    """The tracker's checkpoint if it is complete, else the newest complete one; see `find_checkpoint`."""
+def optimizer_is_dropped(path: Path) -> str | None:
+    """Why a complete checkpoint lacks its optimizer, None when it has it."""
+    if "optimizer" not in Manifest.read(path).dropped:
+        return None
+    return "its optimizer shards were dropped when it was kept as best (trainer.checkpoint.drop_optimizer_of_best)"
+
+
+def newest_complete(run_dir: Path, warn: Warn, why_not: Callable[[Path], str | None]) -> Path | None:
+    """The tracker's checkpoint if it can be resumed, else the newest that can; see `find_checkpoint`."""
     candidates = list_steps(run_dir)
     if not candidates:
         return None
-    tracked, tracker_problem = read_tracker(run_dir)
-    if tracker_problem:
-        warn(f"the tracker file {tracker_problem}; looking for the newest complete checkpoint instead")
-    ordered = ([tracked] if tracked else []) + [path for path in candidates if path != tracked]
     problems = []
-    for path in ordered:
-        problem = what_is_wrong(path)
+    for path in in_order_of_trust(run_dir, candidates, warn):
+        problem = why_not(path)
         if problem is None:
             return path
         problems.append(f"{path.name}: {problem}")
@@ -61,11 +79,25 @@ def newest_complete(run_dir: Path, warn: Warn) -> Path | None:
     )
 
 
-def require_world_size(checkpoint: Path, world_size: int) -> None:
-    """Refuse a checkpoint that another number of ranks wrote: each rank loads the shard that it saved."""
-    written = Manifest.read(checkpoint).world_size
-    if written != world_size:
-        raise UserError(
-            f"{checkpoint} was written by {written} ranks and this run has {world_size}; "
-            f"start it with {written}, or give another trainer.experiment_name"
-        )
+def in_order_of_trust(run_dir: Path, candidates: list[Path], warn: Warn) -> list[Path]:
+    """What was completed after the tracker was last written, then the tracker's, then the others, newest first."""
+    tracked, tracker_problem = read_tracker(run_dir)
+    if tracker_problem:
+        warn(f"the tracker file {tracker_problem}; looking for the newest complete checkpoint instead")
+    if tracked is None:
+        return candidates
+    # A crash between renaming a checkpoint and replacing the tracker. A tracker that was set back by hand is younger
+    # than every checkpoint, and so are those of a former run in the same directory older than the tracker.
+    written = (run_dir / TRACKER).stat().st_mtime
+    later = [path for path in candidates if (step_of(path) or 0) > (step_of(tracked) or 0) and saved_at(path) > written]
+    if later:
+        warn(f"the tracker names {tracked.name}, but {later[0].name} was completed after it; going on from that")
+    return [*later, tracked, *(path for path in candidates if path != tracked and path not in later)]
+
+
+def saved_at(path: Path) -> float:
+    """When a checkpoint was saved, in seconds since 1970; 0 for one without a readable manifest."""
+    try:
+        return Manifest.read(path).time
+    except ValueError:
+        return 0.0

@@ -1,56 +1,121 @@
-"""Which checkpoints stay on the disk; decided from the disk, so a restarted run forgets nothing."""
+"""Removes the checkpoints that nothing keeps; decided from the disk, so a restarted run forgets nothing."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl_ext.checkpoint.commit import remove_tree
-from verl_ext.checkpoint.layout import BEST, KEEP, list_steps, step_of, what_is_wrong
+from verl_ext.checkpoint.layout import BEST, MANIFEST, Manifest
+from verl_ext.checkpoint.lease import lease_holders
+from verl_ext.checkpoint.retention import Retention, read_choice, reasons_to_keep
+from verl_ext.metrics.atomic import replace_file
+
+Warn = Callable[[str], None]
+OPTIMIZER = "optimizer"
+OPTIMIZER_FILES = "optim_world_size_*.pt"
 
 
-def rotate(run_dir: Path, max_to_keep: int | None, step: int, warn: Callable[[str], None]) -> list[Path]:
+@dataclass(frozen=True)
+class Plan:
+    """What rotation is going to do.
+
+    Attributes:
+        reasons: every complete checkpoint, the newest first, and why it is kept.
+        remove: the checkpoints to remove, the oldest first.
+        strip: those to take the optimizer shards from.
+    """
+
+    reasons: dict[Path, list[str]]
+    remove: list[Path]
+    strip: list[Path]
+
+
+def rotate(run_dir: Path, retention: Retention, step: int, warn: Warn) -> list[Path]:
     """Remove what rotation does not keep, and leftovers of saves and removals that were cut short.
+
+    Only the process that saves may call it, while no save is going on: every `*.tmp` goes.
 
     Args:
         run_dir: holds `global_step_N` directories.
-        max_to_keep: newest complete checkpoints to keep; None keeps all.
-        step: the run's step. Checkpoints beyond it are those of a former run in the same directory, which was started
-            over with `resume_mode=disable`; they count as older than all others.
-        warn: receives a sentence for a directory that cannot be removed; the run goes on.
+        retention: what to keep.
+        step: the run's step; checkpoints beyond it count as older than all others (see `reasons_to_keep`).
+        warn: receives a sentence for what cannot be removed; the run goes on.
 
     Returns:
-        The checkpoints that were removed.
+        The checkpoints that were removed, the oldest first.
     """
-    leftovers = [path for ending in ("tmp", "removing") for path in run_dir.glob(f"global_step_*.{ending}")]
+    for path in find_leftovers(run_dir):
+        _attempt(shutil.rmtree, path, warn)
+    _, problem = read_choice(run_dir)
+    if problem and retention.max_to_keep is not None:
+        warn(f"{run_dir / BEST} {problem}, so no checkpoint is removed; repair or delete it")
+    return carry_out(plan_rotation(run_dir, retention, step), warn)
+
+
+def find_leftovers(run_dir: Path) -> list[Path]:
+    """Directories of saves and removals that are going on or were cut short."""
+    return [path for ending in ("tmp", "removing") for path in sorted(run_dir.glob(f"global_step_*.{ending}"))]
+
+
+def plan_rotation(run_dir: Path, retention: Retention, step: int) -> Plan:
+    """Decide without touching anything; the arguments are those of `rotate`."""
+    reasons = reasons_to_keep(run_dir, retention, step)
+    remove = [path for path, why in reversed(reasons.items()) if not why]
+    only_best = [retention.best_reason] if retention.drop_optimizer_of_best else None
+    strip = [path for path, why in reasons.items() if why and _has_optimizer_to_drop(path, why == only_best)]
+    return Plan(reasons, remove, strip)
+
+
+def carry_out(plan: Plan, warn: Warn) -> list[Path]:
+    """Do what was planned; what fails is warned about and left.
+
+    Returns:
+        The checkpoints that were removed, the oldest first.
+    """
+    for path in plan.strip:
+        _attempt(drop_optimizer, path, warn)
+    return [path for path in plan.remove if _is_free(path, warn) and _attempt(remove_tree, path, warn)]
+
+
+def drop_optimizer(checkpoint: Path) -> None:
+    """Delete the optimizer's shards; what remains is a complete checkpoint that says what it lacks.
+
+    The manifest goes first: a crash in between leaves files that belong to nothing, which the next rotation deletes.
+
+    Raises:
+        OSError: the manifest cannot be replaced or a shard cannot be deleted.
+    """
+    manifest = Manifest.read(checkpoint)
+    shards = list(checkpoint.glob(OPTIMIZER_FILES))
+    if OPTIMIZER not in manifest.dropped:
+        names = {path.name for path in shards}
+        files = {name: entry for name, entry in manifest.files.items() if name not in names}
+        smaller = replace(manifest, files=files, dropped=(*manifest.dropped, OPTIMIZER))
+        replace_file(checkpoint / MANIFEST, [smaller.to_json()])
+    for path in shards:
+        path.unlink()
+
+
+def _has_optimizer_to_drop(checkpoint: Path, is_only_best: bool) -> bool:
+    cut_short = OPTIMIZER in Manifest.read(checkpoint).dropped
+    return (is_only_best or cut_short) and any(checkpoint.glob(OPTIMIZER_FILES))
+
+
+def _is_free(checkpoint: Path, warn: Warn) -> bool:
+    # asked again, since removing the ones before it may have taken minutes
+    holders = lease_holders(checkpoint)
+    if holders:
+        warn(f"{checkpoint} is now read by {', '.join(holders)}, so it stays for this time")
+    return not holders
+
+
+def _attempt(action: Callable[[Path], None], path: Path, warn: Warn) -> bool:
     try:
-        doomed = to_remove(run_dir, max_to_keep, step)
-    except (ValueError, KeyError, TypeError) as error:
-        doomed = []
-        warn(f"{run_dir / BEST} cannot be read ({error}), so no checkpoint is removed; repair or delete it")
-    for path in leftovers + doomed:
-        try:
-            shutil.rmtree(path) if path in leftovers else remove_tree(path)
-        except OSError as error:
-            warn(f"{path} could not be removed ({error.strerror}); it stays on the disk")
-    return doomed
-
-
-def to_remove(run_dir: Path, max_to_keep: int | None, step: int) -> list[Path]:
-    """Complete checkpoints beyond the newest `max_to_keep` that nothing holds, the oldest first."""
-    if max_to_keep is None:
-        return []
-    complete = [path for path in list_steps(run_dir) if what_is_wrong(path) is None]
-    complete.sort(key=lambda path: (step_of(path) or 0) > step)  # stable: each part stays the newest first
-    best = best_step_directory(run_dir)
-    return [path for path in reversed(complete[max_to_keep:]) if path.name != best and not (path / KEEP).exists()]
-
-
-def best_step_directory(run_dir: Path) -> str | None:
-    """Name of the checkpoint that `best_checkpoint.json` chose, None where there is no choice yet."""
-    path = run_dir / BEST
-    if not path.is_file():
-        return None
-    return f"global_step_{json.loads(path.read_text())['step']}"
+        action(path)
+    except OSError as error:
+        warn(f"{path} could not be removed ({error}); what is left of it stays on the disk")
+        return False
+    return True

@@ -70,8 +70,11 @@ class ProgressBar:
 
     def update(self, loss: float) -> None:
         """Move on by one step and show its loss."""
-        self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-        self._bar.update()
+        try:
+            self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            self._bar.update()
+        except OSError:  # the terminal was closed; the run is to be saved all the same
+            self._bar.disable = True
 
     def close(self) -> None:
         """Leave the bar as it is and give the line back to the terminal."""

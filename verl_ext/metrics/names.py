@@ -68,10 +68,14 @@ TIME: dict[str, Metric] = {
     "time/train/forward_backward_s": Metric("s", "Forward and backward passes of all micro-batches.", _LARGEST),
     "time/train/optimizer_s": Metric("s", "Clipping the gradient and updating the weights.", _LARGEST),
     "time/train/save_s": Metric("s", "Saving a checkpoint, as far as the step waited for it.", _RANK_0),
+    "time/checkpoint/write_s": Metric(
+        "s", "Writing a checkpoint until it is committed, the part in the background included.", _RANK_0
+    ),
     "time/val/step_s": Metric("s", "A whole validation pass.", _RANK_0),
 }
 
 SYSTEM: dict[str, Metric] = {
+    "system/disk_free_gib": Metric("GiB", "Free space where checkpoints are written, after a save.", _RANK_0),
     "system/peak_memory_gib": Metric("GiB", "Peak memory: of the device on GPUs, of the process on CPUs.", _LARGEST),
 }
 

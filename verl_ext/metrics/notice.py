@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from verl_ext.tell import tell
+
 
 def warn(message: str) -> None:
     """Print one warning line to stderr.
@@ -11,4 +13,4 @@ def warn(message: str) -> None:
     Args:
         message: what is wrong, and what happens instead, in one sentence.
     """
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    tell(f"warning: {message}", sys.stderr)

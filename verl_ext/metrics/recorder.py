@@ -88,7 +88,7 @@ class MetricsRecorder:
         """Flush and close everything; a second call does nothing.
 
         Args:
-            exit_code: 0 for a run that ended well; shown by W&B.
+            exit_code: 0 for a run that ended well, `STOPPED_EXIT_CODE` for one that goes on later; shown by W&B.
         """
         sinks, self._sinks = self._sinks, []
         self._file.close()

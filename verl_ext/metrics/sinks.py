@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from verl_ext.errors import STOPPED_EXIT_CODE
 from verl_ext.metrics.row import Row
 
 if TYPE_CHECKING:
@@ -67,8 +68,10 @@ class WandbSink:
         """Finish the run.
 
         Args:
-            exit_code: 0 shows the run as finished, anything else as failed.
+            exit_code: 0 shows the run as finished, `STOPPED_EXIT_CODE` as preempted, anything else as failed.
         """
+        if exit_code == STOPPED_EXIT_CODE:
+            self._run.mark_preempting()
         self._run.finish(exit_code=exit_code)
 
 

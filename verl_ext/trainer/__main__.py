@@ -12,7 +12,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
+from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
+from verl_ext.trainer.stop_signals import StopSignals
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
@@ -20,13 +21,12 @@ PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 def main() -> None:
     """Train the stage of the configuration; a `UserError` goes to the launcher, which prints it once."""
     die_with_launcher()
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # Ctrl-C is the launcher's to report; a rank need not print a traceback
+    signals = StopSignals()
+    signals.install()
     config = OmegaConf.load(sys.argv[1])
     OmegaConf.set_struct(config, True)
     try:
-        train(config)
+        train(config, signals)
     except UserError as error:
         tell_launcher(str(error))
         sys.exit(USER_ERROR_EXIT_CODE)
@@ -53,15 +53,17 @@ def tell_launcher(message: str) -> None:
         Path(path).write_text(json.dumps({"message": message}))
 
 
-def train(config: DictConfig) -> None:
-    """Build the ranks, the data and the trainer, and fit."""
+def train(config: DictConfig, signals: StopSignals) -> None:
+    """Build the ranks, the data and the trainer, and fit; leaves with `STOPPED_EXIT_CODE` after a stop."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     import torch.distributed as dist
     from transformers import set_seed
 
+    from verl_ext.collective import on_every_rank
     from verl_ext.data.load import load_datasets
     from verl_ext.native_output import quiet_native_stdout
-    from verl_ext.trainer.distributed import build_meshes, init_process_group, on_every_rank, settle_device
+    from verl_ext.trainer.distributed import build_meshes, init_process_group, settle_device
+    from verl_ext.trainer.preemption import Stop
     from verl_ext.trainer.sft import SFTTrainer
     from verl_ext.trainer.tokenizer import load_tokenizer
 
@@ -73,9 +75,16 @@ def train(config: DictConfig) -> None:
     set_seed(config.trainer.seed + dist.get_rank() // config.ulysses_sequence_parallel_size)
     tokenizer = on_every_rank(lambda: load_tokenizer(config))
     datasets = on_every_rank(lambda: load_datasets(config, tokenizer, progress=dist.get_rank() == 0))
-    trainer = SFTTrainer(config, *meshes, tokenizer, *datasets)
-    trainer.fit()
+    trainer = SFTTrainer(config, *meshes, tokenizer, *datasets, signals)
+    exit_code = 0
+    try:
+        trainer.fit()
+    except Stop:
+        exit_code = STOPPED_EXIT_CODE
+    # torchrun ends all ranks when the first one leaves with a code; rank 0 may still be closing the trackers.
+    dist.barrier()
     dist.destroy_process_group()
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

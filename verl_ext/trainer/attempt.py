@@ -8,12 +8,13 @@ from types import TracebackType
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.errors import UserError
+from verl_ext.collective import on_rank_zero
+from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from verl_ext.metrics.atomic import replace_file
 from verl_ext.metrics.console import ProgressBar
 from verl_ext.metrics.recorder import MetricsRecorder
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.trainer.distributed import on_rank_zero
+from verl_ext.trainer.preemption import Stop
 
 
 class Attempt:
@@ -73,9 +74,16 @@ class Attempt:
         if not self.is_main:
             return
         self.bar.close()
-        self.recorder.close(exit_code=0 if error is None else 1)
+        status, reason, exit_code = self._outcome(error)
+        self.recorder.close(exit_code)
+        self.record.end_attempt(status, self.last_step, reason)
+
+    def _outcome(self, error: BaseException | None) -> tuple[str, str, int]:
+        """Status and reason for run.json, and the exit code that trackers are told."""
         if error is None:
-            self.record.end_attempt("finished", self.last_step, "all steps are done")
-        else:
-            reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            self.record.end_attempt("failed", self.last_step, reason)
+            return "finished", "all steps are done", 0
+        if isinstance(error, Stop):
+            return "stopped", f"stopped by {error} after step {self.last_step}", STOPPED_EXIT_CODE
+        if isinstance(error, UserError):
+            return "failed", str(error), USER_ERROR_EXIT_CODE
+        return "failed", f"{type(error).__name__}: {error}", 1

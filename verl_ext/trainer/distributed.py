@@ -1,11 +1,9 @@
-"""Process groups and what ranks agree on."""
+"""Devices, process groups and meshes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from verl.utils.device import get_device_name
 
 from verl_ext.errors import UserError
-
-T = TypeVar("T")
 
 # Long enough for one rank to write a large export to a slow disk while the others wait at the barrier.
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
@@ -53,33 +49,3 @@ def build_meshes(device_name: str, sequence_parallel_size: int) -> tuple[DeviceM
     flat = init_device_mesh(device_name, (world_size,), mesh_dim_names=("fsdp",))
     shape = (world_size // sequence_parallel_size, sequence_parallel_size)
     return flat, init_device_mesh(device_name, shape, mesh_dim_names=("dp", "sp"))
-
-
-def on_every_rank(function: Callable[[], T]) -> T:
-    """What `function` returns; a `UserError` of one rank is raised on every rank, so that none waits for another."""
-    result, message = None, None
-    try:
-        result = function()
-    except UserError as error:
-        message = str(error)
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    for found in messages:
-        if found is not None:
-            raise UserError(found)
-    return result
-
-
-def on_rank_zero(function: Callable[[], T]) -> T:
-    """What `function` returns on rank 0, on every rank; its `UserError` is raised on every rank too."""
-    outcome: list[tuple[T | None, str | None]] = [(None, None)]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [(function(), None)]
-        except UserError as error:
-            outcome = [(None, str(error))]
-    dist.broadcast_object_list(outcome, src=0)
-    result, message = outcome[0]
-    if message is not None:
-        raise UserError(message)
-    return result

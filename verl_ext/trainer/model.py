@@ -17,8 +17,8 @@ from verl.utils.fs import copy_to_local
 from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 from verl.utils.torch_dtypes import PrecisionType
 
+from verl_ext.collective import on_every_rank
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.trainer.distributed import on_every_rank
 from verl_ext.trainer.hardware import pick_attention, pick_precision
 from verl_ext.trainer.lora import add_lora
 

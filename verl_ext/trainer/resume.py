@@ -1,29 +1,64 @@
-"""Rank 0's choice of the checkpoint to go on from."""
+"""The choice of the checkpoint to go on from: rank 0 picks, all ranks check its digests together."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
 from omegaconf import DictConfig
 
-from verl_ext.checkpoint.resume import find_checkpoint, require_world_size
+from verl_ext.checkpoint.layout import EXPORT, Manifest
+from verl_ext.checkpoint.resume import find_checkpoint
+from verl_ext.checkpoint.verify import damaged_files
+from verl_ext.collective import gather_results, on_rank_zero
 from verl_ext.metrics.notice import warn
 
 
-def checkpoint_to_resume(config: DictConfig, world_size: int) -> Path | None:
-    """Pick the checkpoint, and say so in verl's words.
+def checkpoint_to_resume(config: DictConfig) -> Path | None:
+    """Pick the newest checkpoint whose files are what was written, and say so in verl's words; collective.
 
     Args:
         config: the resolved configuration.
-        world_size: ranks of this run.
 
     Raises:
-        UserError: see `find_checkpoint` and `require_world_size`.
+        UserError: see `find_checkpoint`.
     """
     trainer = config.trainer
-    path = find_checkpoint(Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path, warn)
-    if path is not None:
-        require_world_size(path, world_size)
+    damaged: dict[Path, str] = {}
+    said: set[str] = set()
+
+    def warn_once(sentence: str) -> None:
+        if sentence not in said:
+            warn(sentence)
+        said.add(sentence)
+
+    def pick() -> Path | None:
+        return find_checkpoint(
+            Path(trainer.default_local_dir),
+            trainer.resume_mode,
+            trainer.resume_from_path,
+            warn_once,
+            with_optimizer="optimizer" in trainer.checkpoint.load_contents,
+            damaged=damaged,
+        )
+
+    while (path := on_rank_zero(pick)) is not None and trainer.checkpoint.verify:
+        problems = verify_together(path)
+        if not problems:
+            break
+        damaged[path] = next(f"its file {name} {problem}" for name, problem in sorted(problems.items()))
+    if path is not None and dist.get_rank() == 0:
         print(f"Found checkpoint: {path.absolute()}", file=sys.__stdout__, flush=True)
     return path
+
+
+def verify_together(checkpoint: Path) -> dict[str, str]:
+    """What is wrong with the files that are loaded, by name; each rank reads some of them; collective."""
+    files = Manifest.read(checkpoint).files
+    names = sorted(
+        (name for name in files if not name.startswith(f"{EXPORT}/")), key=lambda name: -files[name]["bytes"]
+    )
+    mine = names[dist.get_rank() :: dist.get_world_size()]
+    found = gather_results(lambda: damaged_files(checkpoint, mine))
+    return {name: problem for problems in found for name, problem in problems.items()}

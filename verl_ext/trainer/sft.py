@@ -129,6 +129,7 @@ class SFTTrainer(PipelineTrainer):
         self.fsdp_model.eval()
         loss = num_tokens = 0.0
         for micro_batch in validation_micro_batches(self.val_dataset, self.batcher, self.dp_rank, self.dp_size):
+            self.preemption.check()
             num_tokens += int(micro_batch["loss_mask"][:, 1:].sum())
             loss += float(self.summed_loss(micro_batch))
         loss, num_tokens = self.sum_over_data_ranks(loss), self.sum_over_data_ranks(num_tokens)

@@ -1,0 +1,213 @@
+"""`python -m verl_ext.checkpoint` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.unit.test_checkpoint_retention import NAMES, kept, save
+from verl_ext.checkpoint.layout import Manifest
+from verl_ext.checkpoint.lease import leased
+from verl_ext.checkpoint.lock import exclusive
+
+COMMAND = [sys.executable, "-m", "verl_ext.checkpoint"]
+
+
+def call(*words: str | Path | int, code: int = 0) -> str:
+    """Run the command; returns what it says, on standard error where it fails with code 2."""
+    result = subprocess.run(
+        [*COMMAND, *map(str, words)], cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert result.returncode == code, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr if code == 2 else result.stdout
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Steps 10 to 40, of which 20 is the best; one checkpoint is kept as newest and one as best."""
+    for step, loss in ((10, 2.0), (20, 1.5), (30, 3.0), (40, 2.5)):
+        save(tmp_path, step, val=loss, train=loss / 2)
+    (tmp_path / "config.yaml").write_text("trainer: {max_ckpt_to_keep: 1, checkpoint: {keep_best: 1}}\n")
+    return tmp_path
+
+
+def test_ls_is_an_aligned_table_with_the_reasons(run_dir: Path) -> None:
+    (run_dir / "global_step_50").mkdir()
+    (run_dir / "global_step_45.tmp").mkdir()
+    (run_dir / "global_step_5.removing").mkdir()
+    header, *lines = call("ls", run_dir).splitlines()
+    assert header.split() == "step size ranks saved at state val/loss train/loss kept because".split()
+    assert [int(line.split()[0]) for line in lines] == [50, 45, 40, 30, 20, 10, 5]
+    column = header.index("kept because")
+    assert [line[column:] for line in lines] == [
+        "not complete, so rotation leaves it alone",
+        "rotation would remove it",
+        "the newest",
+        "rotation would remove it",
+        "the best by val/loss",
+        "rotation would remove it",
+        "rotation would remove it",
+    ]
+    assert "incomplete: it has no manifest.json, so it was never completed" in lines[0]
+    assert "a save that is going on or was cut short" in lines[1]
+    assert "a removal that is going on or was cut short" in lines[6]
+    assert lines[4][header.index("val/loss") :].split()[:2] == ["1.5", "0.75"]
+
+
+def test_ls_for_scripts(run_dir: Path) -> None:
+    (run_dir / "global_step_50").mkdir()
+    entries = {entry["step"]: entry for entry in json.loads(call("ls", run_dir, "--json"))}
+    assert entries[20]["kept_because"] == ["the best by val/loss"]
+    assert {step for step, entry in entries.items() if entry["goes_next"]} == {10, 30}
+    assert (entries[20]["world_size"], entries[20]["metrics"]) == (2, {"val/loss": 1.5, "train/loss": 0.75})
+    files = [path for path in (run_dir / "global_step_20").rglob("*") if path.is_file()]
+    assert entries[20]["bytes"] == sum(path.stat().st_size for path in files)
+    assert (entries[50]["complete"], entries[40]["complete"]) == (False, True)
+
+
+def test_ls_without_a_configuration_keeps_all(run_dir: Path) -> None:
+    (run_dir / "config.yaml").unlink()
+    entries = json.loads(call("ls", run_dir, "--json"))
+    assert [entry["kept_because"] for entry in entries] == [["max_ckpt_to_keep is null"]] * 4
+
+
+def test_ls_after_a_run_was_started_over_counts_from_its_tracker(run_dir: Path) -> None:
+    save(run_dir, 15)
+    entries = {entry["step"]: entry for entry in json.loads(call("ls", run_dir, "--json"))}
+    assert entries[15]["kept_because"] == ["the newest"]
+    assert entries[40]["goes_next"]
+
+
+def test_verify_lists_damage_and_exits_with_1(run_dir: Path) -> None:
+    output = call("verify", run_dir)
+    assert [line.partition(":")[0] for line in output.splitlines()] == [f"global_step_{n}" for n in (40, 30, 20, 10)]
+    assert output.count("every digest is right") == 4
+    model = run_dir / "global_step_30" / NAMES[0]
+    flipped = bytearray(model.read_bytes())
+    flipped[0] ^= 1
+    model.write_bytes(flipped)  # of the same size, so that only the digest tells
+    output = call("verify", run_dir, code=1)
+    assert "global_step_30: damaged or incomplete\n  " + NAMES[0] + " has the digest " in output
+    assert output.count("every digest is right") == 3
+    assert call("verify", run_dir, "--step", 10, 40).count("\n") == 2
+    (run_dir / "global_step_50").mkdir()
+    assert "never completed" in call("verify", run_dir, "--step", 50, code=1)
+    os.rename(run_dir / "global_step_10", run_dir / "global_step_11")
+    assert "manifest is that of step 10" in call("verify", run_dir, "--step", 11, code=1)
+
+
+def test_prune_by_the_configuration_and_by_options(run_dir: Path) -> None:
+    (run_dir / "global_step_45.tmp").mkdir()
+    output = call("prune", run_dir, "--dry-run")
+    assert "global_step_10" in output and "global_step_30" in output and "This frees" in output
+    assert kept(run_dir) == [10, 20, 30, 40]
+    assert "say --yes" in call("prune", run_dir, code=2)
+    assert kept(run_dir) == [10, 20, 30, 40]
+    call("prune", run_dir, "--max-to-keep", 2, "--yes")
+    assert kept(run_dir) == [20, 30, 40]
+    call("prune", run_dir, "--keep-best", 0, "--yes")
+    assert kept(run_dir) == [40]
+    assert "Nothing to remove" in call("prune", run_dir)
+    assert (run_dir / "global_step_45.tmp").is_dir()  # perhaps a save that is going on elsewhere
+
+
+def test_prune_drops_the_optimizer_of_the_best(run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text(
+        "trainer: {max_ckpt_to_keep: 3, checkpoint: {keep_best: 1, drop_optimizer_of_best: true}}\n"
+    )
+    save(run_dir, 50)  # now 20 is kept as best alone
+    assert "rotation would drop its optimizer" in call("ls", run_dir)
+    assert "global_step_20, its optimizer alone" in call("prune", run_dir, "--yes")
+    assert kept(run_dir) == [20, 30, 40, 50]
+    assert Manifest.read(run_dir / "global_step_20").dropped == ("optimizer",)
+    assert "complete, without optimizer" in call("ls", run_dir)
+    call("verify", run_dir)
+
+
+def test_prune_by_step_refuses_what_is_held_and_says_how_to_lift_it(run_dir: Path) -> None:
+    keep, choice = run_dir / "global_step_10" / "keep", run_dir / "best_checkpoint.json"
+    keep.touch()
+    choice.write_text('{"step": 20}')
+    assert f"delete {keep} first" in call("prune", run_dir, "--step", 30, 10, "--yes", code=2)
+    assert f"is what {choice} names" in call("prune", run_dir, "--step", 20, "--yes", code=2)
+    assert "would resume from" in call("prune", run_dir, "--step", 40, "--yes", code=2)
+    with leased(run_dir / "global_step_30"):
+        message = call("prune", run_dir, "--step", 30, "--yes", code=2)
+    assert f"is read by process {os.getpid()}" in message
+    assert kept(run_dir) == [10, 20, 30, 40]
+    keep.unlink()
+    call("prune", run_dir, "--step", 10, 30, "--yes")
+    assert kept(run_dir) == [20, 40]
+    choice.write_text("{")
+    assert "repair or delete it" in call("prune", run_dir, "--step", 20, "--yes", code=2)
+
+
+def test_prune_leaves_a_run_alone_that_is_training(run_dir: Path) -> None:
+    with exclusive(run_dir):
+        message = call("prune", run_dir, "--yes", code=2)
+        assert f"in use by process {os.getpid()} on " in message
+        assert "global_step_10" in call("prune", run_dir, "--dry-run")
+    assert kept(run_dir) == [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "left"), [("n", 1, [10, 20, 30, 40]), ("\x04", 1, None), ("y", 0, [20, 40])]
+)
+def test_prune_asks_on_a_terminal(run_dir: Path, answer: str, code: int, left: list[int] | None) -> None:
+    ours, theirs = pty.openpty()
+    os.write(ours, f"{answer}\n".encode())
+    result = subprocess.run([*COMMAND, "prune", run_dir], cwd=ROOT, stdin=theirs, capture_output=True, text=True)
+    os.close(ours)
+    os.close(theirs)
+    assert "Remove them? [y/N]" in result.stdout
+    assert result.returncode == code, result.stderr
+    assert kept(run_dir) == ([20, 40] if answer == "y" else [10, 20, 30, 40])
+
+
+def test_a_removal_that_fails_is_exit_code_1(run_dir: Path) -> None:
+    (run_dir / "global_step_10.removing").write_text("a file where the directory is to be renamed to")
+    call("prune", run_dir, "--yes", code=1)
+    assert kept(run_dir) == [10, 20, 40]
+
+
+def test_bad_input_is_one_sentence_and_exit_code_2(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    empty = tmp_path_factory.mktemp("empty")
+    cases = {
+        "is not a directory": ("ls", empty / "none"),
+        "holds no checkpoint": ("verify", empty),
+        "is a checkpoint; name the directory of its run": ("prune", run_dir / "global_step_10"),
+        "no checkpoint of step 11; there are 40, 30, 20, 10": ("verify", run_dir, "--step", 11),
+        "--step says by itself what goes": ("prune", run_dir, "--step", 10, "--keep-best", 1),
+        "trainer.max_ckpt_to_keep is 0": ("prune", run_dir, "--max-to-keep", 0),
+    }
+    for message, words in cases.items():
+        error = call(*words, code=2)
+        assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["trainer: [", "- 1\n", "trainer: 3\n", "trainer: {max_ckpt_to_keep: two}\n", "trainer: {checkpoint: 3}\n"]
+)
+def test_a_broken_configuration_is_refused(run_dir: Path, text: str) -> None:
+    (run_dir / "config.yaml").write_text(text)
+    assert "config.yaml" in call("ls", run_dir, code=2)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["ls"], ["verify"], ["prune", "--dry-run"]])
+def test_no_command_imports_torch(run_dir: Path, words: list[str]) -> None:
+    arguments = words if words == ["--help"] else [words[0], str(run_dir), *words[1:]]
+    code = (
+        "import sys\nfrom verl_ext.checkpoint.__main__ import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

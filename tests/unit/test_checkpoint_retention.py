@@ -1,0 +1,338 @@
+"""What rotation keeps and removes, leases, digests and the lock of a run; on plain files, with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from omegaconf import OmegaConf
+
+from eval_pipeline.checkpoint import Checkpoint
+from eval_pipeline.hold import held
+from tests.conftest import ROOT
+from verl_ext.checkpoint.commit import publish, write_manifest
+from verl_ext.checkpoint.layout import Manifest, list_steps, what_is_wrong
+from verl_ext.checkpoint.lease import DEFAULT_SECONDS, lease_holders, leased
+from verl_ext.checkpoint.lock import exclusive
+from verl_ext.checkpoint.retention import Retention, is_held, reasons_to_keep
+from verl_ext.checkpoint.rotation import carry_out, plan_rotation, rotate
+from verl_ext.checkpoint.verify import damaged_files
+from verl_ext.errors import UserError
+
+OPTIMIZER = [f"optim_world_size_2_rank_{rank}.pt" for rank in (0, 1)]
+NAMES = ["model_world_size_2_rank_0.pt", "huggingface/config.json", *OPTIMIZER]
+
+
+def save(run_dir: Path, step: int, **metrics: float) -> Path:
+    """Commit a small checkpoint; `val=1.0` is its `val/loss`."""
+    temporary = run_dir / f"global_step_{step}.tmp"
+    (temporary / "huggingface").mkdir(parents=True)
+    files = {}
+    for name in NAMES:
+        content = f"{name} of step {step}".encode()
+        (temporary / name).write_bytes(content)
+        files[name] = {"bytes": len(content), "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
+    named = {f"{kind}/loss": value for kind, value in metrics.items()}
+    write_manifest(temporary, Manifest(step, 2, "digest", files, named, time=time.time()))
+    publish(temporary, run_dir / f"global_step_{step}", step, is_held)
+    return run_dir / f"global_step_{step}"
+
+
+def kept(run_dir: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("global_step_")) for path in list_steps(run_dir))
+
+
+def reasons(run_dir: Path, retention: Retention, step: int) -> dict[int, list[str]]:
+    found = reasons_to_keep(run_dir, retention, step)
+    return {int(path.name.removeprefix("global_step_")): why for path, why in found.items()}
+
+
+def start_python(code: str) -> subprocess.Popen[str]:
+    """A process that has printed its first line when this returns."""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline()
+    return process
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def test_every_reason_is_told_newest_first(tmp_path: Path) -> None:
+    for step, loss in ((1, 0.5), (2, 3.0), (3, 2.0), (4, 1.0), (5, 4.0), (6, 5.0)):
+        save(tmp_path, step, val=loss)
+    (tmp_path / "global_step_2" / "keep").touch()
+    (tmp_path / "best_checkpoint.json").write_text('{"step": 3}')
+    with leased(tmp_path / "global_step_5"):
+        found = reasons(tmp_path, Retention(1, keep_best=2), 6)
+    assert list(found) == [6, 5, 4, 3, 2, 1]
+    assert found == {
+        6: ["the newest"],
+        5: [f"leased by process {os.getpid()} on {socket.gethostname()}"],
+        4: ["one of the 2 best by val/loss"],
+        3: ["best_checkpoint.json names it"],
+        2: ["it holds a file 'keep'"],
+        1: ["one of the 2 best by val/loss"],
+    }
+    rotate(tmp_path, Retention(1, keep_best=2), 6, pytest.fail)
+    assert kept(tmp_path) == [1, 2, 3, 4, 6]  # the lease has ended
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("min", [3, 6]), ("max", [5, 6])])
+def test_the_best_needs_a_finite_metric_and_the_newer_of_equals_wins(
+    tmp_path: Path, mode: str, expected: list[int]
+) -> None:
+    diverged = float("-inf" if mode == "min" else "inf")
+    for step, loss in ((1, 1.0), (2, diverged), (3, 1.0), (4, 9.0), (5, 9.0)):
+        save(tmp_path, step, val=loss)
+    save(tmp_path, 6, train=0.0)
+    rotate(tmp_path, Retention(1, keep_best=1, best_mode=mode), 6, pytest.fail)
+    assert kept(tmp_path) == expected
+
+
+def test_the_newest_may_be_the_best_and_uses_up_its_place(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, val=4.0 - step)
+    rotate(tmp_path, Retention(1, keep_best=1), 3, pytest.fail)
+    assert kept(tmp_path) == [3]
+
+
+def test_retention_is_read_from_the_trainer_section_and_refuses_what_cannot_work() -> None:
+    section = {"keep_best": 2, "best_metric": "eval/x", "best_mode": "max", "drop_optimizer_of_best": True}
+    trainer = OmegaConf.create({"max_ckpt_to_keep": 3, "checkpoint": section})
+    assert Retention.of(trainer) == Retention(3, 2, "eval/x", "max", True)
+    for values, message in [
+        ({"max_to_keep": 0}, "trainer.max_ckpt_to_keep is 0"),
+        ({"max_to_keep": "two"}, "trainer.max_ckpt_to_keep is 'two'"),
+        ({"keep_best": -1}, "trainer.checkpoint.keep_best is -1"),
+        ({"best_mode": "low"}, "best_mode is 'low'; take one of min, max"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            replace(Retention(1), **values)
+
+
+def test_the_optimizer_goes_only_from_a_checkpoint_kept_as_best_alone(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, val=float(step))
+    (tmp_path / "global_step_2" / "keep").touch()
+    retention = Retention(1, keep_best=2, drop_optimizer_of_best=True)
+    rotate(tmp_path, replace(retention, drop_optimizer_of_best=False), 4, pytest.fail)
+    assert all((tmp_path / "global_step_1" / name).exists() for name in OPTIMIZER)
+    rotate(tmp_path, retention, 4, pytest.fail)
+    assert kept(tmp_path) == [1, 2, 4]
+    best = tmp_path / "global_step_1"
+    assert what_is_wrong(best) is None and damaged_files(best) == {}
+    assert Manifest.read(best).dropped == ("optimizer",)
+    assert not list(best.glob("optim_*"))
+    for step in (2, 4):
+        assert Manifest.read(tmp_path / f"global_step_{step}").dropped == ()
+        assert all((tmp_path / f"global_step_{step}" / name).exists() for name in OPTIMIZER)
+
+
+def test_optimizer_files_that_a_crash_left_behind_go_at_the_next_rotation(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, val=float(step))
+    best = tmp_path / "global_step_1"
+    retention = Retention(1, keep_best=1, drop_optimizer_of_best=True)
+    rotate(tmp_path, retention, 2, pytest.fail)
+    (best / OPTIMIZER[0]).write_text("was not deleted yet")
+    (best / "keep").touch()  # no longer as best alone, and still complete without its optimizer
+    rotate(tmp_path, retention, 2, pytest.fail)
+    assert not list(best.glob("optim_*"))
+    assert Manifest.read(best).dropped == ("optimizer",)
+
+
+def test_a_removal_that_fails_warns_and_the_others_go(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "global_step_1.removing").write_text("a file where the directory is to be renamed to")
+    warnings: list[str] = []
+    removed = rotate(tmp_path, Retention(1), 3, warnings.append)
+    assert [path.name for path in removed] == ["global_step_2"]
+    assert kept(tmp_path) == [1, 3]
+    assert any("global_step_1 could not be removed" in warning for warning in warnings)
+
+
+def test_a_removal_that_was_cut_short_is_finished(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    (tmp_path / "global_step_1.removing").mkdir()
+    (tmp_path / "global_step_1.removing" / "model.pt").touch()
+    assert [path.name for path in rotate(tmp_path, Retention(1), 2, pytest.fail)] == ["global_step_1"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step_2"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"step": "9"}', '{"step": null}'])
+def test_a_choice_that_cannot_be_read_keeps_all_and_their_optimizers(tmp_path: Path, text: str) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, val=float(step))
+    (tmp_path / "best_checkpoint.json").write_text(text)
+    warnings: list[str] = []
+    assert rotate(tmp_path, Retention(1, 1, drop_optimizer_of_best=True), 3, warnings.append) == []
+    assert kept(tmp_path) == [1, 2, 3]
+    assert "repair or delete it" in warnings[0]
+    assert Manifest.read(tmp_path / "global_step_1").dropped == ()
+
+
+def write_lease(checkpoint: Path, **changes: Any) -> Path:
+    lease = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "expires": time.time() + 1000}
+    path = checkpoint / "lease.other.1.json"
+    path.write_text(json.dumps({**lease, **changes}))
+    return path
+
+
+def test_a_lease_is_a_file_that_is_renewed_and_removed(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 1)
+    with leased(checkpoint, seconds=0.1):
+        (path,) = checkpoint.glob("lease.*.json")
+        assert path.name == f"lease.{socket.gethostname()}.{os.getpid()}.json"
+        first = json.loads(path.read_text())
+        assert {"host", "pid", "time", "expires"} <= first.keys()
+        deadline = time.monotonic() + 60
+        while json.loads(path.read_text())["expires"] <= first["expires"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert not list(checkpoint.glob("lease*"))
+    assert what_is_wrong(checkpoint) is None
+
+
+def test_a_lease_of_a_killed_process_of_this_machine_does_not_count(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    checkpoint = tmp_path / "global_step_1"
+    process = start_python(
+        "import sys, time\nfrom pathlib import Path\nfrom verl_ext.checkpoint.lease import leased\n"
+        f"with leased(Path({str(checkpoint)!r})):\n    print('held', flush=True)\n    time.sleep(1000)"
+    )
+    try:
+        assert lease_holders(checkpoint) == [f"process {process.pid} on {socket.gethostname()}"]
+        assert rotate(tmp_path, Retention(1), 2, pytest.fail) == []
+    finally:
+        kill(process)
+    assert list(checkpoint.glob("lease.*.json"))
+    assert lease_holders(checkpoint) == []
+    assert rotate(tmp_path, Retention(1), 2, pytest.fail) == [checkpoint]
+
+
+def test_a_lease_taken_after_the_plan_was_made_still_counts(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    plan = plan_rotation(tmp_path, Retention(1), 3)
+    warnings: list[str] = []
+    with leased(tmp_path / "global_step_2"):
+        assert carry_out(plan, warnings.append) == [tmp_path / "global_step_1"]
+    assert kept(tmp_path) == [2, 3]
+    assert f"is now read by process {os.getpid()}" in warnings[0]
+
+
+def test_what_counts_as_a_live_lease(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 1)
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    write_lease(checkpoint)
+    assert lease_holders(checkpoint) == [f"process {os.getpid()} on {socket.gethostname()}"]
+    write_lease(checkpoint, expires=time.time() - 1)
+    assert lease_holders(checkpoint) == []
+    write_lease(checkpoint, pid=int(dead.stdout))
+    assert lease_holders(checkpoint) == []
+    write_lease(checkpoint, pid=int(dead.stdout), host="another")  # whose processes cannot be seen from here
+    assert lease_holders(checkpoint) == [f"process {int(dead.stdout)} on another"]
+    write_lease(checkpoint, pid=int(dead.stdout), pid_namespace=1)  # a container that has this machine's name
+    assert len(lease_holders(checkpoint)) == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"host": "h", "pid": 1, "expires": Infinity}'])
+def test_a_malformed_lease_counts_until_it_is_old(tmp_path: Path, text: str) -> None:
+    path = save(tmp_path, 1) / "lease.other.1.json"
+    path.write_text(text)
+    assert lease_holders(path.parent) == ["lease.other.1.json, which cannot be read"]
+    old = time.time() - DEFAULT_SECONDS - 1
+    os.utime(path, (old, old))
+    assert lease_holders(path.parent) == []
+
+
+def test_evaluation_holds_a_run_s_checkpoint_and_goes_on_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save(tmp_path, 1)
+    checkpoint = Checkpoint(path, path / "huggingface", run_dir=tmp_path, step=1)
+    with held(checkpoint):
+        assert len(lease_holders(path)) == 1
+    assert lease_holders(path) == []
+    with held(replace(checkpoint, run_dir=None)):
+        assert lease_holders(path) == []
+    # root writes into read-only directories too, but nobody writes a file where a directory is
+    (path / f"lease.{socket.gethostname()}.{os.getpid()}.json.tmp").mkdir()
+    with held(checkpoint):
+        assert lease_holders(path) == []
+    assert capsys.readouterr().err.count("takes no lease") == 1
+    with pytest.raises(UserError, match="has just been removed"):
+        with held(replace(checkpoint, path=tmp_path / "global_step_2")):
+            pass
+
+
+def test_damaged_files_are_named_with_what_is_wrong(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 1)
+    read: list[int] = []
+    assert damaged_files(checkpoint, progress=read.append) == {}
+    assert sum(read) == Manifest.read(checkpoint).num_bytes
+    model, config, first, second = (checkpoint / name for name in NAMES)
+    flipped = bytearray(model.read_bytes())
+    flipped[0] ^= 1
+    model.write_bytes(flipped)
+    config.write_text("short")
+    first.unlink()
+    damaged = damaged_files(checkpoint)
+    assert set(damaged) == set(NAMES[:3])
+    assert damaged[NAMES[0]].startswith("has the digest ")
+    assert damaged[NAMES[1]].startswith("has 5 bytes instead of ")
+    assert damaged[NAMES[2]] == "is missing"
+    assert damaged_files(checkpoint, [NAMES[3], NAMES[2], "other"]) == {
+        NAMES[2]: "is missing",
+        "other": "is not in the manifest",
+    }
+    (checkpoint / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="never completed"):
+        damaged_files(checkpoint)
+
+
+def test_a_lock_names_its_holder_and_is_taken_over_from_a_killed_process(tmp_path: Path) -> None:
+    process = start_python(
+        "import time\nfrom pathlib import Path\nfrom verl_ext.checkpoint.lock import exclusive\n"
+        f"with exclusive(Path({str(tmp_path)!r})):\n    print('held', flush=True)\n    time.sleep(1000)"
+    )
+    try:
+        with pytest.raises(UserError, match=f"in use by process {process.pid} on "):
+            with exclusive(tmp_path):
+                pass
+    finally:
+        kill(process)
+    assert str(process.pid) in (tmp_path / "run.lock").read_text()  # stale
+    with exclusive(tmp_path):
+        assert (tmp_path / "run.lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+    assert (tmp_path / "run.lock").read_text() == ""
+    with pytest.raises(UserError, match="run.lock cannot be written"):
+        with exclusive(tmp_path / "none"):
+            pass
+
+
+@pytest.mark.parametrize("module", ["lease", "retention"])
+def test_leases_and_retention_need_the_standard_library_alone(module: str) -> None:
+    code = (
+        f"import sys, verl_ext.checkpoint.{module}\n"
+        "ours = {name for name in sys.modules if name.partition('.')[0] not in sys.stdlib_module_names}\n"
+        "print(sorted(name for name in ours if name.partition('.')[0] not in ('verl_ext', '__main__')))"
+    )
+    # -S: without the start-up hooks of installed packages
+    result = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

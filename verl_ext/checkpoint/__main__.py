@@ -1,0 +1,49 @@
+"""`python -m verl_ext.checkpoint COMMAND RUN_DIR`: look at a run's checkpoints, check, export, remove, compare them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from verl_ext.checkpoint.command import diff, export, ls, prune, verify
+from verl_ext.errors import UserError, exit_on_user_error
+
+COMMANDS = (ls, verify, export, prune, diff)
+"""Each has `register(commands)`, which adds its parser and names the function to run."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Options and help of every command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m verl_ext.checkpoint",
+        description="Look at the checkpoints of a run, check them, export, remove and compare them.",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.register(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's own.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: with code 2 after bad input, which is explained on standard error.
+    """
+    arguments = build_parser().parse_args(argv)
+    with exit_on_user_error():
+        try:
+            return arguments.run(arguments)
+        except OSError as error:
+            raise UserError(f"the file system refused: {error}; make the run's directory accessible") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""`prune`: removes checkpoints by hand, by the rules of rotation or by their steps."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from verl_ext.checkpoint.command.held import require_free
+from verl_ext.checkpoint.command.run_directory import Commands, add_command, require_run_dir, require_steps
+from verl_ext.checkpoint.command.settings import read_retention
+from verl_ext.checkpoint.command.survey import current_step, size_on_disk
+from verl_ext.checkpoint.command.text import human_bytes
+from verl_ext.checkpoint.lock import exclusive
+from verl_ext.checkpoint.rotation import OPTIMIZER_FILES, Plan, carry_out, plan_rotation
+from verl_ext.errors import UserError
+from verl_ext.metrics.notice import warn
+
+TEXT = (
+    "Remove checkpoints of a run that is not training. Without --step, those that rotation by the run's config.yaml "
+    "does not keep. Says first what goes and how much space that frees, and asks."
+)
+
+
+def register(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_command(commands, "prune", TEXT, run)
+    parser.add_argument("--step", type=int, nargs="+", metavar="N", help="the checkpoints of these steps, no others")
+    parser.add_argument("--max-to-keep", type=int, metavar="K", help="in place of trainer.max_ckpt_to_keep")
+    parser.add_argument("--keep-best", type=int, metavar="K", help="in place of trainer.checkpoint.keep_best")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Say what goes, ask, remove; returns 1 if something that was to go is still there."""
+    run_dir = require_run_dir(arguments.run_dir)
+    with nullcontext() if arguments.dry_run else exclusive(run_dir):
+        plan = _plan(run_dir, arguments)
+        if not plan.remove and not plan.strip:
+            print("Nothing to remove; `ls` says what keeps each checkpoint.")
+            return 0
+        print(_describe(plan))
+        if arguments.dry_run:
+            return 0
+        if not arguments.yes and not _confirmed():
+            print("Nothing was removed.")
+            return 1
+        return _remove(plan)
+
+
+def _plan(run_dir: Path, arguments: argparse.Namespace) -> Plan:
+    options = {"max_to_keep": arguments.max_to_keep, "keep_best": arguments.keep_best}
+    given = {name: value for name, value in options.items() if value is not None}
+    if arguments.step is None:
+        return plan_rotation(run_dir, replace(read_retention(run_dir), **given), current_step(run_dir))
+    if given:
+        raise UserError("--step says by itself what goes; leave out --max-to-keep and --keep-best, or --step")
+    chosen = require_steps(run_dir, arguments.step)
+    require_free(run_dir, chosen)
+    return Plan({}, remove=chosen, strip=[])
+
+
+def _describe(plan: Plan) -> str:
+    sizes = {path.name: size_on_disk(path) for path in plan.remove}
+    for path in plan.strip:
+        sizes[f"{path.name}, its optimizer alone"] = sum(file.stat().st_size for file in path.glob(OPTIMIZER_FILES))
+    lines = [f"  {name}: {human_bytes(size)}" for name, size in sizes.items()]
+    return "\n".join(["To be removed:", *lines, f"This frees {human_bytes(sum(sizes.values()))}."])
+
+
+def _confirmed() -> bool:
+    if not sys.stdin.isatty():
+        raise UserError("nobody can be asked, since standard input is no terminal; say --yes to remove them")
+    print("Remove them? [y/N] ", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _remove(plan: Plan) -> int:
+    problems: list[str] = []
+    carry_out(plan, problems.append)
+    for problem in problems:
+        warn(problem)
+    return 1 if problems else 0

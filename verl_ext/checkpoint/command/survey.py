@@ -1,0 +1,90 @@
+"""Everything in a run's directory that is a checkpoint or looks like one, and what rotation thinks of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_ext.checkpoint.command.run_directory import newest_resumable
+from verl_ext.checkpoint.layout import Manifest, list_steps, step_of, what_is_wrong
+from verl_ext.checkpoint.retention import Retention
+from verl_ext.checkpoint.rotation import Plan, find_leftovers, plan_rotation
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One directory.
+
+    Attributes:
+        path: the directory.
+        step: optimizer steps done.
+        num_bytes: size of its files on the disk.
+        problem: why it is not complete, None when it is.
+        manifest: what a complete one says of itself.
+        kept_because: why rotation leaves it.
+        goes_next: whether rotation would remove it.
+        loses_optimizer: whether rotation would drop its optimizer shards.
+    """
+
+    path: Path
+    step: int
+    num_bytes: int
+    problem: str | None
+    manifest: Manifest | None
+    kept_because: list[str]
+    goes_next: bool
+    loses_optimizer: bool = False
+
+    @property
+    def state(self) -> str:
+        """Complete, or why not, in words."""
+        if self.problem is not None or self.manifest is None:
+            return f"incomplete: {self.problem}"
+        return "".join(["complete", *(f", without {part}" for part in self.manifest.dropped)])
+
+    @property
+    def fate(self) -> str:
+        """What rotation does with it and why, in words."""
+        stripped = ["rotation would drop its optimizer"] if self.loses_optimizer else []
+        return "rotation would remove it" if self.goes_next else "; ".join(self.kept_because + stripped)
+
+
+def survey(run_dir: Path, retention: Retention) -> list[Entry]:
+    """All entries of a run, the highest step first."""
+    plan = plan_rotation(run_dir, retention, current_step(run_dir))
+    checkpoints = [_checkpoint(path, plan) for path in list_steps(run_dir)]
+    leftovers = [_leftover(path) for path in find_leftovers(run_dir)]
+    return sorted(checkpoints + leftovers, key=lambda entry: -entry.step)
+
+
+def current_step(run_dir: Path) -> int:
+    """The step that the run is at, as far as its checkpoints tell; 0 where none can be resumed."""
+    newest = newest_resumable(run_dir)
+    return 0 if newest is None else step_of(newest) or 0
+
+
+def size_on_disk(directory: Path) -> int:
+    """Bytes of all files below a directory; those that vanish meanwhile do not count."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_size
+            except FileNotFoundError:  # a training that goes on removes what it no longer keeps
+                continue
+    return total
+
+
+def _checkpoint(path: Path, plan: Plan) -> Entry:
+    step, num_bytes, problem = step_of(path) or 0, size_on_disk(path), what_is_wrong(path)
+    if problem is not None:
+        return Entry(path, step, num_bytes, problem, None, ["not complete, so rotation leaves it alone"], False)
+    reasons, goes_next = plan.reasons.get(path, []), path in plan.remove
+    return Entry(path, step, num_bytes, None, Manifest.read(path), reasons, goes_next, path in plan.strip)
+
+
+def _leftover(path: Path) -> Entry:
+    what = "save" if path.suffix == ".tmp" else "removal"
+    problem = f"a {what} that is going on or was cut short"
+    return Entry(path, step_of(path.with_suffix("")) or 0, size_on_disk(path), problem, None, [], True)

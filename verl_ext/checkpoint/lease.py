@@ -1,0 +1,117 @@
+"""A reader's hold on a checkpoint, which rotation respects and which ends by itself. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from verl_ext.metrics.atomic import replace_file
+from verl_ext.metrics.notice import warn
+
+DEFAULT_SECONDS = 900.0
+"""How long a lease outlives a holder on another machine that died; renewed three times in that span."""
+
+
+@contextmanager
+def leased(checkpoint: Path, seconds: float = DEFAULT_SECONDS) -> Iterator[None]:
+    """Keep a checkpoint from being removed while it is read; one lease per process and checkpoint.
+
+    Args:
+        checkpoint: an existing `global_step_N` directory.
+        seconds: the lease expires so long after it was last renewed; a background thread renews it until the end.
+
+    Raises:
+        OSError: no file can be written into the directory; `FileNotFoundError` when the checkpoint has gone.
+    """
+    path = checkpoint / f"lease.{socket.gethostname()}.{os.getpid()}.json"
+    _write(path, seconds)
+    ended = threading.Event()
+    renewal = threading.Thread(target=_renew, args=(path, seconds, ended), daemon=True)
+    renewal.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        renewal.join()
+        _release(path)
+
+
+def lease_holders(checkpoint: Path) -> list[str]:
+    """Who reads a checkpoint now, in words such as `process 12 on host0`.
+
+    Leases that have expired do not count, nor those of a process of this machine that has died. A file that cannot be
+    read as a lease counts until it is as old as a lease may be.
+    """
+    holders = (_live_holder(path) for path in sorted(checkpoint.glob("lease.*.json")))
+    return [holder for holder in holders if holder is not None]
+
+
+def _write(path: Path, seconds: float) -> None:
+    now = time.time()
+    lease = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "pid_namespace": _pid_namespace(),
+        "time": now,
+        "expires": now + seconds,
+    }
+    replace_file(path, [json.dumps(lease) + "\n"])
+
+
+def _renew(path: Path, seconds: float, ended: threading.Event) -> None:
+    while not ended.wait(seconds / 3):
+        try:
+            _write(path, seconds)
+        except OSError as error:
+            warn(f"{path} could not be renewed ({error.strerror}); without it the checkpoint may be removed")
+
+
+def _release(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:  # what was read is worth more than a tidy directory
+        warn(f"{path} could not be deleted ({error.strerror}); it expires by itself")
+
+
+def _live_holder(path: Path) -> str | None:
+    try:
+        lease = json.loads(path.read_text())
+        host, pid, expires = str(lease["host"]), int(lease["pid"]), float(lease["expires"])
+        if not math.isfinite(expires):
+            raise ValueError("a lease must end")
+        same_machine = host == socket.gethostname() and lease.get("pid_namespace", _pid_namespace()) == _pid_namespace()
+    except FileNotFoundError:  # released meanwhile
+        return None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return f"{path.name}, which cannot be read" if time.time() < _mtime(path) + DEFAULT_SECONDS else None
+    live = time.time() < expires and not (same_machine and not _is_alive(pid))
+    return f"process {pid} on {host}" if live else None
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return -math.inf
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # another user's
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
+
+
+def _pid_namespace() -> int:
+    """Containers may share a host's name and yet number their processes each for itself."""
+    return os.stat("/proc/self/ns/pid").st_ino

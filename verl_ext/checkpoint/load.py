@@ -1,0 +1,122 @@
+"""Loads a checkpoint that any number of ranks wrote into this rank's part of the model and the optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import set_seed
+
+from verl_ext.checkpoint.shards import MODEL, OPTIMIZER, SavedTensor, ShardFiles, local_part, rows_of
+from verl_ext.errors import UserError
+
+
+@torch.no_grad()
+def load_model(model: torch.nn.Module, checkpoint: Path) -> None:
+    """Copy each parameter's own rows into it, one tensor after another.
+
+    Args:
+        model: sharded with FSDP2 over any number of ranks.
+        checkpoint: a complete `global_step_N`.
+
+    Raises:
+        UserError: the checkpoint is of another model.
+    """
+    files = ShardFiles(checkpoint, MODEL)
+    state = model.state_dict()
+    require_same_names(set(files.content(0)), set(state), checkpoint)
+    for name, tensor in state.items():
+        saved = files.tensor(name)
+        if saved.shape != tensor.shape:
+            raise UserError(
+                f"{checkpoint} is of another model: its {name} is {tuple(saved.shape)}, this run's is "
+                f"{tuple(tensor.shape)}; restore the model's configuration or give another trainer.experiment_name"
+            )
+        saved.copy_rows(*rows_of(tensor), local_part(tensor))
+
+
+def require_same_names(saved: set[str], wanted: set[str], checkpoint: Path) -> None:
+    """Refuse a checkpoint whose tensors are not those of the model."""
+    if saved != wanted:
+        lacks, extra = sorted(wanted - saved), sorted(saved - wanted)
+        difference = f"it lacks {lacks[0]}" if lacks else f"it has {extra[0]} beside what this run has"
+        raise UserError(
+            f"{checkpoint} is of another model: {difference} ({len(lacks)} tensors missing, {len(extra)} too many); "
+            "restore the model section of the configuration or give another trainer.experiment_name"
+        )
+
+
+@torch.no_grad()
+def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
+    """Fill the optimizer's state with this rank's rows, and its parameter groups.
+
+    Args:
+        optimizer: over the parameters that it had when it was saved, in the same order.
+        checkpoint: a complete `global_step_N`.
+
+    Raises:
+        UserError: the checkpoint has no optimizer or another one's.
+    """
+    files = ShardFiles(checkpoint, OPTIMIZER)
+    saved = files.content(0)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    sizes, saved_sizes = (
+        [len(g["params"]) for g in groups] for groups in (optimizer.param_groups, saved["param_groups"])
+    )
+    if sizes != saved_sizes:
+        raise UserError(
+            f"the optimizer of {checkpoint} has parameter groups of {saved_sizes} tensors, this run's of {sizes}; "
+            "restore the optim and model sections of the configuration, or leave 'optimizer' out of "
+            "trainer.checkpoint.load_contents"
+        )
+    state = {
+        index: {name: own_state(files.tensor("state", index, name), parameters[index]) for name in entry}
+        for index, entry in saved["state"].items()
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
+
+
+def group_sizes(groups: list[dict[str, Any]]) -> list[int]:
+    """Number of parameters in each group of an optimizer."""
+    return [len(group["params"]) for group in groups]
+
+
+def own_state(saved: SavedTensor, parameter: torch.Tensor) -> Any:
+    """This rank's part of one state entry of a parameter, placed as the parameter is.
+
+    Raises:
+        UserError: an entry that each rank keeps for itself, saved by another number of ranks.
+    """
+    first = saved.piece(0)
+    if not isinstance(first, torch.Tensor):
+        return first
+    if isinstance(first, DTensor):
+        target = torch.empty_like(parameter, dtype=saved.dtype)
+        saved.copy_rows(*rows_of(target), local_part(target))
+        return target
+    if first.numel() == 1:
+        return first.clone()  # the step's count, the same on every rank
+    if saved.files.world_size != dist.get_world_size():
+        raise UserError(
+            f"the optimizer keeps {'.'.join(map(str, saved.keys))} for each rank by itself, so {saved.files.directory} "
+            f"resumes on {saved.files.world_size} ranks alone"
+        )
+    return saved.piece(dist.get_rank()).clone()
+
+
+def derived_seed(seed: int, step: int, stream: int) -> int:
+    """Seed of a rank's random numbers after its number of ranks changed.
+
+    A function of the run's seed, the step and the data-parallel rank, so that the same change gives the same numbers;
+    those of the former ranks belong to none of the new ones.
+    """
+    return int(np.random.SeedSequence([seed, step, stream]).generate_state(1)[0])
+
+
+def seed_anew(seed: int, step: int, stream: int) -> None:
+    """Seed Python, NumPy and torch with `derived_seed`."""
+    set_seed(derived_seed(seed, step, stream))

@@ -1,0 +1,47 @@
+"""One launch, or one removal by hand, at a time in a run directory; the kernel frees the lock when its holder dies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from verl_ext.errors import UserError
+
+LOCK = "run.lock"
+
+
+@contextmanager
+def exclusive(run_dir: Path) -> Iterator[None]:
+    """Hold `run.lock` of the run directory, which names the holder while there is one.
+
+    Raises:
+        UserError: another live launch holds it, or the file cannot be written.
+    """
+    with _open(run_dir / LOCK) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(
+                f"{run_dir} is in use by {file.read().strip() or 'another launch'}; wait for it, stop it, "
+                "or give another trainer.experiment_name"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)  # before the kernel frees it, so that the next holder's name is not lost
+
+
+def _open(path: Path) -> TextIO:
+    try:
+        return path.open("a+")  # "w" would empty a live holder's file
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); make its directory writable") from error

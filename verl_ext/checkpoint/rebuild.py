@@ -1,0 +1,127 @@
+"""Makes the export of a checkpoint after the fact, and enters it into the manifest."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from verl.utils.torch_dtypes import PrecisionType
+
+from verl_ext.checkpoint.export import export_from_shards
+from verl_ext.checkpoint.layout import EXPORT, MANIFEST, Manifest, what_is_wrong
+from verl_ext.checkpoint.lease import leased
+from verl_ext.checkpoint.safetensors_layout import INDEX
+from verl_ext.checkpoint.verify import damaged_files
+from verl_ext.checkpoint.writing import flush_and_digest, naming, write_bytes
+from verl_ext.errors import UserError
+from verl_ext.metrics.atomic import flush_directory, replace_file
+from verl_ext.metrics.notice import warn
+
+
+class Bar(Protocol):
+    """What is used of a tqdm bar."""
+
+    total: float | None
+
+    def update(self, n: float = 1) -> bool | None:
+        """Move on by so many bytes."""
+
+
+def rebuild_export(checkpoint: Path, output: Path | None, dtype: str, max_shard_gib: float, bar: Bar) -> Path:
+    """Write the Hugging Face model of a checkpoint.
+
+    Args:
+        checkpoint: a `global_step_N`.
+        output: a directory that does not exist yet; None puts the weights into the checkpoint's own `huggingface/`.
+        dtype: bf16, fp16 or fp32.
+        max_shard_gib: largest size of one file, GiB.
+        bar: shows the progress.
+
+    Returns:
+        The directory of the model.
+
+    Raises:
+        UserError: the shards are damaged or not all there, or a file cannot be written.
+    """
+    if output is not None and output.exists():
+        raise UserError(f"{output} exists already; name a new directory")
+    with leased(checkpoint):
+        require_sound_shards(checkpoint, bar.update)
+        target = output or checkpoint / EXPORT
+        partial = target.with_name(f"{target.name}.partial")
+        with naming(partial):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            write_weights(checkpoint, partial, dtype, max_shard_gib, bar)
+            if output is not None:
+                copy_companions(checkpoint / EXPORT, partial)
+                os.rename(partial, output)
+            else:
+                enter_into_checkpoint(checkpoint, partial)
+    return target
+
+
+def require_sound_shards(checkpoint: Path, progress: Callable[[int], None]) -> None:
+    """Refuse to export from shards that are not what was saved."""
+    if not (checkpoint / MANIFEST).exists():
+        warn(f"{checkpoint} has no {MANIFEST} (verl itself writes none), so its shards cannot be checked")
+        return
+    problem = what_is_wrong(checkpoint)
+    if problem is None:
+        names = [name for name in Manifest.read(checkpoint).files if name.startswith("model_world_size_")]
+        problem = next((f"its file {n} {what}" for n, what in damaged_files(checkpoint, names, progress).items()), None)
+    if problem is not None and not problem.startswith(f"its file {EXPORT}/"):  # a damaged export is what this mends
+        raise UserError(f"{checkpoint} cannot be exported: {problem}; take another checkpoint")
+
+
+def write_weights(checkpoint: Path, directory: Path, dtype: str, max_shard_gib: float, bar: Bar) -> None:
+    """The safetensors files, their index, and the configuration with the new number type."""
+    torch_dtype = PrecisionType.to_dtype(dtype)
+    layout = export_from_shards(checkpoint, directory, torch_dtype, max_shard_gib, bar.update)
+    if layout.index is not None:
+        write_bytes(directory / INDEX, layout.index)
+    config = json.loads((checkpoint / EXPORT / "config.json").read_text())
+    config["dtype"] = str(torch_dtype).removeprefix("torch.")
+    write_bytes(directory / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Tokenizer and the like, for an export elsewhere; what the target has already stays."""
+    for path in source.rglob("*"):
+        place = target / path.relative_to(source)
+        if path.is_file() and not place.exists() and not is_weights(path.name):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, place)
+
+
+def enter_into_checkpoint(checkpoint: Path, partial: Path) -> None:
+    """Move new weights into `huggingface/`; after a crash in between the checkpoint is complete, without an export."""
+    target = checkpoint / EXPORT
+    entries = {f"{EXPORT}/{path.name}": flush_and_digest(path) for path in sorted(partial.iterdir())}
+    manifest = Manifest.read(checkpoint) if (checkpoint / MANIFEST).exists() else None
+    if manifest is not None:
+        rest = {name: e for name, e in manifest.files.items() if name not in entries and not is_exported(name)}
+        replace_file(checkpoint / MANIFEST, [manifest.with_files(rest).to_json()])
+    for path in target.iterdir():
+        if is_weights(path.name):
+            path.unlink()
+    for path in partial.iterdir():
+        os.replace(path, target / path.name)
+    partial.rmdir()
+    flush_directory(target)
+    if manifest is not None:
+        replace_file(checkpoint / MANIFEST, [manifest.with_files({**rest, **entries}).to_json()])
+
+
+def is_exported(name: str) -> bool:
+    """Whether a file of the manifest belongs to the weights of the export."""
+    return name.startswith(f"{EXPORT}/") and is_weights(Path(name).name)
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of `huggingface/` holds weights or says where they lie."""
+    return name.endswith(".safetensors") or name == INDEX

@@ -1,0 +1,142 @@
+"""Which checkpoints stay, and why; decided from the disk alone. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_ext.checkpoint.layout import BEST, KEEP, Manifest, list_steps, step_of, what_is_wrong
+from verl_ext.checkpoint.lease import lease_holders
+from verl_ext.errors import UserError
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What rotation keeps, beside what is held by a file in the run directory.
+
+    Attributes:
+        max_to_keep: newest checkpoints; None keeps all.
+        keep_best: checkpoints with the best `best_metric`; they may be among the newest.
+        best_metric: name of a metric in the manifests.
+        best_mode: min or max.
+        drop_optimizer_of_best: whether a checkpoint that is kept as best alone loses its optimizer shards.
+
+    Raises:
+        UserError: a value that cannot work, by its key in the recipe.
+    """
+
+    max_to_keep: int | None
+    keep_best: int = 0
+    best_metric: str = "val/loss"
+    best_mode: str = "min"
+    drop_optimizer_of_best: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_to_keep is not None:
+            _require_whole("trainer.max_ckpt_to_keep", self.max_to_keep, lowest=1)
+        _require_whole("trainer.checkpoint.keep_best", self.keep_best, lowest=0)
+        if self.best_mode not in ("min", "max"):
+            raise UserError(f"trainer.checkpoint.best_mode is '{self.best_mode}'; take one of min, max")
+
+    @staticmethod
+    def of(trainer: Any) -> Retention:
+        """From the `trainer` section of a configuration."""
+        checkpoint = trainer.checkpoint
+        return Retention(
+            max_to_keep=trainer.max_ckpt_to_keep,
+            keep_best=checkpoint.keep_best,
+            best_metric=checkpoint.best_metric,
+            best_mode=checkpoint.best_mode,
+            drop_optimizer_of_best=checkpoint.drop_optimizer_of_best,
+        )
+
+    @property
+    def newest_reason(self) -> str:
+        """Why one of the newest checkpoints is kept."""
+        return "max_ckpt_to_keep is null" if self.max_to_keep is None else _one_of(self.max_to_keep, "newest")
+
+    @property
+    def best_reason(self) -> str:
+        """Why one of the best checkpoints is kept."""
+        return f"{_one_of(self.keep_best, 'best')} by {self.best_metric}"
+
+
+def reasons_to_keep(run_dir: Path, retention: Retention, step: int) -> dict[Path, list[str]]:
+    """Every complete checkpoint, the newest first, with the reasons for which it is kept; without one it may go.
+
+    Args:
+        run_dir: holds `global_step_N` directories.
+        retention: what to keep.
+        step: the run's step. Checkpoints beyond it are those of a former run in the same directory, which was started
+            over with `resume_mode=disable`; they count as older than all others.
+    """
+    checkpoints = _by_age(run_dir, step)
+    chosen, problem = read_choice(run_dir)
+    rules: list[tuple[str, Collection[Path]]] = [
+        (retention.newest_reason, list(checkpoints)[: retention.max_to_keep]),
+        (retention.best_reason, _best(checkpoints, retention)),
+        (f"{BEST} names it", () if chosen is None else (chosen,)),
+        (f"{BEST} {problem}", checkpoints if problem else ()),  # it might name any of them
+    ]
+    return {path: [why for why, kept in rules if path in kept] + reasons_held(path) for path in checkpoints}
+
+
+def read_choice(run_dir: Path) -> tuple[Path | None, str | None]:
+    """The checkpoint that `best_checkpoint.json` names, if any, and what is wrong with a file that names none."""
+    try:
+        step = json.loads((run_dir / BEST).read_text())["step"]
+    except FileNotFoundError:
+        return None, None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return None, f"cannot be read ({error!r})"
+    if not isinstance(step, int):
+        return None, f"has the step {step!r}, which is no whole number"
+    return run_dir / f"global_step_{step}", None
+
+
+def metric_of(manifest: Manifest, name: str) -> float | None:
+    """A finite metric of a checkpoint, None where there is none."""
+    value = manifest.metrics.get(name)
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _by_age(run_dir: Path, step: int) -> dict[Path, Manifest]:
+    """The complete checkpoints, the newest first."""
+    found = {}
+    for path in list_steps(run_dir):
+        if what_is_wrong(path) is None:
+            found[path] = Manifest.read(path)
+    # stable: those up to `step` stay the newest first, and so do those beyond it
+    return dict(sorted(found.items(), key=lambda item: (step_of(item[0]) or 0) > step))
+
+
+def _best(checkpoints: dict[Path, Manifest], retention: Retention) -> list[Path]:
+    """The best `keep_best`; of equal ones the newer."""
+    values = {path: metric_of(manifest, retention.best_metric) for path, manifest in checkpoints.items()}
+    measured = {path: value for path, value in values.items() if value is not None}
+    sign = 1 if retention.best_mode == "min" else -1
+    return sorted(measured, key=lambda path: sign * measured[path])[: retention.keep_best]
+
+
+def is_held(checkpoint: Path) -> bool:
+    """Whether a `keep` file or a lease in it holds a checkpoint."""
+    return bool(reasons_held(checkpoint))
+
+
+def reasons_held(checkpoint: Path) -> list[str]:
+    """What in a checkpoint itself holds it."""
+    keep = [f"it holds a file '{KEEP}'"] if (checkpoint / KEEP).exists() else []
+    return keep + [f"leased by {holder}" for holder in lease_holders(checkpoint)]
+
+
+def _one_of(number: int, kind: str) -> str:
+    return f"the {kind}" if number == 1 else f"one of the {number} {kind}"
+
+
+def _require_whole(key: str, value: Any, lowest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise UserError(f"{key} is {value!r}; it must be a whole number of at least {lowest}")

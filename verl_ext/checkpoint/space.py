@@ -1,0 +1,56 @@
+"""Whether a checkpoint still fits on the disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_ext.checkpoint.shards import local_part
+from verl_ext.errors import UserError
+
+GIB = 1 << 30
+MARGIN = 1.05  # file headers, small files, and what others write to the same disk meanwhile
+
+
+def bytes_of(state: Any) -> int:
+    """Bytes of the tensors in nested state, as far as this rank holds them."""
+    if isinstance(state, torch.Tensor):
+        part = local_part(state)
+        return part.numel() * part.element_size()
+    if isinstance(state, dict):
+        return sum(map(bytes_of, state.values()))
+    return sum(map(bytes_of, state)) if isinstance(state, list | tuple) else 0
+
+
+def free_bytes(directory: Path) -> int:
+    """What an ordinary process may still write there."""
+    return shutil.disk_usage(directory).free
+
+
+def require_space(directory: Path, num_bytes: int, step: int) -> None:
+    """Refuse to begin a save that cannot fit.
+
+    Raises:
+        UserError: less than `num_bytes` are free.
+    """
+    free = free_bytes(directory)
+    if free < num_bytes:
+        raise UserError(
+            f"global_step_{step} cannot be saved: it takes {num_bytes / GIB:.2f} GiB and {directory} has "
+            f"{free / GIB:.2f} GiB free; every earlier checkpoint is as it was. Make room, then type the same command "
+            "again; a smaller trainer.max_ckpt_to_keep needs less"
+        )
+
+
+def warn_if_next_will_not_fit(directory: Path, num_bytes: int, warn: Callable[[str], None]) -> None:
+    """Say it one save ahead when the next one, as large as the last, has no room."""
+    free = free_bytes(directory)
+    if free < num_bytes * MARGIN:
+        warn(
+            f"the next checkpoint takes about {num_bytes / GIB:.2f} GiB and {directory} has {free / GIB:.2f} GiB free, "
+            "so it will fail; make room before it is due"
+        )

@@ -1,0 +1,122 @@
+"""Which tensors a Hugging Face export has, and from which tensors of the sharded model each is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from transformers import PreTrainedModel
+
+from verl_ext.errors import UserError
+
+PLAN = "export_plan.json"
+UNMERGEABLE = ("lora_magnitude_vector", "lora_embedding_", ".lora_bias")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter that is merged into a weight.
+
+    Attributes:
+        down: name of A, (rank, in).
+        up: name of B, (out, rank).
+        scaling: factor of B A.
+        transposed: whether the weight is stored as (in, out).
+    """
+
+    down: str
+    up: str
+    scaling: float
+    transposed: bool
+
+    def rows(self, factors: Mapping[str, torch.Tensor], start: int, end: int) -> torch.Tensor:
+        """Rows of scale · B A, what the adapter adds to its weight; Hu et al. 2021, arXiv:2106.09685."""
+        down, up = factors[self.down].float(), factors[self.up].float()
+        product = down[:, start:end].T @ up.T if self.transposed else up[start:end] @ down
+        return product * self.scaling
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of the export.
+
+    Attributes:
+        name: in the export.
+        source: in the sharded model's state.
+        adapter: merged into it, if there is one.
+    """
+
+    name: str
+    source: str
+    adapter: Adapter | None = None
+
+
+def exported_weights(model: PreTrainedModel | PeftModel) -> list[Weight]:
+    """The tensors that a model's export holds; one that is tied to another is left to whoever loads it.
+
+    Raises:
+        UserError: it has adapters that cannot be merged.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    tied = set(base._tied_weights_keys or ()) if base.config.tie_word_embeddings else set()
+    weights = []
+    for source in model.state_dict():
+        if any(part in source for part in UNMERGEABLE):
+            raise UserError(
+                f"the adapters hold {source}, which cannot be merged into the export; train plain LoRA adapters, or "
+                "leave hf_model out of trainer.checkpoint.save_contents"
+            )
+        name = plain_name(source)
+        if name is not None and name not in tied:
+            weights.append(Weight(name, source, adapter_of(source, layers)))
+    return weights
+
+
+def plain_name(source: str) -> str | None:
+    """The name a tensor has without peft's wrapping; None for one that the export lacks."""
+    if ".lora_" in source or ".original_module." in source:
+        return None
+    head, trained, tail = source.removeprefix("base_model.model.").partition(".modules_to_save.")
+    name = f"{head}.{tail.partition('.')[2]}" if trained else head  # without the adapter's name
+    return name.replace(".base_layer.", ".")
+
+
+def adapter_of(source: str, layers: Mapping[str, LoraLayer]) -> Adapter | None:
+    """The active adapter of the layer whose weight this is."""
+    owner = source.removesuffix(".base_layer.weight")
+    if owner == source or owner not in layers:
+        return None
+    layer = layers[owner]
+    active = layer.active_adapters[0]
+    down, up = (f"{owner}.lora_{part}.{active}.weight" for part in "AB")
+    return Adapter(down, up, float(layer.scaling[active]), bool(layer.fan_in_fan_out))
+
+
+def plan_to_json(weights: list[Weight]) -> str:
+    """The text of `export_plan.json`, with which an export can be made from the shards alone."""
+    return json.dumps({"format": 1, "weights": [asdict(weight) for weight in weights]}, indent=1) + "\n"
+
+
+def read_plan(checkpoint: Path, names: list[str]) -> list[Weight]:
+    """The export plan of a checkpoint.
+
+    Args:
+        checkpoint: a `global_step_N`.
+        names: of its model's tensors; a checkpoint that verl itself wrote has no plan and is exported as it is.
+
+    Raises:
+        UserError: it has adapters and no plan.
+    """
+    path = checkpoint / PLAN
+    if path.is_file():
+        entries = json.loads(path.read_text())["weights"]
+        return [Weight(e["name"], e["source"], Adapter(**e["adapter"]) if e["adapter"] else None) for e in entries]
+    if any(".lora_" in name for name in names):
+        raise UserError(f"{checkpoint} has LoRA adapters and no {PLAN} that says how to merge them")
+    return [Weight(name, name) for name in names]

@@ -1,0 +1,67 @@
+"""When a run has to stop, as all ranks agree."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from verl_ext.trainer.stop_signals import StopSignals
+
+UNKNOWN_SAVE_S = 60.0
+"""How long a save is taken to last before there was one, as in verl's should_save_ckpt_esi."""
+SLACK = 1.25
+"""Factor on the longest step and save so far when they are expected once more."""
+
+
+class Stop(Exception):
+    """All ranks agreed to stop here; the message is what asked for it."""
+
+
+class Preemption:
+    """Has all ranks learn at the same place what one of them was asked.
+
+    Args:
+        signals: what this rank was asked.
+        deadline: when this machine goes away, in seconds since 1970; None when that is not known.
+    """
+
+    def __init__(self, signals: StopSignals, deadline: float | None) -> None:
+        self.signals, self.deadline = signals, deadline
+        self.longest_step_s = self.longest_save_s = 0.0
+
+    def note(self, *, step_s: float = 0.0, save_s: float = 0.0) -> None:
+        """Learn how long steps and saves last."""
+        self.longest_step_s = max(self.longest_step_s, step_s)
+        self.longest_save_s = max(self.longest_save_s, save_s)
+
+    def check(self, is_writing: bool = False) -> bool:
+        """Stop if any rank has to; collective.
+
+        Args:
+            is_writing: whether this rank is still writing a checkpoint in the background.
+
+        Returns:
+            Whether any rank still is.
+
+        Raises:
+            Stop: on every rank.
+        """
+        asked = int(self.signals.received or 0)
+        votes = torch.tensor([asked, self.deadline_is_near(), is_writing], dtype=torch.int64)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        number, near, writing = votes.tolist()
+        if number:
+            raise Stop(signal.Signals(number).name)
+        if near:
+            raise Stop("the deadline")
+        return bool(writing)
+
+    def deadline_is_near(self) -> bool:
+        """Whether another step and a save might not end before the deadline."""
+        if self.deadline is None:
+            return False
+        needed = SLACK * (self.longest_step_s + (self.longest_save_s or UNKNOWN_SAVE_S))
+        return time.time() + needed >= self.deadline

@@ -1,0 +1,130 @@
+"""What verl's constructor calls: model, optimizer, data and checkpoints, made so that a run can go on exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch.utils.data import DataLoader, Dataset
+from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
+
+from verl_ext.checkpoint.layout import step_of
+from verl_ext.checkpoint.manager import CheckpointManager
+from verl_ext.checkpoint.options import SaveOptions
+from verl_ext.config.digest import config_digest
+from verl_ext.data.batching import MicroBatcher
+from verl_ext.data.sampler import GlobalBatchSampler
+from verl_ext.metrics.notice import warn
+from verl_ext.trainer.distributed import COLLECTIVE_TIMEOUT
+from verl_ext.trainer.guard import NonFiniteGuard
+from verl_ext.trainer.model import build_model
+from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
+from verl_ext.trainer.resume import checkpoint_to_resume
+from verl_ext.trainer.stop_signals import ignore_stop_signals
+
+
+def verls_config(config: DictConfig) -> DictConfig:
+    """A copy for verl's constructor, which refuses some settings and writes into others."""
+    copy = OmegaConf.create(OmegaConf.to_container(config))
+    copy.data.chat_template = None  # the tokenizer carries it by now
+    # With sequence parallelism verl computes the micro-batch's loss; it must be the plain mean, weighted by us.
+    copy.data.balance_dp_token = False
+    return copy
+
+
+class TrainerSetup(FSDPSFTTrainer):
+    """verl's trainer with the parts of this pipeline; `PipelineTrainer` adds the loop.
+
+    Attributes:
+        recorded_config: the configuration as the user gave it.
+        owes_validation: whether the run stopped before the validation of the step it goes on from.
+    """
+
+    recorded_config: DictConfig
+    guard: NonFiniteGuard
+    owes_validation: bool
+
+    def _normalize_config_bsz(self) -> None:
+        """verl divides the batch size in the configuration; here it stays the global one, as users wrote it."""
+        self.dp_size = self.ulysses_device_mesh.size(0)
+        self.dp_rank = self.ulysses_device_mesh.get_local_rank("dp")
+
+    def _build_dataloader(self, train_dataset: Dataset, val_dataset: Dataset | None) -> None:
+        self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        data = self.config.data
+        self.batcher = MicroBatcher(data.micro_batch_size_per_gpu, self.tokenizer.pad_token_id)
+        self.train_sampler = GlobalBatchSampler(
+            len(train_dataset), data.train_batch_size, self.dp_rank, self.dp_size, self.config.trainer.seed
+        )
+        self.train_dataloader = DataLoader(
+            train_dataset,
+            batch_sampler=self.train_sampler,
+            num_workers=data.num_workers,
+            collate_fn=self.batcher,
+            worker_init_fn=lambda _: ignore_stop_signals(),
+            # Its own: every iterator draws a seed, and a resumed run would draw once more from the global generator.
+            generator=torch.Generator(),
+        )
+        self.steps_per_epoch = len(self.train_sampler)
+        steps_in_epochs = self.steps_per_epoch * self.config.trainer.total_epochs
+        self.total_training_steps = self.config.trainer.total_training_steps or steps_in_epochs
+        # As in verl the schedule spans the epochs, so that a run ended early by total_training_steps can be prolonged.
+        scheduled = self.config.optim.total_training_steps
+        self.total_steps = scheduled if scheduled > 0 else max(steps_in_epochs, self.total_training_steps)
+
+    def _build_model_optimizer(self) -> None:
+        self.model = self.fsdp_model = build_model(self.config, self.device_mesh, self.device_name)
+        self.model_config = self.model.config
+        self.optimizer = build_optimizer(self.fsdp_model, self.config.optim)
+        self.lr_scheduler = build_scheduler(self.optimizer, self.config.optim, self.total_steps)
+
+    def _init_checkpoint_manager(self) -> None:
+        trainer = self.config.trainer
+        digest = config_digest(self.recorded_config)
+        self.checkpoint_manager = CheckpointManager(
+            model=self.fsdp_model,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            processing_class=self.tokenizer,
+            checkpoint_config=OmegaConf.create(OmegaConf.to_container(trainer.checkpoint)),
+            options=SaveOptions.of(trainer, self.total_training_steps, digest, COLLECTIVE_TIMEOUT),
+            stream=self.dp_rank,
+            warn=warn,
+        )
+
+    def load_checkpoint(self) -> int:
+        """Load the checkpoint that the configuration and the disk give; returns its step, 0 for none.
+
+        Raises:
+            UserError: the checkpoint does not fit this run.
+        """
+        self.owes_validation = False
+        path = checkpoint_to_resume(self.config)
+        if path is None:
+            return 0
+        self.resume_global_step = step_of(path) or 0
+        self.checkpoint_manager.load_checkpoint(str(path))
+        state = self.checkpoint_manager.load_data_state(str(path))
+        self.guard.num_skipped = state.get("skipped_steps", 0)
+        self.owes_validation = state.get("owes_validation", False)
+        self.train_sampler.load_state_dict(state)
+        return self.resume_global_step
+
+    def save_checkpoint(self, step: int) -> None:
+        """Commit a checkpoint of this step, or begin to; collective."""
+        self.checkpoint_manager.data_state = self.data_state()
+        self.checkpoint_manager.save_checkpoint(
+            str(Path(self.config.trainer.default_local_dir) / f"global_step_{step}"), global_step=step
+        )
+
+    def data_state(self) -> dict[str, Any]:
+        """What the next start needs to know besides model, optimizer, schedule and random numbers."""
+        return {
+            **self.train_sampler.state_dict(),
+            "skipped_steps": self.guard.num_skipped,
+            "owes_validation": self.owes_validation,
+            "world_size": dist.get_world_size(),
+        }
