@@ -69,6 +69,7 @@ class PipelineTrainer(TrainerSetup, ABC):
             copy = verls_config(config)
             super().__init__(copy, device_mesh, ulysses_device_mesh, tokenizer, train_dataset, val_dataset)
         self.global_step = self.saved_step = self.resume_global_step
+        self.preemption.expected_save_s = self.checkpoint_manager.expected_save_s()
         self.step_metrics: Metrics = {}
 
     def deadline(self, config: DictConfig) -> float | None:

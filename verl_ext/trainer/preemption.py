@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from verl_ext.trainer.stop_signals import StopSignals
 
-UNKNOWN_SAVE_S = 60.0
-"""How long a save is taken to last before there was one, as in verl's should_save_ckpt_esi."""
 SLACK = 1.25
 """Factor on the longest step and save so far when they are expected once more."""
+SLACK_S = 5.0
+"""What closing the trackers and leaving takes."""
 
 
 class Stop(Exception):
@@ -26,11 +26,14 @@ class Preemption:
     Args:
         signals: what this rank was asked.
         deadline: when this machine goes away, in seconds since 1970; None when that is not known.
+
+    Attributes:
+        expected_save_s: how long a save is taken to last before there was one.
     """
 
     def __init__(self, signals: StopSignals, deadline: float | None) -> None:
         self.signals, self.deadline = signals, deadline
-        self.longest_step_s = self.longest_save_s = 0.0
+        self.longest_step_s = self.longest_save_s = self.expected_save_s = 0.0
 
     def note(self, *, step_s: float = 0.0, save_s: float = 0.0) -> None:
         """Learn how long steps and saves last."""
@@ -60,8 +63,8 @@ class Preemption:
         return bool(writing)
 
     def deadline_is_near(self) -> bool:
-        """Whether another step and a save might not end before the deadline."""
-        if self.deadline is None:
+        """Whether another step and a save might not end before the deadline; never before the first step."""
+        if self.deadline is None or not self.longest_step_s:
             return False
-        needed = SLACK * (self.longest_step_s + (self.longest_save_s or UNKNOWN_SAVE_S))
+        needed = SLACK * (self.longest_step_s + (self.longest_save_s or self.expected_save_s)) + SLACK_S
         return time.time() + needed >= self.deadline
