@@ -31,8 +31,8 @@ def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
     num_rows = tensor.shape[0] if tensor.dim() else 1
     if not is_sharded(tensor):
         return 0, num_rows
-    mesh = tensor.device_mesh
-    return shard_rows(num_rows, mesh.size(), mesh.get_local_rank())
+    (rank,) = tensor.device_mesh.get_coordinate()
+    return shard_rows(num_rows, tensor.device_mesh.size(), rank)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

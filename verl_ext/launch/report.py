@@ -52,8 +52,7 @@ def unless_it_had_ended(stopped: Stopped, record: RunRecord) -> Outcome:
 
 def report_failure(failure: Failure, config: DictConfig, record: RunRecord | None) -> int:
     """Tell the user once why the ranks ended, and return the exit code."""
-    if record is not None:
-        record.end_if_running("failed", failure.message)
+    close(record, "failed", failure.message)
     if failure.is_user_error:
         raise UserError(failure.message)
     tell(f"error: {failure.message}; {next_start(config)}", sys.stderr)
@@ -64,8 +63,8 @@ def report_stop(stopped: Stopped, config: DictConfig, record: RunRecord | None) 
     """Tell the user what stopped the run and where it goes on, and return the exit code."""
     request, last_step = stopped.request, None
     reason = why(stopped, config.trainer.preemption.grace_s)
+    close(record, "stopped", reason)
     if record is not None:
-        record.end_if_running("stopped", reason)
         attempt = record.read()["attempts"][-1]
         last_step = attempt["last_step"]
         if request is None:
@@ -77,6 +76,15 @@ def report_stop(stopped: Stopped, config: DictConfig, record: RunRecord | None) 
     else:
         tell(f"{reason[0].upper()}{reason[1:]}; {next_start(config, last_step)}.")
     return stopped.exit_code
+
+
+def close(record: RunRecord | None, status: str, reason: str) -> None:
+    """Write how the run ended into run.json, unless rank 0 has; where that fails, the reason matters more."""
+    if record is not None:
+        try:
+            record.end_if_running(status, reason)
+        except UserError as lost:
+            tell(f"warning: {lost}", sys.stderr)
 
 
 def why(stopped: Stopped, grace_s: float) -> str:

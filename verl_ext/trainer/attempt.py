@@ -12,6 +12,7 @@ from verl_ext.collective import on_rank_zero
 from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from verl_ext.metrics.atomic import replace_file
 from verl_ext.metrics.console import ProgressBar
+from verl_ext.metrics.notice import warn
 from verl_ext.metrics.recorder import MetricsRecorder
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer.preemption import Stop
@@ -76,7 +77,12 @@ class Attempt:
         self.bar.close()
         status, reason, exit_code = self._outcome(error)
         self.recorder.close(exit_code)
-        self.record.end_attempt(status, self.last_step, reason)
+        try:
+            self.record.end_attempt(status, self.last_step, reason)
+        except UserError as lost:
+            if error is None:
+                raise
+            warn(str(lost))  # what ended the attempt matters more
 
     def _outcome(self, error: BaseException | None) -> tuple[str, str, int]:
         """Status and reason for run.json, and the exit code that trackers are told."""

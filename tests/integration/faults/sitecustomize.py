@@ -1,0 +1,83 @@
+"""Holds one rank at one call of the product until the test has done its damage; `Hold` in ../runs.py describes it.
+
+Every Python process whose PYTHONPATH begins with this folder loads this file at its start. It does nothing unless HOLD
+describes a call and the process is the rank that is to be held: then the function is wrapped as soon as its module has
+been imported, so the product needs no hook for tests. Standard library only, since every process pays for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import json
+import os
+import sys
+import time
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path, PurePath
+from types import ModuleType
+from typing import Any
+
+
+class HoldingFinder(MetaPathFinder):
+    """Finds the module of the function as always, and wraps the function after the module has been executed."""
+
+    def __init__(self, hold: dict[str, Any]) -> None:
+        self.hold = hold
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Step aside for every other module, and for good after the one."""
+        if name != self.hold["module"]:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_wrap(module: ModuleType) -> None:
+            execute(module)
+            wrap(module, self.hold)
+
+        spec.loader.exec_module = execute_and_wrap
+        return spec
+
+
+def wrap(module: ModuleType, hold: dict[str, Any]) -> None:
+    """Replace the function by one that waits before or after the chosen one of the calls that match."""
+    *owners, name = hold["function"].split(".")
+    owner = functools.reduce(getattr, owners, module)
+    function = getattr(owner, name)
+    numbers = itertools.count(1)
+
+    @functools.wraps(function)
+    def held(*args: Any, **kwargs: Any) -> Any:
+        is_now = hold["match"] in "\n".join(words_of(args)) and next(numbers) == hold["call"]
+        if is_now and hold["when"] == "before":
+            wait_for_the_test(Path(hold["directory"]))
+        result = function(*args, **kwargs)
+        if is_now and hold["when"] == "after":
+            wait_for_the_test(Path(hold["directory"]))
+        return result
+
+    setattr(owner, name, held)
+
+
+def words_of(arguments: tuple[Any, ...]) -> list[str]:
+    """The numbers, texts and paths among arguments, and the paths that objects among them hold."""
+    held = [value for argument in arguments if hasattr(argument, "__dict__") for value in vars(argument).values()]
+    plain = [str(value) for value in (*arguments, *held) if isinstance(value, str | int | PurePath)]
+    return plain + [str(value.name) for value in held if hasattr(value, "fileno")]
+
+
+def wait_for_the_test(directory: Path) -> None:
+    """Say that the call has been reached, and go on once the test says so."""
+    (directory / "reached").touch()
+    while not (directory / "go").exists():
+        time.sleep(0.01)
+
+
+if "HOLD" in os.environ:
+    description = json.loads(os.environ["HOLD"])
+    if os.environ.get("RANK") == str(description["rank"]):
+        sys.meta_path.insert(0, HoldingFinder(description))

@@ -1,0 +1,147 @@
+"""What verl's checkpoint manager gets wrong, shown on the stock class, and that each reads what the other wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors import safe_open
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+from tests.training import make_trainer, small_config
+from verl_ext.data.sampler import GlobalBatchSampler
+from verl_ext.errors import UserError
+from verl_ext.trainer.sft import SFTTrainer
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+EVERYTHING = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+
+
+@pytest.fixture
+def ours(quickstart: Path, tmp_path: Path) -> SFTTrainer:
+    trainer = make_trainer(small_config(quickstart, tmp_path / "run", EVERYTHING, "trainer.max_ckpt_to_keep=1"))
+    trainer.training_step(next(trainer.remaining_batches()))
+    trainer.train_sampler.advance()
+    return trainer
+
+
+def stock_of(trainer: SFTTrainer) -> FSDPCheckpointManager:
+    contents = ["model", "optimizer", "extra", "hf_model"]
+    return FSDPCheckpointManager(
+        model=trainer.fsdp_model,
+        optimizer=trainer.optimizer,
+        lr_scheduler=trainer.lr_scheduler,
+        processing_class=trainer.tokenizer,
+        checkpoint_config=OmegaConf.create({"save_contents": contents, "load_contents": contents}),
+    )
+
+
+def test_verl_deletes_the_only_checkpoint_before_it_has_another(ours: SFTTrainer, tmp_path: Path) -> None:
+    stock = stock_of(ours)
+    stock.save_checkpoint(str(tmp_path / "stock/global_step_1"), global_step=1, max_ckpt_to_keep=1)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        stock.save_checkpoint(str(tmp_path / "file/global_step_2"), global_step=2, max_ckpt_to_keep=1)
+    assert not (tmp_path / "stock/global_step_1").exists()
+
+    ours.save_checkpoint(1)
+    (ours.run_dir / "global_step_2.tmp").touch()  # in the way of the next save
+    with pytest.raises(UserError, match=r"global_step_2\.tmp"):
+        ours.save_checkpoint(2)
+    assert (ours.run_dir / "global_step_1/manifest.json").exists()
+    (ours.run_dir / "global_step_2.tmp").unlink()
+    ours.save_checkpoint(2)
+    assert [path.name for path in ours.run_dir.glob("global_step_*")] == ["global_step_2"]
+
+
+def test_verl_exports_the_master_weights_type(ours: SFTTrainer, tmp_path: Path) -> None:
+    stock_of(ours).save_checkpoint(str(tmp_path / "stock"))
+    ours.save_checkpoint(1)
+    types = {}
+    for name, directory in (("stock", tmp_path / "stock"), ("ours", ours.run_dir / "global_step_1")):
+        with safe_open(directory / "huggingface/model.safetensors", framework="pt") as file:
+            types[name] = {file.get_slice(key).get_dtype() for key in file.keys()}
+    assert types == {"stock": {"F32"}, "ours": {"BF16"}}
+
+
+def spoil(trainer: SFTTrainer) -> None:
+    """Forget what was learnt, so that only a checkpoint can bring it back."""
+    with torch.no_grad():
+        for parameter in trainer.fsdp_model.parameters():
+            parameter.zero_()
+    trainer.optimizer.state.clear()
+    trainer.lr_scheduler.last_epoch = 99
+
+
+def state_of(trainer: SFTTrainer) -> list[torch.Tensor]:
+    moments = [entry["exp_avg"] for entry in trainer.optimizer.state.values()]
+    whole = [tensor.full_tensor().clone() for tensor in [*trainer.fsdp_model.parameters(), *moments]]
+    return [*whole, torch.tensor(trainer.lr_scheduler.last_epoch), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("writer", ["stock", "ours"])
+def test_each_loads_what_the_other_saved(writer: str, ours: SFTTrainer, tmp_path: Path) -> None:
+    stock, expected = stock_of(ours), state_of(ours)
+    if writer == "stock":
+        checkpoint = tmp_path / "stock/global_step_1"
+        stock.save_checkpoint(str(checkpoint), global_step=1)
+    else:
+        checkpoint = ours.run_dir / "global_step_1"
+        ours.save_checkpoint(1)
+    spoil(ours)
+    (ours.checkpoint_manager if writer == "stock" else stock).load_checkpoint(str(checkpoint))
+    assert all(map(torch.equal, expected, state_of(ours)))
+
+
+def test_verl_reads_only_its_own_number_of_ranks(ours: SFTTrainer, tmp_path: Path) -> None:
+    ours.save_checkpoint(1)
+    checkpoint = ours.run_dir / "global_step_1"
+    for path in checkpoint.glob("*_world_size_1_rank_0.pt"):  # as two ranks would have named them
+        path.rename(path.with_name(path.name.replace("world_size_1", "world_size_2")))
+    with pytest.raises((FileNotFoundError, AssertionError)):
+        stock_of(ours).load_checkpoint(str(checkpoint))
+    # ours reads any number: tests/integration/test_world_sizes.py; here a shard is missing, and it says so
+    with pytest.raises(UserError, match=r"1 model shards of \[2\] ranks"):
+        ours.checkpoint_manager.load_checkpoint(str(checkpoint))
+
+
+class Numbers(Dataset):
+    """0, 1, 2, ..."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_verls_loader_skips_an_epoch_when_resumed_at_the_end_of_one() -> None:
+    loader = StatefulDataLoader(Numbers(), batch_size=2)
+    at_the_end = [loader.state_dict() for _ in loader][-1]  # verl saves inside the loop
+    resumed = StatefulDataLoader(Numbers(), batch_size=2)
+    resumed.load_state_dict(at_the_end)
+    assert list(resumed) == []  # and verl counts this as the next epoch
+
+    ours = GlobalBatchSampler(4, 2, 0, 1, seed=0)
+    for _ in range(len(ours)):
+        ours.advance()
+    again = GlobalBatchSampler(4, 2, 0, 1, seed=0)
+    again.load_state_dict(ours.state_dict())
+    assert len(list(again)) == 2
+
+
+def test_an_export_is_only_as_frequent_as_asked(quickstart: Path, tmp_path: Path) -> None:
+    overrides = (EVERYTHING, "trainer.save_freq=1", "trainer.checkpoint.export.every=2")
+    trainer = make_trainer(
+        small_config(quickstart, tmp_path, *overrides, "trainer.checkpoint.export.max_shard_gib=0.001")
+    )
+    for step in (1, 2):
+        trainer.save_checkpoint(step)
+    with_weights = {path.parents[1].name for path in tmp_path.glob("*/huggingface/*.safetensors")}
+    assert with_weights == {"global_step_2"}
+    assert (tmp_path / "global_step_1/huggingface/tokenizer.json").exists()
+    assert len(list((tmp_path / "global_step_2/huggingface").glob("model-*-of-*.safetensors"))) > 2

@@ -1,0 +1,163 @@
+"""Shards by rows, the layout of safetensors files, staging, merging of adapters, and writing with digests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+
+from verl_ext.checkpoint.export import ExportWriter, layout_of, write_own_rows
+from verl_ext.checkpoint.shards import MODEL, ShardFiles, local_part, shard_name, shard_rows
+from verl_ext.checkpoint.space import bytes_of, require_space, warn_if_next_will_not_fit
+from verl_ext.checkpoint.staging import Stager
+from verl_ext.checkpoint.weights import Weight, exported_weights, plain_name
+from verl_ext.checkpoint.writing import flush_and_digest, write_bytes, write_object
+from verl_ext.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("one_rank")  # without which a mesh cannot be made
+
+
+def shard(tensor: torch.Tensor, num_ranks: int, rank: int) -> DTensor:
+    """What one of so many ranks holds; on a mesh of GPUs, which this machine may lack."""
+    start, end = shard_rows(len(tensor), num_ranks, rank)
+    mesh = DeviceMesh("cuda", torch.arange(num_ranks), _init_backend=False)
+    mesh._coordinate_on_dim = [rank]
+    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+    return DTensor(tensor[start:end].clone(), DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False)
+
+
+@pytest.fixture
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {"wide": torch.randn(7, 3), "short": torch.randn(2), "one": torch.randn(1, 5)}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_readers", [1, 2, 3, 5])
+def test_any_rows_of_any_number_of_shards(num_ranks: int, num_readers: int, state: dict, tmp_path: Path) -> None:
+    for rank in range(num_ranks):
+        shards = {name: shard(tensor, num_ranks, rank) for name, tensor in state.items()}
+        torch.save(shards, tmp_path / shard_name(MODEL, num_ranks, rank))
+    files = ShardFiles(tmp_path, MODEL)
+    assert files.world_size == num_ranks
+    for name, tensor in state.items():
+        parts = []
+        for reader in range(num_readers):
+            start, end = shard_rows(len(tensor), num_readers, reader)
+            parts.append(torch.full((end - start, *tensor.shape[1:]), torch.nan))
+            files.tensor(name).copy_rows(start, end, parts[-1])
+        assert torch.equal(torch.cat(parts), tensor)
+        assert torch.equal(files.tensor(name).whole(), tensor)
+
+
+def test_missing_shards_are_named(state: dict, tmp_path: Path) -> None:
+    torch.save(state, tmp_path / shard_name(MODEL, 2, 0))
+    with pytest.raises(UserError, match=r"holds 1 model shards of \[2\] ranks"):
+        ShardFiles(tmp_path, MODEL)
+
+
+@pytest.mark.parametrize("max_shard_gib", [1, 60 / 2**30])
+def test_ranks_write_one_export_together(max_shard_gib: float, state: dict, tmp_path: Path) -> None:
+    state["counts"] = torch.arange(3)  # not sharded, not of floating point
+    weights = [Weight(name, name) for name in state]
+    layout = layout_of(weights, state, torch.bfloat16, max_shard_gib)
+    for rank in (1, 0):  # in any order
+        own = {name: shard(tensor, 2, rank) if name != "counts" else tensor for name, tensor in state.items()}
+        write_own_rows(ExportWriter(tmp_path, layout), weights, own, {}, rank)
+    loaded = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    assert loaded.keys() == state.keys()
+    for name, tensor in state.items():
+        wanted = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        assert torch.equal(loaded[name], wanted)
+        assert loaded[name].dtype == wanted.dtype
+    assert (layout.index is None) == (len(layout.headers) == 1)
+    with safe_open(next(iter(tmp_path.glob("*.safetensors"))), framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}  # without which transformers refuses it
+
+
+def test_a_staged_copy_does_not_follow_and_ties_stay(state: dict) -> None:
+    stager, sharded = Stager(), shard(state["wide"], 2, 0)
+    tied = {"a": state["wide"], "b": state["wide"], "sharded": sharded, "list": [state["short"], 3, "x"]}
+    before = [state["wide"].clone(), local_part(sharded).clone(), state["short"].clone()]
+    copy = stager.stage(tied)
+    for tensor in (state["wide"], local_part(sharded), state["short"]):
+        tensor.zero_()
+    assert torch.equal(copy["a"], before[0])
+    assert torch.equal(local_part(copy["sharded"]), before[1])
+    assert copy["sharded"].shape == (7, 3)
+    assert torch.equal(copy["list"][0], before[2])
+    assert copy["list"][1:] == [3, "x"]
+    assert copy["a"].data_ptr() == copy["b"].data_ptr()
+    assert stager.stage(tied)["a"].data_ptr() == copy["a"].data_ptr()  # the memory serves again
+
+
+def lora_model(kind: str) -> peft.PeftModel:
+    torch.manual_seed(0)
+    if kind == "qwen2":
+        sizes = dict(vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=1)
+        base = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
+        config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"])
+    else:  # its layers store the weight as (in, out)
+        base = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+        config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["c_attn"], fan_in_fan_out=True)
+    model = peft.get_peft_model(base, config)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_adapters_are_merged_row_by_row_as_peft_merges_them(kind: str, tmp_path: Path) -> None:
+    model = lora_model(kind)
+    weights, state = exported_weights(model), model.state_dict()
+    layout = layout_of(weights, state, torch.float32, 1)
+    for rank in (0, 1, 2):
+        own = {name: shard(tensor, 3, rank) for name, tensor in state.items()}
+        write_own_rows(ExportWriter(tmp_path, layout), weights, own, state, rank)
+    loaded = load_file(tmp_path / "model.safetensors")
+    merged = model.merge_and_unload().state_dict()
+    assert loaded.keys() == merged.keys() - ({"lm_head.weight"} if kind == "gpt2" else set())  # tied in GPT-2
+    for name, tensor in loaded.items():
+        torch.testing.assert_close(tensor, merged[name], rtol=1e-6, atol=1e-6)
+
+
+def test_names_without_peft() -> None:
+    assert plain_name("base_model.model.lm_head.modules_to_save.default.weight") == "lm_head.weight"
+    assert plain_name("base_model.model.lm_head.original_module.weight") is None
+    assert plain_name("base_model.model.model.norm.weight") == "model.norm.weight"
+
+
+def test_adapters_that_cannot_be_merged_are_refused() -> None:
+    base = lora_model("qwen2").unload()
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    with pytest.raises(UserError, match="lora_magnitude_vector"):
+        exported_weights(model)
+
+
+def test_what_is_written_is_digested_as_it_is_read(state: dict, tmp_path: Path) -> None:
+    assert write_object(tmp_path / "state.pt", state) == flush_and_digest(tmp_path / "state.pt")
+    assert write_bytes(tmp_path / "text", b"one", b"two") == flush_and_digest(tmp_path / "text")
+    assert all(torch.equal(torch.load(tmp_path / "state.pt")[name], tensor) for name, tensor in state.items())
+    with pytest.raises(UserError, match=r"nowhere/text: No such file"):
+        write_bytes(tmp_path / "nowhere/text", b"")
+
+
+def test_room_on_the_disk(state: dict, tmp_path: Path) -> None:
+    assert bytes_of({"a": [state["wide"], "text"], "b": shard(state["wide"], 2, 1)}) == 84 + 36
+    require_space(tmp_path, 1, step=3)
+    with pytest.raises(UserError, match=r"global_step_3 cannot be saved: it takes 1073741824.00 GiB"):
+        require_space(tmp_path, 2**60, step=3)
+    warnings: list[str] = []
+    warn_if_next_will_not_fit(tmp_path, 1, warnings.append)
+    assert warnings == []
+    warn_if_next_will_not_fit(tmp_path, 2**60, warnings.append)
+    assert "it will fail" in warnings[0]
