@@ -55,6 +55,7 @@ def test_verl_deletes_the_only_checkpoint_before_it_has_another(ours: SFTTrainer
     assert (ours.run_dir / "global_step_1/manifest.json").exists()
     (ours.run_dir / "global_step_2.tmp").unlink()
     ours.save_checkpoint(2)
+    ours.checkpoint_manager.wait()  # for the rotation
     assert [path.name for path in ours.run_dir.glob("global_step_*")] == ["global_step_2"]
 
 

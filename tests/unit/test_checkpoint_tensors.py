@@ -19,7 +19,7 @@ from verl_ext.checkpoint.shards import MODEL, ShardFiles, local_part, shard_name
 from verl_ext.checkpoint.space import bytes_of, require_space, warn_if_next_will_not_fit
 from verl_ext.checkpoint.staging import Stager
 from verl_ext.checkpoint.weights import Weight, exported_weights, plain_name
-from verl_ext.checkpoint.writing import flush_and_digest, write_bytes, write_object
+from verl_ext.checkpoint.writing import FileWriter, flush_and_digest
 from verl_ext.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_rank")  # without which a mesh cannot be made
@@ -144,11 +144,15 @@ def test_adapters_that_cannot_be_merged_are_refused() -> None:
 
 
 def test_what_is_written_is_digested_as_it_is_read(state: dict, tmp_path: Path) -> None:
-    assert write_object(tmp_path / "state.pt", state) == flush_and_digest(tmp_path / "state.pt")
-    assert write_bytes(tmp_path / "text", b"one", b"two") == flush_and_digest(tmp_path / "text")
+    with FileWriter() as files:
+        entries = {
+            "state.pt": files.write_object(tmp_path / "state.pt", state),
+            "text": files.write_bytes(tmp_path / "text", b"one"),
+        }
+    assert entries == {name: flush_and_digest(tmp_path / name) for name in entries}
     assert all(torch.equal(torch.load(tmp_path / "state.pt")[name], tensor) for name, tensor in state.items())
-    with pytest.raises(UserError, match=r"nowhere/text: No such file"):
-        write_bytes(tmp_path / "nowhere/text", b"")
+    with pytest.raises(UserError, match=r"nowhere/text: No such file"), FileWriter() as files:
+        files.write_bytes(tmp_path / "nowhere/text", b"")
 
 
 def test_room_on_the_disk(state: dict, tmp_path: Path) -> None:

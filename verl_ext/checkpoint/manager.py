@@ -60,7 +60,6 @@ class CheckpointManager(FSDPCheckpointManager):
         with quiet_native_stdout():
             self._group = dist.new_group(backend="gloo", timeout=options.timeout)
         self._background: Background[float] | None = None
-        self._written_s: float | None = None
 
     # Saving
 
@@ -103,18 +102,17 @@ class CheckpointManager(FSDPCheckpointManager):
             group=self._group,
             warn=self.warn,
         )
-        if self.options.in_background:
-            self._background = Background(save.write)
-        else:
-            self._written_s = save.write()
+        written = None if self.options.in_background else save.write()
+        # Deleting takes as long as a good part of writing, and nothing waits for it.
+        self._background = Background(lambda: save.finish(written))
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save in the background has not ended yet on this rank."""
+        """Whether a save, or the rotation after it, has not ended yet on this rank."""
         return self._background is not None and not self._background.is_done
 
     def wait(self) -> float | None:
-        """Wait for the last save to be on the disk.
+        """Wait for the last save to be on the disk and for the rotation after it.
 
         Returns:
             Seconds that its writing took; None when there was none since the last call.
@@ -123,10 +121,7 @@ class CheckpointManager(FSDPCheckpointManager):
             UserError: it failed; the same on every rank.
         """
         background, self._background = self._background, None
-        if background is not None:
-            return background.result()
-        seconds, self._written_s = self._written_s, None
-        return seconds
+        return None if background is None else background.result()
 
     def expected_save_s(self) -> float:
         """A guess at how long the first save takes, in seconds: AdamW's two moments, an export of half the size."""

@@ -16,7 +16,7 @@ from verl_ext.checkpoint.layout import EXPORT, MANIFEST, Manifest, what_is_wrong
 from verl_ext.checkpoint.lease import leased
 from verl_ext.checkpoint.safetensors_layout import INDEX
 from verl_ext.checkpoint.verify import damaged_files
-from verl_ext.checkpoint.writing import flush_and_digest, naming, write_bytes
+from verl_ext.checkpoint.writing import FileWriter, flush_and_digest, naming
 from verl_ext.errors import UserError
 from verl_ext.metrics.atomic import flush_directory, replace_file
 from verl_ext.metrics.notice import warn
@@ -82,11 +82,12 @@ def write_weights(checkpoint: Path, directory: Path, dtype: str, max_shard_gib: 
     """The safetensors files, their index, and the configuration with the new number type."""
     torch_dtype = PrecisionType.to_dtype(dtype)
     layout = export_from_shards(checkpoint, directory, torch_dtype, max_shard_gib, bar.update)
-    if layout.index is not None:
-        write_bytes(directory / INDEX, layout.index)
     config = json.loads((checkpoint / EXPORT / "config.json").read_text())
     config["dtype"] = str(torch_dtype).removeprefix("torch.")
-    write_bytes(directory / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+    with FileWriter() as files:
+        if layout.index is not None:
+            files.write_bytes(directory / INDEX, layout.index)
+        files.write_bytes(directory / "config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -20,7 +20,7 @@ from verl_ext.checkpoint.safetensors_layout import SafetensorsLayout
 from verl_ext.checkpoint.shards import MODEL, shard_name
 from verl_ext.checkpoint.space import warn_if_next_will_not_fit
 from verl_ext.checkpoint.weights import Weight
-from verl_ext.checkpoint.writing import Entry, flush_and_digest, naming, write_bytes, write_object
+from verl_ext.checkpoint.writing import Entry, FileWriter, flush_and_digest, naming
 from verl_ext.collective import gather_results, on_rank_zero
 from verl_ext.errors import UserError
 
@@ -50,7 +50,8 @@ class Save:
         manifest: with everything but the list of files.
         state: what this rank writes, by kind of shard.
         export: the weights of `huggingface/`, None when there are none this time.
-        shared_files: content by relative path of what rank 0 writes; bytes as they are, anything else by `torch.save`.
+        shared_files: content by relative path of what there is once, for rank 0; bytes as they are, all else by
+            `torch.save`.
         retention: what stays on the disk afterwards.
         group: the ranks, for this save alone.
         warn: receives what went wrong without stopping the run.
@@ -72,7 +73,7 @@ class Save:
         return temporary_of(self.final)
 
     def write(self) -> float:
-        """Write, commit and rotate; collective.
+        """Write and commit; collective.
 
         Returns:
             Seconds it took.
@@ -89,23 +90,30 @@ class Save:
             raise
         return time.perf_counter() - start
 
+    def finish(self, seconds: float | None) -> float:
+        """Write if that was not done yet, and rotate; returns the seconds that the writing took."""
+        if seconds is None:
+            seconds = self.write()
+        self.rotate()
+        return seconds
+
     def write_own_files(self) -> dict[str, Entry]:
         """This rank's shards, its rows of the export and, on rank 0, what there is once; entries by relative path."""
         entries = {}
-        for kind, content in self.state.items():
-            name = shard_name(kind, self.manifest.world_size, self.rank)
-            entries[name] = write_object(self.temporary / name, content)
-        if self.rank == 0:
+        with FileWriter() as files:
+            for kind, content in self.state.items():
+                name = shard_name(kind, self.manifest.world_size, self.rank)
+                entries[name] = files.write_object(self.temporary / name, content)
             for name, content in self.shared_files.items():
-                write = write_bytes if isinstance(content, bytes) else write_object
+                write = files.write_bytes if isinstance(content, bytes) else files.write_object
                 entries[name] = write(self.temporary / name, content)
-        if self.export is not None:
-            writer = ExportWriter(self.temporary / EXPORT, self.export.layout)
-            write_own_rows(writer, self.export.weights, self.state[MODEL], self.export.factors, self.rank)
+            if self.export is not None:
+                writer = ExportWriter(self.temporary / EXPORT, self.export.layout)
+                write_own_rows(writer, self.export.weights, self.state[MODEL], self.export.factors, self.rank)
         return entries
 
     def commit(self, written: list[dict[str, Entry]]) -> None:
-        """List what all ranks wrote, make it a checkpoint, and remove those that it makes superfluous; rank 0 alone."""
+        """List what all ranks wrote and make it a checkpoint; rank 0 alone."""
         files = {name: entry for entries in written for name, entry in entries.items()}
         if self.export is not None:
             for name in self.export.layout.headers:
@@ -114,8 +122,13 @@ class Save:
         with naming(self.temporary):
             write_manifest(self.temporary, manifest)
             publish(self.temporary, self.final, manifest.step, is_held)
-        rotate(self.final.parent, self.retention, manifest.step, self.warn)
-        warn_if_next_will_not_fit(self.final.parent, manifest.num_bytes, self.warn)
+
+    def rotate(self) -> None:
+        """Remove the checkpoints that this one makes superfluous, and see whether the next one will fit."""
+        if self.rank == 0:
+            rotate(self.final.parent, self.retention, self.manifest.step, self.warn)
+            num_bytes = Manifest.read(self.final).num_bytes
+            warn_if_next_will_not_fit(self.final.parent, num_bytes, self.warn)
 
     def clean_up(self) -> None:
         """Give the space of an unfinished checkpoint back, so that what comes next has room."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -58,42 +60,64 @@ class DigestingFile:
     def flush(self) -> None:
         """Nothing is held back."""
 
-    def close(self) -> Entry:
-        """Force the file to the disk and return its entry."""
+    @property
+    def entry(self) -> Entry:
+        """Of what was written so far."""
+        return {"bytes": self._num_bytes, "xxh3_128": self._digest.hexdigest()}
+
+    def force(self) -> None:
+        """Wait until the file is on the disk, and close it."""
         os.fsync(self._file.fileno())
         self._file.close()
-        return {"bytes": self._num_bytes, "xxh3_128": self._digest.hexdigest()}
 
     def abandon(self) -> None:
         """Let go of a file whose writing failed."""
         self._file.close()
 
 
-def write_bytes(path: Path, *parts: bytes) -> Entry:
-    """Write a file and force it to the disk."""
-    with naming(path):
-        file = DigestingFile(path)
-        try:
-            for part in parts:
-                file.write(part)
-            return file.close()
-        finally:
-            file.abandon()
+class FileWriter:
+    """Writes files and forces each to the disk while the next ones are written; leaving the context waits for all.
 
+    Raises:
+        UserError: on writing a file or on leaving, which file could not be written and why.
+    """
 
-def write_object(path: Path, content: Any) -> Entry:
-    """`torch.save` and force to the disk, in one pass and without torch's own slow checksum."""
-    with naming(path), config.patch("save.compute_crc32", False):
-        file = DigestingFile(path)
-        try:
-            torch.save(content, file)
-            return file.close()
-        except Exception:
-            if file.error is not None:
-                raise file.error from None
-            raise
-        finally:
-            file.abandon()
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(thread_name_prefix="fsync")
+        self._forced: list[tuple[Path, Future[None]]] = []
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._pool.shutdown()
+        for path, forced in self._forced if error is None else []:
+            with naming(path):
+                forced.result()
+
+    def write_bytes(self, path: Path, content: bytes) -> Entry:
+        """Write a file."""
+        return self._write(path, lambda file: file.write(content))
+
+    def write_object(self, path: Path, content: Any) -> Entry:
+        """`torch.save`, in one pass and without torch's own slow checksum."""
+        with config.patch("save.compute_crc32", False):
+            return self._write(path, lambda file: torch.save(content, file))
+
+    def _write(self, path: Path, fill: Callable[[DigestingFile], object]) -> Entry:
+        with naming(path):
+            file = DigestingFile(path)
+            try:
+                fill(file)
+            except Exception:
+                file.abandon()
+                if file.error is not None:
+                    raise file.error from None
+                raise
+        self._forced.append((path, self._pool.submit(file.force)))
+        return file.entry
 
 
 def flush_and_digest(path: Path) -> Entry:

@@ -129,8 +129,7 @@ class PipelineTrainer(TrainerSetup, ABC):
                 self.run_validation()
             if self.is_due(self.config.trainer.save_freq):
                 self.save()
-            is_writing = self.preemption.check(self.checkpoint_manager.is_writing)
-            if not is_writing:
+            if self.steps_left and not self.preemption.check(self.checkpoint_manager.is_writing):
                 self.finish_writing()
 
     def remaining_batches(self) -> Iterator[Batch]:

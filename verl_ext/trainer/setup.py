@@ -64,7 +64,7 @@ class TrainerSetup(FSDPSFTTrainer):
             batch_sampler=self.train_sampler,
             num_workers=data.num_workers,
             collate_fn=self.batcher,
-            worker_init_fn=lambda _: ignore_stop_signals(),
+            worker_init_fn=ignore_stop_signals,
             # Its own: every iterator draws a seed, and a resumed run would draw once more from the global generator.
             generator=torch.Generator(),
         )

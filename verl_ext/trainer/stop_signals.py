@@ -41,7 +41,7 @@ class StopSignals:
             os._exit(128 + number)
 
 
-def ignore_stop_signals() -> None:
-    """For a process that ends with its rank, such as a loader's: it must live until the rank has saved."""
+def ignore_stop_signals(worker: int) -> None:
+    """For a worker of a data loader, whatever its number: it must live until its rank has saved, and ends with it."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
