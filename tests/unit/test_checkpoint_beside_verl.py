@@ -8,11 +8,15 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+from tqdm import tqdm
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 from tests.training import make_trainer, small_config
+from verl_ext.checkpoint.rebuild import rebuild_export
+from verl_ext.checkpoint.weights import read_plan
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.errors import UserError
 from verl_ext.trainer.sft import SFTTrainer
@@ -67,6 +71,22 @@ def test_verl_exports_the_master_weights_type(ours: SFTTrainer, tmp_path: Path) 
         with safe_open(directory / "huggingface/model.safetensors", framework="pt") as file:
             types[name] = {file.get_slice(key).get_dtype() for key in file.keys()}
     assert types == {"stock": {"F32"}, "ours": {"BF16"}}
+
+
+def test_what_verl_saved_can_be_exported(ours: SFTTrainer, tmp_path: Path) -> None:
+    stock_of(ours).save_checkpoint(str(tmp_path / "global_step_1"))
+    target = rebuild_export(tmp_path / "global_step_1", tmp_path / "model", "fp32", 1.0, tqdm(disable=True))
+    rebuilt, written = (
+        load_file(path / "model.safetensors") for path in (target, tmp_path / "global_step_1/huggingface")
+    )
+    assert rebuilt.keys() == written.keys()
+    assert all(torch.equal(rebuilt[name], written[name]) for name in written)
+
+
+def test_tied_tensors_without_a_plan_are_exported_once() -> None:
+    embedding = torch.ones(3, 2)
+    state = {"embed.weight": embedding, "norm.weight": torch.ones(2), "lm_head.weight": embedding}
+    assert [weight.name for weight in read_plan(Path("nowhere"), state)] == ["embed.weight", "norm.weight"]
 
 
 def spoil(trainer: SFTTrainer) -> None:

@@ -134,7 +134,7 @@ def export_from_shards(
     """
     files = ShardFiles(checkpoint, MODEL)
     state = files.content(0)
-    weights = read_plan(checkpoint, list(state))
+    weights = read_plan(checkpoint, state)
     layout = layout_of(weights, state, dtype, max_shard_gib)
     writer = ExportWriter(directory, layout)
     writer.write_headers()

@@ -12,6 +12,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 
+from verl_ext.checkpoint.shards import local_part
 from verl_ext.errors import UserError
 
 PLAN = "export_plan.json"
@@ -103,12 +104,12 @@ def plan_to_json(weights: list[Weight]) -> str:
     return json.dumps({"format": 1, "weights": [asdict(weight) for weight in weights]}, indent=1) + "\n"
 
 
-def read_plan(checkpoint: Path, names: list[str]) -> list[Weight]:
+def read_plan(checkpoint: Path, state: Mapping[str, torch.Tensor]) -> list[Weight]:
     """The export plan of a checkpoint.
 
     Args:
         checkpoint: a `global_step_N`.
-        names: of its model's tensors; a checkpoint that verl itself wrote has no plan and is exported as it is.
+        state: of one rank. A checkpoint that verl itself wrote has no plan: all is exported, tied tensors once.
 
     Raises:
         UserError: it has adapters and no plan.
@@ -117,6 +118,8 @@ def read_plan(checkpoint: Path, names: list[str]) -> list[Weight]:
     if path.is_file():
         entries = json.loads(path.read_text())["weights"]
         return [Weight(e["name"], e["source"], Adapter(**e["adapter"]) if e["adapter"] else None) for e in entries]
-    if any(".lora_" in name for name in names):
+    if any(".lora_" in name for name in state):
         raise UserError(f"{checkpoint} has LoRA adapters and no {PLAN} that says how to merge them")
-    return [Weight(name, name) for name in names]
+    places = {name: local_part(tensor).data_ptr() for name, tensor in state.items()}
+    first = {place: name for name, place in reversed(places.items())}
+    return [Weight(name, name) for name, place in places.items() if first[place] == name]
