@@ -33,7 +33,9 @@ def _check_weights(export: Path) -> None:
     index = export / SHARD_INDEX
     shards = _shards_of(index) if index.is_file() else sorted(export.glob("*.safetensors"))
     if not shards:
-        raise UserError(f"{export} holds no *.safetensors weights; export the model again.")
+        from_shards = (export.parent / "fsdp_config.json").exists()
+        remedy = f"python -m verl_ext.checkpoint export {export.parent}" if from_shards else "export the model again"
+        raise UserError(f"{export} holds no *.safetensors weights; {remedy}.")
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
         raise UserError(f"{index} names shards that are missing ({', '.join(missing)}); export the model again.")

@@ -153,16 +153,3 @@ def test_verls_loader_skips_an_epoch_when_resumed_at_the_end_of_one() -> None:
     again = GlobalBatchSampler(4, 2, 0, 1, seed=0)
     again.load_state_dict(ours.state_dict())
     assert len(list(again)) == 2
-
-
-def test_an_export_is_only_as_frequent_as_asked(quickstart: Path, tmp_path: Path) -> None:
-    overrides = (EVERYTHING, "trainer.save_freq=1", "trainer.checkpoint.export.every=2")
-    trainer = make_trainer(
-        small_config(quickstart, tmp_path, *overrides, "trainer.checkpoint.export.max_shard_gib=0.001")
-    )
-    for step in (1, 2):
-        trainer.save_checkpoint(step)
-    with_weights = {path.parents[1].name for path in tmp_path.glob("*/huggingface/*.safetensors")}
-    assert with_weights == {"global_step_2"}
-    assert (tmp_path / "global_step_1/huggingface/tokenizer.json").exists()
-    assert len(list((tmp_path / "global_step_2/huggingface").glob("model-*-of-*.safetensors"))) > 2

@@ -28,14 +28,15 @@ def publish(temporary: Path, final: Path, step: int, is_held: Callable[[Path], b
         step: for the tracker.
         is_held: whether such a checkpoint must stay; it is then renamed to `..._formerly_TIME`.
     """
+    doomed = None
     if final.exists():
-        if is_held(final):
-            os.rename(final, final.with_name(f"{final.name}_formerly_{time.time_ns()}"))
-        else:
-            remove_tree(final)
+        doomed = None if is_held(final) else doomed_name(final)
+        os.rename(final, doomed or final.with_name(f"{final.name}_formerly_{time.time_ns()}"))
     os.rename(temporary, final)
     flush_directory(final.parent)
     point_tracker(final.parent, step)
+    if doomed is not None:  # which may take long, so the new one is in place first
+        shutil.rmtree(doomed)
 
 
 def point_tracker(run_dir: Path, step: int) -> None:
@@ -45,8 +46,14 @@ def point_tracker(run_dir: Path, step: int) -> None:
 
 def remove_tree(path: Path) -> None:
     """Rename, then delete, so that a crash in between leaves nothing that looks like a checkpoint."""
+    doomed = doomed_name(path)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def doomed_name(path: Path) -> Path:
+    """A free name for a directory that is being removed; what an earlier removal left under it is deleted first."""
     doomed = path.with_name(f"{path.name}.removing")
     if doomed.exists():
         shutil.rmtree(doomed)
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
+    return doomed

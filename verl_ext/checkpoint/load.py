@@ -64,9 +64,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
     files = ShardFiles(checkpoint, OPTIMIZER)
     saved = files.content(0)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    sizes, saved_sizes = (
-        [len(g["params"]) for g in groups] for groups in (optimizer.param_groups, saved["param_groups"])
-    )
+    sizes, saved_sizes = group_sizes(optimizer.param_groups), group_sizes(saved["param_groups"])
     if sizes != saved_sizes:
         raise UserError(
             f"the optimizer of {checkpoint} has parameter groups of {saved_sizes} tensors, this run's of {sizes}; "

@@ -26,9 +26,10 @@ from verl_ext.checkpoint.save import Export, Save, temporary_of
 from verl_ext.checkpoint.shards import EXTRA, MODEL, OPTIMIZER, ShardFiles
 from verl_ext.checkpoint.space import bytes_of, require_space
 from verl_ext.checkpoint.staging import Stager
-from verl_ext.checkpoint.weights import PLAN, exported_weights, plan_to_json
+from verl_ext.checkpoint.weights import PLAN, Weight, exported_weights, plan_to_json
 from verl_ext.checkpoint.writing import naming
 from verl_ext.collective import gather_results, on_rank_zero
+from verl_ext.errors import UserError
 from verl_ext.native_output import quiet_native_stdout
 
 DATA_STATE = "data.pt"
@@ -51,7 +52,8 @@ class CheckpointManager(FSDPCheckpointManager):
         self.options, self.stream, self.warn = options, stream, warn
         self.data_state: dict[str, Any] = {}
         self.step_metrics: dict[str, float] = {}
-        self._weights = exported_weights(self.model) if self.should_save_hf_model else []
+        self._exports = self.should_save_hf_model
+        self._weights = self._exportable_weights()
         self._companions = (
             companion_files(self.model, self.processing_class, options.export_dtype) if self.rank == 0 else {}
         )
@@ -141,13 +143,22 @@ class CheckpointManager(FSDPCheckpointManager):
 
     def _export(self, step: int, own: dict[str, Any]) -> Export | None:
         """What is exported at this step; gathers the LoRA factors, so collective."""
-        if not self._weights or not self.options.exports_at(step):
+        if not self._exports or not self.options.exports_at(step):
             return None
         state = own[MODEL]
         names = {name for w in self._weights if w.adapter for name in (w.adapter.down, w.adapter.up)}
         factors = {name: whole(state[name]).cpu().clone() for name in sorted(names)}
         layout = layout_of(self._weights, state, self.options.export_dtype, self.options.max_shard_gib)
         return Export(self._weights, layout, factors)
+
+    def _exportable_weights(self) -> list[Weight]:
+        """What an export holds; the plan is saved also without one, so that the command can make it later."""
+        try:
+            return exported_weights(self.model)
+        except UserError:
+            if self._exports:
+                raise
+            return []
 
     def _export_bytes(self, export: Export | None) -> int:
         return export.layout.num_bytes // self.world_size if export else 0

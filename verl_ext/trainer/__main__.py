@@ -13,7 +13,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
-from verl_ext.trainer.stop_signals import StopSignals
+from verl_ext.trainer.stop_signals import StopSignals, end_at_once
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
@@ -21,12 +21,11 @@ PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 def main() -> None:
     """Train the stage of the configuration; a `UserError` goes to the launcher, which prints it once."""
     die_with_launcher()
-    signals = StopSignals()
-    signals.install()
+    end_at_once()
     config = OmegaConf.load(sys.argv[1])
     OmegaConf.set_struct(config, True)
     try:
-        train(config, signals)
+        train(config)
     except UserError as error:
         tell_launcher(str(error))
         sys.exit(USER_ERROR_EXIT_CODE)
@@ -53,7 +52,7 @@ def tell_launcher(message: str) -> None:
         Path(path).write_text(json.dumps({"message": message}))
 
 
-def train(config: DictConfig, signals: StopSignals) -> None:
+def train(config: DictConfig) -> None:
     """Build the ranks, the data and the trainer, and fit; leaves with `STOPPED_EXIT_CODE` after a stop."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     import torch.distributed as dist
@@ -75,7 +74,7 @@ def train(config: DictConfig, signals: StopSignals) -> None:
     set_seed(config.trainer.seed + dist.get_rank() // config.ulysses_sequence_parallel_size)
     tokenizer = on_every_rank(lambda: load_tokenizer(config))
     datasets = on_every_rank(lambda: load_datasets(config, tokenizer, progress=dist.get_rank() == 0))
-    trainer = SFTTrainer(config, *meshes, tokenizer, *datasets, signals)
+    trainer = SFTTrainer(config, *meshes, tokenizer, *datasets, StopSignals())
     exit_code = 0
     try:
         trainer.fit()

@@ -64,7 +64,7 @@ class PipelineTrainer(TrainerSetup, ABC):
         self.run_dir = Path(config.trainer.default_local_dir)
         self.timer = StepTimer(synchronize="cuda" if self.device_name == "cuda" else None)
         self.guard = NonFiniteGuard(config.trainer.max_nonfinite_steps, train_dataset.describe)
-        self.preemption = Preemption(signals or StopSignals(), self.deadline(config))
+        self.preemption = Preemption(signals, self.deadline(config))
         with open(os.devnull, "w") as sink, redirect_stdout(sink):  # verl prints the whole configuration and more
             copy = verls_config(config)
             super().__init__(copy, device_mesh, ulysses_device_mesh, tokenizer, train_dataset, val_dataset)
@@ -99,8 +99,7 @@ class PipelineTrainer(TrainerSetup, ABC):
         Raises:
             Stop: the run was asked to stop; everything is saved.
         """
-        dist.barrier()  # all ranks begin to hold together: one that leaves at once would take the others along
-        self.preemption.signals.hold()
+        self.preemption.hold()
         self.attempt = Attempt(
             self.recorded_config, self.global_step, self.total_training_steps, dist.get_world_size(), self.is_main
         )

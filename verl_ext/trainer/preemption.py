@@ -24,16 +24,22 @@ class Preemption:
     """Has all ranks learn at the same place what one of them was asked.
 
     Args:
-        signals: what this rank was asked.
+        signals: what this rank is asked; None in a process whose signals are someone else's.
         deadline: when this machine goes away, in seconds since 1970; None when that is not known.
 
     Attributes:
         expected_save_s: how long a save is taken to last before there was one.
     """
 
-    def __init__(self, signals: StopSignals, deadline: float | None) -> None:
+    def __init__(self, signals: StopSignals | None, deadline: float | None) -> None:
         self.signals, self.deadline = signals, deadline
         self.longest_step_s = self.longest_save_s = self.expected_save_s = 0.0
+
+    def hold(self) -> None:
+        """From now on a signal is noted and no longer ends this rank; collective."""
+        dist.barrier()  # all ranks together: one that left at once would take along those that hold already
+        if self.signals is not None:
+            self.signals.hold()
 
     def note(self, *, step_s: float = 0.0, save_s: float = 0.0) -> None:
         """Learn how long steps and saves last."""
@@ -52,7 +58,7 @@ class Preemption:
         Raises:
             Stop: on every rank.
         """
-        asked = int(self.signals.received or 0)
+        asked = int(self.signals.received or 0) if self.signals is not None else 0
         votes = torch.tensor([asked, self.deadline_is_near(), is_writing], dtype=torch.int64)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         number, near, writing = votes.tolist()

@@ -7,38 +7,48 @@ import signal
 import time
 from types import FrameType
 
-from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE
+from verl_ext.errors import STOP_SIGNALS
 
 SAME_REQUEST_S = 1.0
 """Signals this close together are one request: a scheduler signals every process, and the launcher forwards as well."""
 
 
 class StopSignals:
-    """What this process was asked; before `hold` there is nothing to save, and a signal ends it at once."""
+    """What this process was asked, once it has something to save.
+
+    Attributes:
+        received: the signal, None when there was none.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._time = 0.0
-        self._holding = False
 
-    def install(self) -> None:
-        """Begin to listen; a signal that whoever started us ignores (nohup) stays ignored."""
+    def hold(self) -> None:
+        """From now on the first signal is noted, and only a second one ends the process.
+
+        A signal that whoever started us ignores (nohup) stays ignored.
+        """
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
-    def hold(self) -> None:
-        """From now on the first signal is noted, and only a second one ends the process."""
-        self._holding = True
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if not self._holding:
-            os._exit(STOPPED_EXIT_CODE)
         if self.received is None:
             self.received, self._time = signal.Signals(number), now
         elif now - self._time > SAME_REQUEST_S:
             os._exit(128 + number)
+
+
+def end_at_once() -> None:
+    """Before `hold` there is nothing to save, and the kernel ends the process at the first signal.
+
+    A handler of ours would not do: Python runs it only between two instructions, and a rank that waits in a collective
+    for one that has left does not come to the next.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own raises KeyboardInterrupt
 
 
 def ignore_stop_signals(worker: int) -> None:
