@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -63,12 +62,7 @@ def seconds_of_iso(text: str) -> float | None:
     return moment.timestamp() if moment.tzinfo is not None else None
 
 
-def print_warning(sentence: str) -> None:
-    """Tell the user on stderr."""
-    print(f"warning: {sentence}", file=sys.stderr, flush=True)
-
-
-def deadline_from_environment(warn: Callable[[str], None] = print_warning) -> float | None:
+def deadline_from_environment(warn: Callable[[str], None]) -> float | None:
     """The earliest time in the future at which a cloud says that it will take this machine back.
 
     Args:

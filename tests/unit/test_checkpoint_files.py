@@ -12,7 +12,7 @@ import pytest
 from verl_ext.checkpoint.commit import publish, write_manifest
 from verl_ext.checkpoint.layout import TRACKER, Manifest, list_steps, what_is_wrong
 from verl_ext.checkpoint.resume import find_checkpoint
-from verl_ext.checkpoint.retention import Retention, is_held
+from verl_ext.checkpoint.retention import Retention
 from verl_ext.checkpoint.rotation import rotate
 from verl_ext.checkpoint.writing import flush_and_digest
 from verl_ext.errors import UserError
@@ -25,7 +25,7 @@ def commit(run_dir: Path, step: int, world_size: int = 2) -> Path:
         (temporary / name).write_text(f"{name} of step {step}")
     files = {name: flush_and_digest(temporary / name) for name in ("model.pt", "huggingface/config.json")}
     write_manifest(temporary, Manifest(step, world_size, "digest", files, time=time.time()))
-    publish(temporary, run_dir / f"global_step_{step}", step, is_held)
+    publish(temporary, run_dir / f"global_step_{step}", step)
     return run_dir / f"global_step_{step}"
 
 
@@ -51,7 +51,18 @@ def test_the_same_step_again_replaces_the_former(tmp_path: Path) -> None:
     first = commit(tmp_path, 10)
     (first / "extra").write_text("from the first time")
     assert not (commit(tmp_path, 10) / "extra").exists()
+    assert list_steps(tmp_path) == [tmp_path / "global_step_10"]
+    rotate(tmp_path, Retention(max_to_keep=None), 10, pytest.fail)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step_10"]
+
+
+def test_a_chosen_checkpoint_makes_way_with_its_choice(tmp_path: Path) -> None:
+    commit(tmp_path, 10)
+    (tmp_path / "best_checkpoint.json").write_text('{"step": 10}')
+    commit(tmp_path, 10)
+    assert len(list(tmp_path.glob("global_step_10_formerly_*"))) == 1
+    assert len(list(tmp_path.glob("best_checkpoint_formerly_*.json"))) == 1
+    assert not (tmp_path / "best_checkpoint.json").exists()  # it would name weights that nobody chose
 
 
 def test_a_held_checkpoint_makes_way_but_stays(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from verl_ext.checkpoint.commit import publish, write_manifest
 from verl_ext.checkpoint.layout import Manifest, list_steps, what_is_wrong
 from verl_ext.checkpoint.lease import DEFAULT_SECONDS, lease_holders, leased
 from verl_ext.checkpoint.lock import exclusive
-from verl_ext.checkpoint.retention import Retention, is_held, reasons_to_keep
+from verl_ext.checkpoint.retention import Retention, reasons_to_keep
 from verl_ext.checkpoint.rotation import carry_out, plan_rotation, rotate
 from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.errors import UserError
@@ -44,7 +44,7 @@ def save(run_dir: Path, step: int, **metrics: float) -> Path:
         files[name] = {"bytes": len(content), "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
     named = {f"{kind}/loss": value for kind, value in metrics.items()}
     write_manifest(temporary, Manifest(step, 2, "digest", files, named, time=time.time()))
-    publish(temporary, run_dir / f"global_step_{step}", step, is_held)
+    publish(temporary, run_dir / f"global_step_{step}", step)
     return run_dir / f"global_step_{step}"
 
 
@@ -233,7 +233,7 @@ def test_a_lease_taken_after_the_plan_was_made_still_counts(tmp_path: Path) -> N
     with leased(tmp_path / "global_step_2"):
         assert carry_out(plan, warnings.append) == [tmp_path / "global_step_1"]
     assert kept(tmp_path) == [2, 3]
-    assert f"is now read by process {os.getpid()}" in warnings[0]
+    assert f"stays for this time, since meanwhile leased by process {os.getpid()}" in warnings[0]
 
 
 def test_what_counts_as_a_live_lease(tmp_path: Path) -> None:

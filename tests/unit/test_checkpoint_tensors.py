@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
-from verl_ext.checkpoint.export import ExportWriter, layout_of, write_own_rows
+from verl_ext.checkpoint.export import ExportWriter, create_files, layout_of, write_own_rows
 from verl_ext.checkpoint.shards import MODEL, ShardFiles, local_part, shard_name, shard_rows
 from verl_ext.checkpoint.space import bytes_of, require_space, warn_if_next_will_not_fit
 from verl_ext.checkpoint.staging import Stager
@@ -69,6 +69,7 @@ def test_ranks_write_one_export_together(max_shard_gib: float, state: dict, tmp_
     state["counts"] = torch.arange(3)  # not sharded, not of floating point
     weights = [Weight(name, name) for name in state]
     layout = layout_of(weights, state, torch.bfloat16, max_shard_gib)
+    create_files(tmp_path, layout)
     for rank in (1, 0):  # in any order
         own = {name: shard(tensor, 2, rank) if name != "counts" else tensor for name, tensor in state.items()}
         write_own_rows(ExportWriter(tmp_path, layout), weights, own, {}, rank)
@@ -120,6 +121,7 @@ def test_adapters_are_merged_row_by_row_as_peft_merges_them(kind: str, tmp_path:
     model = lora_model(kind)
     weights, state = exported_weights(model), model.state_dict()
     layout = layout_of(weights, state, torch.float32, 1)
+    create_files(tmp_path, layout)
     for rank in (0, 1, 2):
         own = {name: shard(tensor, 3, rank) for name, tensor in state.items()}
         write_own_rows(ExportWriter(tmp_path, layout), weights, own, state, rank)
@@ -140,6 +142,14 @@ def test_adapters_that_cannot_be_merged_are_refused() -> None:
     base = lora_model("qwen2").unload()
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
     with pytest.raises(UserError, match="lora_magnitude_vector"):
+        exported_weights(model)
+
+
+def test_a_trained_head_that_is_tied_is_refused() -> None:
+    sizes = dict(vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=1, tie_word_embeddings=True)
+    base = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    with pytest.raises(UserError, match=r"lm_head.weight is trained by itself but tied"):
         exported_weights(model)
 
 

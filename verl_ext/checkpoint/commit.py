@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from verl_ext.checkpoint.layout import MANIFEST, TRACKER, Manifest
+from verl_ext.checkpoint.layout import BEST, MANIFEST, TRACKER, Manifest
+from verl_ext.checkpoint.retention import holds_on, read_choice
 from verl_ext.metrics.atomic import flush_directory, replace_file
 
 
@@ -19,24 +19,34 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         flush_directory(path)
 
 
-def publish(temporary: Path, final: Path, step: int, is_held: Callable[[Path], bool]) -> None:
+def publish(temporary: Path, final: Path, step: int) -> None:
     """Move a complete directory to its name and make the tracker name it.
 
     Args:
         temporary: the directory.
-        final: its name. A checkpoint that has the name already, of a run that was started over, is removed.
+        final: its name. A checkpoint that has the name already, of a run that was started over, makes way: one that is
+            held is renamed to `..._formerly_TIME`, any other is left for rotation to delete.
         step: for the tracker.
-        is_held: whether such a checkpoint must stay; it is then renamed to `..._formerly_TIME`.
     """
-    doomed = None
+    former = None
     if final.exists():
-        doomed = None if is_held(final) else doomed_name(final)
-        os.rename(final, doomed or final.with_name(f"{final.name}_formerly_{time.time_ns()}"))
-    os.rename(temporary, final)
+        former = name_aside(final) if holds_on(final) else free_removal_name(final)
+        if read_choice(final.parent)[0] == final:  # else it would name the new one, which nobody chose
+            os.rename(final.parent / BEST, name_aside(final.parent / BEST))
+        os.rename(final, former)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if former is not None:
+            os.rename(former, final)
+        raise
     flush_directory(final.parent)
     point_tracker(final.parent, step)
-    if doomed is not None:  # which may take long, so the new one is in place first
-        shutil.rmtree(doomed)
+
+
+def name_aside(path: Path) -> Path:
+    """A name for what is kept though its name is taken."""
+    return path.with_name(f"{path.stem}_formerly_{time.time_ns()}{path.suffix}")
 
 
 def point_tracker(run_dir: Path, step: int) -> None:
@@ -46,13 +56,13 @@ def point_tracker(run_dir: Path, step: int) -> None:
 
 def remove_tree(path: Path) -> None:
     """Rename, then delete, so that a crash in between leaves nothing that looks like a checkpoint."""
-    doomed = doomed_name(path)
+    doomed = free_removal_name(path)
     os.rename(path, doomed)
     shutil.rmtree(doomed)
 
 
-def doomed_name(path: Path) -> Path:
-    """A free name for a directory that is being removed; what an earlier removal left under it is deleted first."""
+def free_removal_name(path: Path) -> Path:
+    """The name of a directory while it is removed; what an earlier removal left under it is deleted."""
     doomed = path.with_name(f"{path.name}.removing")
     if doomed.exists():
         shutil.rmtree(doomed)

@@ -56,7 +56,7 @@ def compare(first: Path, second: Path, kinds: Sequence[str], progress: Callable[
         one, other = tensors(first, kind), tensors(second, kind)
         for name in [*one, *(name for name in other if name not in one)]:
             yield difference(name, one.get(name), other.get(name))
-            progress(bytes_of(one[name]) if name in one else 0)
+            progress(size_of(one[name]) if name in one else 0)
 
 
 def tensors(checkpoint: Path, kind: str) -> dict[str, SavedTensor]:
@@ -98,11 +98,11 @@ def measured(name: str, one: torch.Tensor, other: torch.Tensor) -> Difference:
     return Difference(name, gap, gap / scale if scale else math.inf, what)
 
 
-def bytes_of(tensor: SavedTensor) -> int:
+def size_of(tensor: SavedTensor) -> int:
     """Of the whole tensor."""
     return tensor.shape.numel() * tensor.dtype.itemsize
 
 
 def num_bytes(checkpoint: Path, kinds: Sequence[str]) -> int:
     """Of all tensors of these kinds."""
-    return sum(bytes_of(tensor) for kind in kinds for tensor in tensors(checkpoint, kind).values())
+    return sum(size_of(tensor) for kind in kinds for tensor in tensors(checkpoint, kind).values())

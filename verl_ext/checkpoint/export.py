@@ -10,10 +10,9 @@ import torch
 
 from verl_ext.checkpoint.safetensors_layout import Form, SafetensorsLayout
 from verl_ext.checkpoint.shards import MODEL, ShardFiles, is_sharded, local_part, rows_of
+from verl_ext.checkpoint.space import GIB
 from verl_ext.checkpoint.weights import Weight, read_plan
 from verl_ext.checkpoint.writing import naming
-
-GIB = 1 << 30
 
 
 def layout_of(
@@ -34,22 +33,29 @@ def layout_of(
     return SafetensorsLayout(forms, int(max_shard_gib * GIB))
 
 
+def create_files(directory: Path, layout: SafetensorsLayout) -> None:
+    """Make the files of an export in their full size, with all but the tensors in them.
+
+    One process does it before any writes rows: were the file to grow under several nodes' hands, a network file system
+    could fill up a page of one of them with zeros over what the other wrote there.
+    """
+    for name, header in layout.headers.items():
+        with naming(directory / name), open(directory / name, "wb") as file:
+            file.write(header)
+            file.truncate(layout.sizes[name])
+
+
 class ExportWriter:
     """Writes rows of tensors to their places in the files of an export; several processes may do so at once.
 
     Args:
-        directory: the `huggingface/` folder, which exists.
+        directory: the `huggingface/` folder, with the files of `create_files`.
         layout: of the files.
     """
 
     def __init__(self, directory: Path, layout: SafetensorsLayout) -> None:
         self.directory, self.layout = directory, layout
         self._files: dict[str, int] = {}
-
-    def write_headers(self) -> None:
-        """What stands before the tensors, and the index of several files; for one process."""
-        for file, header in self.layout.headers.items():
-            self._write(file, 0, memoryview(header))
 
     def write_rows(self, name: str, start: int, rows: torch.Tensor) -> None:
         """Write rows of one tensor.
@@ -76,7 +82,7 @@ class ExportWriter:
         path = self.directory / file
         with naming(path):
             if file not in self._files:
-                self._files[file] = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+                self._files[file] = os.open(path, os.O_WRONLY)
             while data:
                 written = os.pwrite(self._files[file], data, position)
                 data, position = data[written:], position + written
@@ -96,10 +102,8 @@ def write_own_rows(
         weights: what is exported.
         state: this rank's state of the model.
         factors: whole A and B of every LoRA adapter.
-        rank: rank 0 writes the headers too, and the tensors that are not sharded.
+        rank: rank 0 writes the tensors that are not sharded.
     """
-    if rank == 0:
-        writer.write_headers()
     for weight in weights:
         tensor = state[weight.source]
         start, end = rows_of(tensor)
@@ -136,8 +140,8 @@ def export_from_shards(
     state = files.content(0)
     weights = read_plan(checkpoint, state)
     layout = layout_of(weights, state, dtype, max_shard_gib)
+    create_files(directory, layout)
     writer = ExportWriter(directory, layout)
-    writer.write_headers()
     for weight in weights:
         whole = files.tensor(weight.source).whole()
         adapter = weight.adapter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from verl_ext.errors import UserError
+from verl_ext.metrics.notice import warn
 
 LOCK = "run.lock"
 
@@ -23,14 +25,12 @@ def exclusive(run_dir: Path) -> Iterator[None]:
         UserError: another live launch holds it, or the file cannot be written.
     """
     with _open(run_dir / LOCK) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take(file, fcntl.LOCK_EX | fcntl.LOCK_NB):
             file.seek(0)
             raise UserError(
                 f"{run_dir} is in use by {file.read().strip() or 'another launch'}; wait for it, stop it, "
                 "or give another trainer.experiment_name"
-            ) from None
+            )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -38,6 +38,22 @@ def exclusive(run_dir: Path) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)  # before the kernel frees it, so that the next holder's name is not lost
+
+
+def take(file: TextIO, how: int) -> bool:
+    """Lock an open file as `fcntl.flock` does; False when another holds it and `how` says not to wait.
+
+    Where the file system knows no locks (Lustre mounted without flock, some NFS), it warns and goes on without.
+    """
+    try:
+        fcntl.flock(file, how)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        warn(f"{file.name} cannot be locked on this file system ({error.strerror}); see that nobody else writes there")
+    return True
 
 
 def _open(path: Path) -> TextIO:

@@ -16,7 +16,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 from verl_ext.checkpoint.background import Background
 from verl_ext.checkpoint.companions import companion_files
-from verl_ext.checkpoint.export import layout_of
+from verl_ext.checkpoint.export import create_files, layout_of
 from verl_ext.checkpoint.layout import EXPORT, Manifest
 from verl_ext.checkpoint.load import load_model, load_optimizer, seed_anew
 from verl_ext.checkpoint.options import SaveOptions
@@ -90,7 +90,7 @@ class CheckpointManager(FSDPCheckpointManager):
         state = self._state()
         export = self._export(global_step, state)
         final = Path(local_path)
-        self._make_room(final, bytes_of(state) + self._export_bytes(export), global_step)
+        self._make_room(final, bytes_of(state), export, global_step)
         save = Save(
             final=final,
             rank=self.rank,
@@ -160,12 +160,10 @@ class CheckpointManager(FSDPCheckpointManager):
                 raise
             return []
 
-    def _export_bytes(self, export: Export | None) -> int:
-        return export.layout.num_bytes // self.world_size if export else 0
-
-    def _make_room(self, final: Path, own_bytes: int, step: int) -> None:
+    def _make_room(self, final: Path, own_bytes: int, export: Export | None, step: int) -> None:
         """Remove what an interrupted save left, see that the disk has room, and make the directory; collective."""
-        total = sum(gather_results(lambda: own_bytes, self._group))
+        shards = sum(gather_results(lambda: own_bytes, self._group))
+        total = shards + (export.layout.num_bytes if export else 0)
 
         def prepare() -> None:
             rotate(final.parent, replace(self.options.retention, max_to_keep=None), step, self.warn)
@@ -173,6 +171,8 @@ class CheckpointManager(FSDPCheckpointManager):
                 final.parent.mkdir(parents=True, exist_ok=True)
                 require_space(final.parent, total, step)
                 (temporary_of(final) / EXPORT).mkdir(parents=True)
+            if export is not None:
+                create_files(temporary_of(final) / EXPORT, export.layout)
 
         on_rank_zero(prepare, self._group)
 

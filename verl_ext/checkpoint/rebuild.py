@@ -12,9 +12,10 @@ from typing import Protocol
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.checkpoint.export import export_from_shards
-from verl_ext.checkpoint.layout import EXPORT, MANIFEST, Manifest, what_is_wrong
+from verl_ext.checkpoint.layout import EXPORT, MANIFEST, Manifest
 from verl_ext.checkpoint.lease import leased
 from verl_ext.checkpoint.safetensors_layout import INDEX
+from verl_ext.checkpoint.shards import MODEL
 from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.checkpoint.writing import FileWriter, flush_and_digest, naming
 from verl_ext.errors import UserError
@@ -53,7 +54,7 @@ def rebuild_export(checkpoint: Path, output: Path | None, dtype: str, max_shard_
         require_sound_shards(checkpoint, bar.update)
         target = output or checkpoint / EXPORT
         partial = target.with_name(f"{target.name}.partial")
-        with naming(partial):
+        with naming(partial, "the export could not be written"):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             write_weights(checkpoint, partial, dtype, max_shard_gib, bar)
@@ -70,12 +71,13 @@ def require_sound_shards(checkpoint: Path, progress: Callable[[int], None]) -> N
     if not (checkpoint / MANIFEST).exists():
         warn(f"{checkpoint} has no {MANIFEST} (verl itself writes none), so its shards cannot be checked")
         return
-    problem = what_is_wrong(checkpoint)
-    if problem is None:
-        names = [name for name in Manifest.read(checkpoint).files if name.startswith("model_world_size_")]
-        problem = next((f"its file {n} {what}" for n, what in damaged_files(checkpoint, names, progress).items()), None)
-    if problem is not None and not problem.startswith(f"its file {EXPORT}/"):  # a damaged export is what this mends
-        raise UserError(f"{checkpoint} cannot be exported: {problem}; take another checkpoint")
+    try:
+        names = [name for name in Manifest.read(checkpoint).files if name.startswith(f"{MODEL}_world_size_")]
+        problems = [f"its file {name} {what}" for name, what in damaged_files(checkpoint, names, progress).items()]
+    except ValueError as error:
+        problems = [str(error)]
+    if problems:
+        raise UserError(f"{checkpoint} cannot be exported: {problems[0]}; take another checkpoint")
 
 
 def write_weights(checkpoint: Path, directory: Path, dtype: str, max_shard_gib: float, bar: Bar) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,8 @@ def _by_age(run_dir: Path, step: int) -> dict[Path, Manifest]:
     found = {}
     for path in list_steps(run_dir):
         if what_is_wrong(path) is None:
-            found[path] = Manifest.read(path)
+            with suppress(ValueError):  # removed by hand between the two
+                found[path] = Manifest.read(path)
     # stable: those up to `step` stay the newest first, and so do those beyond it
     return dict(sorted(found.items(), key=lambda item: (step_of(item[0]) or 0) > step))
 
@@ -122,9 +124,11 @@ def _best(checkpoints: dict[Path, Manifest], retention: Retention) -> list[Path]
     return sorted(measured, key=lambda path: sign * measured[path])[: retention.keep_best]
 
 
-def is_held(checkpoint: Path) -> bool:
-    """Whether a `keep` file or a lease in it holds a checkpoint."""
-    return bool(reasons_held(checkpoint))
+def holds_on(checkpoint: Path) -> list[str]:
+    """What holds a checkpoint whatever its age: a file in it, a reader's lease, `best_checkpoint.json`."""
+    chosen, problem = read_choice(checkpoint.parent)
+    named = [f"{BEST} names it"] if checkpoint == chosen else []
+    return reasons_held(checkpoint) + named + ([f"{BEST} {problem}"] if problem else [])
 
 
 def reasons_held(checkpoint: Path) -> list[str]:

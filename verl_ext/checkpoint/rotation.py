@@ -9,8 +9,7 @@ from pathlib import Path
 
 from verl_ext.checkpoint.commit import remove_tree
 from verl_ext.checkpoint.layout import BEST, MANIFEST, Manifest
-from verl_ext.checkpoint.lease import lease_holders
-from verl_ext.checkpoint.retention import Retention, read_choice, reasons_to_keep
+from verl_ext.checkpoint.retention import Retention, holds_on, read_choice, reasons_to_keep
 from verl_ext.metrics.atomic import replace_file
 
 Warn = Callable[[str], None]
@@ -106,16 +105,16 @@ def _has_optimizer_to_drop(checkpoint: Path, is_only_best: bool) -> bool:
 
 def _is_free(checkpoint: Path, warn: Warn) -> bool:
     # asked again, since removing the ones before it may have taken minutes
-    holders = lease_holders(checkpoint)
-    if holders:
-        warn(f"{checkpoint} is now read by {', '.join(holders)}, so it stays for this time")
-    return not holders
+    holds = holds_on(checkpoint)
+    if holds:
+        warn(f"{checkpoint} stays for this time, since meanwhile {' and '.join(holds)}")
+    return not holds
 
 
 def _attempt(action: Callable[[Path], None], path: Path, warn: Warn) -> bool:
     try:
         action(path)
     except OSError as error:
-        warn(f"{path} could not be removed ({error}); what is left of it stays on the disk")
+        warn(f"what is superfluous in {path} could not be removed ({error}); it stays on the disk")
         return False
     return True

@@ -54,6 +54,13 @@ class SafetensorsLayout:
     Args:
         forms: shape and type by tensor name.
         max_shard_bytes: largest size of one file's tensors; a larger tensor has a file of its own.
+
+    Attributes:
+        forms: shape and type by tensor name.
+        headers: what stands before the tensors, by file.
+        sizes: bytes by file.
+        slots: place by tensor name.
+        index: content of INDEX, None for a single file.
     """
 
     def __init__(self, forms: Mapping[str, Form], max_shard_bytes: int) -> None:
@@ -65,6 +72,7 @@ class SafetensorsLayout:
         )
         self.forms = dict(forms)
         self.headers: dict[str, bytes] = {}
+        self.sizes: dict[str, int] = {}
         self.slots: dict[str, Slot] = {}
         for file, names in split.filename_to_tensors.items():
             self._place(file, names)
@@ -73,7 +81,7 @@ class SafetensorsLayout:
     @property
     def num_bytes(self) -> int:
         """Of all files together."""
-        return sum(map(len, self.headers.values())) + sum(form.num_bytes for form in self.forms.values())
+        return sum(self.sizes.values())
 
     def _place(self, file: str, names: list[str]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -90,6 +98,7 @@ class SafetensorsLayout:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self.headers[file] = len(text).to_bytes(8, "little") + text
+        self.sizes[file] = len(self.headers[file]) + position
         for name, begin in begins.items():
             self.slots[name] = Slot(file, len(self.headers[file]) + begin)
 

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from verl_ext.checkpoint.commit import publish, remove_tree, write_manifest
 from verl_ext.checkpoint.export import ExportWriter, write_own_rows
 from verl_ext.checkpoint.layout import EXPORT, Manifest
-from verl_ext.checkpoint.retention import Retention, is_held
+from verl_ext.checkpoint.retention import Retention
 from verl_ext.checkpoint.rotation import rotate
 from verl_ext.checkpoint.safetensors_layout import SafetensorsLayout
 from verl_ext.checkpoint.shards import MODEL, shard_name
@@ -121,14 +121,18 @@ class Save:
         manifest = self.manifest.with_files(files)
         with naming(self.temporary):
             write_manifest(self.temporary, manifest)
-            publish(self.temporary, self.final, manifest.step, is_held)
+            publish(self.temporary, self.final, manifest.step)
 
     def rotate(self) -> None:
         """Remove the checkpoints that this one makes superfluous, and see whether the next one will fit."""
-        if self.rank == 0:
-            rotate(self.final.parent, self.retention, self.manifest.step, self.warn)
-            num_bytes = Manifest.read(self.final).num_bytes
-            warn_if_next_will_not_fit(self.final.parent, num_bytes, self.warn)
+        if self.rank > 0:
+            return
+        run_dir = self.final.parent
+        try:
+            rotate(run_dir, self.retention, self.manifest.step, self.warn)
+            warn_if_next_will_not_fit(run_dir, Manifest.read(self.final).num_bytes, self.warn)
+        except (OSError, ValueError) as error:  # the checkpoint is safe; what is left over is removed next time
+            self.warn(f"superfluous checkpoints of {run_dir} could not be removed ({error}); they stay on the disk")
 
     def clean_up(self) -> None:
         """Give the space of an unfinished checkpoint back, so that what comes next has room."""

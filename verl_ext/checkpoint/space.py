@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,18 @@ MARGIN = 1.05  # file headers, small files, and what others write to the same di
 
 
 def bytes_of(state: Any) -> int:
-    """Bytes of the tensors in nested state, as far as this rank holds them."""
+    """Bytes of the tensors in nested state, as far as this rank holds them; tied ones count once, as they are saved."""
+    sizes = {(part.data_ptr(), part.shape): part.numel() * part.element_size() for part in parts_of(state)}
+    return sum(sizes.values())
+
+
+def parts_of(state: Any) -> Iterator[torch.Tensor]:
+    """What this rank holds of every tensor in nested state."""
     if isinstance(state, torch.Tensor):
-        part = local_part(state)
-        return part.numel() * part.element_size()
-    if isinstance(state, dict):
-        return sum(map(bytes_of, state.values()))
-    return sum(map(bytes_of, state)) if isinstance(state, list | tuple) else 0
+        yield local_part(state)
+    elif isinstance(state, dict | list | tuple):
+        for item in state.values() if isinstance(state, dict) else state:
+            yield from parts_of(item)
 
 
 def free_bytes(directory: Path) -> int:

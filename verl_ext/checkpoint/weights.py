@@ -73,9 +73,14 @@ def exported_weights(model: PreTrainedModel | PeftModel) -> list[Weight]:
                 f"the adapters hold {source}, which cannot be merged into the export; train plain LoRA adapters, or "
                 "leave hf_model out of trainer.checkpoint.save_contents"
             )
-        name = plain_name(source)
+        name, adapter = plain_name(source), adapter_of(source, layers)
+        if name in tied and (adapter is not None or ".modules_to_save." in source):
+            raise UserError(
+                f"{name} is trained by itself but tied to the embeddings, so an export cannot hold both; leave it out "
+                "of the adapters, or leave hf_model out of trainer.checkpoint.save_contents"
+            )
         if name is not None and name not in tied:
-            weights.append(Weight(name, source, adapter_of(source, layers)))
+            weights.append(Weight(name, source, adapter))
     return weights
 
 

@@ -14,9 +14,8 @@ import torch
 import xxhash
 from torch.utils.serialization import config
 
+from verl_ext.checkpoint.verify import CHUNK_BYTES
 from verl_ext.errors import UserError
-
-CHUNK_BYTES = 16 << 20
 
 Entry = dict[str, Any]
 """Size in bytes and XXH3-128 digest of a file, as in the manifest."""
@@ -131,13 +130,13 @@ def flush_and_digest(path: Path) -> Entry:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Turn a failure of the file system into one sentence that says which file and why."""
+def naming(path: Path, what: str = "the checkpoint could not be saved") -> Iterator[None]:
+    """Turn a failure of the file system into one sentence that says what could not be done, which file and why."""
     try:
         yield
     except OSError as error:
         where = error.filename or path
         raise UserError(
-            f"the checkpoint could not be saved: {where}: {error.strerror}; every earlier checkpoint is as it was. "
+            f"{what}: {where}: {error.strerror}; every earlier checkpoint is as it was. "
             "Make room or mend the directory, then type the same command again"
         ) from error

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from verl_ext.checkpoint.lock import take
 from verl_ext.data.prepare import is_prepared, prepare
 
 PREPARE_LOCK = Path(__file__).resolve().parents[2] / ".prepare.lock"
@@ -22,10 +23,9 @@ def prepare_inputs(config: DictConfig) -> None:
     for command in config.prepare:
         words = shlex.split(command)
         if not is_prepared(words):
-            with PREPARE_LOCK.open(
-                "w"
-            ) as lock:  # several launches, or nodes, at once: the others wait and find it done
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            # Several launches, or nodes, at once: the others wait and find it done.
+            with PREPARE_LOCK.open("w") as lock:
+                take(lock, fcntl.LOCK_EX)
                 if not is_prepared(words):
                     print(f"Preparing: {command}", flush=True)
                     prepare(words)

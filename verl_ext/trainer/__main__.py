@@ -13,7 +13,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
-from verl_ext.trainer.stop_signals import StopSignals, end_at_once
+from verl_ext.trainer.stop_signals import RankSignals, end_at_once
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
@@ -74,7 +74,7 @@ def train(config: DictConfig) -> None:
     set_seed(config.trainer.seed + dist.get_rank() // config.ulysses_sequence_parallel_size)
     tokenizer = on_every_rank(lambda: load_tokenizer(config))
     datasets = on_every_rank(lambda: load_datasets(config, tokenizer, progress=dist.get_rank() == 0))
-    trainer = SFTTrainer(config, *meshes, tokenizer, *datasets, StopSignals())
+    trainer = SFTTrainer(config, *meshes, tokenizer, *datasets, RankSignals())
     exit_code = 0
     try:
         trainer.fit()

@@ -22,13 +22,14 @@ from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
 from verl_ext.checkpoint.space import GIB, free_bytes
 from verl_ext.data.batching import Batch
 from verl_ext.deadline import deadline_from_environment, parse_deadline
+from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn
 from verl_ext.metrics.timers import StepTimer
 from verl_ext.trainer.attempt import Attempt
 from verl_ext.trainer.guard import NonFiniteGuard
 from verl_ext.trainer.preemption import Preemption, Stop
 from verl_ext.trainer.setup import TrainerSetup, verls_config
-from verl_ext.trainer.stop_signals import StopSignals
+from verl_ext.trainer.stop_signals import RankSignals
 
 Metrics = dict[str, float]
 
@@ -56,7 +57,7 @@ class PipelineTrainer(TrainerSetup, ABC):
         tokenizer: PreTrainedTokenizerBase,
         train_dataset: Dataset,
         val_dataset: Dataset | None,
-        signals: StopSignals | None = None,
+        signals: RankSignals | None = None,
     ) -> None:
         self.recorded_config = config
         self.device_name = config.trainer.device
@@ -109,9 +110,12 @@ class PipelineTrainer(TrainerSetup, ABC):
             except Stop:
                 if self.global_step > self.saved_step:
                     self.save()
-                raise
-            finally:
                 self.finish_writing()
+                raise
+            except BaseException:
+                self.finish_writing_in_spite_of_failure()
+                raise
+            self.finish_writing()
 
     def train(self) -> None:
         """The steps from the current one to the last, with what is due after each."""
@@ -196,8 +200,14 @@ class PipelineTrainer(TrainerSetup, ABC):
         self.save_checkpoint(self.global_step)
         self.saved_step = self.global_step
         seconds = time.perf_counter() - start
-        self.preemption.note(save_s=seconds)
         self.log({"time/train/save_s": seconds})
+
+    def finish_writing_in_spite_of_failure(self) -> None:
+        """The same after the training has failed, which is what the user is to be told then."""
+        try:
+            self.finish_writing()
+        except UserError as error:
+            warn(str(error))
 
     def finish_writing(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and record how long it took."""

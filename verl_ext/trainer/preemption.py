@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from verl_ext.trainer.stop_signals import StopSignals
+from verl_ext.trainer.stop_signals import RankSignals
 
 SLACK = 1.25
 """Factor on the longest step and save so far when they are expected once more."""
@@ -31,7 +31,7 @@ class Preemption:
         expected_save_s: how long a save is taken to last before there was one.
     """
 
-    def __init__(self, signals: StopSignals | None, deadline: float | None) -> None:
+    def __init__(self, signals: RankSignals | None, deadline: float | None) -> None:
         self.signals, self.deadline = signals, deadline
         self.longest_step_s = self.longest_save_s = self.expected_save_s = 0.0
 
@@ -59,7 +59,7 @@ class Preemption:
             Stop: on every rank.
         """
         asked = int(self.signals.received or 0) if self.signals is not None else 0
-        votes = torch.tensor([asked, self.deadline_is_near(), is_writing], dtype=torch.int64)
+        votes = torch.tensor([asked, self.deadline_is_near(is_writing), is_writing], dtype=torch.int64)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         number, near, writing = votes.tolist()
         if number:
@@ -68,9 +68,10 @@ class Preemption:
             raise Stop("the deadline")
         return bool(writing)
 
-    def deadline_is_near(self) -> bool:
-        """Whether another step and a save might not end before the deadline; never before the first step."""
+    def deadline_is_near(self, is_writing: bool) -> bool:
+        """Whether another step and a save, after the one under way, might end too late; never before the first step."""
         if self.deadline is None or not self.longest_step_s:
             return False
-        needed = SLACK * (self.longest_step_s + (self.longest_save_s or self.expected_save_s)) + SLACK_S
+        save_s = self.longest_save_s or self.expected_save_s
+        needed = SLACK * (self.longest_step_s + (2 if is_writing else 1) * save_s) + SLACK_S
         return time.time() + needed >= self.deadline

@@ -1,0 +1,86 @@
+"""What a rank makes of signals, also while its main thread is inside one long call."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import ROOT
+
+PROGRAM = """
+    import hashlib, sys, time
+    from verl_ext.trainer.stop_signals import RankSignals, end_at_once
+
+    end_at_once()
+    signals = RankSignals()
+    if sys.argv[1] == "hold":
+        signals.hold()
+    for line in sys.stdin:
+        if line == "busy\\n":
+            print("busy", flush=True)
+            hashlib.pbkdf2_hmac("sha256", b"", b"", int(sys.argv[2]))  # no Python code runs in the main thread
+        while line == "wait\\n" and signals.received is None:
+            time.sleep(0.01)
+        print(signals.received and signals.received.name, flush=True)
+"""
+ABOUT_THREE_SECONDS, ENDLESS = "6000000", "2000000000"
+
+
+@pytest.fixture
+def start() -> Iterator[object]:
+    processes = []
+
+    def run(*words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", textwrap.dedent(PROGRAM), *words]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        processes.append(subprocess.Popen(command, cwd=ROOT, text=True, bufsize=1, **pipes))
+        assert ask(processes[-1], "now") == "None"  # it has come as far as reading its input
+        return processes[-1]
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def ask(process: subprocess.Popen[str], word: str) -> str:
+    process.stdin.write(f"{word}\n")
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_before_anything_is_to_be_saved_a_signal_ends_a_rank(number: signal.Signals, start: object) -> None:
+    process = start("start", ENDLESS)
+    assert ask(process, "busy") == "busy"
+    process.send_signal(number)
+    assert process.wait(timeout=60) == -number
+
+
+def test_two_signals_at_once_are_one_request_also_during_a_long_call(start: object) -> None:
+    process = start("hold", ABOUT_THREE_SECONDS)
+    assert ask(process, "busy") == "busy"
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGTERM)  # a handler run after the call would see both much later
+    assert process.stdout.readline() in ("SIGUSR1\n", "SIGTERM\n")
+    assert ask(process, "now") in ("SIGUSR1", "SIGTERM")
+    assert process.poll() is None
+
+
+def test_a_second_request_ends_a_rank_in_the_middle_of_a_call(start: object) -> None:
+    process = start("hold", ENDLESS)
+    process.send_signal(signal.SIGTERM)
+    assert ask(process, "wait") == "SIGTERM"
+    assert ask(process, "busy") == "busy"
+    code = None
+    while code is None:  # the first of these that comes a second after the first request counts
+        process.send_signal(signal.SIGINT)
+        try:
+            code = process.wait(timeout=0.3)
+        except subprocess.TimeoutExpired:
+            continue
+    assert code == 128 + signal.SIGINT
