@@ -10,7 +10,7 @@ from datetime import datetime
 
 from verl_ext.errors import UserError
 
-# Seconds since 1970, as verl's should_save_ckpt_esi reads them: Volcano Engine's machine learning platform, SageMaker.
+# As verl's should_save_ckpt_esi knows them, in seconds since 1970: Volcano Engine's machine learning platform, SageMaker.
 ENVIRONMENT = (
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
     "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
