@@ -10,7 +10,7 @@ from datetime import datetime
 
 from verl_ext.errors import UserError
 
-# As verl's should_save_ckpt_esi knows them, in seconds since 1970: Volcano Engine's machine learning platform, SageMaker.
+# Those that verl's should_save_ckpt_esi knows: Volcano Engine's machine learning platform, and SageMaker.
 ENVIRONMENT = (
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
     "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",

@@ -11,25 +11,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 from verl_ext.checkpoint.background import Background
-from verl_ext.checkpoint.companions import companion_files
-from verl_ext.checkpoint.export import create_files, layout_of
+from verl_ext.checkpoint.export import create_files
+from verl_ext.checkpoint.exporter import Export, Exporter
 from verl_ext.checkpoint.layout import EXPORT, Manifest
 from verl_ext.checkpoint.load import load_model, load_optimizer, seed_anew
 from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.rotation import rotate
-from verl_ext.checkpoint.safetensors_layout import INDEX
-from verl_ext.checkpoint.save import Export, Save, temporary_of
+from verl_ext.checkpoint.save import Save, temporary_of
 from verl_ext.checkpoint.shards import EXTRA, MODEL, OPTIMIZER, ShardFiles
 from verl_ext.checkpoint.space import bytes_of, require_space
 from verl_ext.checkpoint.staging import Stager
-from verl_ext.checkpoint.weights import PLAN, Weight, exported_weights, plan_to_json
 from verl_ext.checkpoint.writing import naming
 from verl_ext.collective import gather_results, on_rank_zero
-from verl_ext.errors import UserError
 from verl_ext.native_output import quiet_native_stdout
 
 DATA_STATE = "data.pt"
@@ -52,11 +48,8 @@ class CheckpointManager(FSDPCheckpointManager):
         self.options, self.stream, self.warn = options, stream, warn
         self.data_state: dict[str, Any] = {}
         self.step_metrics: dict[str, float] = {}
-        self._exports = self.should_save_hf_model
-        self._weights = self._exportable_weights()
-        self._companions = (
-            companion_files(self.model, self.processing_class, options.export_dtype) if self.rank == 0 else {}
-        )
+        exports_weights = "hf_model" in self.checkpoint_save_contents
+        self._exporter = Exporter(self.model, self.processing_class, options, exports_weights, self.rank == 0)
         self._stager = Stager()
         # Of its own, so that saving in the background and training never wait for each other's collectives.
         with quiet_native_stdout():
@@ -88,7 +81,7 @@ class CheckpointManager(FSDPCheckpointManager):
         if max_ckpt_to_keep is not None:
             retention = replace(retention, max_to_keep=max_ckpt_to_keep)
         state = self._state()
-        export = self._export(global_step, state)
+        export = self._exporter.at(global_step, state[MODEL])
         final = Path(local_path)
         self._make_room(final, bytes_of(state), export, global_step)
         save = Save(
@@ -141,25 +134,6 @@ class CheckpointManager(FSDPCheckpointManager):
             state[EXTRA] = {"lr_scheduler": self.lr_scheduler.state_dict(), "rng": self.get_rng_state()}
         return state
 
-    def _export(self, step: int, own: dict[str, Any]) -> Export | None:
-        """What is exported at this step; gathers the LoRA factors, so collective."""
-        if not self._exports or not self.options.exports_at(step):
-            return None
-        state = own[MODEL]
-        names = {name for w in self._weights if w.adapter for name in (w.adapter.down, w.adapter.up)}
-        factors = {name: whole(state[name]).cpu().clone() for name in sorted(names)}
-        layout = layout_of(self._weights, state, self.options.export_dtype, self.options.max_shard_gib)
-        return Export(self._weights, layout, factors)
-
-    def _exportable_weights(self) -> list[Weight]:
-        """What an export holds; the plan is saved also without one, so that the command can make it later."""
-        try:
-            return exported_weights(self.model)
-        except UserError:
-            if self._exports:
-                raise
-            return []
-
     def _make_room(self, final: Path, own_bytes: int, export: Export | None, step: int) -> None:
         """Remove what an interrupted save left, see that the disk has room, and make the directory; collective."""
         shards = sum(gather_results(lambda: own_bytes, self._group))
@@ -177,16 +151,12 @@ class CheckpointManager(FSDPCheckpointManager):
         on_rank_zero(prepare, self._group)
 
     def _shared_files(self, export: Export | None) -> dict[str, Any]:
-        files: dict[str, Any] = {
-            **self._companions,
+        """Content by relative path of what a checkpoint has once."""
+        return {
+            **self._exporter.small_files(export),
             "fsdp_config.json": json.dumps({"FSDP_version": 2, "world_size": self.world_size}).encode(),
             DATA_STATE: dict(self.data_state),
         }
-        if self._weights:
-            files[PLAN] = plan_to_json(self._weights).encode()
-        if export is not None and export.layout.index is not None:
-            files[f"{EXPORT}/{INDEX}"] = export.layout.index
-        return files
 
     # Loading
 
@@ -226,8 +196,3 @@ class CheckpointManager(FSDPCheckpointManager):
     def load_data_state(self, local_path: str) -> dict[str, Any]:
         """The position in the data that was saved with a checkpoint."""
         return torch.load(Path(local_path) / DATA_STATE, map_location="cpu", weights_only=True)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a sharded tensor, on every rank; collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -8,36 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed import ProcessGroup
 
 from verl_ext.checkpoint.commit import publish, remove_tree, write_manifest
 from verl_ext.checkpoint.export import ExportWriter, write_own_rows
+from verl_ext.checkpoint.exporter import Export
 from verl_ext.checkpoint.layout import EXPORT, Manifest
 from verl_ext.checkpoint.retention import Retention
 from verl_ext.checkpoint.rotation import rotate
-from verl_ext.checkpoint.safetensors_layout import SafetensorsLayout
 from verl_ext.checkpoint.shards import MODEL, shard_name
 from verl_ext.checkpoint.space import warn_if_next_will_not_fit
-from verl_ext.checkpoint.weights import Weight
 from verl_ext.checkpoint.writing import Entry, FileWriter, flush_and_digest, naming
 from verl_ext.collective import gather_results, on_rank_zero
 from verl_ext.errors import UserError
-
-
-@dataclass
-class Export:
-    """What `huggingface/` gets besides the configuration and the tokenizer.
-
-    Attributes:
-        weights: the tensors.
-        layout: where they lie.
-        factors: whole A and B of every LoRA adapter.
-    """
-
-    weights: list[Weight]
-    layout: SafetensorsLayout
-    factors: dict[str, torch.Tensor]
 
 
 @dataclass
