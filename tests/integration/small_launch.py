@@ -21,6 +21,7 @@ if __name__ == "__main__":
         "n_gpus_per_node": 2,
         "nnodes": int(os.environ.get("NNODES", "1")),
         "preemption": {"grace_s": float(grace_s)},
+        "checkpoint": {"load_contents": ["model", "optimizer", "extra"]},
     }
     config = OmegaConf.create({"stage": "sft", "recipe": "small", "data": {}, "trainer": trainer})
     sys.exit(

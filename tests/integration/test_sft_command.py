@@ -187,7 +187,8 @@ def test_a_request_to_stop_is_no_crash(quickstart: Path, tmp_path: Path) -> None
     process.terminate()
     assert process.wait(timeout=60) == STOPPED_EXIT_CODE
     assert command.record()["status"] == "stopped"
-    assert command.record()["attempts"][0]["exit_reason"] == "stopped by SIGTERM"
+    attempt = command.record()["attempts"][0]
+    assert attempt["exit_reason"] == f"stopped by SIGTERM after step {attempt['last_step']}"
 
 
 def test_a_finished_run_is_left_alone_and_can_be_prolonged(uninterrupted: Command) -> None:
