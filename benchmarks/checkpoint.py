@@ -5,7 +5,8 @@
 A random Qwen2 model of more than 100M parameters with AdamW state is sharded with FSDP2 and saved by turns; between
 two saves the disk is left to finish what it holds back, so that none pays for another. A `stall` is the time from all
 ranks calling to all ranks having returned. `flush` is what remains to be written to the disk afterwards: verl's manager
-leaves it to the kernel, ours has done it before it commits.
+leaves it to the kernel, ours has done it before it commits. `plain` is what the disk alone takes: as many bytes,
+written by as many processes as plain files, then forced to the disk.
 """
 
 from __future__ import annotations
@@ -115,6 +116,30 @@ def all_writing(manager: CheckpointManager) -> bool:
     return bool(flag)
 
 
+def measure_plain(directory: Path, num_bytes: int) -> float:
+    """Seconds until the ranks have put so many bytes on the disk, each its part in a file of its own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path, piece = directory / f"rank_{dist.get_rank()}", memoryview(os.urandom(16 << 20))
+
+    def write() -> None:
+        left = num_bytes // dist.get_world_size()
+        with path.open("wb", buffering=0) as file:
+            while left:
+                left -= file.write(piece[:left])
+            os.fsync(file.fileno())
+
+    seconds = timed(write)
+    path.unlink()
+    dist.barrier()
+    os.sync()
+    return seconds
+
+
+def bytes_of(checkpoint: Path) -> int:
+    """Size of all files of a checkpoint."""
+    return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+
+
 def measure_resume(kind: str, device: str, tokenizer: AutoTokenizer, checkpoint: Path) -> float:
     """Seconds from a built model to the end of its first step after loading, digests compared as a run does."""
     job = Job(device)
@@ -136,17 +161,20 @@ def measure(arguments: argparse.Namespace) -> dict:
     job = Job(device)
     managers = {kind: job.managed_by(kind, tokenizer) for kind in KINDS}
     rounds: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+    plain: list[float] = []
     steps = [job.step() for _ in range(5)]
     for repeat in range(arguments.repeats + 1):
         turn = repeat % len(KINDS)
         for kind in KINDS[turn:] + KINDS[:turn]:  # whatever a save leaves to the next one, each kind has it once
             figures = measure_save(job, managers[kind], arguments.directory / kind, repeat + 1)
             rounds[kind] += [figures] if repeat else []  # the first save allocates what later ones use again
+        own_bytes = bytes_of(arguments.directory / "sync" / f"global_step_{repeat + 1}")
+        plain.append(measure_plain(arguments.directory / "plain", own_bytes))
     saved = {kind: median_of(rounds[kind]) for kind in KINDS}
     for kind in ("verl", "sync"):
         checkpoint = arguments.directory / kind / f"global_step_{arguments.repeats + 1}"
         saved[kind]["first_step_after_resume_s"] = measure_resume(kind, device, tokenizer, checkpoint)
-        saved[kind]["gib"] = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) / GIB
+        saved[kind]["gib"] = bytes_of(checkpoint) / GIB
     return {
         "machine": f"{os.cpu_count()} x {platform.machine()}, {device}, torch {torch.__version__}",
         "ranks": dist.get_world_size(),
@@ -154,6 +182,8 @@ def measure(arguments: argparse.Namespace) -> dict:
         "step_s": statistics.median(steps),
         "repeats": arguments.repeats,
         "saves": saved,
+        "plain_s": statistics.median(plain[1:]),
+        "stall_of_sync_over_plain": saved["sync"]["stall_s"] / statistics.median(plain[1:]),
         "stall_of_verl_over_sync": saved["verl"]["stall_s"] / saved["sync"]["stall_s"],
         "stall_of_verl_over_async": saved["verl"]["stall_s"] / saved["async"]["stall_s"],
     }

@@ -21,4 +21,5 @@ def tell(text: str, stream: TextIO | None = None) -> None:
     try:
         print(text, file=stream, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from tests.integration.run_outcomes import assert_goes_on
 from tests.integration.runs import Hold, Run
 
+ANY: tuple[int, ...] = ()
+"""One rank, drawn anew in every run of the test."""
 MANAGER, SAVE, COMMIT = (f"verl_ext.checkpoint.{name}" for name in ("manager", "save", "commit"))
 SHARDS = {f"{kind}_world_size_2_rank_{rank}.pt" for kind in ("model", "optim", "extra_state") for rank in (0, 1)}
 
@@ -76,7 +79,8 @@ def assert_is_at(name: str, run: Run, rank: int) -> None:
 
 def kill_at(name: str, victims: tuple[int, ...], run: Run, directory: Path, *overrides: str) -> str:
     """Hold a run at a point, kill ranks there, and return what the command said when it had ended."""
-    point = POINTS[name]
+    point, victims = POINTS[name], victims or (random.randrange(2),)
+    print(f"killed {name}: ranks {victims}")
     # What only rank 0 does is held there, and a dead sibling finds it in the middle of it.
     is_for_rank_zero = point.hold.module in (SAVE, COMMIT)
     rank = 0 if is_for_rank_zero else victims[0]
@@ -97,11 +101,11 @@ def kill_at(name: str, victims: tuple[int, ...], run: Run, directory: Path, *ove
 @pytest.mark.parametrize(
     ("name", "victims", "goes_on_from"),
     [
-        ("before staging", (0,), 2),
+        ("before staging", ANY, 2),
         ("before staging", (0, 1), 2),
-        ("shard writes", (1,), 2),
+        ("shard writes", ANY, 2),
         ("shard writes", (0, 1), 2),
-        ("export", (1,), 2),
+        ("export", ANY, 2),
         ("export", (0, 1), 2),
         ("before the manifest", (0,), 2),
         ("before the manifest", (1,), 4),  # rank 0 has all it needs to finish the commit
@@ -126,9 +130,9 @@ def test_a_kill_loses_nothing(
 @pytest.mark.parametrize(
     ("name", "victims", "goes_on_from"),
     [
-        ("staging", (1,), 2),
+        ("staging", ANY, 2),
         ("shard writes", (0, 1), 2),
-        ("export", (0,), 2),
+        ("export", ANY, 2),
         ("before the tracker", (0, 1), 4),
     ],
     ids=str,

@@ -11,7 +11,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from tqdm import tqdm
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 from tests.training import make_trainer, small_config
@@ -75,7 +74,7 @@ def test_verl_exports_the_master_weights_type(ours: SFTTrainer, tmp_path: Path) 
 
 def test_what_verl_saved_can_be_exported(ours: SFTTrainer, tmp_path: Path) -> None:
     stock_of(ours).save_checkpoint(str(tmp_path / "global_step_1"))
-    target = rebuild_export(tmp_path / "global_step_1", tmp_path / "model", "fp32", 1.0, tqdm(disable=True))
+    target = rebuild_export(tmp_path / "global_step_1", tmp_path / "model", "fp32", 1.0)
     rebuilt, written = (
         load_file(path / "model.safetensors") for path in (target, tmp_path / "global_step_1/huggingface")
     )

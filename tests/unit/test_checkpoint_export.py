@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tqdm import tqdm
 
 from tests.training import make_trainer, small_config
 from verl_ext.checkpoint.rebuild import rebuild_export
@@ -23,7 +22,7 @@ def test_adapters_are_merged_also_where_training_wrote_no_export(quickstart: Pat
         trainer.training_step(batch)
     trainer.save_checkpoint(2)
     assert not list(tmp_path.glob("global_step_2/huggingface/*.safetensors"))
-    target = rebuild_export(tmp_path / "global_step_2", tmp_path / "model", "fp32", 1.0, tqdm(disable=True))
+    target = rebuild_export(tmp_path / "global_step_2", tmp_path / "model", "fp32", 1.0)
     merged, base = load_file(target / "model.safetensors"), load_file(quickstart / "model/model.safetensors")
     assert merged.keys() == base.keys()
     changed = {name for name in base if not torch.equal(merged[name], base[name].float())}

@@ -67,6 +67,7 @@ def test_a_terminal_that_is_gone_is_no_error(tmp_path: Path) -> None:
     os.close(reading)
     with os.fdopen(writing, "w") as stream:
         tell("nobody reads this", stream)
+        assert os.fstat(stream.fileno()).st_rdev == os.stat(os.devnull).st_rdev
         tell("nor this", stream)
 
 

@@ -131,7 +131,7 @@ def export_from_shards(
         directory: receives the safetensors files; exists.
         dtype: of floating-point tensors on the disk.
         max_shard_gib: largest size of one file, GiB.
-        progress: receives the number of bytes written.
+        progress: told the number of bytes of each tensor that was read.
 
     Raises:
         UserError: the shards are not all there, or a file cannot be written.
@@ -148,6 +148,6 @@ def export_from_shards(
         factors = {name: files.tensor(name).whole() for name in ((adapter.down, adapter.up) if adapter else ())}
         end = whole.shape[0] if whole.dim() else 1
         writer.write_rows(weight.name, 0, merged(weight, whole, factors, 0, end))
-        progress(layout.forms[weight.name].num_bytes)
+        progress(whole.nbytes)
     writer.close()
     return layout

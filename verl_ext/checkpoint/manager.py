@@ -19,7 +19,7 @@ from verl_ext.checkpoint.exporter import Export, Exporter
 from verl_ext.checkpoint.layout import EXPORT, Manifest
 from verl_ext.checkpoint.load import load_model, load_optimizer, seed_anew
 from verl_ext.checkpoint.options import SaveOptions
-from verl_ext.checkpoint.rotation import rotate
+from verl_ext.checkpoint.rotation import remove_leftovers
 from verl_ext.checkpoint.save import Save, temporary_of
 from verl_ext.checkpoint.shards import EXTRA, MODEL, OPTIMIZER, ShardFiles
 from verl_ext.checkpoint.space import bytes_of, require_space
@@ -140,7 +140,7 @@ class CheckpointManager(FSDPCheckpointManager):
         total = shards + (export.layout.num_bytes if export else 0)
 
         def prepare() -> None:
-            rotate(final.parent, replace(self.options.retention, max_to_keep=None), step, self.warn)
+            remove_leftovers(final.parent, self.warn)
             with naming(temporary_of(final)):
                 final.parent.mkdir(parents=True, exist_ok=True)
                 require_space(final.parent, total, step)

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from verl.utils.torch_dtypes import PrecisionType
 
@@ -16,23 +15,19 @@ from verl_ext.checkpoint.layout import EXPORT, MANIFEST, Manifest
 from verl_ext.checkpoint.lease import leased
 from verl_ext.checkpoint.safetensors_layout import INDEX
 from verl_ext.checkpoint.shards import MODEL
-from verl_ext.checkpoint.verify import damaged_files
+from verl_ext.checkpoint.verify import damaged_files, ignore_progress
 from verl_ext.checkpoint.writing import FileWriter, flush_and_digest, naming
 from verl_ext.errors import UserError
 from verl_ext.metrics.atomic import flush_directory, replace_file
 from verl_ext.metrics.notice import warn
 
-
-class Bar(Protocol):
-    """What is used of a tqdm bar."""
-
-    total: float | None
-
-    def update(self, n: float = 1) -> bool | None:
-        """Move on by so many bytes."""
+Progress = Callable[[int], None]
+"""Told how many more bytes of the shards were read; each is read once for its digest and once for its weights."""
 
 
-def rebuild_export(checkpoint: Path, output: Path | None, dtype: str, max_shard_gib: float, bar: Bar) -> Path:
+def rebuild_export(
+    checkpoint: Path, output: Path | None, dtype: str, max_shard_gib: float, progress: Progress = ignore_progress
+) -> Path:
     """Write the Hugging Face model of a checkpoint.
 
     Args:
@@ -40,7 +35,7 @@ def rebuild_export(checkpoint: Path, output: Path | None, dtype: str, max_shard_
         output: a directory that does not exist yet; None puts the weights into the checkpoint's own `huggingface/`.
         dtype: bf16, fp16 or fp32.
         max_shard_gib: largest size of one file, GiB.
-        bar: shows the progress.
+        progress: told the number of bytes of each piece that was read; `bytes_to_read` is their sum.
 
     Returns:
         The directory of the model.
@@ -51,13 +46,13 @@ def rebuild_export(checkpoint: Path, output: Path | None, dtype: str, max_shard_
     if output is not None and output.exists():
         raise UserError(f"{output} exists already; name a new directory")
     with leased(checkpoint):
-        require_sound_shards(checkpoint, bar.update)
+        require_sound_shards(checkpoint, progress)
         target = output or checkpoint / EXPORT
         partial = target.with_name(f"{target.name}.partial")
         with naming(partial, "the export could not be written"):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            write_weights(checkpoint, partial, dtype, max_shard_gib, bar)
+            write_weights(checkpoint, partial, dtype, max_shard_gib, progress)
             if output is not None:
                 copy_companions(checkpoint / EXPORT, partial)
                 os.rename(partial, output)
@@ -66,7 +61,13 @@ def rebuild_export(checkpoint: Path, output: Path | None, dtype: str, max_shard_
     return target
 
 
-def require_sound_shards(checkpoint: Path, progress: Callable[[int], None]) -> None:
+def bytes_to_read(checkpoint: Path) -> int:
+    """About how many bytes of shards an export of this checkpoint reads."""
+    num_bytes = sum(path.stat().st_size for path in checkpoint.glob(f"{MODEL}_world_size_*.pt"))
+    return num_bytes * 2 if (checkpoint / MANIFEST).exists() else num_bytes
+
+
+def require_sound_shards(checkpoint: Path, progress: Progress) -> None:
     """Refuse to export from shards that are not what was saved."""
     if not (checkpoint / MANIFEST).exists():
         warn(f"{checkpoint} has no {MANIFEST} (verl itself writes none), so its shards cannot be checked")
@@ -80,10 +81,10 @@ def require_sound_shards(checkpoint: Path, progress: Callable[[int], None]) -> N
         raise UserError(f"{checkpoint} cannot be exported: {problems[0]}; take another checkpoint")
 
 
-def write_weights(checkpoint: Path, directory: Path, dtype: str, max_shard_gib: float, bar: Bar) -> None:
+def write_weights(checkpoint: Path, directory: Path, dtype: str, max_shard_gib: float, progress: Progress) -> None:
     """The safetensors files, their index, and the configuration with the new number type."""
     torch_dtype = PrecisionType.to_dtype(dtype)
-    layout = export_from_shards(checkpoint, directory, torch_dtype, max_shard_gib, bar.update)
+    layout = export_from_shards(checkpoint, directory, torch_dtype, max_shard_gib, progress)
     config = json.loads((checkpoint / EXPORT / "config.json").read_text())
     config["dtype"] = str(torch_dtype).removeprefix("torch.")
     with FileWriter() as files:

@@ -46,12 +46,17 @@ def rotate(run_dir: Path, retention: Retention, step: int, warn: Warn) -> list[P
     Returns:
         The checkpoints that were removed, the oldest first.
     """
-    for path in find_leftovers(run_dir):
-        _attempt(shutil.rmtree, path, warn)
+    remove_leftovers(run_dir, warn)
     _, problem = read_choice(run_dir)
     if problem and retention.max_to_keep is not None:
         warn(f"{run_dir / BEST} {problem}, so no checkpoint is removed; repair or delete it")
     return carry_out(plan_rotation(run_dir, retention, step), warn)
+
+
+def remove_leftovers(run_dir: Path, warn: Warn) -> None:
+    """Remove what saves and removals that were cut short left; the conditions are those of `rotate`."""
+    for path in find_leftovers(run_dir):
+        _attempt(shutil.rmtree, path, warn)
 
 
 def find_leftovers(run_dir: Path) -> list[Path]:

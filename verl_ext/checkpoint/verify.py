@@ -48,7 +48,7 @@ def _problem(path: Path, entry: dict[str, Any], progress: Callable[[int], None])
         num_bytes = path.stat().st_size
         if num_bytes != entry.get("bytes"):
             return f"has {num_bytes} bytes instead of {entry.get('bytes')}"
-        digest = _digest(path, progress)
+        digest = digest_of(path, progress)
     except FileNotFoundError:
         return "is missing"
     except OSError as error:  # a disk that fails is what this looks for
@@ -56,7 +56,16 @@ def _problem(path: Path, entry: dict[str, Any], progress: Callable[[int], None])
     return None if digest == entry.get("xxh3_128") else f"has the digest {digest} instead of {entry.get('xxh3_128')}"
 
 
-def _digest(path: Path, progress: Callable[[int], None]) -> str:
+def digest_of(path: Path, progress: Callable[[int], None] = ignore_progress) -> str:
+    """The XXH3-128 digest of a file, in hexadecimal.
+
+    Args:
+        path: read from the start to the end.
+        progress: told the number of bytes of each piece that was read.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):

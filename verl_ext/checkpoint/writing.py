@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch.utils.serialization import config
 
-from verl_ext.checkpoint.verify import CHUNK_BYTES
+from verl_ext.checkpoint.verify import CHUNK_BYTES, digest_of
 from verl_ext.errors import UserError
 
 Entry = dict[str, Any]
@@ -122,11 +122,8 @@ class FileWriter:
 def flush_and_digest(path: Path) -> Entry:
     """Force a file that several ranks wrote to the disk, and read it for its digest."""
     with naming(path), path.open("rb") as file:
-        digest = xxhash.xxh3_128()
         os.fsync(file.fileno())
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-        return {"bytes": file.tell(), "xxh3_128": digest.hexdigest()}
+        return {"bytes": os.fstat(file.fileno()).st_size, "xxh3_128": digest_of(path)}
 
 
 @contextmanager

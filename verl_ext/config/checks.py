@@ -18,7 +18,6 @@ CHOICES = {
     "data.truncation": ("error", "left", "right"),
     "trainer.device": ("auto", "cuda", "npu", "cpu"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
-    "trainer.checkpoint.best_mode": ("min", "max"),
     "trainer.checkpoint.export.dtype": ("bf16", "fp16", "fp32"),
 }
 AT_LEAST_ONE = (
@@ -34,7 +33,6 @@ RANGES = {  # lowest and highest value allowed
     "model.lora_rank": (0, math.inf),
     "data.num_workers": (0, math.inf),
     "trainer.seed": (0, 2**31 - 1),
-    "trainer.checkpoint.keep_best": (0, math.inf),
     "trainer.checkpoint.export.max_shard_gib": (1e-6, math.inf),
 }
 WITHOUT_EFFECT = {  # verl's keys that this trainer has no use for: the value they must keep, and what to do instead

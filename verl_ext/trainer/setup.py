@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import DataLoader, Dataset
 from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
@@ -126,5 +125,4 @@ class TrainerSetup(FSDPSFTTrainer):
             **self.train_sampler.state_dict(),
             "skipped_steps": self.guard.num_skipped,
             "owes_validation": self.owes_validation,
-            "world_size": dist.get_world_size(),
         }

@@ -8,12 +8,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from verl_ext.checkpoint.command.run_directory import Commands, add_command, newest_resumable, require_steps
-from verl_ext.checkpoint.layout import EXPORT, step_of
+from verl_ext.checkpoint.layout import step_of
 from verl_ext.errors import UserError
 
 TEXT = (
     "Make the Hugging Face model of a checkpoint from its shards. Needs no GPU and no process group, merges LoRA "
-    "adapters, and keeps one tensor in memory at a time; shards that verl itself wrote serve too."
+    "adapters, and keeps one tensor in memory at a time; shards that verl itself wrote serve too. RUN_DIR may also be "
+    "a checkpoint, a global_step_N directory."
 )
 
 
@@ -28,11 +29,15 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the export and say where it is."""
-    from verl_ext.checkpoint.rebuild import rebuild_export  # here, so that --help need not wait for torch
+    from verl_ext.checkpoint.rebuild import (  # here, so that --help need not wait for torch
+        bytes_to_read,
+        rebuild_export,
+    )
 
     checkpoint = _choose(arguments.run_dir, arguments.step)
-    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
-        target = rebuild_export(checkpoint, arguments.output, arguments.dtype, arguments.max_shard_gib, bar)
+    total = bytes_to_read(checkpoint)
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
+        target = rebuild_export(checkpoint, arguments.output, arguments.dtype, arguments.max_shard_gib, bar.update)
     print(f"{target}: the weights of {checkpoint.name} in {arguments.dtype}, loadable by transformers and vLLM")
     return 0
 
@@ -46,7 +51,7 @@ def _choose(run_dir: Path, step: int | None) -> Path:
         return require_steps(run_dir, [step])[0]
     newest = newest_resumable(run_dir)
     if newest is None:
-        raise UserError(f"{run_dir} holds no complete checkpoint; name one with --step N to export what {EXPORT} needs")
+        raise UserError(f"{run_dir} holds no complete checkpoint; name one whose model shards are whole with --step N")
     return newest
 
 
