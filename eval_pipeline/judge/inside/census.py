@@ -1,0 +1,87 @@
+"""What the processes of an answer use, read from /proc by somebody whom they cannot touch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+# fields of /proc/PID/stat, counted from the one after the command's name
+_PARENT, _UTIME, _STIME, _CUTIME, _CSTIME, _THREADS = 1, 11, 12, 13, 14, 17
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Sums over the living descendants of a process."""
+
+    num_tasks: int
+    """Processes and threads."""
+    memory_bytes: int
+    """Resident pages that belong to no file; those that processes share since a fork count in each."""
+    cpu_s: float
+    """Of them and of their children that they have waited for."""
+
+
+class Census:
+    """Reads one proc file system, which stays open although answers cannot see it."""
+
+    def __init__(self) -> None:
+        """Open /proc as it is now."""
+        self.fd = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._own = 0
+
+    def find_self(self) -> None:
+        """Learn this process's number in that proc file system, which may be another one than `os.getpid()`."""
+        self._own = int(os.readlink("self", dir_fd=self.fd))
+
+    def descendants(self, of: int | None = None) -> dict[int, list[bytes]]:
+        """The stat fields of every descendant that there is, by its number in that file system.
+
+        Args:
+            of: a process; None takes this one.
+        """
+        fields = {}
+        for name in os.listdir(self.fd):
+            if name.isdigit() and (stat := self._read(f"{name}/stat")):
+                fields[int(name)] = stat[stat.rindex(b")") + 2 :].split()
+        ours: dict[int, list[bytes]] = {}
+        newest = {self._own if of is None else of}
+        while newest:
+            newest = {pid for pid, stat in fields.items() if int(stat[_PARENT]) in newest and pid not in ours}
+            ours.update((pid, fields[pid]) for pid in newest)
+        return ours
+
+    def usage(self) -> Usage:
+        """What all living descendants of this process use now."""
+        processes = self.descendants()
+        ticks = sum(int(stat[n]) for stat in processes.values() for n in (_UTIME, _STIME, _CUTIME, _CSTIME))
+        num_tasks = sum(int(stat[_THREADS]) for stat in processes.values())
+        return Usage(num_tasks, sum(map(self._memory, processes)), ticks * _TICK_S)
+
+    def shared_memory(self) -> int:
+        """Bytes resident in all descendants, where pages that several share count once; slower to find out."""
+        return sum(map(self._share_of_memory, self.descendants()))
+
+    def _share_of_memory(self, pid: int) -> int:
+        lines = self._read(f"{pid}/smaps_rollup").splitlines()
+        shares = [int(line.split()[1]) << 10 for line in lines if line.startswith(b"Pss:")]
+        return shares[0] if shares else self._memory(pid)
+
+    def _memory(self, pid: int) -> int:
+        numbers = self._read(f"{pid}/statm").split()
+        # shared pages are files: the program's own, and the temporary directory's, whose size is limited
+        return (int(numbers[1]) - int(numbers[2])) * _PAGE if numbers else 0
+
+    def _read(self, path: str) -> bytes:
+        """A file of it; empty when its process has ended."""
+        try:
+            fd = os.open(path, os.O_RDONLY, dir_fd=self.fd)
+        except OSError:
+            return b""
+        try:
+            return os.read(fd, 4096)
+        except OSError:
+            return b""
+        finally:
+            os.close(fd)

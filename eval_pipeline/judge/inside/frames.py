@@ -1,0 +1,100 @@
+"""Messages over stream sockets and pipes: a JSON object, a blob of bytes, and on sockets open files.
+
+JSON because a reader need not trust the writer. Used by the client, the server and inside the sandboxes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from typing import Any
+
+_HEAD = struct.Struct(">II")
+MOST_BYTES = 1 << 30
+"""Larger parts than this are taken for garbage."""
+
+
+class FrameError(Exception):
+    """The other side ended in the middle of a message, or wrote something that is none."""
+
+
+def pack(message: dict[str, Any], blob: bytes = b"") -> bytes:
+    """One message as bytes."""
+    text = json.dumps(message).encode()
+    return _HEAD.pack(len(text), len(blob)) + text + blob
+
+
+def send(connection: socket.socket, message: dict[str, Any], blob: bytes = b"", fds: tuple[int, ...] = ()) -> None:
+    """Send one message.
+
+    Args:
+        connection: a connected unix stream socket.
+        message: anything that JSON can say.
+        blob: bytes to go with it.
+        fds: open files, which the other side gets copies of.
+
+    Raises:
+        OSError: the other side is gone.
+    """
+    data = memoryview(pack(message, blob))
+    if fds:
+        data = data[socket.send_fds(connection, [data], list(fds)) :]
+    connection.sendall(data)
+
+
+def receive(connection: socket.socket, most_fds: int = 0) -> tuple[dict[str, Any], bytes, list[int]] | None:
+    """One message with its blob and open files; None when the other side has closed.
+
+    Raises:
+        FrameError: what came is not a whole message.
+    """
+    fds: list[int] = []
+    head = b""
+    try:
+        if most_fds:
+            head, fds, _, _ = socket.recv_fds(connection, _HEAD.size, most_fds)
+            if not head:
+                return None
+        parts = _parts(lambda size: connection.recv(size), head)
+    except ConnectionError:
+        return None
+    return None if parts is None else (*parts, fds)
+
+
+def read(fd: int) -> tuple[dict[str, Any], bytes] | None:
+    """One message from a pipe; None at its end.
+
+    Raises:
+        FrameError: what came is not a whole message.
+    """
+    return _parts(lambda size: os.read(fd, size), b"")
+
+
+def _parts(take: Any, head: bytes) -> tuple[dict[str, Any], bytes] | None:
+    head += _exactly(take, _HEAD.size - len(head), may_end=not head)
+    if not head:
+        return None
+    text_size, blob_size = _HEAD.unpack(head)
+    if max(text_size, blob_size) > MOST_BYTES:
+        raise FrameError(f"a message of {max(text_size, blob_size)} bytes")
+    try:
+        message = json.loads(_exactly(take, text_size))
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"not a message: {error}") from error
+    if not isinstance(message, dict):
+        raise FrameError("not a message: no JSON object")
+    return message, _exactly(take, blob_size)
+
+
+def _exactly(take: Any, size: int, may_end: bool = False) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        chunk = take(min(size - len(data), 1 << 20))
+        if not chunk:
+            if may_end and not data:
+                return b""
+            raise FrameError("the other side ended in the middle of a message")
+        data += chunk
+    return bytes(data)

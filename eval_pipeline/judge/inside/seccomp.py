@@ -1,0 +1,131 @@
+"""System calls that an answer has no honest use for, refused by a filter in the kernel.
+
+Each refusal closes a way around the limits or around the namespaces: memory that no process is charged with, sockets
+(a virtual machine's AF_VSOCK knows no network namespace), more namespaces, a look at or a hand on other processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import struct
+from collections.abc import Callable
+
+from kernel import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, prctl
+
+# name: (x86_64, aarch64)
+_REFUSED_TO_SUPERVISORS = {
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+    "process_madvise": (440, 440),
+    "socket": (41, 198),
+    "pivot_root": (155, 41),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_setup": (206, 0),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "syslog": (103, 116),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+}
+_REFUSED_TO_ANSWERS = {
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "memfd_create": (319, 279),
+}
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+_CLONE, _CLONE3, _PRLIMIT, _MMAP, _KILL = (56, 220), (435, 435), (302, 261), (9, 222), (62, 129)
+_NEW_NAMESPACES = 0x7E020080
+_MAP_SHARED_ANONYMOUS = 0x21
+_X32 = 0x40000000
+
+_LOAD, _EQUAL, _ANY_BIT, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x54, 0x06
+_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
+
+
+def _filter(refused: dict[str, tuple[int, int]], rules: Callable[[int], list[bytes]]) -> bytes:
+    """A filter for this machine's processor: what to refuse, then rules that look at arguments.
+
+    Raises:
+        OSError: the numbers of its system calls are not known here.
+    """
+    if platform.machine() not in _ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"no system call numbers for {platform.machine()}")
+    column, arch = _ARCHITECTURES[platform.machine()]
+    steps = [_step(_LOAD, _ARCH), _step(_EQUAL, arch, 1, 0), _step(_RETURN, _KILL_PROCESS), _step(_LOAD, _NUMBER)]
+    steps += [_step(_AT_LEAST, _X32, 0, 1), _REFUSE]
+    for numbers in refused.values():
+        steps += [_step(_EQUAL, numbers[column], 0, 1), _REFUSE]
+    return b"".join([*steps, *rules(column), _step(_RETURN, _ALLOW)])
+
+
+def _rules_of_supervisors(column: int) -> list[bytes]:
+    # ENOSYS: the C library then falls back on clone, whose flags a filter can see
+    return [_step(_EQUAL, _CLONE3[column], 0, 1), _step(_RETURN, _ERRNO | errno.ENOSYS)]
+
+
+def _rules_of_answers(column: int) -> list[bytes]:
+    shared = [_step(_AND, _MAP_SHARED_ANONYMOUS), _step(_EQUAL, _MAP_SHARED_ANONYMOUS, 0, 1), _REFUSE]
+    return [
+        *_when(_CLONE[column], 0, [_step(_ANY_BIT, _NEW_NAMESPACES, 0, 1), _REFUSE]),
+        *_when(_PRLIMIT[column], 0, [_step(_EQUAL, 0, 1, 0), _REFUSE]),  # of another process
+        *_when(_KILL[column], 0, [_step(_AT_LEAST, 1 << 31, 0, 1), _REFUSE]),  # a negative number: a group, or all
+        *_when(_MMAP[column], 3, shared),
+    ]
+
+
+def install(program: bytes) -> None:
+    """Put the filter on this process and all its children, for good.
+
+    Raises:
+        OSError: this kernel has no filters.
+    """
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    steps = ctypes.create_string_buffer(program, len(program))
+    # struct sock_fprog
+    head = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(steps)))
+    prctl(PR_SET_SECCOMP, 2, ctypes.c_void_p(ctypes.addressof(head)))
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("HBBI", code, if_true, if_false, value)
+
+
+def _when(number: int, argument: int, steps: list[bytes]) -> list[bytes]:
+    """Steps on the lower half of one argument of one system call; what they let through goes on to the next rule."""
+    body = [_step(_LOAD, _ARGUMENTS + 8 * argument), *steps, _step(_LOAD, _NUMBER)]
+    return [_step(_EQUAL, number, 0, len(body)), *body]
+
+
+_REFUSE = _step(_RETURN, _ERRNO | errno.EPERM)
+# made once, before any answer is near
+OF_SUPERVISORS = _filter(_REFUSED_TO_SUPERVISORS, _rules_of_supervisors)
+"""Installed once for all supervisors, and so for their answers: what neither has a use for."""
+OF_ANSWERS = _filter(_REFUSED_TO_ANSWERS, _rules_of_answers)
+"""For answers, beside the other."""

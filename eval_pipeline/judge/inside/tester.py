@@ -1,0 +1,186 @@
+"""The process that runs one test. It holds what the answer must not see, and sees of the answer only plain values."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import random
+import resource
+import signal
+import socket
+import traceback
+from typing import Any
+
+import frames
+from errors import ClassesOfAnswer, OfAnswer
+from operations import OF_A_TEST
+from peer import ConversationError, GoneError, Peer, describe
+from values import Coroutine, ErrorClass, Handle, Reader
+
+_TEST_FILE = "<test>"
+_MESSAGE_CHARS = 500
+_MB = 1 << 20
+_EXTRA_MEMORY_MB = 256
+SHARE_OF_WALL = 0.8
+"""Processor time that a test may use itself, as a share of the wall-clock limit: one that hangs ends before the limit
+does, which would call the machine too busy for its answer."""
+_EXTRA_WALL_S = 5
+"""Past the answer's own wall-clock limit, which others watch, and which ends this process's waiting too."""
+
+
+def run(fds: list[int]) -> None:
+    """Run the test that comes over the first descriptor against the answer behind the second."""
+    control, connection = socket.socket(fileno=fds[0]), socket.socket(fileno=fds[1])
+    received = frames.receive(control)
+    if received is None:
+        return
+    job = received[0]
+    _limit(job["limits"])
+    random.seed(0)
+    peer = TesterPeer(connection)
+    outcome, message = run_test(job, peer)
+    if peer.lost is not None:
+        # whatever the test made of it: without its answer it has come to nothing
+        outcome, message = "lost" if isinstance(peer.lost, GoneError) else "error", str(peer.lost)
+    frames.send(control, {"outcome": outcome, "message": message[:_MESSAGE_CHARS]})
+
+
+def _limit(limits: dict[str, Any]) -> None:
+    memory = (limits["memory_mb"] + _EXTRA_MEMORY_MB) * _MB
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    cpu_s = int(limits["cpu_s"]) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # nothing handles the signals, so the kernel ends this process whatever it is busy with
+    signal.setitimer(signal.ITIMER_PROF, limits["wall_s"] * SHARE_OF_WALL)
+    signal.setitimer(signal.ITIMER_REAL, limits["wall_s"] + _EXTRA_WALL_S)
+
+
+def run_test(job: dict[str, Any], peer: TesterPeer) -> tuple[str, str]:
+    """Run a test; returns "passed", "failed" (by an assertion of its own) or "error", and a message."""
+    names = Names(peer)
+    test = job["test"]
+    try:
+        exec(compile(job["preamble"], "<preamble>", "exec", dont_inherit=True), names)
+        names[job["entry_point"]] = names.of_answer(job["entry_point"])
+        exec(compile(test, _TEST_FILE, "exec", dont_inherit=True), names)
+    except BaseException as error:
+        failed = isinstance(error, AssertionError) and not isinstance(error, OfAnswer)
+        return "failed" if failed else "error", _message(error, test)
+    return "passed", ""
+
+
+def _message(error: BaseException, test: str) -> str:
+    """The exception, and the line of the test that it came from."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == _TEST_FILE]
+    where = f" in `{test.splitlines()[lines[-1] - 1].strip()}`" if lines and lines[-1] else ""
+    try:
+        return describe(error) + where
+    except BaseException:  # a remote object inside that cannot be printed, or is gone
+        return type(error).__name__ + where
+
+
+class Names(dict):
+    """The test's globals: its own names, then builtins, then the answer's."""
+
+    def __init__(self, peer: TesterPeer) -> None:
+        """Ask `peer` for the answer's names."""
+        super().__init__(__name__="test")
+        self._peer = peer
+
+    def of_answer(self, name: str) -> Any:
+        """What the answer defines under this name.
+
+        Raises:
+            NameError: nothing.
+        """
+        found, value = self._peer.look_up(name)
+        if not found:
+            raise NameError(f"the answer does not define {name}")
+        return value
+
+    def __missing__(self, name: str) -> Any:
+        """Python asks here before it looks among the builtins."""
+        if name not in vars(builtins) and not name.startswith("__"):
+            # asked for each time, since a call may have changed it
+            found, value = self._peer.look_up(name)
+            if found:
+                return value
+        raise KeyError(name)
+
+
+class TesterPeer(Peer):
+    """The test's end of the conversation."""
+
+    reader = Reader
+    trusted = True
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Talk to the answer."""
+        super().__init__(connection)
+        self.lost: ConversationError | None = None
+        """Why the answer cannot be reached any more."""
+        self._classes = ClassesOfAnswer()
+
+    def look_up(self, name: str) -> tuple[bool, Any]:
+        """Whether the answer defines a name, and what it is."""
+        reply = self.request("lookup", name)
+        if type(reply) is not tuple or len(reply) != 2 or type(reply[0]) is not bool:
+            self.lost = ConversationError("no reply to a lookup")
+            raise self.lost
+        return reply
+
+    def perform(self, operation: str, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Serve one request of the answer."""
+        if operation == "call":
+            function, positional, named = arguments
+            return function(*positional, **named), None
+        if operation == "getattr":
+            return self._attribute(*arguments), None
+        return OF_A_TEST[operation](*arguments), None
+
+    def error_of(self, kind: str, arguments: tuple[Any, ...], original: Any) -> BaseException:
+        """An exception of the same class, or of what stands for it, marked as the answer's."""
+        if original is None:
+            kind_here = self._classes.of_name(kind)
+            # not through Python code of the standard library, which may want other arguments
+            return kind_here(*arguments) if kind.startswith("builtins:") else kind_here.__new__(kind_here, *arguments)
+        remote, rows = original
+        kind_here = self._classes.of_rows(rows)
+        error = kind_here.__new__(kind_here, *arguments)
+        vars(error)["original"] = remote
+        return error
+
+    def of_error_class(self, rows: Any) -> Any:
+        """What stands for an exception class of the answer's."""
+        return self._classes.of_rows(rows)
+
+    def of_coroutine(self, number: int) -> Any:
+        """A coroutine that runs the answer's, over there, when it is awaited."""
+        remote = self._of_handle(number, True, 0)
+
+        async def run_there() -> Any:
+            return self.request("run", remote)
+
+        return run_there()
+
+    def name_of(self, value: Any) -> Handle | ErrorClass | Coroutine:
+        """What is sent in the place of an object that cannot travel."""
+        number = self._classes.number_of(value)
+        return super().name_of(value) if number is None else Handle(number, of_sender=False)
+
+    def _attribute(self, value: Any, name: str) -> Any:
+        # functions, generators and modules lead to the test's globals, instances of its own classes are what it passed
+        passable = type(value).__module__ == "test" or type(value) in (io.StringIO, io.BytesIO)
+        if not passable or name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(value, name)
+
+    def _request(self, operation: str, arguments: tuple[Any, ...], containers: list[Any]) -> Any:
+        if self.lost is not None:
+            raise self.lost
+        try:
+            return super()._request(operation, arguments, containers)
+        except ConversationError as error:
+            self.lost = error
+            raise

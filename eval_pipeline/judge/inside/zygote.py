@@ -1,0 +1,103 @@
+"""A process that has Python ready and forks for each piece of work that it is handed.
+
+It reads nothing but the open files that it hands on, so that what it forks inherits no answer and no test. Started as
+`python zygote.py OPTIONS`, a JSON object, with its control socket as standard input.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import site
+import socket
+import sys
+from collections.abc import Callable
+
+import imports
+import kernel
+import namespaces
+import place
+import rehearsal
+import seccomp
+import supervise
+import tester
+from census import Census
+
+# What programs of this kind import, so that each run only pays for a fork. Not `threading` and `hashlib`: the one runs
+# code in every fork, the other maps libraries, and each makes every fork half as expensive again.
+_PRELOADED = (
+    *("abc", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools"),
+    *("heapq", "io", "itertools", "json", "math", "operator", "random", "re", "statistics", "string", "typing"),
+)
+
+
+def main() -> None:
+    """Get ready, say so, then fork at each request until the server closes the connection."""
+    options = json.loads(sys.argv[1])
+    control = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.clear()
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    site.setquit()  # `exit` and `quit`, which -S leaves out with the folders of packages
+    policy_for = None
+    if options["sandlock"]:
+        import landlock
+
+        policy_for = landlock.policy_maker(options["sandlock"], options["package_paths"])
+    # an import in an answer must not find the files of this folder
+    sys.path.pop(0)
+    imports.allow(options["modules"])
+    if options["drop_user"] and not options["once"]:
+        kernel.become_nobody()
+        # lost with the change of user; without it the maps of a user namespace cannot be written
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+    if not options["own_namespaces"]:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        # what an answer leaves that has killed its supervisor stays below this process, where the server finds it
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    fork = os.fork
+    if options["own_namespaces"] and options["role"] == "answer" and not options["once"]:
+        fork = namespaces.Nursery().fork
+    kernel.limit_arenas()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children, and none becomes a zombie
+    seccomp.install(seccomp.OF_SUPERVISORS)
+    rehearsal.rehearse()
+    gc.collect()
+    gc.freeze()
+    control.sendall(b"R")
+    _serve(control, fork, options, policy_for)
+
+
+def _serve(control: socket.socket, fork: Callable[[], int], options: dict, policy_for: object) -> None:
+    while True:
+        _, fds, _, _ = socket.recv_fds(control, 1, 2)
+        if not fds:
+            os._exit(0)
+        if options["once"] or fork() == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _work(fds, options, policy_for)
+            os._exit(0)
+        for fd in fds:
+            os.close(fd)
+
+
+def _work(fds: list[int], options: dict, policy_for: object) -> None:
+    if options["role"] == "tester":
+        tester.run(fds)
+        return
+    census = Census()
+    if options["own_namespaces"]:
+        where = place.NamespacePlace(
+            census, nested=not options["once"], drop_user=options["once"] and options["drop_user"]
+        )
+    else:
+        where = place.HostPlace(census, policy_for)
+    supervise.serve(socket.socket(fileno=fds[0]), where, census)
+
+
+main()

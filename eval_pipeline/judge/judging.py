@@ -1,0 +1,87 @@
+"""Judges one submission in the sandboxes of one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from eval_pipeline.judge.gate import Gate
+from eval_pipeline.judge.levels import Level
+from eval_pipeline.judge.limits import Limits
+from eval_pipeline.judge.references import ReferenceJudge
+from eval_pipeline.judge.rules import MESSAGE_CHARS, NO_PROGRAM, TestResult, function_result, program_result, verdict_of
+from eval_pipeline.judge.submission import Submission
+from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.judge.wire import num_tests_of
+from eval_pipeline.judge.workshop import SandboxError, Supervisor, Workshop
+from eval_pipeline.problems.problem import FunctionTests, ProgramTests, ReferenceAnswer
+
+_ATTEMPTS = 2
+
+
+@dataclass
+class Worker:
+    """Judges one submission at a time."""
+
+    level: Level
+    gate: Gate
+    """Shared by all workers of the machine."""
+
+    def __post_init__(self) -> None:
+        """Nothing starts until it is needed."""
+        self._workshop = Workshop(self.level)
+        self._references = ReferenceJudge()
+
+    def judge(self, submission: Submission, limits: Limits) -> Verdict:
+        """The verdict; a sandbox that fails is replaced once, then the verdict is `api_error`."""
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._judge(submission, limits)
+            except (SandboxError, OSError) as error:
+                self.close()
+                failure = str(error)
+        return Verdict("api_error", 0, num_tests_of(submission.tests), failure[:MESSAGE_CHARS])
+
+    def close(self) -> None:
+        """End the sandboxes; the next submission starts new ones."""
+        self._workshop.close()
+        self._references.close()
+
+    def _judge(self, submission: Submission, limits: Limits) -> Verdict:
+        if isinstance(submission.tests, ReferenceAnswer):
+            with self.gate.shared():
+                return self._references.judge(submission.program, submission.tests.answer, limits)
+        if not submission.program:
+            return verdict_of([NO_PROGRAM], num_tests_of(submission.tests))
+        results = []
+        preamble = submission.tests.preamble if isinstance(submission.tests, FunctionTests) else ""
+        with self._workshop.supervisor(submission.program, preamble, limits) as supervisor:
+            for run in _runs(submission.tests, supervisor, limits):
+                results.append(self._run(run))
+                if results[-1].error_type in ("timeout", "syntax_error"):
+                    break  # the tests that are left are not passed
+        return verdict_of(results, num_tests_of(submission.tests))
+
+    def _run(self, run: Callable[[], TestResult]) -> TestResult:
+        with self.gate.shared():
+            result = run()
+        if not result.starved:
+            return result
+        # a busy machine must not cost an answer its verdict
+        with self.gate.alone():
+            return run()
+
+
+def _runs(
+    tests: FunctionTests | ProgramTests, supervisor: Supervisor, limits: Limits
+) -> Iterator[Callable[[], TestResult]]:
+    if isinstance(tests, FunctionTests):
+        for test in tests.tests:
+            yield lambda test=test: function_result(
+                *supervisor.run_function_test(tests.preamble, tests.entry_point, test), limits
+            )
+        return
+    for case in tests.cases:
+        yield lambda case=case: program_result(
+            *supervisor.run_program(case.stdin.encode(errors="surrogatepass")), case, tests.tolerance, limits
+        )

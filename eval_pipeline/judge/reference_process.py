@@ -1,0 +1,39 @@
+"""Compares answers with references, one after the other, for `references.py`; ends when its input does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from eval_pipeline.judge.inside import frames, kernel
+from eval_pipeline.problems.reference import is_right
+
+
+def main() -> None:
+    """Reply to each question on standard output."""
+    # a parser that hangs does not see its input end
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    replies = os.dup(1)
+    os.dup2(2, 1)  # what a parser prints is no reply
+    _reply(replies, {"ready": True})
+    while (received := frames.read(0)) is not None:
+        _reply(replies, _judge(received[0]))
+
+
+def _judge(question: dict[str, str]) -> dict[str, object]:
+    try:
+        right = is_right(question["answer"], question["reference"])
+    except (ArithmeticError, ValueError, RecursionError, MemoryError) as error:
+        return {"right": False, "message": f"the answer could not be read: {type(error).__name__}"}
+    return {"right": bool(right), "message": "" if right else f"expected {question['reference']!r}"}
+
+
+def _reply(fd: int, message: dict[str, object]) -> None:
+    data = frames.pack(message)
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

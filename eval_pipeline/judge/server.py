@@ -1,0 +1,109 @@
+"""The process that owns all sandboxes: reads submissions from its input, writes verdicts as they are found.
+
+`python -m eval_pipeline.judge.server OPTIONS` with OPTIONS a JSON object; started by `client.py`. It ends when its
+input does, and every sandbox ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import sys
+import threading
+from typing import Any
+
+from eval_pipeline.judge.gate import Gate
+from eval_pipeline.judge.inside import frames
+from eval_pipeline.judge.judging import Worker
+from eval_pipeline.judge.levels import Level, candidates
+from eval_pipeline.judge.limits import Limits
+from eval_pipeline.judge.packages import Package
+from eval_pipeline.judge.submission import Submission
+from eval_pipeline.judge.wire import dump_verdict, load_submission
+from eval_pipeline.problems.problem import FunctionTests
+
+_PARENT_CHECK_S = 1.0
+_PROBE = Submission("def f(x):\n    return x + 1\n", FunctionTests("f", ("assert f(1) == 2",)))
+
+
+def main() -> None:
+    """Find the isolation level, then serve until the input ends."""
+    options = json.loads(sys.argv[1])
+    output = Output(os.dup(1))
+    os.dup2(2, 1)
+    level, reasons = _find_level(options["isolation"], tuple(Package(**package) for package in options["packages"]))
+    if level is None:
+        output.write({"refused": reasons})
+        return
+    output.write({"isolation": level.name})
+    jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    gate = Gate()
+    for _ in range(options["num_workers"]):
+        threading.Thread(target=_work, args=(jobs, level, gate, output), daemon=True).start()
+    _read_jobs(jobs, os.getppid())
+    # sandboxes notice that this process has ended
+    os._exit(0)
+
+
+class Output:
+    """Where verdicts go."""
+
+    def __init__(self, fd: int) -> None:
+        """Write to an open file."""
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    def write(self, message: dict[str, Any]) -> None:
+        """Write one message whole; the process ends when nobody reads any more."""
+        data = frames.pack(message)
+        with self._lock:
+            try:
+                while data:
+                    data = data[os.write(self._fd, data) :]
+            except BrokenPipeError:
+                os._exit(0)
+
+
+def _find_level(isolation: str, packages: tuple[Package, ...]) -> tuple[Level | None, list[str]]:
+    """The first level at which a right answer is judged right, and why the ones before it were not taken."""
+    reasons = []
+    for level in candidates(isolation, packages):
+        worker = Worker(level, Gate())
+        verdict = worker.judge(_PROBE, Limits())
+        worker.close()
+        if verdict.error_type == "success":
+            return level, reasons
+        reasons.append(f"{level.name}: {' '.join(verdict.message.split())[-200:]}")
+    return None, reasons
+
+
+def _work(jobs: queue.SimpleQueue[dict[str, Any]], level: Level, gate: Gate, output: Output) -> None:
+    worker = Worker(level, gate)
+    while True:
+        message = jobs.get()
+        try:
+            verdict = worker.judge(*load_submission(message))
+        except BaseException:  # a fault of the judge itself: the client must hear of it rather than wait
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        output.write({"id": message["id"], "verdict": dump_verdict(verdict)})
+
+
+def _read_jobs(jobs: queue.SimpleQueue[dict[str, Any]], parent: int) -> None:
+    """Hand out submissions until the input ends.
+
+    The parent is looked after too: its input does not end while another child of it holds a copy.
+    """
+    while os.getppid() == parent:
+        if not select.select([0], [], [], _PARENT_CHECK_S)[0]:
+            continue
+        received = frames.read(0)
+        if received is None:
+            return
+        jobs.put(received[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Answers that attack their judge; each with the verdict that it deserves.
+
+A function is tested with `TEST`, which calls `f(x)` for `2 * x` and holds a canary; a program is to print `6` for `3`.
+"""
+
+from __future__ import annotations
+
+CANARY = "KANARIENVOGEL73501928465019283746"
+TEST = f"""
+secret = "{CANARY}"
+assert f(3) == 6
+assert f("ab") == "abab"
+"""
+RIGHT = "def f(x): return 2 * x\n"
+
+# reads memory without fear: write(2) from an address that is not mapped is an error, not a signal
+_SCAN_MEMORY = """
+import ctypes, gc, os, re
+libc = ctypes.CDLL(None)
+pattern = re.compile("LEGOVNEIRANAK"[::-1].encode() + rb"[0-9]{20}")
+control_pattern = re.compile("ELLORTNOK"[::-1].encode() + rb"[0-9]{20}")
+def pages():
+    out, into = os.pipe()
+    buffer = ctypes.create_string_buffer(100_000)
+    anchors = [id(object()), ctypes.addressof(buffer), id(re), id([0] * 100_000), id(gc), id(type("A", (), {}))]
+    for start in sorted({anchor >> 22 << 22 for anchor in anchors}):
+        for address in range(start - 2**23, start + 2**23, 4096):
+            if libc.write(into, ctypes.c_void_p(address), ctypes.c_size_t(4096)) == 4096:
+                yield os.read(out, 4096)
+def f(x):
+    control = "KONTROLLE" + "7" * 20
+    works = False
+    for page in pages():
+        works = works or bool(control_pattern.search(page))
+        if pattern.search(page): raise RuntimeError("found it in memory")
+    assert works, "the scan does not work"
+    if any(pattern.search(repr(o).encode()) for o in gc.get_objects() if type(o) in (str, dict, list, tuple)):
+        raise RuntimeError("found it in an object")
+    return 2 * x
+"""
+
+_ALWAYS_EQUAL = """
+class Yes:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __lt__(self, other): return True
+    def __gt__(self, other): return True
+    def __sub__(self, other): return self
+    __rsub__ = __add__ = __radd__ = __abs__ = __sub__
+    def __abs__(self): return self
+    def __contains__(self, other): return True
+    def __hash__(self): return hash(6)
+"""
+
+# what it needs to write the frames of the conversation between an answer and its test
+_FORGE = """
+import os, pickle, struct
+def frame(value):
+    data = pickle.dumps(value, 5)
+    return struct.pack('>I', len(data)) + data
+"""
+
+FUNCTIONS: dict[str, tuple[str, str]] = {
+    "fork bomb": ("import os\nwhile True: os.fork()", "runtime_error|timeout"),
+    "fork bomb that catches": (
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        "timeout",
+    ),
+    "thread bomb": (
+        "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(99,)).start()",
+        "runtime_error",
+    ),
+    "memory bomb": ("x = []\nwhile True: x.append(bytearray(2**24))", "runtime_error"),
+    "memory bomb of many processes": (
+        "import os, time\nfor _ in range(20):\n    if os.fork() == 0:\n        x = bytearray(2**26)\n"
+        "        for i in range(0, 2**26, 4096): x[i] = 1\n        time.sleep(60)\ntime.sleep(60)",
+        "runtime_error",
+    ),
+    "hidden shared memory": (
+        "import mmap\nx = []\nwhile True: x.append(mmap.mmap(-1, 2**24)); x[-1].write(b'x' * 2**24)",
+        "runtime_error",
+    ),
+    "memory behind a file descriptor": ("import os\nos.memfd_create('x')", "runtime_error"),
+    "disk filler": (
+        "import os\nn = 0\nwhile True:\n    n += 1\n    with open(f'/tmp/f{n}', 'wb') as file:\n"
+        "        file.write(bytes(2**20))",
+        "runtime_error",
+    ),
+    "disk filler with empty files": (
+        "n = 0\nwhile True:\n    n += 1\n    open(f'/tmp/f{n}', 'x').close()",
+        "runtime_error",
+    ),
+    "loop in C": ("import itertools, collections\ncollections.deque(itertools.count(), 0)", "timeout"),
+    "loop in pow": ("x = pow(3, 10**8)", "timeout"),
+    "loop in re": ("import re\nre.match('(a+)+b', 'a' * 40)", "timeout"),
+    "loop with all signals blocked": (
+        "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n"
+        "    except (OSError, ValueError): pass\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
+        "timeout",
+    ),
+    "endless generator": ("def f(x):\n    while True: yield x", "wrong_answer"),
+    "_exit at import": ("import os\nos._exit(0)", "runtime_error"),
+    "_exit in the function": ("import os\ndef f(x): os._exit(0)", "runtime_error"),
+    "_exit in an exit hook": (RIGHT + "import atexit, os\natexit.register(os._exit, 1)", "success"),
+    "kill itself": ("import os, signal\ndef f(x): os.kill(os.getpid(), signal.SIGKILL)", "runtime_error"),
+    "stop itself": ("import os, signal\ndef f(x): os.kill(os.getpid(), signal.SIGSTOP)", "timeout"),
+    "kill everybody": (
+        "import os, signal\nfor s in (9, 15, 2, 19, 1):\n  for pid in (-1, 1, os.getppid(), 2, 3, 4, 5, 6):\n"
+        "    try:\n      if pid not in (0, os.getpid()): os.kill(pid, s)\n    except OSError: pass\n" + RIGHT,
+        "success",
+    ),
+    "limit its parent": (
+        "import resource\nfor limit in range(16):\n  for pid in (1, 2, 3):\n"
+        "    try: resource.prlimit(pid, limit, (0, 0))\n    except (OSError, ValueError): pass\n" + RIGHT,
+        "success",
+    ),
+    "daemon": (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(1000)\n"
+        "    os._exit(0)\nos.wait()\n" + RIGHT,
+        "success",
+    ),
+    "memory of its parent": (
+        "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
+        "assert libc.ptrace(16, os.getppid(), 0, 0) == -1\nassert libc.ptrace(16, 1, 0, 0) == -1\n"
+        "class V(ctypes.Structure): _fields_ = [('b', ctypes.c_void_p), ('n', ctypes.c_size_t)]\n"
+        "buffer = ctypes.create_string_buffer(64)\nlocal = V(ctypes.addressof(buffer), 64)\n"
+        "for pid in (1, os.getppid(), os.getpid()):\n"
+        "    assert libc.process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(local), 1, 0) == -1\n" + RIGHT,
+        "success",
+    ),
+    "/proc": (
+        "import os\nassert os.listdir('/proc') == []\nassert not os.environ\n"
+        "for path in ('/proc/1/environ', '/proc/self/mem', '/proc/self/maps'):\n"
+        "    try: open(path)\n    except OSError: continue\n    raise RuntimeError(path)\n" + RIGHT,
+        "success",
+    ),
+    "a /proc of its own": (
+        "import ctypes\nlibc = ctypes.CDLL(None)\nassert libc.mount(b'proc', b'/tmp', b'proc', 0, None) == -1\n"
+        "assert libc.umount2(b'/proc', 2) == -1\nassert libc.unshare(0x10000000) == -1\n"
+        "assert libc.syscall(56, 0x10000011, 0, 0, 0, 0) == -1\nassert libc.setuid(0) == -1\n" + RIGHT,
+        "success",
+    ),
+    "frames": (
+        "import sys, gc\nframe = sys._getframe()\nwhile frame:\n"
+        "    assert 'secret' not in frame.f_globals and 'secret' not in frame.f_locals\n    frame = frame.f_back\n"
+        + RIGHT,
+        "success",
+    ),
+    "scan of memory": (_SCAN_MEMORY, "success"),
+    "writing outside": (
+        "import os\nfor path in ('/', '/usr', '/etc', '/dev', '/judge', '/root', '/proc', '/var', '/home'):\n"
+        "    try: open(path + '/hostile', 'w')\n    except OSError: continue\n    raise RuntimeError(path)\n" + RIGHT,
+        "success",
+    ),
+    "sockets": (
+        "import socket\nfor family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX, 40, 16, 17, 38):\n"
+        "  for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW):\n"
+        "    try: socket.socket(family, kind)\n    except OSError: continue\n    raise RuntimeError(family)\n" + RIGHT,
+        "success",
+    ),
+    "symbolic links": (
+        "import os\nfor n, path in enumerate(('/', '/etc/passwd', '/proc/self/root', '/tmp/1', '/dev/zero')):\n"
+        "    os.symlink(path, f'/tmp/{n}')\nos.symlink('loop', '/tmp/loop')\nos.mkdir('/tmp/shut', 0)\n" + RIGHT,
+        "success",
+    ),
+    "patched builtins": (
+        "import builtins\nbuiltins.AssertionError = Exception\nbuiltins.abs = builtins.sum = lambda x: 6\n"
+        "builtins.__build_class__ = builtins.print = None\ndef f(x): return 5",
+        "wrong_answer",
+    ),
+    "patched builtins of the judge's own": (
+        "import builtins\nfor name in ('len', 'type', 'isinstance', 'all', 'int', 'next'):\n"
+        "    setattr(builtins, name, lambda *a: 6)\ndef f(x): return 5",
+        "wrong_answer|runtime_error|timeout",
+    ),
+    "trace function": (
+        "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\ndef f(x): return 5",
+        "wrong_answer",
+    ),
+    "always equal": (_ALWAYS_EQUAL + "def f(x): return Yes()", "wrong_answer"),
+    "always equal string": (
+        "class S(str):\n    def __eq__(self, other): return True\n    __hash__ = str.__hash__\n"
+        "    def __reduce_ex__(self, n): return eval, ('1',)\ndef f(x): return S('x')",
+        "wrong_answer",
+    ),
+    "always equal number": (
+        "class N(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\ndef f(x): return N(5)",
+        "wrong_answer",
+    ),
+    "poisoned pickle": (
+        _FORGE + "class P:\n    def __reduce__(self): return os.system, ('touch /tmp/hostile',)\n"
+        "def f(x):\n    os.write(3, frame((1, P(), None)))\n    while True: os.read(3, 1)",
+        "runtime_error",
+    ),
+    "forged success": (
+        _FORGE + 'for n in range(64):\n    try: os.write(n, b\'{"outcome": "passed"}\' * 9 + frame((1, True, None)))\n'
+        "    except OSError: pass\ndef f(x): return 6",
+        "runtime_error",
+    ),
+    "garbage on every descriptor": (
+        "import os\ndef f(x):\n  for n in range(64):\n    try: os.write(n, os.urandom(100))\n"
+        "    except OSError: pass\n  return 6",
+        "runtime_error",
+    ),
+    "huge message": ("import os\ndef f(x):\n    os.write(3, b'\\xff' * 8)\n    return 6", "runtime_error"),
+    "no descriptors": ("import os\ndef f(x):\n    os.closerange(0, 1000)\n    return 6", "runtime_error"),
+    "endless requests": (
+        _FORGE + "def f(x):\n    while True: os.write(3, frame((0, 'len', ((),))))",
+        "runtime_error|timeout",
+    ),
+    "10 MB on standard error": ("import sys\nfor _ in range(10): sys.stderr.write('x' * 2**20)\n" + RIGHT, "success"),
+    "closed output": ("import sys\nsys.stdout.close(); sys.stderr.close(); sys.stdin.close()\n" + RIGHT, "success"),
+    "deep recursion": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return f([x])", "runtime_error"),
+    "deep result": ("def f(x):\n    for _ in range(10**6): x = [x]\n    return x", "runtime_error"),
+    "recursive result": ("def f(x):\n    y = []\n    y.append(y)\n    return y", "wrong_answer"),
+    "huge result": ("def f(x): return 'x' * 2**27", "runtime_error"),
+    "raising descriptions": (
+        "class E(Exception):\n    def __str__(self): raise E\n    __repr__ = __str__\ndef f(x): raise E(E(), object())",
+        "runtime_error",
+    ),
+    "swallows everything": (
+        "def f(x):\n    try: return g(x)\n    except BaseException: return f(x)\ndef g(x): return f(x)",
+        "runtime_error|timeout",
+    ),
+}
+
+PROGRAMS: dict[str, tuple[str, str]] = {
+    "output flood": ("while True: print('6' * 10**6)", "timeout"),
+    "cheating": ('print(\'{"outcome": "passed"}\\n1 passed\\nsuccess\')', "wrong_answer"),
+    "right and 10 MB on standard error": (
+        "import sys\nsys.stderr.write('x' * 10**7)\nprint(2 * int(input()))",
+        "success",
+    ),
+    "closing all": ("import os\nos.closerange(0, 1000)", "wrong_answer"),
+    "daemon that goes on printing": (
+        "import os, time\nprint(6, flush=True)\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(0.5)\n    print(7)",
+        "success",
+    ),
+    "writes its input": (
+        "import os\nfor n in (0, 3, 4, 5):\n    try: os.write(n, b'x'); os.ftruncate(n, 10**9)\n"
+        "    except OSError: pass\n"
+        "print(2 * int(input()))",
+        "success",
+    ),
+    "leaves a stopped child": (
+        "import os, signal\npid = os.fork()\nif pid == 0: os.kill(os.getpid(), signal.SIGSTOP)\nprint(6)",
+        "success",
+    ),
+}

@@ -1,0 +1,111 @@
+"""Hostile answers at the levels without namespaces: what these promise to contain is contained, and nothing is left."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eval_pipeline.judge.client import JudgeServer
+from eval_pipeline.judge.limits import Limits
+from tests.integration.hostile_answers import FUNCTIONS, PROGRAMS, RIGHT
+from tests.integration.test_judge_hostile import LIMITS, function, limits_of, processes_of, script, until_settled
+from verl_ext.errors import UserError
+
+PROMISED_BY_NAMESPACES = (
+    "kill everybody",
+    "limit its parent",
+    "/proc",
+    "a /proc of its own",
+    "hidden shared memory",
+    "writing outside",
+    "symbolic links",
+    "disk filler",
+    "disk filler with empty files",
+    "memory bomb of many processes",
+    "fork bomb",
+    "fork bomb that catches",
+    "thread bomb",
+)
+"""They write in /tmp, look at other processes, or need a count of tasks that the kernel keeps."""
+HERE = {name: case for name, case in FUNCTIONS.items() if name not in PROMISED_BY_NAMESPACES}
+LASTING_PER_WORKER = 2
+DAEMONS = {
+    "does not wait": (
+        "import os, time\ndef f(x):\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0:\n"
+        "            time.sleep(1000)\n        os._exit(0)\n    return 2 * x\n"
+    ),
+    "ten": (
+        "import os, time\ndef f(x):\n  for _ in range(10):\n    if os.fork() == 0:\n        os.setsid()\n"
+        "        if os.fork() == 0: time.sleep(1000)\n        os._exit(0)\n  return 2 * x\n"
+    ),
+    "a child": "import os, time\ndef f(x):\n    if os.fork() == 0: time.sleep(1000)\n    return 2 * x\n",
+}
+KILLS_ITS_SUPERVISOR = (
+    "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n        time.sleep(1000)\n"
+    "open('left', 'w').close()\nos.kill(os.getppid(), 9)\ntime.sleep(1000)\n"
+)
+
+
+@pytest.fixture(scope="module", params=["sandlock", "rlimits"])
+def server(request: pytest.FixtureRequest) -> Iterator[JudgeServer]:
+    """A server at each of these levels, after which nothing may be left."""
+    try:
+        server = JudgeServer(request.param, num_workers=2, limits=LIMITS).__enter__()
+    except UserError as error:
+        pytest.skip(f"{request.param} does not work on this machine: {error}")
+    yield server
+    server.__exit__(None, None, None)
+    assert until_settled(server, most=0) == 0
+
+
+def directories_of(server: JudgeServer) -> list[Path]:
+    """Temporary directories of answers that this server's zygotes had run."""
+    zygotes = {str(pid) for pid in processes_of(server)}
+    return [path for path in Path("/tmp").glob("judge_*_*") if path.name.split("_")[1] in zygotes]
+
+
+def nothing_is_left(server: JudgeServer) -> bool:
+    """Only the processes that fork are there, soon after the last verdict, and no directory."""
+    most = 2 * LASTING_PER_WORKER
+    return until_settled(server, most) <= most and not directories_of(server)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_hostile_function(server: JudgeServer, name: str) -> None:
+    """Its own verdict, and a right answer after it is `success`."""
+    program, expected = HERE[name]
+    verdict = server.submit(function(program), limits_of(name)).result(timeout=300)
+    assert verdict.error_type in expected.split("|"), verdict.message
+    assert server.submit(function(RIGHT)).result(timeout=60).error_type == "success"
+    assert nothing_is_left(server)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_hostile_program(server: JudgeServer, name: str) -> None:
+    """Its own verdict."""
+    program, expected = PROGRAMS[name]
+    verdict = server.submit(script(program)).result(timeout=60)
+    assert verdict.error_type in expected.split("|"), verdict.message
+    assert nothing_is_left(server)
+
+
+def test_daemons(server: JudgeServer) -> None:
+    """Right answers that leave processes are right, however often; none of the processes outlives its test."""
+    programs = itertools.islice(itertools.cycle(DAEMONS.values()), 60)
+    futures = [server.submit(function(program), Limits(cpu_s=5, wall_s=60)) for program in programs]
+    verdicts = [future.result(timeout=600) for future in futures]
+    assert {(verdict.error_type, verdict.message) for verdict in verdicts} == {("success", "")}
+    assert nothing_is_left(server)
+
+
+def test_killed_supervisor(server: JudgeServer) -> None:
+    """The sandbox is replaced; what the answer left is ended and removed with it."""
+    before = set(Path("/tmp").glob("judge_*_*"))
+    verdict = server.submit(function(KILLS_ITS_SUPERVISOR)).result(timeout=120)
+    assert verdict.error_type in ("api_error", "runtime_error", "timeout")
+    assert server.submit(function(RIGHT)).result(timeout=60).error_type == "success"
+    assert nothing_is_left(server)
+    assert set(Path("/tmp").glob("judge_*_*")) <= before

@@ -1,0 +1,57 @@
+"""`judge`: answers from a file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBLEM = {"problem_id": "p", "prompt": "Add one.", "entry_point": "f", "tests": ["assert f(1) == 2"]}
+RIGHT = {"problem_id": "p", "answer": "def f(x):\n    return x + 1\n"}
+
+
+def judge(directory: Path, answers: list[dict], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command on a problem of ours, unless the arguments name others."""
+    (directory / "problems.jsonl").write_text(json.dumps(PROBLEM) + "\n")
+    (directory / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    problems = () if "--dataset" in arguments else ("--problems", str(directory / "problems.jsonl"))
+    output = () if "--output" in arguments else ("--output", str(directory / "verdicts.jsonl"))
+    command = [sys.executable, "-m", "eval_pipeline", "judge", "--answers", str(directory / "answers.jsonl")]
+    return subprocess.run([*command, *problems, *output, *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_an_answer_that_is_not_there_is_an_api_error(tmp_path: Path) -> None:
+    """The others are judged."""
+    process = judge(tmp_path, [{"problem_id": "p", "answer": None}, RIGHT])
+    assert process.returncode == 0, process.stderr
+    rows = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").read_text().splitlines()]
+    assert [row["error_type"] for row in rows] == ["api_error", "success"]
+    assert rows[0]["message"] == "there is no answer"
+
+
+def test_an_answer_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """With its line."""
+    process = judge(tmp_path, [RIGHT, {"problem_id": "p", "answer": 5}])
+    assert process.returncode == 2 and "line 2 needs `problem_id` and `answer` as text" in process.stderr
+
+
+def test_a_format_of_a_known_data_set_is_refused(tmp_path: Path) -> None:
+    """It would do nothing."""
+    process = judge(tmp_path, [RIGHT], "--dataset", "humaneval", "--format", "mbpp")
+    assert process.returncode == 2 and "--format says how to read --problems" in process.stderr
+
+
+def test_an_output_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    """Before the answers are read."""
+    (tmp_path / "file").touch()
+    for output, reason in ((tmp_path, "is a directory"), (tmp_path / "file" / "x", "cannot be written")):
+        process = judge(tmp_path, [], "--output", str(output))
+        assert process.returncode == 2 and reason in process.stderr
+
+
+def test_unknown_packages_are_refused(tmp_path: Path) -> None:
+    """As any key of the recipe."""
+    process = judge(tmp_path, [RIGHT], "judge.packages=[no-such-package]")
+    assert process.returncode == 2 and "which is not installed" in process.stderr

@@ -1,0 +1,197 @@
+"""What travels between an answer and its test, and what does not."""
+
+from __future__ import annotations
+
+import enum
+import io
+import pickle
+import sys
+from array import array
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from datetime import date, datetime, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+INSIDE = Path(__file__).resolve().parents[2] / "eval_pipeline" / "judge" / "inside"
+sys.path.insert(0, str(INSIDE))
+import aliases  # noqa: E402
+import values  # noqa: E402  the modules of that folder import each other as they do inside a sandbox
+
+sys.path.remove(str(INSIDE))
+
+
+def refuse(*_: Any) -> Any:
+    """No object may stay behind."""
+    raise AssertionError("it became a handle")
+
+
+NOTHING = dict.fromkeys(("Handle", "ErrorClass", "Coroutine"), refuse)
+
+
+def sent(value: Any) -> Any:
+    """A value of the answer as it arrives at the test."""
+    file = io.BytesIO()
+    values.Writer(file, refuse, trusted=False).dump(value)
+    return values.Reader(file.getvalue(), NOTHING).load()
+
+
+class Colour(enum.IntEnum):
+    """An int with a name."""
+
+    RED = 3
+
+
+class Text(str):
+    """A string that lies."""
+
+    def __eq__(self, other: object) -> bool:
+        """To everything."""
+        return True
+
+    __hash__ = str.__hash__
+
+    def __str__(self) -> str:
+        """Here too."""
+        return "lie"
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    ("value", "arrives"),
+    [
+        ([1, 2.5, "é\ud800", b"x", None, True, (1, {2: {3}})],) * 2,
+        (float("inf"), float("inf")),
+        (-0.0, -0.0),
+        (10**4000,) * 2,
+        (1 + 2j,) * 2,
+        (range(3),) * 2,
+        (frozenset({1}),) * 2,
+        (Decimal("1.10"),) * 2,
+        (Fraction(1, 3),) * 2,
+        (deque([1], 3),) * 2,
+        (date(2020, 1, 2),) * 2,
+        (datetime(2020, 1, 2, tzinfo=timezone.utc),) * 2,
+        (timedelta(1),) * 2,
+        (bytearray(b"x"),) * 2,
+        (..., ...),
+        (int, int),
+        (Colour.RED, 3),
+        (Text("x"), "x"),
+        (Pair(1, 2), Pair(1, 2)),
+        (Counter("aab"),) * 2,
+        (OrderedDict(a=1),) * 2,
+        (defaultdict(list, a=[1]),) * 2,
+        (array("d", [1.5]),) * 2,
+        (ValueError, ValueError),
+        ({Colour.RED: Text("x")}, {3: "x"}),
+        ({1: 2}.keys(), {1: 2}.keys()),
+        ({1: 2}.items(), {1: 2}.items()),
+    ],
+)
+def test_plain_values_arrive(value: Any, arrives: Any) -> None:
+    """As their builtin type, exactly."""
+    result = sent(value)
+    assert result == arrives and arrives == result
+    assert type(result) is type(arrives) or type(result)._fields == type(arrives)._fields
+    assert repr(result) == repr(arrives)
+
+
+def test_aliases_arrive() -> None:
+    """One list in two places is one list."""
+    row = [0]
+    result = sent([row, row])
+    assert result[0] is result[1]
+
+
+@pytest.mark.parametrize(
+    "value", [object(), len, lambda: 0, (x for x in "a"), Path, Path("x"), sys, type, ValueError(), Exception]
+)
+def test_everything_else_stays_behind(value: Any) -> None:
+    """As a handle."""
+    with pytest.raises(AssertionError, match="handle"):
+        sent(value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os.system",
+        "builtins.eval",
+        "builtins.getattr",
+        "builtins.type",
+        "builtins.object",
+        "values.Writer",
+        "copyreg._reconstructor",
+        "functools.partial",
+        "operator.attrgetter",
+        "fractions.Fraction",
+        "collections.Counter",
+        "builtins.AssertionError",
+        "builtins.Exception",
+        "builtins.int.real",
+    ],
+)
+def test_nothing_else_can_be_named(name: str) -> None:
+    """A message that names another global is refused."""
+    module, _, attribute = name.partition(".")
+    message = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, attribute)) + b"\x93."
+    with pytest.raises(pickle.UnpicklingError, match="may not be named"):
+        values.Reader(message, NOTHING).load()
+
+
+def test_classes_that_can_be_named_cannot_be_changed() -> None:
+    """Otherwise pickle's BUILD could give one an `__eq__` that is always true."""
+    known = values._KNOWN.values()
+    types = [value for value in known if isinstance(value, type)]
+    assert len(types) > 10
+    for kind in types:
+        with pytest.raises(TypeError):
+            kind.__eq__ = lambda self, other: True
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ([3, 1, 2], [1, 2, 3]),
+        ([1, 2, 3], []),
+        ({1, 2}, {3}),
+        (bytearray(b"abc"), bytearray(b"c")),
+        (array("i", [1]), array("i", [2, 3])),
+        (deque([1, 2]), deque([2])),
+        ({"a": 1, "b": 2}, {"b": 1, "a": 3}),
+        (Counter("ab"), Counter("b")),
+        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+    ],
+)
+def test_arguments_are_updated_in_place(old: Any, new: Any) -> None:
+    """The object stays, its content is the new one."""
+    assert aliases.restore(None, [old], [new]) is None
+    assert old == new
+
+
+def test_what_is_one_object_stays_one() -> None:
+    """A result that holds a row of the argument, which the answer has moved, holds the test's own row."""
+    row, other = [1, 2], [3]
+    matrix = [row, other]
+    old = aliases.containers_of(((matrix,), {}))
+    theirs = pickle.loads(pickle.dumps(matrix))
+    new = aliases.containers_of(((theirs,), {}))
+    result, expected = (theirs[0], {"last": theirs[1]}, [9]), row
+    theirs.reverse()
+    theirs[1].append(7)
+    restored = aliases.restore(result, old, new)
+    assert matrix == [[3], [1, 2, 7]] and matrix[1] is row and matrix[0] is other
+    assert restored[0] is expected and restored[1]["last"] is other and restored[2] == [9]
+
+
+@pytest.mark.parametrize("changed", [None, [], [[1], [2]], [{}], ([1],), [1]])
+def test_other_containers_than_were_sent_are_refused(changed: Any) -> None:
+    """An answer can write anything."""
+    with pytest.raises(ValueError, match="other containers"):
+        aliases.restore(None, [[1]], changed)

@@ -1,0 +1,219 @@
+"""The verdict on each kind of answer, at every isolation level that works here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from eval_pipeline.judge.client import JudgeServer
+from eval_pipeline.judge.limits import Limits
+from eval_pipeline.judge.submission import Submission
+from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.problems.problem import Case, FunctionTests, ProgramTests, ReferenceAnswer
+from verl_ext.errors import UserError
+
+LIMITS = Limits(cpu_s=1, wall_s=20, memory_mb=768)
+
+
+@pytest.fixture(scope="module", params=["bwrap", "sandlock", "rlimits"])
+def server(request: pytest.FixtureRequest) -> Iterator[JudgeServer]:
+    """A server at each level."""
+    try:
+        server = JudgeServer(request.param, num_workers=2, limits=LIMITS).__enter__()
+    except UserError as error:
+        pytest.skip(f"{request.param} does not work on this machine: {error}")
+    yield server
+    server.__exit__(None, None, None)
+
+
+def function(program: str, *tests: str, entry_point: str = "f", preamble: str = "") -> Submission:
+    """An answer that is called."""
+    return Submission(program, FunctionTests(entry_point, tests or ("assert f(1) == 2",), preamble))
+
+
+def script(program: str, *cases: tuple[str, str], tolerance: float | None = None) -> Submission:
+    """An answer that is run."""
+    return Submission(program, ProgramTests(tuple(Case(*case) for case in cases or (("1\n", "2\n"),)), tolerance))
+
+
+def judge(server: JudgeServer, submission: Submission) -> Verdict:
+    """The verdict on one answer."""
+    return server.submit(submission).result(timeout=120)
+
+
+FUNCTIONS = {
+    "right": ("def f(x): return x + 1", "success"),
+    "wrong": ("def f(x): return x", "wrong_answer"),
+    "none": ("def f(x): pass", "wrong_answer"),
+    "does not parse": ("def f(x:", "syntax_error"),
+    "null byte": ("def f(x): return 2\0", "syntax_error"),
+    "lone surrogate": ("def f(x): return '\ud800'", "syntax_error"),
+    "return outside": ("return 2", "syntax_error"),
+    "deep nesting": ("x = " + "(" * 5000 + ")" * 5000, "syntax_error"),
+    "deep operators": ("x = " + "-" * 200000 + "1", "syntax_error"),
+    "raises": ("def f(x): raise ValueError('no')", "runtime_error"),
+    "raises at import": ("1 / 0", "runtime_error"),
+    "raises an assertion": ("def f(x): assert False", "runtime_error"),
+    "an assertion of its own": ("class E(AssertionError): pass\ndef f(x): raise E", "runtime_error"),
+    "leaves": ("import sys\ndef f(x): sys.exit(0)", "runtime_error"),
+    "leaves at import": ("import sys\nsys.exit(0)", "runtime_error"),
+    "ends the process": ("import os\ndef f(x): os._exit(0)", "runtime_error"),
+    "nothing": ("", "syntax_error"),
+    "defines nothing": ("x = 1", "runtime_error"),
+    "no such module": ("import numpy_that_is_not_there\ndef f(x): return 2", "runtime_error"),
+    "endless loop": ("def f(x):\n    while True: pass", "timeout"),
+    "endless loop at import": ("while True: pass", "timeout"),
+    "endless recursion": ("def f(x): return f(x)", "runtime_error"),
+    "too much memory": ("def f(x): return len([0] * 10**9)", "runtime_error"),
+    "main block": ("def f(x): return x + 1\nif __name__ == '__main__': raise SystemExit(1)", "success"),
+    "prints": ("def f(x):\n    print('hello')\n    return x + 1", "success"),
+    "dataclass": (
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: int\ndef f(x): return A(2).b",
+        "success",
+    ),
+    "segfault": ("import ctypes\ndef f(x): ctypes.string_at(0)", "runtime_error"),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function(server: JudgeServer, name: str) -> None:
+    """One test, `assert f(1) == 2`."""
+    program, expected = FUNCTIONS[name]
+    verdict = judge(server, function(program))
+    assert (verdict.error_type, verdict.num_tests) == (expected, 1), verdict.message
+    assert verdict.num_passed == (expected == "success")
+    assert (verdict.message == "") == (expected == "success")
+
+
+SCRIPTS = {
+    "right": ("print(int(input()) + 1)", "success"),
+    "stdin": ("import sys\nprint(int(sys.stdin.readline()) + 1)", "success"),
+    "open(0)": ("print(int(open(0).read()) + 1)", "success"),
+    "stdin bytes": ("import sys\nprint(int(sys.stdin.buffer.read()) + 1)", "success"),
+    "os.read": ("import os\nos.write(1, b'%d' % (int(os.read(0, 9)) + 1))", "success"),
+    "exit": ("print(2); exit()", "success"),
+    "sys.exit(0)": ("import sys\nprint(2)\nsys.exit(0)", "success"),
+    "exit hook": ("import atexit\natexit.register(print, 2)", "success"),
+    "main": ("def main(): print(2)\nif __name__ == '__main__': main()", "success"),
+    "wrong": ("print(3)", "wrong_answer"),
+    "nothing": ("", "syntax_error"),
+    "prints nothing": ("x = input()", "wrong_answer"),
+    "does not parse": ("print(", "syntax_error"),
+    "sys.exit(1)": ("import sys\nprint(2)\nsys.exit(1)", "runtime_error"),
+    "exit with a text": ("print(2)\nraise SystemExit('bad')", "runtime_error"),
+    "raises": ("print(2)\n1 / 0", "runtime_error"),
+    "reads past the end": ("input(); input()", "runtime_error"),
+    "segfault": ("import ctypes; print(2, flush=True); ctypes.string_at(0)", "runtime_error"),
+    "kills itself": ("import os; print(2, flush=True); os.kill(os.getpid(), 9)", "runtime_error"),
+    "endless loop": ("while True: pass", "timeout"),
+    "endless output": ("while True: print('2' * 1000)", "timeout"),
+    "much output": ("print('2 ' * 5_000_000)", "wrong_answer"),
+    "thread": (
+        "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(64 * 2**20)\n"
+        "def main():\n    def depth(n): return n and 1 + depth(n - 1)\n    print(depth(50000) - 49998)\n"
+        "threading.Thread(target=main).start()",
+        "success",
+    ),
+    "deep recursion": (
+        "import sys\nsys.setrecursionlimit(10**6)\ndef depth(n): return n and 1 + depth(n - 1)\n"
+        "print(depth(50000) - 49998)",
+        "success",
+    ),
+    "temporary file": (
+        "import tempfile\nwith tempfile.TemporaryFile() as file:\n    file.write(b'2'); file.seek(0)\n"
+        "    print(file.read().decode())",
+        "success",
+    ),
+    "process pool": (
+        "import multiprocessing\ndef g(x): return x + 1\nif __name__ == '__main__':\n"
+        "    with multiprocessing.Pool(2) as pool: print(pool.map(g, [1])[0])",
+        "success",
+    ),
+    "many threads": (
+        "import time\nfrom concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(40) as pool:\n"
+        "    print(len({*pool.map(lambda n: time.sleep(0.01) or n % 2, range(400))}))",
+        "success",
+    ),
+    "/dev/stdin": ("print(int(open('/dev/stdin').read()) + 1)", "success"),
+    "/dev/stdin by pathlib": ("import pathlib\nprint(int(pathlib.Path('/dev/stdin').read_text()) + 1)", "success"),
+    "/dev/stdout": ("with open('/dev/stdout', 'w') as file: file.write('2')", "success"),
+    "__file__": ("import os\nos.chdir(os.path.dirname(__file__))\nprint(2)", "success"),
+    "empty environment": ("import os\nprint(2 if not os.environ else os.environ)", "success"),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script(server: JudgeServer, name: str) -> None:
+    """One run that is to print 2 for 1."""
+    if name == "process pool" and server.isolation == "sandlock":
+        pytest.skip("its semaphores are files in /dev/shm, which is the whole machine's and closed at this level")
+    program, expected = SCRIPTS[name]
+    verdict = judge(server, script(program))
+    assert (verdict.error_type, verdict.num_tests) == (expected, 1), verdict.message
+    assert verdict.num_passed == (expected == "success")
+
+
+def test_every_test_is_run_and_the_worst_counts(server: JudgeServer) -> None:
+    """Wrong, right, an exception, right: two of four, `runtime_error`, and the message is of that one."""
+    program = "def f(x):\n    if x == 3: raise ValueError\n    return 2 if x % 2 else 4"
+    tests = ("assert f(0) == 0", "assert f(1) == 2", "assert f(3) == 2", "assert f(2) == 4")
+    verdict = judge(server, function(program, *tests))
+    assert (verdict.error_type, verdict.num_passed, verdict.num_tests) == ("runtime_error", 2, 4)
+    assert verdict.message.startswith("test 3: ValueError") and "assert f(3) == 2" in verdict.message
+
+
+def test_after_a_timeout_no_test_is_run(server: JudgeServer) -> None:
+    """One right, one that loops, and one that would be right."""
+    verdict = judge(
+        server, script("x = int(input())\nwhile x == 2: pass\nprint(2)", ("1", "2"), ("2", "2"), ("1", "2"))
+    )
+    assert (verdict.error_type, verdict.num_passed, verdict.num_tests) == ("timeout", 1, 3)
+
+
+def test_tests_are_independent(server: JudgeServer) -> None:
+    """Neither globals nor files of one run are seen in the next."""
+    program = (
+        "import os\nn = 0\ndef f(x):\n    global n\n    n += 1\n    open(f'file{n}', 'x').close()\n"
+        "    return len(os.listdir('.')) + n"
+    )
+    verdict = judge(server, function(program, "assert f(1) == 2", "assert f(1) == 2", "assert f(1) == 2"))
+    assert (verdict.error_type, verdict.num_passed) == ("success", 3), verdict.message
+
+
+def test_sleeping_is_a_timeout(server: JudgeServer) -> None:
+    """The wall clock stops what uses no processor time."""
+    limits = Limits(cpu_s=1, wall_s=1)
+    verdict = server.submit(function("import time\ndef f(x): time.sleep(100)"), limits).result(timeout=120)
+    assert verdict.error_type == "timeout"
+
+
+def test_a_test_that_hangs_is_a_timeout_and_not_run_again(server: JudgeServer) -> None:
+    """The machine is not too busy for an answer that waits for its test."""
+    limits = Limits(cpu_s=100, wall_s=2)
+    verdict = server.submit(function("def f(x): return 2", "while f(1): pass"), limits).result(timeout=120)
+    assert verdict.error_type == "timeout"
+
+
+def test_tolerance(server: JudgeServer) -> None:
+    """Numbers may differ where the problem says so."""
+    assert judge(server, script("print(0.1 + 0.2)", ("", "0.3"), tolerance=1e-6)).error_type == "success"
+    assert judge(server, script("print(0.1 + 0.2)", ("", "0.3"))).error_type == "wrong_answer"
+
+
+def test_unicode_goes_through(server: JudgeServer) -> None:
+    """Input, output, program and arguments."""
+    assert judge(server, script("print(input()[::-1] + 'é')", ("añb", "bñaé"))).error_type == "success"
+    assert (
+        judge(server, function("def f(x): return x + 'é'", "assert f('ñ\\ud800') == 'ñ\\ud800é'")).error_type
+        == "success"
+    )
+
+
+def test_reference(server: JudgeServer) -> None:
+    """An answer that is compared with another."""
+    right, wrong = (Submission(f"so the answer is {n}", ReferenceAnswer("42")) for n in (42, 43))
+    assert judge(server, right).error_type == "success"
+    verdict = judge(server, wrong)
+    assert (verdict.error_type, verdict.num_tests) == ("wrong_answer", 1)
+    assert "42" in verdict.message

@@ -1,0 +1,45 @@
+"""A worker and its judge server."""
+
+from __future__ import annotations
+
+import time
+
+from eval_pipeline.engines.answer import Answer, Sampling
+from eval_pipeline.problems.problem import FunctionTests, Problem
+from eval_pipeline.recipe.load import load_recipe
+from eval_pipeline.work.batch import Batch, BatchId, Event, Failed, Finished, Verdicted
+from eval_pipeline.work.worker import Worker
+
+PROBLEM = Problem("p", "", FunctionTests("f", ("assert f(1) == 2",)))
+RIGHT = Answer("```python\ndef f(x):\n    return x + 1\n```", num_tokens=9, truncated=False)
+
+
+def batch(number: int) -> Batch:
+    """An answer that has yet to be judged."""
+    id_ = BatchId("step_1", "data", "digest", number)
+    return Batch(id_, None, {"p": PROBLEM}, (), Sampling(), answers={("p", 0): RIGHT})
+
+
+def done(worker: Worker, number: int) -> list[Event]:
+    """What a worker says of a batch."""
+    events: list[Event] = []
+    worker.work(batch(number), events.append)
+    return events
+
+
+def test_a_judge_server_that_has_died_is_replaced() -> None:
+    """The batches after it are judged, by one new server."""
+    with Worker(load_recipe(None, ["judge.num_workers=1", "judge.isolation=rlimits"])) as worker:
+        assert isinstance(done(worker, 0)[-1], Finished)
+        first = worker._judge
+        first._process.kill()
+        for _ in range(200):
+            if first.ended:
+                break
+            time.sleep(0.05)
+        events = done(worker, 1)
+        assert [event.verdict.error_type for event in events if isinstance(event, Verdicted)] == ["success"]
+        assert isinstance(events[-1], Finished) and not any(isinstance(event, Failed) for event in events)
+        second = worker._judge
+        assert second is not first and isinstance(done(worker, 2)[-1], Finished) and worker._judge is second
+    assert second.ended
