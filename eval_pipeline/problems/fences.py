@@ -1,0 +1,145 @@
+"""Fenced code blocks of a Markdown text, as models write them."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+
+from eval_pipeline.problems.python_source import parse_or_none
+from eval_pipeline.problems.triple_quotes import open_quote
+
+PYTHON_TAGS = ("python", "py", "python3", "py3")
+LANGUAGES = frozenset(
+    (*PYTHON_TAGS, "bash", "c", "c#", "c++", "console", "cpp", "csharp", "css", "diff", "go", "haskell", "html")
+    + ("ini", "input", "ipython", "java", "javascript", "js", "json", "kotlin", "latex", "markdown", "math", "md")
+    + ("none", "output", "pascal", "php", "plain", "plaintext", "powershell", "pseudocode", "pycon", "r", "ruby")
+    + ("rust", "scala", "sh", "shell", "sql", "swift", "tex", "text", "toml", "ts", "txt", "typescript", "xml", "yaml")
+)
+"""Tags that begin a block even where another one was left open."""
+MAX_FAILED_READINGS = 8
+"""Of one text; after them its blocks end at the first fence. Each reading may go through the whole text."""
+MAX_CUTS = 4
+"""Fences behind code that are tried as the end of a block."""
+
+# models also open a block at the end of a line of prose; a `~~~` block stands on lines of its own
+_OPENING = re.compile(r"(?:[^`]*+(?P<ticks>`{3,}+)|[ \t]*+(?P<tildes>~{3,}+))[ \t]*+(?P<tag>[\w+#-]*+)[^`]*+")
+_CLOSING = re.compile(r"[ \t]*+(?P<fence>`{3,}+|~{3,}+)(?P<gap>[ \t]*+)(?P<tag>[\w+#-]*+)(?P<rest>.*+)")
+
+
+@dataclass(frozen=True)
+class FencedBlock:
+    """One block, as it stands in the text."""
+
+    tag: str
+    """Language in lower case; empty where there is none."""
+    body: str
+    """The lines between the fences, indentation and all."""
+    closed: bool = True
+    """False where the text ends inside the block."""
+
+    @property
+    def source(self) -> str:
+        """The body, moved to the left margin."""
+        # `dedent` also empties blank lines, which may be part of a string, so it is left out where nothing is to do
+        return textwrap.dedent(self.body) if self.body.lstrip("\n")[:1].isspace() else self.body
+
+
+def fenced_blocks(text: str) -> list[FencedBlock]:
+    """The code blocks between ``` or ~~~ fences, in their order. Line ends are `\\n`.
+
+    A block ends at a line that begins with a fence of its kind and at least its length, whatever follows; where that
+    is the tag of a language, the next block begins. One that the token limit cut off runs to the end of the text.
+
+    Python may have fences in its strings, and a model may put the fence behind the last line of code. So where a block
+    read that way is no Python, it ends at the first fence outside strings, or else behind code, that makes it Python.
+    """
+    return _Scan(text.split("\n")).blocks
+
+
+@dataclass(frozen=True)
+class _Fence:
+    mark: str
+    tag: str
+
+
+class _Scan:
+    """One pass through the lines of a text."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+        self._failed_readings = 0
+        self.blocks: list[FencedBlock] = []
+        index, fence = 0, None
+        while index < len(lines):
+            if fence is None:
+                fence = _opened_by(lines[index])
+                index += 1
+            if fence is not None:
+                index, fence = self._read_block(index, fence)
+
+    def _read_block(self, start: int, fence: _Fence) -> tuple[int, _Fence | None]:
+        """Keep the block that begins at a line; returns the line to go on with, and the fence it was opened by."""
+        end = self._next_closing(start, fence)
+        if fence.tag in ("", *PYTHON_TAGS) and self._failed_readings < MAX_FAILED_READINGS:
+            end, cut = self._python_end(start, end, fence)
+            if cut is not None:
+                self.blocks.append(FencedBlock(fence.tag, _joined([*self._lines[start:end], cut])))
+                return end + 1, None
+        closed = end < len(self._lines)
+        body = _joined(self._lines[start:end]) if closed else "\n".join(self._lines[start:])
+        self.blocks.append(FencedBlock(fence.tag, body, closed))
+        return end + 1, _reopened_by(self._lines[end]) if closed else None
+
+    def _next_closing(self, start: int, fence: _Fence) -> int:
+        lines = self._lines
+        return next((index for index in range(start, len(lines)) if _closes(lines[index], fence)), len(lines))
+
+    def _python_end(self, start: int, end: int, fence: _Fence) -> tuple[int, str | None]:
+        """Where a block of Python ends, and the code before the fence in that line, if there is any."""
+        beyond = self._end_outside_strings(start, end, fence)
+        cuts = [index for index in range(start, end) if fence.mark in self._lines[index]][:MAX_CUTS]
+        if beyond != end or cuts:
+            if self._is_python(self._lines[start:beyond]):
+                return beyond, None
+            for index in cuts:
+                code = self._lines[index].partition(fence.mark)[0]
+                if self._is_python([*self._lines[start:index], code]):
+                    return index, code
+        return end, None
+
+    def _end_outside_strings(self, start: int, end: int, fence: _Fence) -> int:
+        """The first closing fence that stands in no string, from `end`, the first of all."""
+        quote = ""
+        for index in range(start, len(self._lines)):
+            if index >= end and not quote and _closes(self._lines[index], fence):
+                return index
+            quote = open_quote(self._lines[index], quote)
+        return len(self._lines)
+
+    def _is_python(self, lines: list[str]) -> bool:
+        if self._failed_readings >= MAX_FAILED_READINGS:
+            return False
+        is_python = parse_or_none(FencedBlock("", _joined(lines)).source) is not None
+        self._failed_readings += not is_python
+        return is_python
+
+
+def _opened_by(line: str) -> _Fence | None:
+    opening = _OPENING.fullmatch(line)
+    return opening and _Fence(opening["ticks"] or opening["tildes"], opening["tag"].lower())
+
+
+def _closes(line: str, fence: _Fence) -> bool:
+    return line.lstrip(" \t").startswith(fence.mark)
+
+
+def _reopened_by(line: str) -> _Fence | None:
+    """The block that a line opens by which another one ends: "```python", and not "``` Text like this"."""
+    closing = _CLOSING.fullmatch(line)
+    tag, stands_alone = closing["tag"].lower(), not closing["gap"] or not closing["rest"].strip()
+    return _Fence(closing["fence"], tag) if tag in LANGUAGES and stands_alone and "`" not in closing["rest"] else None
+
+
+def _joined(lines: list[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,29 @@
+"""Where the strings in triple quotes of a Python source begin and end, even where the source does not parse."""
+
+from __future__ import annotations
+
+import re
+
+_TRIPLE = r"'''|\"\"\""
+_CODE = re.compile(rf"""(?:[^'"#]|(?!{_TRIPLE})(?:'(?:\\.|[^'\\])*+'?|"(?:\\.|[^"\\])*+"?))*+(?P<quote>{_TRIPLE})?""")
+_IN_STRING = {quote: re.compile(rf"(?:\\.|(?!{quote})[^\\])*+(?P<end>{quote})?") for quote in ("'''", '"""')}
+
+
+def open_quote(line: str, quote: str = "") -> str:
+    """The triple quote of the string that is open behind a line of Python; empty where none is.
+
+    Args:
+        line: without its end.
+        quote: the triple quote that is open before it.
+    """
+    at = 0
+    while True:
+        if quote:
+            inside = _IN_STRING[quote].match(line, at)
+            if not inside["end"]:
+                return quote
+            at = inside.end()
+        outside = _CODE.match(line, at)
+        if not outside["quote"]:
+            return ""
+        at, quote = outside.end(), outside["quote"]

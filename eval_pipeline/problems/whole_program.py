@@ -1,0 +1,88 @@
+"""Finds the program of a problem that is solved by standard input and output: no name tells which block it is."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from eval_pipeline.problems.answer_text import code_before, code_blocks
+from eval_pipeline.problems.fences import PYTHON_TAGS, FencedBlock
+from eval_pipeline.problems.python_effects import acts, prints
+from eval_pipeline.problems.python_source import defined_names, parse_or_none, parsing_beginning, unknown_names
+
+MAX_BLOCKS = 100
+"""The last of an answer; those before are not looked at."""
+MAX_STARTS = 8
+"""Lines that are tried as the first of a program without a fence."""
+
+_CODE_START = re.compile(
+    r"(?:from[ \t]+[\w.]+[ \t]+import\b|import[ \t]+\w|(?:async[ \t]+def|def|class)[ \t]+\w|@\w"
+    r"|(?:for|while|if|with|try)\b.*:|[A-Za-z_][\w.]*+(?:[ \t]*+,[ \t]*+\w++)*+[ \t]*+[-+*/%]?=|[A-Za-z_][\w.]*+\()"
+)
+# "N = in" and "A.b" broke off and are no prose
+_PROSE_START = re.compile(
+    r"[ \t]*+(?:\*{1,3}\w|[-*>] |</?[a-z|]|\(?[A-Z][\w'\u2019]*+(?:,? [a-z(]|[*:!.]*+(?:[ \t]*+$|[ \t]++[^-+*/=\s])))"
+)
+
+
+def whole_program(text: str) -> str:
+    """The last block that can be the program: it parses, needs no function of the blocks before it, does something,
+    and prints if any does; one that is tagged as Python goes before one without a tag. Where none can be, the last
+    Python block, else the last block, else the text; of that the lines between prose, if they are a program.
+
+    Args:
+        text: an answer with `\\n` line ends.
+    """
+    blocks = code_blocks(text)[-MAX_BLOCKS:] or [FencedBlock("", text)]
+    if (code := code_before(blocks, text)) is not None:
+        blocks = [FencedBlock("", code), *(block for block in blocks if block.body.strip())]
+    python = [block for block in blocks if block.tag in PYTHON_TAGS]
+    untold = [block for block in blocks if block.tag in ("", *PYTHON_TAGS)]
+    trees = _whole_trees(untold)
+    for does in (prints, acts):
+        for block in (*reversed(python), *reversed(untold)):
+            if block in trees and does(trees[block]):
+                return block.source
+    return _between_prose((python or blocks)[-1].source)
+
+
+def _whole_trees(blocks: list[FencedBlock]) -> dict[FencedBlock, ast.Module]:
+    """The blocks that parse and read no name that only blocks before them define, such as an example of its use."""
+    trees, defined = {}, set()
+    for block in blocks:
+        tree = parse_or_none(block.source)
+        if tree is not None:
+            if not unknown_names(tree) & defined:
+                trees[block] = tree
+            defined.update(defined_names(tree))
+    return trees
+
+
+def _between_prose(text: str) -> str:
+    if parse_or_none(text) is not None:
+        return text
+    lines = text.split("\n")
+    for start in _starts(lines)[:MAX_STARTS]:
+        program = parsing_beginning(lines[start:])
+        tree = parse_or_none(program)
+        if tree is not None and prints(tree) and _is_prose(lines[start + program.count("\n") :]):
+            return program
+    return text
+
+
+def _starts(lines: list[str]) -> list[int]:
+    """Lines that look like code behind one that does not: the rest of a program that is broken is none itself."""
+    starts, in_code = [], False
+    for index, line in enumerate(lines):
+        if line.strip():
+            is_code = _CODE_START.match(line) is not None
+            if is_code and not in_code:
+                starts.append(index)
+            in_code = is_code or line[0].isspace()
+    return starts
+
+
+def _is_prose(lines: list[str]) -> bool:
+    """Whether what was cut off is prose; code that breaks off makes the whole a syntax error."""
+    first = next((line for line in lines if line.strip()), None)
+    return first is None or _PROSE_START.match(first) is not None

