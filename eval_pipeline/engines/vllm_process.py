@@ -1,0 +1,83 @@
+"""The life of the process that holds vLLM; started by `vllm_child.py`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+
+from eval_pipeline.engines.messages import Alive, Answered, Ask, Done, Loaded, Refused
+from eval_pipeline.engines.vllm_model import VllmModel
+from verl_ext.errors import STOP_SIGNALS, UserError
+
+SIGN_S = 1.0
+"""How often the owner is told that the work goes on; more often where it waits for less than four of these."""
+
+
+def main(descriptor: int, owner: int) -> None:
+    """Load a model and answer, until the owner closes the connection or dies.
+
+    Args:
+        descriptor: of the connection to the owner.
+        owner: process id.
+    """
+    os.set_inheritable(descriptor, False)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # a scheduler signals everybody; the owner decides when this one goes
+    threading.Thread(target=_leave_with, args=(owner,), daemon=True).start()
+    try:
+        _serve(Connection(descriptor))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the owner has closed the connection
+
+
+def _leave_with(owner: int) -> None:
+    # an owner that is killed cannot end this process, which would keep the model in memory for ever
+    import psutil
+
+    if os.getppid() == owner:
+        try:
+            psutil.Process(owner).wait()
+        except psutil.NoSuchProcess:
+            pass  # it died just now
+    os._exit(1)
+
+
+def _serve(connection: Connection) -> None:
+    load = connection.recv()
+    try:
+        model = VllmModel(load.settings, load.model)
+    except UserError as error:
+        connection.send(Refused(str(error)))
+        return
+    try:
+        connection.send(Loaded(model.protocol, model.seconds))
+        while True:
+            message = connection.recv()
+            if isinstance(message, Ask):  # a Stop may come when all is answered
+                _answer(connection, model, message, min(SIGN_S, load.settings.timeout_s / 4))
+    finally:
+        model.close()
+
+
+def _answer(connection: Connection, model: VllmModel, ask: Ask, sign_s: float) -> None:
+    started = told = time.monotonic()
+    steps = model.answer(ask.requests, ask.sampling)
+    for finished in steps:
+        for index, answer in finished:
+            connection.send(Answered(index, answer))
+        if time.monotonic() - told >= sign_s:  # here and in no thread: a sign means that a step was completed
+            connection.send(Alive())
+            told = time.monotonic()
+        if connection.poll():
+            connection.recv()  # Stop, or EOFError
+            steps.close()
+            break
+    connection.send(Done(time.monotonic() - started))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

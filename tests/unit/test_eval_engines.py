@@ -1,0 +1,403 @@
+"""Settings and seeds of engines, and the client of a running server against one that fails in every way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval_pipeline.__main__ import main
+from eval_pipeline.engines import openai_chat
+from eval_pipeline.engines.answer import Answer, Request, Sampling
+from eval_pipeline.engines.engine import EngineDied, open_engine
+from eval_pipeline.engines.openai_chat import ORDINARY
+from eval_pipeline.engines.openai_server import ask_for_card
+from eval_pipeline.engines.seeds import seed_of
+from eval_pipeline.engines.settings import EngineSettings
+from tests.conftest import ROOT
+from verl_ext.errors import UserError
+
+KEY = "sk-secret-of-the-test"
+REQUEST = Request("p", "Say it.")
+BAD = Request("b", "bad")
+GREEDY = Sampling()
+Reply = tuple[int, dict[str, Any]]
+
+
+class Server(ThreadingHTTPServer):
+    """Speaks as much of the protocol as a test wants: `reply` makes status and body of each chat request.
+
+    Where it makes none, the connection is dropped.
+    """
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.models: list[Any] = ["tiny"]
+        self.cards: Callable[[list[Any]], list[Any]] = lambda names: [{"id": name, "object": "model"} for name in names]
+        self.reply: Callable[[dict[str, Any]], Reply | None] = lambda body: completion("said")
+        self.asked: list[dict[str, Any]] = []
+        self.keys: set[str] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        listed = {"object": "list", "data": self.server.cards(self.server.models)}
+        self._send(*((200, listed) if self.path == "/v1/models" else (404, refusal("no such page"))))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(body)
+        self.server.keys.add(self.headers["Authorization"])
+        reply = self.server.reply(body)
+        if reply is not None:
+            self._send(*reply)
+
+    def _send(self, status: int, body: dict[str, Any]) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Retry-After", "0.01")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+def completion(text: str, finish_reason: str = "stop") -> Reply:
+    choice = {"index": 0, "finish_reason": finish_reason, "message": {"role": "assistant", "content": text}}
+    usage = {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
+    return 200, {
+        "id": "1",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "tiny",
+        "choices": [choice],
+        "usage": usage,
+    }
+
+
+def unless_bad(reply: Reply | None) -> Callable[[dict[str, Any]], Reply | None]:
+    """Answers everything but the prompt `bad`."""
+    return lambda body: reply if prompt_of(body) == BAD.prompt else completion("said")
+
+
+def prompt_of(body: dict[str, Any]) -> str:
+    return body["messages"][0]["content"]
+
+
+def refusal(message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "error"}}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("TEST_API_KEY", KEY)
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def ask(server: Server, requests: list[Request], sampling: Sampling = GREEDY, **settings: Any) -> list[Answer]:
+    known = EngineSettings(kind="openai", base_url=server.url, api_key_env="TEST_API_KEY", **settings)
+    with open_engine(known, None) as engine:
+        assert KEY not in json.dumps(engine.protocol)
+        return [answer for _, answer in engine.answers(requests, sampling)]
+
+
+def test_what_is_asked_and_read(server: Server) -> None:
+    server.reply = lambda body: completion("cut", "length")
+    sampling = Sampling(temperature=0.5, top_p=0.9, max_tokens=33)
+    assert ask(server, [REQUEST], sampling) == [Answer("cut", 7, truncated=True)]
+    (asked,) = server.asked
+    assert asked == {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Say it."}],
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "max_tokens": 33,
+        "seed": seed_of(REQUEST, sampling),
+    }
+    assert server.keys == {f"Bearer {KEY}"}
+
+
+def test_without_a_key_the_client_still_asks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TEST_API_KEY")
+    assert ask(server, [REQUEST]) == [Answer("said", 7, truncated=False)]
+    assert server.keys == {"Bearer EMPTY"}
+    assert "seed" not in server.asked[0]
+
+
+def test_a_busy_or_broken_server_is_asked_again(server: Server) -> None:
+    troubles = iter([(429, refusal("busy")), (503, refusal("broken")), (500, refusal("broken"))])
+    server.reply = lambda body: next(troubles, completion("said"))
+    assert ask(server, [REQUEST]) == [Answer("said", 7, truncated=False)]
+    assert len(server.asked) == 4
+
+
+def test_a_prompt_that_breaks_a_healthy_server_is_an_error_of_its_own(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_chat, "NUM_RETRIES", 1)
+    server.reply = unless_bad((500, refusal(f"cannot with {KEY}")))
+    answers = ask(server, [Request("a", "good"), BAD, Request("c", "good")], concurrency=2)
+    (failed,) = [answer for answer in answers if answer.error]
+    assert sum(answer == Answer("said", 7, truncated=False) for answer in answers) == 2
+    assert "InternalServerError" in failed.error and KEY not in failed.error
+    prompts = [prompt_of(body) for body in server.asked]
+    # asked once more between two answers of the same server
+    assert [prompt for prompt in prompts if prompt != "good"] == ["bad", "bad", ORDINARY.prompt, "bad", ORDINARY.prompt]
+
+
+def test_a_server_that_was_down_until_just_now_is_asked_once_more(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_chat, "NUM_RETRIES", 1)
+    troubles = iter([(500, refusal("broken")), (502, refusal("broken"))])
+    server.reply = lambda body: next(troubles, completion("said"))
+    assert ask(server, [REQUEST]) == [Answer("said", 7, truncated=False)]
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 429, 500, 503, 400, None])
+def test_a_server_that_answers_nobody_is_no_answer(
+    status: int | None, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_chat, "NUM_RETRIES", 1)
+    monkeypatch.setattr(openai_chat, "pause_after", lambda error, attempt: 0.0)
+    server.reply = lambda body: None if status is None else (status, refusal(f"not with {KEY}"))
+    with pytest.raises(EngineDied, match=f"{server.url} does not answer") as error:
+        ask(server, [REQUEST, BAD])
+    assert KEY not in str(error.value)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 429, None])
+def test_what_no_prompt_is_to_blame_for_is_no_answer(
+    status: int | None, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_chat, "NUM_RETRIES", 1)
+    monkeypatch.setattr(openai_chat, "pause_after", lambda error, attempt: 0.0)
+    server.reply = unless_bad(None if status is None else (status, refusal("no")))
+    known = EngineSettings(kind="openai", base_url=server.url, concurrency=1)
+    with open_engine(known, None) as engine:
+        answers = engine.answers([REQUEST, BAD, REQUEST], GREEDY)
+        assert next(answers) == (REQUEST, Answer("said", 7, truncated=False))  # what came is kept
+        with pytest.raises(EngineDied):
+            next(answers)
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_prompt_that_is_refused_is_an_error_of_its_own(status: int, server: Server) -> None:
+    server.reply = unless_bad((status, refusal("not this one")))
+    first, second = ask(server, [BAD, BAD], concurrency=1)
+    assert first == second and "not this one" in first.error
+    assert [prompt_of(body) for body in server.asked] == ["bad", ORDINARY.prompt, "bad"]  # others are answered
+
+
+@pytest.mark.parametrize("body", [completion("")[1] | {"choices": []}, completion("")[1] | {"usage": None}, []])
+def test_a_reply_without_an_answer_is_an_error(body: Any, server: Server) -> None:
+    server.reply = unless_bad((200, body))
+    (answer,) = ask(server, [BAD])
+    assert "no answer" in answer.error
+    server.reply = lambda _: (200, body)
+    with pytest.raises(EngineDied, match="no answer"):
+        ask(server, [BAD])
+
+
+def test_what_is_left_of_the_models_length_is_used(server: Server) -> None:
+    too_long = (400, refusal("max_tokens is too large: 2048. This model's maximum context length is 96 tokens"))
+    server.reply = lambda body: too_long if "max_tokens" in body else completion("short")
+    assert ask(server, [REQUEST]) == [Answer("short", 7, truncated=False)]
+
+
+def test_so_many_requests_are_under_way_and_no_more(server: Server) -> None:
+    lock, under_way, most = threading.Lock(), 0, 0
+    together = threading.Barrier(3, timeout=30)  # passes only while three are under way
+
+    def reply(body: dict[str, Any]) -> Reply:
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        together.wait()
+        with lock:
+            under_way -= 1
+        return completion("said")
+
+    server.reply = reply
+    assert len(ask(server, [Request(str(i), "x") for i in range(12)], concurrency=3)) == 12
+    assert most == 3
+
+
+def test_a_caller_who_stops_waits_for_nobody(server: Server) -> None:
+    release = threading.Event()
+    server.reply = lambda body: completion("said") if body["messages"][0]["content"] == "first" else hang(release)
+    requests = [Request("0", "first"), *(Request(str(i), "never") for i in range(1, 9))]
+    settings = EngineSettings(kind="openai", base_url=server.url, concurrency=2)
+    with open_engine(settings, None) as engine:
+        answers = engine.answers(requests, Sampling())
+        assert next(answers)[0].problem_id == "0"
+        answers.close()
+    release.set()
+    time.sleep(0.2)
+    assert len(server.asked) <= 3
+
+
+def hang(release: threading.Event) -> Reply:
+    release.wait(60)
+    return completion("late")
+
+
+def test_an_answer_takes_so_long_with_all_its_retries_and_no_longer(server: Server) -> None:
+    release = threading.Event()
+    server.reply = lambda body: hang(release)
+    with pytest.raises(EngineDied, match="APITimeoutError.* may take 0.5 s, which engine.timeout_s says"):
+        ask(server, [REQUEST], timeout_s=0.5)
+    release.set()
+    assert len(server.asked) == 1
+    server.asked.clear()
+    server.reply = lambda body: None
+    with pytest.raises(EngineDied, match="APIConnectionError"):
+        ask(server, [REQUEST], timeout_s=1.2)
+    assert 1 <= len(server.asked) <= 2  # with pauses of 0.5 s, 1 s ...
+
+
+@pytest.mark.parametrize("key", [f"{KEY}\n", f" {KEY} "])
+def test_a_key_from_a_file_ends_in_a_new_line(key: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_API_KEY", key)
+    assert ask(server, [REQUEST]) == [Answer("said", 7, truncated=False)]
+    assert server.keys == {f"Bearer {KEY}"}
+
+
+@pytest.mark.parametrize("key", ["sk-two\nlines", "sk-\u00e9"])
+def test_what_is_no_key_is_refused(key: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_API_KEY", key)
+    with pytest.raises(UserError, match="the variable TEST_API_KEY holds") as error:
+        ask(server, [REQUEST])
+    assert "sk-" not in str(error.value)
+
+
+def test_a_server_that_is_not_there() -> None:
+    settings = EngineSettings(kind="openai", base_url="http://127.0.0.1:9/v1")
+    with pytest.raises(UserError, match="no server answers at http://127.0.0.1:9/v1"), open_engine(settings, None):
+        pass
+
+
+def test_a_list_of_models_that_is_none(server: Server) -> None:
+    server.cards = lambda names: [["no", "name"]]
+    with pytest.raises(UserError, match="does not list its models"):
+        ask(server, [REQUEST])
+
+
+def test_a_url_that_is_no_api(server: Server) -> None:
+    settings = EngineSettings(kind="openai", base_url=server.url.removesuffix("/v1"))
+    with pytest.raises(UserError, match="does not list its models .* ends in /v1"), open_engine(settings, None):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("models", "wanted", "message"),
+    [
+        (["a", "b"], None, "serves several models; set engine.model to one that it has: a, b"),
+        (["a", "b"], "c", "does not serve c; set engine.model to one that it has: a, b"),
+        ([], None, "serves no model"),
+    ],
+)
+def test_which_model_must_be_clear(server: Server, models: list[str], wanted: str | None, message: str) -> None:
+    server.models = models
+    with pytest.raises(UserError, match=message):
+        ask(server, [REQUEST], model=wanted)
+    server.models = ["a", "b"]
+    ask(server, [REQUEST], model="b")
+    assert server.asked[-1]["model"] == "b"
+
+
+def test_a_directory_is_asked_of_the_server_that_loaded_it(server: Server, tmp_path: Path) -> None:
+    export, other = tmp_path / "huggingface", tmp_path / "other"
+    export.mkdir()
+    (tmp_path / "link").symlink_to(export)
+    settings = EngineSettings(kind="openai", base_url=server.url)
+    for loaded in (str(export), str(tmp_path / "link")):
+        server.models = [{"id": "a", "root": loaded, "max_model_len": 96}, {"id": "b", "root": "hub/b"}]
+        server.cards = list
+        card = ask_for_card(settings, export)
+        assert (card.id, card.root, card.max_model_len) == ("a", loaded, 96)
+        with pytest.raises(UserError, match="does not say that it serves .*/other but a .loaded from .*, b "):
+            ask_for_card(settings, other)
+    server.models = [{"id": str(export)}]
+    assert ask_for_card(settings, export).id == str(export)
+    server.models = [{"id": "a", "root": "huggingface"}]  # wherever the server was started
+    with pytest.raises(UserError, match="by its absolute path"):
+        ask_for_card(settings, export)
+
+
+@pytest.mark.parametrize("command", ["watch", "report"])
+def test_a_server_has_no_checkpoints_to_watch(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    further = ["--baseline", str(tmp_path)] if command == "report" else []
+    with pytest.raises(SystemExit) as left:
+        main([command, str(tmp_path), *further, "engine.kind=openai", "engine.base_url=http://127.0.0.1:9/v1"])
+    assert left.value.code == 2
+    assert f"{command} loads each model itself and a server has one" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "openai"}, "set engine.base_url=http"),
+        ({"kind": "openai", "base_url": "localhost:8000"}, "needs the server's URL"),
+        ({"kind": "openai", "base_url": "http://[::1/v1"}, "is no URL"),
+        ({"kind": "openai", "base_url": "http://me:pass@host/v1"}, "must hold no credentials"),
+        ({"api_key_env": "sk-12345"}, "is no name of an environment variable"),
+        ({"vllm": {"dtype": "half"}}, "set engine.dtype"),
+        ({"vllm": {"hf_token": "hf_12345"}}, "environment variable HF_TOKEN"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        EngineSettings(**settings)
+    assert "12345" not in str(error.value) and "pass@" not in str(error.value)
+
+
+def test_vllm_without_a_model_is_refused() -> None:
+    with pytest.raises(UserError, match="name a checkpoint"):
+        open_engine(EngineSettings(), None)
+
+
+def test_seeds_belong_to_the_request() -> None:
+    sampling = Sampling(temperature=1.0, seed=5)
+    seeds = [seed_of(Request(f"p{i}", "x", sample), sampling) for i in range(50) for sample in range(4)]
+    assert len(set(seeds)) == 200 and all(0 <= seed < 2**31 for seed in seeds)
+    assert seed_of(Request("p0", "another prompt"), sampling) == seeds[0]
+    assert seed_of(Request("p0", "x"), Sampling(temperature=1.0, seed=6)) != seeds[0]
+    assert seed_of(Request("p0", "x"), Sampling()) is None
+    # the same on every machine and from one release to the next
+    assert seed_of(Request("HumanEval/0", "x"), Sampling(temperature=0.8)) == 1399759359
+
+
+def test_asking_imports_nothing_heavy() -> None:
+    modules = [f"eval_pipeline.engines.{path.stem}" for path in Path(ROOT / "eval_pipeline/engines").glob("*.py")]
+    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = set(process.stdout.split())
+    assert set(modules) <= imported and not {"torch", "vllm", "openai", "transformers"} & imported
