@@ -1,33 +1,83 @@
-"""Figures against values worked out by hand, and the files they end up in."""
+"""Figures, intervals and comparisons against values worked out by hand, by scipy and by simulation; their files."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from scipy.stats import binomtest
 
-from eval_pipeline import tracking
-from eval_pipeline.checkpoint import Checkpoint
-from eval_pipeline.engine import Answer
-from eval_pipeline.metrics import summarize
-from eval_pipeline.problems import Problem
-from eval_pipeline.report import format_table, prepare_output, write_metrics, write_qa_log
-from eval_pipeline.run_config import RunConfig
-from eval_pipeline.verdict import Verdict
+from eval_pipeline.engines.answer import Answer
+from eval_pipeline.figures.best_file import read_best_checkpoint, write_best_checkpoint
+from eval_pipeline.figures.comparison import compare, mcnemar_exact, paired_interval
+from eval_pipeline.figures.evaluated import DatasetResult, EvaluatedModel
+from eval_pipeline.figures.files import read_evaluation, write_evaluation
+from eval_pipeline.figures.intervals import rate_intervals, wilson, wilson_clustered
+from eval_pipeline.figures.judged import Judged
+from eval_pipeline.figures.pass_at_k import pass_at_k
+from eval_pipeline.figures.qa_log import qa_row, sample_answers, write_qa_log
+from eval_pipeline.figures.rates import RATES
+from eval_pipeline.figures.selection import choose_best
+from eval_pipeline.figures.summary import summarize
+from eval_pipeline.figures.table import format_table
+from eval_pipeline.figures.verdict_files import read_outcomes, write_verdicts
+from eval_pipeline.judge.verdict import ERROR_TYPES, ErrorType, Verdict
+from eval_pipeline.problems.problem import Problem, ReferenceAnswer
+from verl_ext.checkpoint.retention import read_choice
 from verl_ext.errors import UserError
 
-VERDICTS = [
-    Verdict("success", 4, 4, judge_s=1.0),
-    Verdict("wrong_answer", 1, 4, judge_s=2.0),
-    Verdict("timeout", 2, 4, judge_s=5.0),
-    Verdict("api_error", 0, 4),
+SURROGATE = "写 \ud800"
+
+
+def judged(
+    problem_id: str, kind: ErrorType, passed: int = 0, sample: int = 0, tokens: int = 10, truncated: bool = False
+) -> Judged:
+    problem = Problem(problem_id, SURROGATE, ReferenceAnswer("1"))
+    verdict = Verdict(kind, 4 if kind == "success" else passed, 4, judge_time=2.0)
+    return Judged(problem, sample, Answer("text", tokens, truncated), "program", verdict)
+
+
+FOUR = [
+    judged("a", "success", tokens=10),
+    judged("b", "wrong_answer", 1, tokens=20, truncated=True),
+    judged("c", "timeout", 2, tokens=30),
+    judged("d", "api_error", tokens=0),
 ]
-ANSWERS = [Answer("a", 10, False), Answer("b", 20, True), Answer("c", 30, False), Answer("", 0, False, "too long")]
+# two problems, four answers each
+SAMPLED = [judged("a", "success" if n < 3 else "wrong_answer", sample=n) for n in range(4)] + [
+    judged("b", "success" if n < 1 else "timeout", sample=n) for n in range(4)
+]
+
+
+X = {"x": {"n": 1}}
+"""The settings that checkpoints are compared under."""
+
+
+def result(rate: float, num_problems: int = 100, tier: int = 1, **figures: Any) -> DatasetResult:
+    rates = {"exec_success_rate": rate, "accepted_at_1": rate / 2}
+    intervals = {name: wilson(value * num_problems, num_problems) for name, value in rates.items()}
+    return DatasetResult({"num_problems": num_problems, **rates, **figures}, intervals, tier, {"n": 1}, "bwrap")
+
+
+def checkpoint(run_dir: Path, step: int, exists: bool = True, **datasets: DatasetResult) -> EvaluatedModel:
+    path = run_dir / f"global_step_{step}"
+    if exists:
+        path.mkdir()
+    return EvaluatedModel(f"step_{step}", step, path, str(path / "huggingface"), "w", datasets)
+
+
+# figures
 
 
 def test_figures_by_hand() -> None:
-    assert summarize(ANSWERS, VERDICTS, elapsed_s=8.0) == pytest.approx(
+    assert summarize(FOUR, elapsed_s=8.0) == pytest.approx(
         {
             "num_problems": 4,
             "exec_success_rate": 0.5,
@@ -51,49 +101,287 @@ def test_figures_by_hand() -> None:
     )
 
 
-def test_cost_per_solved_does_not_exist_when_nothing_is_solved() -> None:
-    figures = summarize(ANSWERS[1:], VERDICTS[1:], elapsed_s=1.0)
-    assert figures["cost_per_solved_tokens"] is figures["cost_per_solved_judge_time"] is None
-    assert tracking.wandb_figures("d", figures).keys().isdisjoint({"eval/d/cost_per_solved_tokens"})
-    assert format_table("d", figures).splitlines()[-3].split() == ["cost_per_solved_judge_time", "-"]
+def test_figures_of_several_samples_by_hand() -> None:
+    figures = summarize(list(reversed(SAMPLED)), elapsed_s=4.0)
+    expected = {
+        "num_problems": 2,
+        "num_samples": 4,
+        "accepted_at_1": 0.5,
+        "pass_at_1": 0.5,  # (3/4 + 1/4) / 2
+        "pass_at_4": 1.0,
+        "exec_success_rate": 5 / 8,
+        "timeout_rate": 3 / 8,
+        "pass_ratio_p50": 0.5,  # between the problems' means 3/4 and 1/4
+        "cost_per_solved_tokens": 20.0,
+        "throughput": 0.5,
+    }
+    assert {name: figures[name] for name in expected} == pytest.approx(expected)
+    assert "pass_at_5" not in figures and "pass_at_1" not in summarize(FOUR, 1.0)
 
 
-def test_answers_and_verdicts_must_match() -> None:
-    with pytest.raises(ValueError, match="4 answers and 3 verdicts"):
-        summarize(ANSWERS, VERDICTS[1:], elapsed_s=1.0)
+def test_figures_that_do_not_exist_are_none_and_a_dash() -> None:
+    figures = summarize(FOUR[1:], elapsed_s=0.0)
+    absent = ("cost_per_solved_tokens", "cost_per_solved_judge_time", "throughput")
+    assert all(figures[name] is None for name in absent)
+    table = format_table({"x": DatasetResult(figures, rate_intervals(FOUR[1:]), 1, {}, "bwrap")})
+    cells = dict(line.split(maxsplit=1) for line in table.splitlines()[1:])
+    assert all(cells[name] == "-" for name in absent)
+    assert cells["timeout_rate"] == "0.3333 [0.0615, 0.7923]"
 
 
-def test_qa_log_holds_every_problem_and_any_text(tmp_path: Path) -> None:
-    problem = Problem("p", "写 f\ud800", "f", ("assert f()",))
-    prepare_output(tmp_path / "out")
-    path = write_qa_log(tmp_path / "out", "quick", [problem], ANSWERS[:1], ["code"], VERDICTS[:1])
-    assert path == tmp_path / "out" / "qa_logs" / "quick_qa.jsonl"
-    row = json.loads(path.read_text(encoding="utf-8"))
-    assert (row["prompt"], row["answer"], row["code"], row["error_type"]) == (problem.prompt, "a", "code", "success")
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [([], "at least one"), (FOUR + FOUR[:1], "occurs twice"), (SAMPLED[:7], r"not \[3, 4\]")],
+)
+def test_answers_that_make_no_data_set_are_refused(answers: list[Judged], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        summarize(answers, elapsed_s=1.0)
 
 
-def test_old_metrics_go_before_a_new_evaluation_begins(tmp_path: Path) -> None:
-    prepare_output(tmp_path)
-    write_metrics(tmp_path, {"step": 1})
-    assert json.loads((tmp_path / "metrics.json").read_text()) == {"step": 1}
-    prepare_output(tmp_path)
-    assert not (tmp_path / "metrics.json").exists()
+def test_pass_at_k_is_that_of_the_definition() -> None:
+    for n, c, k in product(range(1, 9), range(9), range(1, 9)):
+        if c <= n and k <= n:
+            assert pass_at_k(n, c, k) == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k))
+    assert pass_at_k(10_000, 1, 100) == pytest.approx(0.01)  # binomials beyond any float
+    with pytest.raises(ValueError):
+        pass_at_k(3, 1, 4)
 
 
-def test_output_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+# intervals
+
+
+@pytest.mark.parametrize(("k", "n"), [(0, 1), (0, 164), (1, 4), (82, 164), (163, 164), (164, 164)])
+def test_wilson_is_scipys(k: int, n: int) -> None:
+    expected = binomtest(k, n).proportion_ci(method="wilson")
+    assert wilson(k, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert wilson(k, n)[0] <= k / n <= wilson(k, n)[1]
+
+
+def test_every_rate_has_an_interval_around_it() -> None:
+    for answers in (FOUR, SAMPLED):
+        figures, intervals = summarize(answers, 1.0), rate_intervals(answers)
+        assert RATES.keys() <= intervals.keys() <= figures.keys()
+        assert all(0 <= low <= figures[name] <= high <= 1 for name, (low, high) in intervals.items())
+    assert rate_intervals(FOUR)["accepted_at_1"] == wilson(1, 4)
+
+
+def test_samples_that_are_all_alike_are_worth_one() -> None:
+    alike = np.array([1.0] * 30 + [0.0] * 70)
+    assert wilson_clustered(alike, 10) == wilson(30, 100)
+    assert wilson_clustered([1.0] * 100, 10) == wilson(100, 100)
+    independent = np.random.default_rng(0).binomial(10, 0.3, size=400) / 10
+    low, high = wilson_clustered(independent, 10)
+    assert high - low == pytest.approx(np.subtract(*wilson(independent.mean() * 4000, 4000)[::-1]), rel=0.15)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3, 0.9])
+@pytest.mark.parametrize("alikeness", [0.05, 0.4, 0.9])
+def test_intervals_of_clusters_hold_the_rate_as_often_as_they_say(rate: float, alikeness: float) -> None:
+    rng = np.random.default_rng(1)
+    spread = (1 - alikeness) / alikeness  # beta-binomial answers with this correlation within a problem
+    chances = rng.beta(rate * spread, (1 - rate) * spread, size=(1000, 117))
+    runs = rng.binomial(10, chances) / 10
+    clustered = np.mean([low <= rate <= high for low, high in (wilson_clustered(run, 10) for run in runs)])
+    assert 0.93 <= clustered <= 0.985
+    naive = np.mean([low <= rate <= high for low, high in (wilson(run.mean() * 1170, 1170) for run in runs)])
+    assert naive < clustered
+
+
+# comparison
+
+
+def outcomes(*kinds: ErrorType) -> dict[str, tuple[ErrorType, ...]]:
+    return {f"p{number}": (kind,) for number, kind in enumerate(kinds)}
+
+
+def test_comparison_by_hand() -> None:
+    base = outcomes("success", "success", "timeout", "timeout", "timeout", "wrong_answer")
+    best = outcomes("success", "timeout", "success", "success", "success", "timeout")
+    found = compare(base, best)
+    accepted, ran = found["accepted_at_1"], found["exec_success_rate"]
+    assert (accepted.both, accepted.only_a, accepted.only_b, accepted.neither) == (1, 1, 3, 1)
+    assert (ran.both, ran.only_a, ran.only_b, ran.neither) == (1, 2, 3, 0)
+    assert accepted.difference == pytest.approx(2 / 6)
+    assert accepted.p_value == pytest.approx(10 / 16)  # 2 * (1 + 4) / 2^4
+    assert accepted.interval[0] < accepted.difference < accepted.interval[1]
+
+
+def test_mcnemar_of_models_that_never_differ_and_of_one_that_always_wins() -> None:
+    assert mcnemar_exact(0, 0) == 1.0
+    assert mcnemar_exact(0, 10) == pytest.approx(2 / 2**10)
+    same = compare(outcomes("success", "timeout"), outcomes("success", "timeout"))["accepted_at_1"]
+    assert same.p_value == 1.0 and same.interval[0] < 0 < same.interval[1]
+
+
+def test_several_samples_are_compared_problem_by_problem() -> None:
+    base = {f"p{n}": ("timeout", "timeout") for n in range(5)}
+    best = {f"p{n}": ("success", "success" if n else "timeout") for n in range(5)}
+    found = compare(base, best)["accepted_at_1"]
+    assert (found.both, found.only_a, found.num_samples) == (None, None, 2)
+    assert found.difference == pytest.approx(0.9)
+    assert found.p_value == pytest.approx(2 / 2**5)  # all signs one way or all the other
+
+
+def test_several_samples_that_are_copies_give_mcnemars_p() -> None:
+    rng = np.random.default_rng(3)
+    kinds = np.array(["success", "timeout"])
+    base, best = (outcomes(*kinds[rng.integers(2, size=12)]) for _ in range(2))
+    doubled = compare(*({name: kind * 2 for name, kind in side.items()} for side in (base, best)))
+    assert doubled["accepted_at_1"].p_value == pytest.approx(compare(base, best)["accepted_at_1"].p_value)
+
+
+@pytest.mark.parametrize("cells", [(0.5, 0.05, 0.15, 0.3), (0.2, 0.2, 0.2, 0.4), (0.9, 0.02, 0.03, 0.05)])
+def test_intervals_of_differences_hold_them_as_often_as_they_say(cells: tuple[float, ...]) -> None:
+    values = np.array([0.0, -1.0, 1.0, 0.0])  # both, only a, only b, neither
+    runs = np.random.default_rng(2).choice(values, p=cells, size=(1000, 117))
+    truth = float(values @ cells)
+    held = np.mean([low <= truth <= high for low, high in map(paired_interval, runs)])
+    assert 0.93 <= held <= 0.985
+
+
+def test_other_problems_are_refused() -> None:
+    with pytest.raises(UserError, match="1 problems .*'p1' among them"):
+        compare(outcomes("success"), outcomes("success", "timeout"))
+    with pytest.raises(UserError, match="num_samples"):
+        compare({"p": ("success",)}, {"p": ("success", "success")})
+
+
+# the choice
+
+
+def test_the_best_is_named_to_rotation(tmp_path: Path) -> None:
+    evaluated = [checkpoint(tmp_path, step, x=result(rate)) for step, rate in ((10, 0.2), (20, 0.8), (30, 0.5))]
+    choice = choose_best(evaluated, X)
+    assert choice is not None and (choice.best.step, choice.value) == (20, 0.8)
+    write_best_checkpoint(tmp_path, choice, evaluated)
+    assert read_choice(tmp_path) == (tmp_path / "global_step_20", None)
+    content = json.loads((tmp_path / "best_checkpoint.json").read_text())
+    assert content["checkpoint"] == "global_step_20" and content["export"].endswith("global_step_20/huggingface")
+    assert (content["metric"], content["mode"], content["datasets"]) == ("exec_success_rate", "max", ["x"])
+    assert content["interval"] == pytest.approx(wilson(80, 100))
+    assert [(entry["step"], entry["value"]) for entry in content["checkpoints"]] == [(10, 0.2), (20, 0.8), (30, 0.5)]
+    assert content["checkpoints"][2]["datasets"]["x"]["accepted_at_1"] == 0.25
+    best = read_best_checkpoint(tmp_path)
+    assert (best.step, best.datasets, best.settings) == (20, ("x",), X)
+
+
+def test_of_equal_checkpoints_the_newer_is_chosen_in_both_modes(tmp_path: Path) -> None:
+    evaluated = [checkpoint(tmp_path, step, x=result(0.5)) for step in (30, 10, 20)]
+    assert [choose_best(evaluated, X, mode=mode).best.step for mode in ("max", "min")] == [30, 30]
+
+
+def test_a_checkpoint_that_is_gone_or_has_no_value_is_not_chosen(tmp_path: Path) -> None:
+    evaluated = [
+        checkpoint(tmp_path, 10, x=result(0.1, cost=5.0)),
+        checkpoint(tmp_path, 20, exists=False, x=result(0.9, cost=1.0)),
+        checkpoint(tmp_path, 30, x=result(0.05, cost=None)),
+        checkpoint(tmp_path, 40, x=result(0.05, cost=math.nan)),
+        EvaluatedModel("base", None, tmp_path, "base", "w", {"x": result(1.0, cost=0.0)}),
+    ]
+    by_rate, by_cost = choose_best(evaluated, X), choose_best(evaluated, X, "cost", "min")
+    assert by_rate.best.step == by_cost.best.step == 10
+    assert by_rate.values[20] == 0.9 and by_cost.values[40] is None and by_cost.interval is None
+    assert choose_best(evaluated[1:2], X) is None
+    with pytest.raises(UserError, match="selection.metric is 'speed'"):
+        choose_best(evaluated, X, "speed")
+
+
+def test_a_checkpoint_that_was_evaluated_otherwise_is_not_compared(tmp_path: Path) -> None:
+    evaluated = [checkpoint(tmp_path, step, x=result(rate)) for step, rate in ((10, 0.2), (20, 0.1))]
+    other = replace(result(0.9), protocol={"n": 2, "batch_size": 1})
+    choice = choose_best([*evaluated, checkpoint(tmp_path, 30, x=other)], X)
+    assert (choice.best.step, choice.values) == (10, {10: 0.2, 20: 0.1, 30: None})
+    assert choose_best([checkpoint(tmp_path, 40, x=other)], {"x": {"n": 2}}).best.step == 40
+
+
+def test_the_choice_is_over_the_problems_that_count_and_that_all_have(tmp_path: Path) -> None:
+    evaluated = [
+        checkpoint(tmp_path, 10, x=result(0.5, 100), y=result(0.9, 300), z=result(0.9), big=result(0.1, tier=2)),
+        checkpoint(tmp_path, 20, x=result(0.9, 100), y=result(0.5, 300), big=result(0.9, tier=2)),
+    ]
+    settings = {name: {"n": 1} for name in ("x", "y", "z")}
+    choice = choose_best(evaluated, settings)
+    assert (choice.best.step, choice.datasets) == (10, ("x", "y"))
+    assert choice.value == pytest.approx((50 + 270) / 400)
+    low, high = choice.interval
+    assert (low, high) == pytest.approx(wilson(320, 400), abs=0.01)
+    assert choose_best(evaluated, {"big": {"n": 1}}, dataset="big").best.step == 20
+    assert choose_best(evaluated, settings, dataset="z").best.step == 10
+
+
+# files
+
+
+def test_an_evaluation_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    figures = DatasetResult(
+        summarize(SAMPLED, 1.0), rate_intervals(SAMPLED), 2, {"temperature": 0.8}, "bwrap", {"judge_s": 1.5}
+    )
+    model = checkpoint(tmp_path, 30, heart=figures, other=result(0.5))
+    path = write_evaluation(tmp_path / "eval" / "eval_step_30", model)
+    assert read_evaluation(path.parent) == model
+    content = json.loads(path.read_text())
+    assert content["datasets"]["heart"]["accepted_at_1"] == 0.5
+    assert content["datasets"]["heart"]["intervals"]["accepted_at_1"] == list(figures.intervals["accepted_at_1"])
+    assert (content["isolation"]["heart"], content["protocol"]["heart"]) == ("bwrap", {"temperature": 0.8})
+    summary = json.loads((path.parent / "summary.json").read_text())
+    assert (summary["step"], summary["tier"]) == (30, 2)
+    assert {"num_problems", "accepted_at_1", "pass_at_4", "intervals"} <= summary["datasets"]["heart"].keys()
+
+
+def test_figures_that_json_cannot_hold_leave_the_old_file(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, 1, x=result(0.5))
+    path = write_evaluation(tmp_path, model)
+    before = path.read_text()
+    with pytest.raises(ValueError):
+        write_evaluation(tmp_path, EvaluatedModel("n", 1, tmp_path, "", "w", {"x": result(0.5, cost=math.inf)}))
+    assert path.read_text() == before
+
+
+def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="--output"):
-        prepare_output(tmp_path / "file" / "out")
+    (tmp_path / "metrics.json").write_text('{"label": "x"}')
+    (tmp_path / "best_checkpoint.json").write_text("{}")
+    (tmp_path / "verdicts").mkdir()
+    (tmp_path / "verdicts" / "x.jsonl").write_text('{"problem_id": "a", "sample": 0, "error_type": "fine"}\n')
+    with pytest.raises(UserError, match="cannot write .* name another place"):
+        write_evaluation(tmp_path / "file", EvaluatedModel("x", 1, tmp_path, "", "w", {}))
+    for read in (read_evaluation, read_best_checkpoint, read_outcomes):
+        with pytest.raises(UserError, match="cannot read"):
+            read(tmp_path)
 
 
-def test_wandb_that_fails_only_warns(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class BrokenRun:
-        def log(self, row: dict[str, float]) -> None:
-            raise RuntimeError(f"no room for {row['global_step']}")
+def test_verdicts_are_read_back_in_the_order_of_the_samples(tmp_path: Path) -> None:
+    path = write_verdicts(tmp_path, "heart", reversed(SAMPLED))
+    found = read_outcomes(tmp_path)["heart"]
+    assert found["a"] == ("success",) * 3 + ("wrong_answer",) and found["b"] == ("success",) + ("timeout",) * 3
+    keys = "problem_id sample error_type pass_ratio num_passed num_tests judge_time gen_tokens truncated"
+    assert list(json.loads(path.read_text().splitlines()[0])) == keys.split()
 
-    monkeypatch.setattr("verl_ext.metrics.wandb_run.open_wandb_run", lambda **_: BrokenRun())
-    checkpoint = Checkpoint(tmp_path, tmp_path, run_dir=tmp_path, step=3)
-    tracking.log_to_wandb(checkpoint, RunConfig(), tmp_path, {"step": 3}, {"eval/d/accepted_at_1": 0.5})
-    assert "warning: W&B" in capsys.readouterr().err
+
+# the question-and-answer log
+
+
+def many() -> list[Judged]:
+    kinds = np.random.default_rng(0).choice(ERROR_TYPES, size=200, p=(0.5, 0.3, 0.1, 0.07, 0.02, 0.01))
+    return [judged(f"p{number}", kind) for number, kind in enumerate(kinds)]
+
+
+def test_the_sample_has_each_error_type_and_is_the_same_each_time() -> None:
+    answers = many()
+    drawn = sample_answers(answers, per_error_type=5)
+    for kind in ERROR_TYPES:
+        total = sum(one.verdict.error_type == kind for one in answers)
+        assert sum(one.verdict.error_type == kind for one in drawn) == min(total, 5)
+    ids = [one.problem.problem_id for one in drawn]
+    assert ids == [one.problem.problem_id for one in sample_answers(many(), 5)]
+    assert set(ids) == {one.problem.problem_id for one in sample_answers(answers[::-1], 5)}
+    assert ids[:5] != [one.problem.problem_id for one in answers if one.verdict.error_type == "success"][:5]
+
+
+def test_the_log_holds_any_text(tmp_path: Path) -> None:
+    path = write_qa_log(tmp_path / "new", "heart", FOUR)
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert path == tmp_path / "new" / "qa_logs" / "heart_qa.jsonl"
+    assert [row["error_type"] for row in rows] == ["success", "wrong_answer", "timeout", "api_error"]
+    assert rows[0] == qa_row(FOUR[0]) and rows[0]["prompt"] == SURROGATE and rows[0]["program"] == "program"
+    assert os.listdir(path.parent) == [path.name]

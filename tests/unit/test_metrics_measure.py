@@ -57,6 +57,8 @@ def test_every_metric_is_described_and_an_unknown_one_is_refused():
     assert all(metric.unit and metric.meaning.endswith(".") and metric.reduction for metric in METRICS.values())
     assert describe("train/lr(1e-3)").unit == "1e-3"
     assert describe("eval/humaneval/timeout_rate") is METRICS["eval/<dataset>/timeout_rate"]
+    assert describe("eval/humaneval/pass_at_10") is METRICS["eval/<dataset>/pass_at_<k>"]
+    assert describe("eval/humaneval/pass_at_10_low") is METRICS["eval/<dataset>/<rate>_low"]
     with pytest.raises(UserError, match="train/loss"):
         describe("train/los")
 

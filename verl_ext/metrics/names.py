@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 
 from verl_ext.errors import UserError
@@ -81,8 +82,10 @@ SYSTEM: dict[str, Metric] = {
 
 _EVAL_FIGURES: dict[str, tuple[str, str]] = {
     "num_problems": ("problem", "Problems asked."),
-    "exec_success_rate": ("1", "Share of the problems whose answer ran: `success` and `wrong_answer`."),
-    "accepted_at_1": ("1", "Share of the problems solved by their one greedy answer."),
+    "exec_success_rate": ("1", "Share of the answers that ran: `success` and `wrong_answer`."),
+    "accepted_at_1": ("1", "Share of the answers that solve their problem."),
+    "num_samples": ("answer", "Answers to each problem, where there are several."),
+    "pass_at_<k>": ("1", "Chance that one of k answers to a problem solves it, unbiased; with several answers alone."),
     "pass_ratio_mean": ("1", "Mean over the problems of the share of tests passed."),
     "pass_ratio_p50": ("1", "Median over the problems of the share of tests passed."),
     "pass_ratio_p90": ("1", "90th percentile over the problems of the share of tests passed."),
@@ -100,6 +103,8 @@ EVALUATION: dict[str, Metric] = {
         f"{_EVAL_PREFIX}{kind}_rate": Metric("1", f"Share of the answers whose error type is `{kind}`.", _JUDGED)
         for kind in _ERROR_TYPES
     },
+    f"{_EVAL_PREFIX}<rate>_low": Metric("1", "Lower bound of a rate's 95 % confidence interval.", _JUDGED),
+    f"{_EVAL_PREFIX}<rate>_high": Metric("1", "Upper bound of a rate's 95 % confidence interval.", _JUDGED),
 }
 
 SECTIONS: dict[str, dict[str, Metric]] = {
@@ -127,8 +132,16 @@ def describe(name: str) -> Metric:
         UserError: no metric has this name.
     """
     parts = name.split("/")
-    pattern = _EVAL_PREFIX + parts[2] if len(parts) == 3 and parts[0] == "eval" else name
+    pattern = _EVAL_PREFIX + _figure_pattern(parts[2]) if len(parts) == 3 and parts[0] == "eval" else name
     if pattern not in METRICS:
         near = difflib.get_close_matches(pattern, METRICS, n=3)
         raise UserError(f"no metric is named '{name}'" + (f"; near it are {', '.join(near)}" if near else ""))
     return METRICS[pattern]
+
+
+def _figure_pattern(figure: str) -> str:
+    """`pass_at_5` as `pass_at_<k>`, and a bound of an interval as `<rate>_low` or `<rate>_high`."""
+    for bound in ("_low", "_high"):
+        if figure.endswith(bound):
+            return f"<rate>{bound}"
+    return re.sub(r"^pass_at_\d+$", "pass_at_<k>", figure)

@@ -1,0 +1,1 @@
+"""What an evaluation says: figures with intervals, comparisons, the choice of a checkpoint, logs and the report."""

@@ -1,0 +1,93 @@
+"""`best_checkpoint.json`, which tells the choice to rotation, to the report and to the next stage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from eval_pipeline.figures.evaluated import EvaluatedModel, figures_with_intervals
+from eval_pipeline.figures.selection import Choice
+from eval_pipeline.figures.writing import write_json
+from verl_ext.errors import UserError
+
+BEST_FILE = "best_checkpoint.json"
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """What a report needs of `best_checkpoint.json`.
+
+    Attributes:
+        step: of the chosen checkpoint.
+        metric: what it was chosen by.
+        mode: `max` or `min`.
+        datasets: data sets that the metric was taken over.
+        settings: of each data set that could count: what was the same for all that were compared.
+    """
+
+    step: int
+    metric: str
+    mode: str
+    datasets: tuple[str, ...]
+    settings: dict[str, dict[str, Any]]
+
+
+def write_best_checkpoint(run_dir: Path, choice: Choice, evaluated: Sequence[EvaluatedModel]) -> Path:
+    """Replace `best_checkpoint.json` in the run directory.
+
+    Args:
+        run_dir: holds the `global_step_N` directories; rotation reads `step` from the file and keeps that one.
+        choice: the best.
+        evaluated: all evaluated checkpoints, whose figures go into the file.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    return write_json(run_dir / BEST_FILE, _content(choice, evaluated))
+
+
+def read_best_checkpoint(run_dir: Path) -> BestCheckpoint:
+    """Read `best_checkpoint.json`.
+
+    Raises:
+        UserError: it is missing or malformed.
+    """
+    path = run_dir / BEST_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        keys = ("metric", "mode", "settings")
+        return BestCheckpoint(
+            step=int(content["step"]), datasets=tuple(content["datasets"]), **{key: content[key] for key in keys}
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"cannot read {path} ({error!r}); evaluate the run's checkpoints to have it written") from error
+
+
+def _content(choice: Choice, evaluated: Sequence[EvaluatedModel]) -> dict[str, Any]:
+    return {
+        "step": choice.best.step,
+        "checkpoint": choice.best.checkpoint.name,
+        "export": choice.best.export,
+        "metric": choice.metric,
+        "mode": choice.mode,
+        "value": choice.value,
+        "interval": choice.interval,
+        "datasets": choice.datasets,
+        "settings": choice.settings,
+        "selected_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "checkpoints": [_entry(model, choice) for model in evaluated if model.step is not None],
+    }
+
+
+def _entry(model: EvaluatedModel, choice: Choice) -> dict[str, Any]:
+    return {
+        "step": model.step,
+        "checkpoint": model.checkpoint.name,
+        "exists": model.checkpoint.is_dir(),
+        "value": choice.values[model.step],
+        "datasets": {name: figures_with_intervals(result) for name, result in model.datasets.items()},
+    }

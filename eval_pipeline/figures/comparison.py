@@ -1,0 +1,152 @@
+"""Two models on the same problems: which is better, and could it be chance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binomtest, permutation_test, t
+
+from eval_pipeline.figures.intervals import CONFIDENCE, Interval
+from eval_pipeline.figures.rates import RAN, SOLVED
+from eval_pipeline.judge.verdict import ErrorType
+from verl_ext.errors import UserError
+
+Outcomes = Mapping[str, Sequence[ErrorType]]
+"""Error types of a problem's answers, by problem_id."""
+
+COMPARED: dict[str, tuple[ErrorType, ...]] = {"exec_success_rate": RAN, "accepted_at_1": SOLVED}
+"""Rates that are compared, each with the error types that count towards it."""
+
+_RESAMPLES = 9999
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Model b against model a in one rate.
+
+    Attributes:
+        num_problems: problems that both were asked.
+        num_samples: answers of each model to each problem.
+        both: problems that count for both models; this and the next three are None with several answers per problem.
+        only_a: problems that count for a alone.
+        only_b: problems that count for b alone.
+        neither: problems that count for neither.
+        difference: rate of b minus rate of a.
+        interval: 95 % confidence interval of the difference.
+        p_value: chance of a difference at least as large, in either direction, if the two were equally good.
+        test: name of the test that gave `p_value`.
+    """
+
+    num_problems: int
+    num_samples: int
+    both: int | None
+    only_a: int | None
+    only_b: int | None
+    neither: int | None
+    difference: float
+    interval: Interval
+    p_value: float
+    test: str
+
+
+def compare(a: Outcomes, b: Outcomes) -> dict[str, Comparison]:
+    """Compare two models problem by problem in each rate of `COMPARED`.
+
+    With one answer per problem the test is McNemar's exact one. With several it is the test that McNemar's is a case
+    of: under random exchange of the two models' answers to a problem, how often is the mean difference as large.
+
+    Raises:
+        UserError: the two were not asked the same problems, or not as often.
+    """
+    num_samples = _require_same_problems(a, b)
+    return {name: _compare(a, b, kinds, num_samples) for name, kinds in COMPARED.items()}
+
+
+def mcnemar_exact(only_a: int, only_b: int) -> float:
+    """Two-sided p-value of McNemar's exact test: among discordant problems each side is as likely.
+
+    Source:
+        McNemar 1947, Psychometrika 12(2), with the binomial distribution in the place of its normal approximation.
+    """
+    discordant = only_a + only_b
+    return float(binomtest(only_b, discordant, 0.5).pvalue) if discordant else 1.0
+
+
+def paired_interval(differences: NDArray[np.float64]) -> Interval:
+    """95 % confidence interval of the mean of paired differences.
+
+    A problem that is gained and one that is lost are added, then the interval is Student's. Without them it would be
+    too narrow for few discordant problems, and a point for none.
+
+    Args:
+        differences: of each problem, b minus a, -1 to 1.
+
+    Source:
+        Bonett and Price 2012, J. Educational and Behavioral Statistics 37(4), for one answer per problem and with the
+        normal in the place of Student's distribution.
+    """
+    padded = np.append(differences, [1.0, -1.0])
+    size = len(padded)
+    half = float(t.ppf(0.5 + CONFIDENCE / 2, size - 1)) * float(np.std(padded)) / math.sqrt(size)
+    centre = float(np.mean(padded))
+    return max(centre - half, -1.0), min(centre + half, 1.0)
+
+
+def _require_same_problems(a: Outcomes, b: Outcomes) -> int:
+    strangers = sorted(a.keys() ^ b.keys())
+    if strangers or not a:
+        example = f" ({strangers[0]!r} among them)" if strangers else ""
+        raise UserError(
+            f"the two evaluations have {len(strangers)} problems that only one of them answered{example} and "
+            f"{len(a.keys() & b.keys())} in common; evaluate both on the same problems"
+        )
+    sizes = {len(kinds) for outcomes in (a, b) for kinds in outcomes.values()}
+    if len(sizes) != 1:
+        raise UserError(
+            f"problems have {' or '.join(map(str, sorted(sizes)))} answers; evaluate both with the same "
+            "sampling.num_samples"
+        )
+    return sizes.pop()
+
+
+def _compare(a: Outcomes, b: Outcomes, kinds: Collection[ErrorType], num_samples: int) -> Comparison:
+    shares_a, shares_b = (np.array([np.mean([kind in kinds for kind in side[name]]) for name in a]) for side in (a, b))
+    differences = shares_b - shares_a
+    counts: dict[str, int | None] = dict.fromkeys(("both", "only_a", "only_b", "neither"))
+    if num_samples == 1:
+        only_a, only_b = int(np.sum(differences < 0)), int(np.sum(differences > 0))
+        both = int(np.sum(shares_a)) - only_a
+        counts = {"both": both, "only_a": only_a, "only_b": only_b, "neither": len(a) - both - only_a - only_b}
+        p_value, test = mcnemar_exact(only_a, only_b), "McNemar's exact test"
+    else:
+        p_value, test = _sign_flip_test(differences), "sign-flip permutation test over problems"
+    return Comparison(
+        num_problems=len(a),
+        num_samples=num_samples,
+        **counts,
+        difference=float(np.mean(differences)),
+        interval=paired_interval(differences),
+        p_value=p_value,
+        test=test,
+    )
+
+
+def _sign_flip_test(differences: NDArray[np.float64]) -> float:
+    """p-value of a mean difference of 0: exact for up to 13 problems, else from random flips of a fixed seed."""
+    if not differences.any():
+        return 1.0
+    result = permutation_test(
+        (differences,),
+        np.mean,
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=_RESAMPLES,
+        batch=1000,
+        rng=np.random.default_rng(_SEED),
+    )
+    return float(result.pvalue)

@@ -1,0 +1,95 @@
+"""What is known of an evaluated model, as `metrics.json` holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eval_pipeline.figures.intervals import Intervals
+from eval_pipeline.figures.summary import Figures
+
+_INTERVALS = "intervals"
+
+
+@dataclass(frozen=True)
+class DatasetResult:
+    """One model on one data set.
+
+    Attributes:
+        figures: of `summarize`.
+        intervals: of `rate_intervals`.
+        tier: of the data set.
+        protocol: how answers were drawn and judged, as plain JSON; models are compared under one protocol.
+        isolation: sandbox level of the judge.
+        seconds: wall-clock seconds by phase.
+    """
+
+    figures: Figures
+    intervals: Intervals
+    tier: int
+    protocol: Mapping[str, Any]
+    isolation: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """One model on all data sets that it has been evaluated on.
+
+    Attributes:
+        label: `step_<N>`, or the model's name.
+        step: optimizer step of the checkpoint; None for a model that no run saved.
+        checkpoint: its directory.
+        export: the Hugging Face directory that was loaded, or the name that a server knows the model by.
+        weights: digest of the weights that answered.
+        datasets: result by name of the data set.
+    """
+
+    label: str
+    step: int | None
+    checkpoint: Path
+    export: str
+    weights: str
+    datasets: Mapping[str, DatasetResult]
+
+    def to_json(self) -> dict[str, Any]:
+        """Content of `metrics.json`: each data set's figures with their intervals, then how they came about."""
+        results = self.datasets.items()
+        return {
+            "label": self.label,
+            "step": self.step,
+            "checkpoint": str(self.checkpoint),
+            "export": self.export,
+            "weights": self.weights,
+            "datasets": {name: figures_with_intervals(result) for name, result in results},
+            "tier": {name: result.tier for name, result in results},
+            "protocol": {name: dict(result.protocol) for name, result in results},
+            "isolation": {name: result.isolation for name, result in results},
+            "seconds": {name: dict(result.seconds) for name, result in results},
+        }
+
+    @staticmethod
+    def of_json(content: Mapping[str, Any]) -> EvaluatedModel:
+        """Inverse of `to_json`; raises whatever a wrong key or type leads to."""
+        return EvaluatedModel(
+            label=content["label"],
+            step=content["step"],
+            checkpoint=Path(content["checkpoint"]),
+            export=content["export"],
+            weights=content["weights"],
+            datasets={name: _result_of(content, name) for name in content["datasets"]},
+        )
+
+
+def figures_with_intervals(result: DatasetResult) -> dict[str, Any]:
+    """The figures of a data set and, under `intervals`, a list of low and high for each that has one."""
+    return {**result.figures, _INTERVALS: {name: list(bounds) for name, bounds in result.intervals.items()}}
+
+
+def _result_of(content: Mapping[str, Any], name: str) -> DatasetResult:
+    figures = dict(content["datasets"][name])
+    intervals = {metric: (float(low), float(high)) for metric, (low, high) in figures.pop(_INTERVALS).items()}
+    of_dataset = {key: content[key][name] for key in ("tier", "protocol", "isolation", "seconds")}
+    return DatasetResult(figures, intervals, **of_dataset)

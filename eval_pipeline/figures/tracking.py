@@ -1,0 +1,86 @@
+"""Sends an evaluation's figures to W&B, into the training run's project."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval_pipeline.figures.evaluated import EvaluatedModel
+from verl_ext.metrics.notice import warn
+from verl_ext.metrics.wandb_run import open_wandb_run
+
+if TYPE_CHECKING:
+    from wandb import Run, Table
+
+QaRow = Mapping[str, Any]
+
+
+def wandb_figures(model: EvaluatedModel) -> dict[str, float | int]:
+    """The figures that exist as `eval/<dataset>/<metric>`, intervals as `eval/<dataset>/<metric>_low` and `_high`."""
+    row: dict[str, float | int] = {}
+    for dataset, result in model.datasets.items():
+        for name, value in result.figures.items():
+            if value is not None:
+                row[f"eval/{dataset}/{name}"] = value
+        for name, bounds in result.intervals.items():
+            row.update({f"eval/{dataset}/{name}_{side}": bound for side, bound in zip(("low", "high"), bounds)})
+    return row
+
+
+def log_to_wandb(
+    model: EvaluatedModel,
+    qa_rows: Mapping[str, Sequence[QaRow]],
+    *,
+    project: str,
+    experiment: str | None,
+    directory: Path,
+    run_id: str | None = None,
+) -> None:
+    """Log one evaluation as the run `phase1_eval_<label>`; when W&B cannot be used, warn and go on.
+
+    Args:
+        model: what was evaluated.
+        qa_rows: by data set the rows of its question-and-answer log; shown as the table `eval/<dataset>/qa`.
+        project: the training run's W&B project.
+        experiment: the training run's name, which groups its evaluations.
+        directory: where W&B keeps its files.
+        run_id: continues the W&B run of this id if there is one, such as when a step is evaluated on further data
+            sets; None starts a new one.
+    """
+    run = open_wandb_run(
+        project=project,
+        name=f"phase1_eval_{model.label}",
+        directory=directory,
+        config={key: value for key, value in model.to_json().items() if key != "datasets"},
+        run_id=run_id,
+        group=experiment,
+        job_type="eval",
+    )
+    if run is None:
+        return
+    try:
+        with run:
+            _log(run, model, qa_rows)
+    except Exception as error:  # W&B raises errors of many kinds, and the figures are on the disk already
+        warn(f"W&B did not take the figures ({type(error).__name__}: {error}); they are in metrics.json")
+
+
+def _log(run: Run, model: EvaluatedModel, qa_rows: Mapping[str, Sequence[QaRow]]) -> None:
+    tables = {f"eval/{dataset}/qa": _table(rows) for dataset, rows in qa_rows.items() if rows}
+    # `global_step` is the axis of every chart, in training too; a model without a step has a row without it
+    step = {} if model.step is None else {"global_step": model.step}
+    run.log({**wandb_figures(model), **tables, **step})
+    run.summary["step"] = model.step
+
+
+def _table(rows: Sequence[QaRow]) -> Table:
+    import wandb
+
+    columns = list(rows[0])
+    return wandb.Table(columns=columns, data=[[_writable(row[name]) for name in columns] for row in rows])
+
+
+def _writable(value: Any) -> Any:
+    # W&B writes UTF-8, which has no lone surrogates
+    return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value

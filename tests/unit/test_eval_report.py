@@ -1,0 +1,270 @@
+"""The report of a made-up run, and what W&B is told, read back from its own file."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+from PIL import Image
+from wandb.proto.wandb_internal_pb2 import Record
+
+from eval_pipeline.engines.answer import Answer
+from eval_pipeline.figures.best_file import read_best_checkpoint, write_best_checkpoint
+from eval_pipeline.figures.evaluated import DatasetResult, EvaluatedModel
+from eval_pipeline.figures.files import read_evaluation, write_evaluation
+from eval_pipeline.figures.intervals import rate_intervals
+from eval_pipeline.figures.judged import Judged
+from eval_pipeline.figures.plots.loss import loss_history
+from eval_pipeline.figures.qa_log import qa_row
+from eval_pipeline.figures.report import write_report
+from eval_pipeline.figures.selection import choose_best
+from eval_pipeline.figures.summary import summarize
+from eval_pipeline.figures.tracking import log_to_wandb
+from eval_pipeline.figures.verdict_files import read_outcomes, write_verdicts
+from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.problems.problem import Problem, ReferenceAnswer
+from verl_ext.errors import UserError
+from verl_ext.metrics.jsonl import MetricsFile, iterate_metrics
+
+ISOLATION = "bwrap"
+
+
+def answer_all(dataset: str, share: float, num_problems: int, num_samples: int) -> list[Judged]:
+    rng = random.Random(f"{dataset}{share}")
+    answers = []
+    for number in range(num_problems):
+        for sample in range(num_samples):
+            draw = rng.random()
+            kind = "success" if draw < share / 2 else "wrong_answer" if draw < share else "timeout"
+            problem = Problem(f"{dataset}/{number}", "p|rompt \ud800", ReferenceAnswer("1"))
+            verdict = Verdict(kind, int(kind == "success"), 1, judge_time=0.5)
+            answers.append(Judged(problem, sample, Answer("text", 7, False), "program", verdict))
+    return answers
+
+
+def evaluate(
+    run_dir: Path, step: int | None, share: float, *datasets: str, samples: int = 1, problems: int = 40
+) -> EvaluatedModel:
+    """A model with its files on the disk."""
+    label = "base" if step is None else f"step_{step}"
+    path = run_dir / ("base" if step is None else f"global_step_{step}")
+    path.mkdir(parents=True)
+    results = {}
+    for dataset in datasets:
+        answers = answer_all(dataset, share, problems, samples)
+        write_verdicts(run_dir / "eval" / f"eval_{label}", dataset, answers)
+        protocol = {"sampling": {"temperature": 0.0}, "problems": dataset}
+        results[dataset] = DatasetResult(
+            summarize(answers, 1.0), rate_intervals(answers), 1, protocol, ISOLATION, {"judge_s": 1.0}
+        )
+    model = EvaluatedModel(label, step, path, str(path / "huggingface"), "w", results)
+    write_evaluation(run_dir / "eval" / f"eval_{label}", model)
+    return model
+
+
+def report(run_dir: Path, rows: Any) -> tuple[str, dict[str, Any], Path]:
+    """Choose and report from the files alone."""
+    folders = [path for path in sorted((run_dir / "eval").iterdir()) if path.name != "report"]
+    models = {folder.name: read_evaluation(folder) for folder in folders}
+    history = [model for model in models.values() if model.step is not None]
+    choice = choose_best(history, {name: {} for model in history for name in model.datasets})
+    assert choice is not None
+    write_best_checkpoint(run_dir, choice, history)
+    best_name = f"eval_{choice.best.label}"
+    path = write_report(
+        run_dir / "eval" / "report",
+        models["eval_base"],
+        models[best_name],
+        history,
+        rows,
+        (read_outcomes(run_dir / "eval" / "eval_base"), read_outcomes(run_dir / "eval" / best_name)),
+        read_best_checkpoint(run_dir),
+    )
+    return path.read_text(), json.loads((path.parent / "comparison_data.json").read_text()), path.parent
+
+
+def plots(directory: Path) -> list[str]:
+    names = sorted(path.name for path in directory.glob("*.png"))
+    for name in names:
+        with Image.open(directory / name) as image:
+            assert image.format == "PNG" and image.width > 800
+            assert len(image.convert("RGB").getcolors(1 << 20)) > 50  # something is drawn
+    return names
+
+
+ALL_PLOTS = ["error_distribution.png", "loss_against_success.png", "rates_over_steps.png"]
+
+
+def test_report_from_files_alone(tmp_path: Path) -> None:
+    evaluate(tmp_path, None, 0.2, "x", "y")
+    for step, share in ((10, 0.5), (20, 0.9), (100, 0.7)):
+        evaluate(tmp_path, step, share, "x", "y")
+    log = MetricsFile(tmp_path / "metrics.jsonl", attempt=1)
+    for step in (5, 10, 20, 100):
+        log.append(step, {"train/loss": 9.0, **({"val/loss": 2.0 / step} if step > 5 else {})})
+    log.close()
+    text, data, directory = report(tmp_path, iterate_metrics(tmp_path / "metrics.jsonl"))
+
+    assert plots(directory) == ALL_PLOTS
+    assert all(f"]({name})" in text for name in ALL_PLOTS)
+    assert text.startswith("# step_20 against the base model\n")
+    assert "of 3 evaluated checkpoints it has the largest `exec_success_rate` on `x`, `y`" in text
+    assert "40 problems, one answer to each; p by McNemar's exact test." in text
+    assert "| `isolation` | bwrap | bwrap |" in text and "| `sampling.temperature` | 0.0 | 0.0 |" in text
+    assert "| `problems` | x (x); y (y) | x (x); y (y) |" in text
+    assert "under different settings" not in text and "in part luck" in text
+
+    found = data["comparisons"]["x"]["exec_success_rate"]
+    low, high = found["interval"]
+    row = next(line for line in text.splitlines() if line.startswith("| `exec_success_rate`"))
+    assert f"| {found['difference']:+.4f} [{low:+.4f}, {high:+.4f}] | < 0.0001 |" in row
+    base, best = (data[name]["datasets"]["x"]["exec_success_rate"] for name in ("baseline", "best"))
+    assert found["difference"] == pytest.approx(best - base)
+    assert found["both"] + found["only_a"] == round(base * 40) and found["both"] + found["only_b"] == round(best * 40)
+    assert data["loss"] == {"name": "val/loss", "by_step": {"10": 0.2, "20": 0.1, "100": 0.02}}
+    assert [model["step"] for model in data["history"]] == [10, 20, 100]
+
+
+@pytest.mark.parametrize(("num_checkpoints", "datasets"), [(1, "w"), (2, "wxyz"), (30, "wxyz")])
+def test_report_of_few_and_many_checkpoints_and_data_sets(tmp_path: Path, num_checkpoints: int, datasets: str) -> None:
+    evaluate(tmp_path, None, 0.3, *datasets[:3])  # not asked the last of four
+    for number in range(num_checkpoints):
+        last = number == num_checkpoints - 1
+        evaluate(tmp_path, 500 * (number + 1), 0.3 + 0.6 * number / 30, *(datasets if last else datasets[:2]))
+    text, _, directory = report(tmp_path, [{"step": 500, "train/loss": 3.0}, {"step": 1000, "train/loss": 0.1}])
+    assert plots(directory) == ALL_PLOTS
+    assert ("Only one of the two was evaluated on" in text) == (num_checkpoints > 1)
+    assert ("in part luck" in text) == (num_checkpoints > 1)
+
+
+def test_report_of_several_samples_and_no_loss(tmp_path: Path) -> None:
+    evaluate(tmp_path, None, 0.2, "x", samples=5)
+    evaluate(tmp_path, 10, 0.8, "x", samples=5)
+    text, data, directory = report(tmp_path, [{"step": 10, "train/loss": math.nan}])
+    assert plots(directory) == ["error_distribution.png", "rates_over_steps.png"]
+    assert "the run has recorded no loss" in text and data["loss"] is None
+    assert "5 answers to each; p by sign-flip permutation test" in text and "`pass_at_5`" in text
+    assert data["comparisons"]["x"]["accepted_at_1"]["both"] is None
+
+
+def test_checkpoints_without_a_loss_and_rates_at_the_ends(tmp_path: Path) -> None:
+    evaluate(tmp_path, None, 0.0, "x", "y")
+    evaluate(tmp_path, 10, 0.0, "x", "y")
+    evaluate(tmp_path, 20, 1.0, "x")
+    text, data, directory = report(tmp_path, [{"step": 15, "val/loss": 0.7}, {"step": 20, "val/loss": 0.5}])
+    assert plots(directory) == ALL_PLOTS and data["loss"]["by_step"] == {"10": None, "20": 0.5}
+    assert "| 1.0000 [0.9124, 1.0000] | +1.0000 [" in text
+
+
+def test_other_settings_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate(tmp_path, None, 0.2, "x")
+    monkeypatch.setattr(f"{__name__}.ISOLATION", "sandlock")
+    evaluate(tmp_path, 10, 0.8, "x")
+    text, _, _ = report(tmp_path, [])
+    assert "under different settings on `x`" in text and "| `isolation` | bwrap | sandlock |" in text
+
+
+def test_models_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+    evaluate(tmp_path / "a", None, 0.2, "x")
+    evaluate(tmp_path / "a", 10, 0.8, "y")
+    with pytest.raises(UserError, match="evaluate both on a common data set"):
+        report(tmp_path / "a", [])
+    evaluate(tmp_path / "b", None, 0.2, "x")
+    evaluate(tmp_path / "b", 10, 0.8, "x", problems=39)
+    with pytest.raises(UserError, match="base and step_10 cannot be compared on x: .*'x/39'"):
+        report(tmp_path / "b", [])
+    (tmp_path / "b" / "eval" / "eval_base" / "verdicts" / "x.jsonl").unlink()
+    with pytest.raises(UserError, match="base has no verdicts on x"):
+        report(tmp_path / "b", [])
+
+
+def test_loss_is_the_last_attempts_at_the_evaluated_steps_alone() -> None:
+    rows = [{"step": 1, "train/loss": 5.0}, {"step": 2, "train/loss": 4.0}, {"step": 2, "train/loss": 3.0}]
+    losses = loss_history(rows, {2, 50})
+    assert losses is not None and (losses.name, losses.values) == ("train/loss", {2: 3.0})
+    assert [losses.at(step) for step in (1, 2, 50)] == [None, 3.0, None]
+    validated = [*rows, {"step": 2, "val/loss": 1.0}, {"step": 3, "val/loss": math.inf}]
+    assert loss_history(validated, {2}).name == "val/loss"
+    assert loss_history(validated, {1, 2}).name == "train/loss"  # that of validation was measured at fewer steps
+    assert loss_history([{"step": 1, "time/save_s": 1.0}], {1}) is None
+
+
+# W&B
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A machine on which nobody ever configured W&B."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb_config"))
+    monkeypatch.chdir(tmp_path)
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Parse a .wandb file: a 7-byte header, then LevelDB log blocks of 32 KiB with records in one or more parts."""
+    data, block, position, parts = path.read_bytes(), 32 * 1024, 7, b""
+    while position + 7 <= len(data):
+        if block - position % block < 7:  # the rest of a block that has no room for a header
+            position += block - position % block
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or last part
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def values_of(items: Any) -> dict[str, Any]:
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def test_wandb_has_figures_intervals_and_the_table(tmp_path: Path, offline: None) -> None:
+    model = evaluate(tmp_path, 30, 0.5, "x", "y", problems=4)
+    rows = {"x": [qa_row(one) for one in answer_all("x", 0.5, 4, 1)], "y": []}
+    log_to_wandb(model, rows, project="p", experiment="sft", directory=tmp_path, run_id="abc-step_30")
+
+    [path] = tmp_path.glob("wandb/offline-run-*/run-abc-step_30.wandb")
+    records = list(read_records(path))
+    [run] = [record.run for record in records if record.WhichOneof("record_type") == "run"][:1]
+    assert (run.display_name, run.project, run.run_group, run.job_type) == ("phase1_eval_step_30", "p", "sft", "eval")
+    assert values_of(run.config.update)["step"] == 30
+
+    [history] = [values_of(r.history.item) for r in records if r.WhichOneof("record_type") == "history"]
+    result = model.datasets["x"]
+    assert history["global_step"] == 30
+    assert history["eval/x/exec_success_rate"] == result.figures["exec_success_rate"]
+    bounds = (history["eval/x/exec_success_rate_low"], history["eval/x/exec_success_rate_high"])
+    assert bounds == pytest.approx(result.intervals["exec_success_rate"])
+    assert "eval/y/accepted_at_1" in history and not any(name.startswith("eval/y/qa") for name in history)
+    summary: dict[str, Any] = {}
+    for record in records:
+        if record.WhichOneof("record_type") == "summary":
+            summary.update(values_of(record.summary.update))
+    assert summary["step"] == 30
+
+    table = json.loads((path.parent / "files" / history["eval/x/qa/path"]).read_text())
+    assert table["columns"] == list(rows["x"][0]) and len(table["data"]) == 4
+    assert table["data"][0][table["columns"].index("prompt")] == "p|rompt \\ud800"
+
+
+def test_wandb_that_fails_only_warns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, offline: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no room")
+
+    model = evaluate(tmp_path, 3, 0.5, "x", problems=2)
+    monkeypatch.setattr("wandb.sdk.wandb_run.Run.log", refuse)
+    log_to_wandb(model, {}, project="p", experiment=None, directory=tmp_path)
+    assert "warning: W&B did not take the figures (RuntimeError: no room)" in capsys.readouterr().err
