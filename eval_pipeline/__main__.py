@@ -1,85 +1,71 @@
-"""Command line of the evaluation: `python -m eval_pipeline run --checkpoint DIR`."""
+"""Command line of the evaluation: `python -m eval_pipeline COMMAND`."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from verl_ext.errors import exit_on_user_error
-
-EXAMPLE = """example:
-  python -m eval_pipeline run --checkpoint checkpoints/demo/sft/global_step_20 --problems data/quickstart/problems.jsonl
-
-A global_step_N directory is judged by its huggingface/ export, and config.yaml beside it names the problems and the W&B
-project. The figures go to <run>/eval/eval_step_N/metrics.json; for any other model directory, to eval_<name> beside it.
-"""
+from eval_pipeline.command import check, judge, report, retry, run, status, watch
+from eval_pipeline.command.paths import input_path
+from verl_ext.errors import STOPPED_EXIT_CODE, exit_on_user_error
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command's options and help."""
+    """The commands with their options and help."""
     parser = argparse.ArgumentParser(
         prog="python -m eval_pipeline",
-        description="Judge a checkpoint by running its greedy answers to programming problems.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Evaluate checkpoints: vLLM answers, a sandbox judges, the best is chosen.",
+        epilog="COMMAND --help says more; docs/evaluation.md describes it all.",
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    _add_run(commands)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (watch, run, report, status, retry, judge, check):
+        command.register(commands)
     return parser
 
 
-def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    run = commands.add_parser(
-        "run",
-        help="judge one checkpoint",
-        description="Answer every problem greedily, run each answer against its tests, write the figures.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    run.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="global_step_N or a model directory")
-    run.add_argument("--problems", type=Path, metavar="FILE", help="problems JSONL (default: the run's own)")
-    run.add_argument("--limit", type=_positive, metavar="N", help="judge only the first N problems")
-    run.add_argument("--max-tokens", type=_positive, default=2048, metavar="N", help="tokens an answer (default: 2048)")
-    run.add_argument("--output", type=Path, metavar="DIR", help="where metrics.json goes (default: see below)")
-    run.add_argument("--no-wandb", action="store_true", help="send nothing to W&B")
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; `key=value` may stand anywhere, which argparse alone does not allow."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if "overrides" in arguments:
+        words = [*arguments.overrides, *rest]
+        if "directory" in arguments and "=" in arguments.directory:  # an override took its place
+            words.insert(0, arguments.directory)
+            arguments.directory = words.pop(next((i for i, word in enumerate(words) if "=" not in word), 0))
+        arguments.overrides = [word for word in words if _is_override(word)]
+        rest = [word for word in words if word not in arguments.overrides]
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if "directory" in arguments:
+        arguments.directory = input_path(arguments.directory)
+    return arguments
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
-
-
-# argparse names the type function in its message for text that is no number
-_positive.__name__ = "whole number"
+def _is_override(word: str) -> bool:
+    return "=" in word and not word.startswith("-") or word.startswith("~")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command.
+    """Run a command.
 
     Args:
         argv: arguments without the program's name; None takes the process's own.
 
     Raises:
-        SystemExit: with code 2 after bad input, which is explained on standard error.
+        SystemExit: always, with the command's exit code; 2 after bad input, 75 after a request to stop.
     """
-    arguments = build_parser().parse_args(argv)
-    with exit_on_user_error():
-        # imported here, so that --help need not wait for it
-        from eval_pipeline.evaluate import Options, evaluate
+    from eval_pipeline.command.stopping import StopRequested, stop_on_signals
 
-        evaluate(
-            Options(
-                checkpoint=arguments.checkpoint,
-                problems=arguments.problems,
-                limit=arguments.limit,
-                max_tokens=arguments.max_tokens,
-                output=arguments.output,
-                wandb=not arguments.no_wandb,
-            )
-        )
+    arguments = parse(argv)
+    with exit_on_user_error():
+        try:
+            with stop_on_signals():
+                code = arguments.action(arguments)
+        except StopRequested as stop:
+            print(f"Stopped by {stop}; the same command goes on.", file=sys.stderr)
+            code = STOPPED_EXIT_CODE
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -1,216 +1,349 @@
-"""`python -m eval_pipeline run` as a user starts it, on a tiny model that has learnt three answers by heart."""
+"""The evaluation's commands as a user types them, on a tiny model that has learnt three answers by heart."""
 
 from __future__ import annotations
 
 import json
-import os
+import re
 import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Callable
+import signal
+import sqlite3
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-ROOT = Path(__file__).parents[2]
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+from eval_pipeline.ledger.ledger import LEDGER_FILE
+from tests.integration.eval_runs import (
+    ADD,
+    HEART,
+    LEARNT,
+    MAX_MODEL_LEN,
+    alive,
+    commit,
+    evaluate,
+    family_of,
+    make_exports,
+    read_lines,
+    slow_problems,
+    started,
+    statuses,
+    wait_until,
+    write_lines,
+    write_recipe,
 )
-# each problem with the answer that the model learns: a right one, a wrong one, one that does not parse
-LEARNT = [
-    ("add", ["assert add(1, 2) == 3"], "Here:\n```python\ndef add(a, b):\n    return a + b\n```"),
-    ("neg", ["assert neg(1) == -1", "assert neg(0) == 0"], "```python\ndef neg(a):\n    return a\n```\nEasy."),
-    ("two", ["assert two() == 2"], "```python\ndef two(:\n```"),
-]
-MAX_MODEL_LEN = 96
+from tests.tiny_model import make_tokenizer
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    core.train_from_iterator([answer for _, _, answer in LEARNT] * 4, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    tokenizer.chat_template = CHATML
-    return tokenizer
+@dataclass(frozen=True)
+class Setup:
+    """A run with one checkpoint, and a recipe of four problems for it."""
 
-
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=MAX_MODEL_LEN,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-
-
-def learn(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    chats = [
-        f"<|im_start|>user\n{prompt(name)}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>"
-        for name, _, answer in LEARNT
-    ]
-    batch = tokenizer(chats, padding=True, padding_side="right", return_tensors="pt")
-    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a model is ten times slower on threads that wait for a busy machine
-    for _ in range(120):
-        loss = model(**inputs, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    torch.set_num_threads(num_threads)
-
-
-def prompt(name: str) -> str:
-    return f"{name}: write the function {name}."
+    root: Path
+    run_dir: Path
+    checkpoint: Path
+    recipe: Path
+    random: Path
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training run with one checkpoint and a data set of the learnt problems and one too long for the model."""
-    root = tmp_path_factory.mktemp("checkpoints")
-    export = root / "demo" / "sft" / "global_step_30" / "huggingface"
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
-    learn(model, tokenizer)
-    model.save_pretrained(export)
-    tokenizer.save_pretrained(export)
-    write_problems(root / "heart" / "problems.jsonl")
-    (export.parents[1] / "config.yaml").write_text(
-        f"eval: {{problems: {root}/heart/problems.jsonl}}\ntrainer: {{project_name: demo, experiment_name: sft}}\n"
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    root = tmp_path_factory.mktemp("evaluation")
+    learnt, random = make_exports(root / "models")
+    recipe = write_recipe(root / "heart.yaml", {"tier1": {"heart": HEART}}, max_attempts=1)
+    run_dir = root / "demo" / "sft"
+    checkpoint = commit(run_dir, 30, learnt)
+    (run_dir / "config.yaml").write_text(
+        f"eval: {{recipe: {recipe}}}\ntrainer: {{project_name: demo, experiment_name: sft}}\n"
     )
-    return export.parents[1]
+    return Setup(root, run_dir, checkpoint, recipe, random)
 
 
-def write_problems(path: Path) -> None:
-    rows = [
-        {"problem_id": name, "prompt": prompt(name), "entry_point": name, "tests": tests} for name, tests, _ in LEARNT
-    ]
-    rows.append({"problem_id": "long", "prompt": "word " * 100, "entry_point": "f", "tests": ["assert f()"]})
-    path.parent.mkdir()
-    path.write_text("\n".join(map(json.dumps, rows)))
-
-
-def evaluate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "eval_pipeline", "run", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-
-
-def test_figures_of_a_checkpoint(run_dir: Path) -> None:
-    process = evaluate("--checkpoint", run_dir / "global_step_30")
+@pytest.fixture(scope="module")
+def told(setup: Setup) -> str:
+    """What an evaluation of the run's checkpoint prints."""
+    process = evaluate("run", "--checkpoint", setup.checkpoint)
     assert process.returncode == 0, process.stderr
-    output = run_dir / "eval" / "eval_step_30"
+    return process.stdout
+
+
+@pytest.fixture
+def output(setup: Setup, told: str) -> Path:
+    """Where its figures are."""
+    return setup.run_dir / "eval" / "eval_step_30"
+
+
+@pytest.fixture(scope="module")
+def repeated(setup: Setup) -> Path:
+    """The same into another directory, without W&B."""
+    process = evaluate("run", "--checkpoint", setup.checkpoint / "huggingface", "--output", setup.root / "again",
+                       "--recipe", setup.recipe, "--no-wandb")  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    return setup.root / "again"
+
+
+def test_figures_of_a_checkpoint(output: Path) -> None:
     metrics = json.loads((output / "metrics.json").read_text())
-    rows = [json.loads(line) for line in (output / "qa_logs" / "heart_qa.jsonl").read_text().splitlines()]
-
-    assert [row["answer"] for row in rows] == [*(answer for _, _, answer in LEARNT), ""]
-    assert [row["error_type"] for row in rows] == ["success", "wrong_answer", "syntax_error", "api_error"]
-    assert [row["pass_ratio"] for row in rows] == [1.0, 0.5, 0.0, 0.0]
-
-    tokenizer = make_tokenizer()
-    num_tokens = sum(len(tokenizer(answer)["input_ids"]) + 1 for _, _, answer in LEARNT)  # and the end of the turn
+    tokenizer = make_tokenizer(LEARNT.values())
+    num_tokens = sum(len(tokenizer(answer)["input_ids"]) + 1 for answer in LEARNT.values())  # and the turn's end
     expected = {
         "num_problems": 4,
         "exec_success_rate": 0.5,
         "accepted_at_1": 0.25,
         "pass_ratio_mean": 0.375,
         "pass_ratio_p50": 0.25,
+        "pass_ratio_p90": 0.85,  # between 0.5 and 1.0, at 0.9 * 3 = 2.7
+        "success_rate": 0.25,
+        "wrong_answer_rate": 0.25,
+        "syntax_error_rate": 0.25,
+        "runtime_error_rate": 0.0,
+        "timeout_rate": 0.0,
+        "api_error_rate": 0.25,
         "truncation_rate": 0.0,
         "avg_gen_tokens": num_tokens / 4,
         "cost_per_solved_tokens": num_tokens,
     }
     figures = metrics["datasets"]["heart"]
     assert {name: figures[name] for name in expected} == pytest.approx(expected)
-    assert (metrics["step"], metrics["isolation"]) == (30, "rlimits")
-    assert metrics["protocol"]["max_model_len"] == MAX_MODEL_LEN
-    assert process.stdout.startswith("step_30, isolation rlimits\nheart\n")
+    assert figures["throughput"] > 0 and figures["avg_judge_time"] > 0
+    assert figures["intervals"]["accepted_at_1"] == pytest.approx([0.0456, 0.6994], abs=1e-4)  # Wilson
+    assert (metrics["step"], metrics["label"], metrics["tier"]) == (30, "step_30", {"heart": 1})
+    assert metrics["isolation"]["heart"] in ("bwrap", "sandlock")
+    protocol = metrics["protocol"]["heart"]
+    assert (protocol["max_model_len"], protocol["dtype"]) == (MAX_MODEL_LEN, "float32")
+    assert (protocol["sampling"]["temperature"], protocol["limits"]["cpu_s"]) == (0.0, 5.0)
 
-    (log,) = (run_dir / "wandb").glob("offline-run-*/run-*.wandb")
+
+def test_every_answer_is_on_the_disk_with_its_verdict(output: Path) -> None:
+    rows = {row["problem_id"]: row for row in read_lines(output / "qa_logs" / "heart_qa.jsonl")}
+    kinds = {"add": "success", "neg": "wrong_answer", "two": "syntax_error", "long": "api_error"}
+    assert {name: row["error_type"] for name, row in rows.items()} == kinds
+    assert [rows[name]["answer"] for name in ("add", "neg", "two", "long")] == [*LEARNT.values(), ""]
+    assert rows["neg"]["program"].startswith("def neg") and rows["long"]["error"]
+    verdicts = read_lines(output / "verdicts" / "heart.jsonl")
+    assert [(row["problem_id"], row["error_type"]) for row in verdicts] == list(kinds.items())
+    assert [row["pass_ratio"] for row in verdicts] == [1.0, 0.5, 0.0, 0.0]
+    summary = json.loads((output / "summary.json").read_text())
+    assert (summary["step"], summary["datasets"]["heart"]["accepted_at_1"]) == (30, 0.25)
+
+
+def test_the_table_and_the_choice(setup: Setup, told: str) -> None:
+    lines = told.splitlines()
+    assert lines[0] == "step_30" and any(line.split()[:2] == ["accepted_at_1", "0.2500"] for line in lines)
+    assert f"written to {setup.run_dir / 'eval' / 'eval_step_30'}" in lines
+    best = json.loads((setup.run_dir / "best_checkpoint.json").read_text())
+    assert (best["step"], best["metric"], best["value"]) == (30, "exec_success_rate", 0.5)
+
+
+def test_wandb_gets_a_run_of_its_own_with_the_keys(setup: Setup, told: str) -> None:
+    (log,) = (setup.run_dir / "wandb").glob("offline-run-*/run-*.wandb")
     recorded = log.read_bytes()
-    assert b"phase1_eval_step_30" in recorded and b"eval/heart/exec_success_rate" in recorded
+    for text in ("phase1_eval_step_30", "eval/heart/exec_success_rate", "eval/heart/accepted_at_1_low", "global_step"):
+        assert text.encode() in recorded
 
 
-def test_random_model_solves_nothing(tmp_path: Path, run_dir: Path) -> None:
-    tokenizer = make_tokenizer()
-    make_model(tokenizer).save_pretrained(tmp_path / "random")
-    tokenizer.save_pretrained(tmp_path / "random")
-    problems = run_dir.parents[1] / "heart" / "problems.jsonl"
-    options = ("--problems", problems, "--limit", "2", "--max-tokens", "8", "--no-wandb")
-    process = evaluate("--checkpoint", tmp_path / "random", *options)
+def test_greedy_answers_repeat_byte_for_byte(output: Path, repeated: Path) -> None:
+    (first,), (second,) = (list((path / "work" / "heart").glob("answers-*.jsonl")) for path in (output, repeated))
+    assert first.name == second.name
+    assert first.read_bytes() == second.read_bytes()
+    assert not (repeated / "wandb").exists()
+
+
+def test_the_same_again_does_no_work(setup: Setup, repeated: Path) -> None:
+    before = (repeated / "metrics.json").read_bytes()
+    process = evaluate("run", "--checkpoint", setup.checkpoint, "--output", repeated, "--no-wandb")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout == f"step_30 is evaluated already; its figures are in {repeated}\n"
+    assert (repeated / "metrics.json").read_bytes() == before
+
+
+def test_a_place_belongs_to_one_model(setup: Setup, repeated: Path) -> None:
+    before = (repeated / "metrics.json").read_bytes()
+    words = ("--output", repeated, "--no-wandb", "--recipe", setup.recipe)
+    process = evaluate("run", "--checkpoint", setup.random, *words)
+    assert process.returncode == 2
+    assert process.stderr == f"error: {repeated} holds the evaluation of step_30; give another --output for random\n"
+    assert (repeated / "metrics.json").read_bytes() == before
+
+
+def test_a_trial_on_a_few_problems_is_kept_apart(setup: Setup, output: Path) -> None:
+    before = (output / "metrics.json").read_bytes()
+    process = evaluate("run", "--checkpoint", setup.checkpoint, "--limit", "1", "--no-wandb")
     assert process.returncode == 0, process.stderr
-    metrics = json.loads((tmp_path / "eval_random" / "metrics.json").read_text())
-    figures = metrics["datasets"]["heart"]
-    assert (metrics["step"], figures["num_problems"], figures["exec_success_rate"]) == (None, 2, 0.0)
-    assert (figures["avg_gen_tokens"], figures["truncation_rate"]) == (8.0, 1.0)
-    assert figures["cost_per_solved_tokens"] is None
-    assert not (tmp_path / "wandb").exists()
+    trial = json.loads((setup.run_dir / "eval" / "trial_step_30" / "metrics.json").read_text())
+    assert trial["datasets"]["heart"]["num_problems"] == 1
+    assert (output / "metrics.json").read_bytes() == before
+    best = json.loads((setup.run_dir / "best_checkpoint.json").read_text())
+    assert [entry["value"] for entry in best["checkpoints"]] == [0.5]
 
 
-def test_bad_input_is_exit_code_2_without_a_traceback(tmp_path: Path, run_dir: Path) -> None:
-    model = shutil.copytree(run_dir / "global_step_30" / "huggingface", tmp_path / "model")
+def test_a_failure_is_kept_and_done_again_after_retry(setup: Setup, repeated: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(repeated, tmp_path / "place")
+    (place / LEDGER_FILE).unlink()
+    (place / "work").rename(tmp_path / "work")
+    (place / "work").write_text("in the way")
+    run = ("run", "--checkpoint", setup.checkpoint, "--output", place, "--no-wandb")
+    process = evaluate(*run)
+    assert process.returncode == 1 and "cannot write to" in process.stderr and "Traceback" not in process.stderr
+    shown = evaluate("status", place)
+    assert shown.returncode == 1
+    assert shown.stdout.splitlines()[1].split()[:5] == ["step_30", "heart", "1", "failed", "1"]
+    assert f"cannot write to {place / 'work' / 'heart'}" in shown.stdout
+    (place / "work").unlink()
+    (tmp_path / "work").rename(place / "work")
+    again = evaluate("retry", place)
+    assert again.returncode == 0 and again.stdout.startswith("step_30 on heart is due again (it had failed: cannot")
+    assert [(row["state"], row["attempts"]) for row in statuses(place)] == [("pending", 0)]
+    assert evaluate("retry", place).stdout == "nothing has failed\n"
+    assert evaluate(*run).returncode == 0  # all answers and verdicts are kept
+    (row,) = statuses(place)
+    assert (row["state"], row["error"]) == ("done", None) and row["seconds"]["active_s"] >= 0
+
+
+@pytest.fixture(scope="module")
+def interrupted(setup: Setup) -> Path:
+    """An evaluation that was stopped in the middle; its place."""
+    place = setup.root / "interrupted"
+    recipe = write_recipe(setup.root / "slow.yaml", {"tier1": {"slow": slow_problems(10, 0.5)}}, batch_size=5)
+    words = ("run", "--checkpoint", setup.checkpoint, "--recipe", recipe, "--output", place, "--no-wandb")
+    log = setup.root / "interrupted.log"
+
+    def num_kept(kind: str) -> int:
+        return sum(len(read_whole_lines(path)) for path in place.glob(f"work/slow/{kind}-*.jsonl"))
+
+    with started(log, *words) as process:
+        wait_until(lambda: process.poll() is not None or 2 <= num_kept("verdicts"))
+        family = family_of(process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 75, log.read_text()
+    assert 2 <= num_kept("verdicts") < 10 and len(family) >= 3
+    wait_until(lambda: not alive(family))
+    assert "Stopped by SIGTERM; the same command goes on." in log.read_text()
+    assert "Traceback" not in log.read_text()
+    shutil.copytree(place, setup.root / "as_it_was")
+    process = evaluate(*words)
+    assert process.returncode == 0, process.stderr
+    return place
+
+
+def read_whole_lines(path: Path) -> list[bytes]:
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def test_a_stopped_evaluation_goes_on(setup: Setup, interrupted: Path) -> None:
+    for kind in ("answers", "verdicts"):
+        (after,) = (interrupted / "work" / "slow").glob(f"{kind}-*.jsonl")
+        before = setup.root / "as_it_was" / after.relative_to(interrupted)
+        assert after.read_bytes().startswith(before.read_bytes())  # nothing that was there is done again
+        keys = [(row["problem_id"], row["sample"]) for row in read_lines(after)]
+        assert sorted(keys) == sorted({(f"slow{i}", 0) for i in range(10)})
+    metrics = json.loads((interrupted / "metrics.json").read_text())
+    assert metrics["datasets"]["slow"]["accepted_at_1"] == 1.0
+    with sqlite3.connect(setup.root / "as_it_was" / LEDGER_FILE) as ledger:
+        assert ledger.execute("SELECT state, attempts, pid FROM jobs").fetchall() == [("pending", 0, None)]
+    (row,) = statuses(interrupted)
+    assert (row["state"], row["attempts"]) == ("done", 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("run", "--checkpoint", "{root}/none"), "is not a directory"),
+        (("run", "--checkpoint", "{root}"), "no config.json"),
+        (("run",), "give --checkpoint DIR"),
+        (("run", "--checkpoint", "{model}", "--recipe", "none"), "there is no recipe 'none'"),
+        (("run", "--checkpoint", "{model}", "--problems", "{root}/none.jsonl"), "none.jsonl"),
+        (("run", "--checkpoint", "{model}", "--problems", "{root}/bad.jsonl"), "bad.jsonl, line 1"),
+        (("run", "--checkpoint", "{model}", "--problems", "{root}"), "{root}"),
+        (("run", "--checkpoint", "{model}", "sampling.max_token=3"), "did you mean 'sampling.max_tokens'?"),
+        (("run", "--checkpoint", "{model}", "--limit", "0"), "below 1"),
+        (("run", "--checkpoint", "{model}", "--output", "{root}/bad.jsonl"), "cannot use the ledger"),
+        (("run", "--checkpoint", "{model}", "tiers.tier1=[]"), "name no data set"),
+        (("watch", "{root}/none"), "is not a directory"),
+        (("status", "{root}"), "holds no evaluation"),
+        (("retry", "{root}/none"), "holds no evaluation"),
+        (("report", "{root}", "--baseline", "{model}"), "best_checkpoint.json"),
+    ],
+)
+def test_bad_input_is_one_sentence(setup: Setup, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     (tmp_path / "bad.jsonl").write_text("{}")
-    cases = {
-        "not a directory": ("--checkpoint", tmp_path / "none"),
-        "name a file with --problems": ("--checkpoint", model),
-        "bad.jsonl, line 1": ("--checkpoint", model, "--problems", tmp_path / "bad.jsonl"),
-        "no config.json": ("--checkpoint", tmp_path),
-        "below 1": ("--checkpoint", model, "--limit", "0"),
-    }
-    for message, arguments in cases.items():
-        process = evaluate(*arguments, "--no-wandb")
-        assert process.returncode == 2
-        assert message in process.stderr and "Traceback" not in process.stderr
+    names = {"root": str(tmp_path), "model": str(setup.random)}
+    process = evaluate(*(word.format(**names) for word in words))
+    assert process.returncode == 2 and process.stdout == ""
+    assert message.format(**names) in process.stderr and "Traceback" not in process.stderr
+    assert len([line for line in process.stderr.splitlines() if "error: " in line]) == 1
 
 
-def test_killed_evaluation_leaves_no_engine_behind(run_dir: Path) -> None:
-    checkpoint = str(run_dir / "global_step_30")
-    command = [sys.executable, "-m", "eval_pipeline", "run", "--checkpoint", checkpoint, "--no-wandb"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    listing = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    wait_until(lambda: len(listing.read_text().split()) == 2)  # multiprocessing's resource tracker and the engine
-    children = listing.read_text().split()
-    process.kill()
-    process.wait()
-    wait_until(lambda: not any(is_running(pid) for pid in children))
+@pytest.fixture
+def judging(tmp_path: Path) -> tuple[str, ...]:
+    """A `judge` command on the four problems, without its answers."""
+    problems = write_lines(tmp_path / "problems.jsonl", HEART)
+    return ("judge", "--problems", str(problems), "--answers", str(tmp_path / "answers.jsonl"),
+            "--output", str(tmp_path / "out" / "verdicts.jsonl"))  # fmt: skip
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def test_answers_of_anybody_are_judged_in_their_order(judging: tuple[str, ...], tmp_path: Path) -> None:
+    answers = [
+        ("neg", "def neg(a): return -a"),
+        ("add", LEARNT[ADD]),
+        ("add", "def add(a, b): return 0"),
+        ("two", "def two(:"),
+        ("neg", "def neg(a): raise ValueError('\u2028no')"),
+        ("add", "while True: pass"),
+    ]
+    write_lines(tmp_path / "answers.jsonl", ({"problem_id": name, "answer": text} for name, text in answers))
+    process = evaluate(*judging, "judge.limits.cpu_s=1")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("6 answers judged (isolation ")
+    verdicts = read_lines(tmp_path / "out" / "verdicts.jsonl")
+    assert [row["problem_id"] for row in verdicts] == [name for name, _ in answers]
+    kinds = ["success", "success", "wrong_answer", "syntax_error", "runtime_error", "timeout"]
+    assert [row["error_type"] for row in verdicts] == kinds
+    assert [row["pass_ratio"] for row in verdicts] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert [row["num_tests"] for row in verdicts] == [2, 1, 1, 1, 2, 1]
+    for row in verdicts:
+        assert list(row) == [
+            "problem_id", "error_type", "pass_ratio", "judge_time", "num_passed", "num_tests", "message",
+        ]  # fmt: skip
+        assert row["judge_time"] >= 0 and (row["error_type"] == "success" or row["message"])
 
 
-def is_running(pid: str) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"problem_id": "add", "answer": "x"}\n{"problem_id": "ad", "answer": "x"}', "line 2: .* no problem 'ad'"),
+        ('{"problem_id": "add", "answer": "x"}\n{"problem_id": "add"', "line 2 is not JSON"),
+        ('{"problem_id": "add"}', "line 1 needs `problem_id` and `answer` as text"),
+        ('{"problem_id": "add", "answer": 3}', "line 1 needs"),
+        ("[]", "line 1 needs"),
+        ("\n\n", "holds no answers"),
+        (None, "cannot read the answers"),
+    ],
+)
+def test_bad_answers_are_refused_with_their_line(
+    judging: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, message: str
+) -> None:
+    from eval_pipeline.__main__ import main
+
+    if text is not None:
+        (tmp_path / "answers.jsonl").write_text(text)
+    with pytest.raises(SystemExit) as left:
+        main(judging)
+    assert left.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
 
 
-def test_help_shows_an_example() -> None:
-    process = evaluate("--help")
-    assert process.returncode == 0
-    assert "python -m eval_pipeline run --checkpoint" in process.stdout
+def test_a_data_set_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    process = evaluate("judge", "--dataset", "none", "--answers", tmp_path / "a", "--output", tmp_path / "b")
+    assert process.returncode == 2 and "no data set 'none'" in process.stderr
+
+
+@pytest.mark.parametrize("name", ["run", "watch", "report", "status", "retry", "judge", "check"])
+def test_help_is_quick_and_imports_nothing_heavy(name: str) -> None:
+    process = evaluate(name, "--help")
+    assert process.returncode == 0 and process.stdout.startswith(f"usage: python -m eval_pipeline {name}")
+
+
+def test_the_tests_leave_no_process(setup: Setup) -> None:
+    wait_until(lambda: not alive(family_of(psutil.Process())))

@@ -1,27 +1,31 @@
-"""Problems, checkpoints and run settings: what is read, and what is refused with which words."""
+"""Checkpoints, their exports, run settings and places: what is read, and what is refused with which words."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from eval_pipeline.checkpoint import find_checkpoint
-from eval_pipeline.export import SHARD_INDEX
-from eval_pipeline.problems import dataset_name, load_problems
-from eval_pipeline.run_config import RunConfig, read_run_config
+from eval_pipeline.engines.model_card import ModelCard
+from eval_pipeline.flow.place import Place, find_place, place_of_checkpoint, place_of_run
+from eval_pipeline.ledger.ledger import LEDGER_FILE
+from eval_pipeline.models.checkpoint import Checkpoint, base_model, find_checkpoint, served_model
+from eval_pipeline.models.discover import Discovery
+from eval_pipeline.models.export import SHARD_INDEX
+from eval_pipeline.models.hold import held
+from eval_pipeline.models.integrity import require_whole_export
+from eval_pipeline.models.run_config import RunConfig, read_run_config
+from eval_pipeline.recipe.load import load_recipe
+from eval_pipeline.work.digests import digests_of, identity_of
+from verl_ext.checkpoint.layout import Manifest
+from verl_ext.checkpoint.lease import lease_holders
+from verl_ext.checkpoint.writing import flush_and_digest
 from verl_ext.errors import UserError
-
-PROBLEM = {"problem_id": "p1", "prompt": "Write f.", "entry_point": "f", "tests": ["assert f() == 1"]}
-
-
-def write_lines(path: Path, *lines: Any) -> Path:
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
-    return path
 
 
 def make_export(path: Path) -> Path:
@@ -33,71 +37,83 @@ def make_export(path: Path) -> Path:
     return path
 
 
-def test_problems_are_read_in_order_and_limited(tmp_path: Path) -> None:
-    second = {**PROBLEM, "problem_id": "p2", "prompt": "two\u2028lines", "family": "maths", "extra": 1}
-    path = tmp_path / "quickstart" / "problems.jsonl"
-    path.parent.mkdir()
-    path.write_text(f"{json.dumps(PROBLEM)}\n\n{json.dumps(second, ensure_ascii=False)}\n")
-    problems = load_problems(path)
-    assert [(problem.problem_id, problem.family) for problem in problems] == [("p1", None), ("p2", "maths")]
-    assert problems[0].tests == ("assert f() == 1",)
-    assert load_problems(path, limit=1) == problems[:1]
-    assert dataset_name(path) == "quickstart"
+def commit(run_dir: Path, step: int) -> Path:
+    """A complete checkpoint with an export."""
+    checkpoint = run_dir / f"global_step_{step}"
+    export = make_export(checkpoint / "huggingface")
+    (checkpoint / "model.pt").write_text("shard")
+    paths = [*export.iterdir(), checkpoint / "model.pt"]
+    files = {str(path.relative_to(checkpoint)): flush_and_digest(path) for path in paths}
+    manifest = Manifest(step, world_size=1, config_digest="", files=files, time=time.time())
+    (checkpoint / "manifest.json").write_text(manifest.to_json())
+    return checkpoint
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 2 is not JSON"),
-        ("[]", "line 2 is not a JSON object"),
-        ({**PROBLEM, "problem_id": 7}, "line 2: 'problem_id'"),
-        ({**PROBLEM, "prompt": " "}, "line 2: 'prompt'"),
-        ({**PROBLEM, "entry_point": "f()"}, "line 2: 'entry_point'"),
-        ({**PROBLEM, "tests": []}, "line 2: 'tests'"),
-        ({**PROBLEM, "tests": ["f("]}, r"line 2: tests\[0\] is not python"),
-        ({**PROBLEM, "tests": ["f()"]}, r"line 2: tests\[0\] asserts nothing"),
-        ({**PROBLEM, "family": 1}, "line 2: 'family'"),
-        (PROBLEM, "line 2: problem_id 'p1' occurs twice"),
-    ],
-)
-def test_bad_problem_is_refused_with_its_line(tmp_path: Path, line: Any, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load_problems(write_lines(tmp_path / "problems.jsonl", PROBLEM, line))
+def flip_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
 
 
-def test_problems_file_that_is_missing_or_empty_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="Cannot read"):
-        load_problems(tmp_path / "none.jsonl")
-    with pytest.raises(UserError, match="holds no problems"):
-        load_problems(write_lines(tmp_path / "problems.jsonl", ""))
-
-
-def test_step_directory_knows_its_export_run_and_output(tmp_path: Path) -> None:
+def test_a_step_directory_knows_its_export_run_and_step(tmp_path: Path) -> None:
     export = make_export(tmp_path / "run" / "global_step_40" / "huggingface")
     for named in (export.parent, export):
         checkpoint = find_checkpoint(named)
         assert (checkpoint.export, checkpoint.run_dir, checkpoint.step) == (export, tmp_path / "run", 40)
-        assert checkpoint.default_output == tmp_path / "run" / "eval" / "eval_step_40"
+        assert (checkpoint.path, checkpoint.label) == (export.parent, "step_40")
 
 
-def test_plain_model_directory_has_no_step(tmp_path: Path) -> None:
+def test_a_plain_model_directory_has_no_step(tmp_path: Path) -> None:
     checkpoint = find_checkpoint(make_export(tmp_path / "base"))
     assert (checkpoint.run_dir, checkpoint.step, checkpoint.label) == (None, None, "base")
-    assert checkpoint.default_output == tmp_path / "eval_base"
+
+
+def test_a_base_model_is_no_checkpoint_of_the_run(tmp_path: Path) -> None:
+    export = make_export(tmp_path / "run" / "global_step_40" / "huggingface")
+    base = base_model(export)
+    assert (base.run_dir, base.step, base.label, base.export) == (None, None, "base_step_40", export)
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [("org/name", "org_name"), ("/models/a b:7", "models_a_b_7"), ("../..", "served_model"), ("x" * 300, "x" * 120)],
+)
+def test_a_served_model_has_no_export(name: str, label: str, tmp_path: Path) -> None:
+    model = served_model(ModelCard(name, root=None, max_model_len=None), tmp_path)
+    assert (model.export, model.label, model.run_dir) == (None, label, None)
+    assert model.path.parent == tmp_path
+
+
+def test_a_served_model_is_what_its_server_says_of_it(tmp_path: Path) -> None:
+    cards = [ModelCard("a", "/m", 96), ModelCard("b", "/m", 96), ModelCard("a", "/n", 96), ModelCard("a", "/m", 64)]
+    recipes = [
+        load_recipe(None, ["engine.kind=openai", f"engine.base_url=http://localhost:{port}/v1"]) for port in (1, 2)
+    ]
+    first, *others = [digests_of(served_model(card, tmp_path), "problems", recipes[0]) for card in cards]
+    assert len({first.model, *(other.model for other in others)}) == 4
+    assert digests_of(served_model(cards[0], tmp_path), "problems", recipes[1]) == first
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [("config.json", "no config.json"), ("tokenizer.json", "no tokenizer"), ("model.safetensors", "no .*weights")],
 )
-def test_export_without_a_file_is_refused(tmp_path: Path, name: str, message: str) -> None:
+def test_an_export_without_a_file_is_refused(tmp_path: Path, name: str, message: str) -> None:
     export = make_export(tmp_path / "base")
     (export / name).unlink()
     with pytest.raises(UserError, match=message):
         find_checkpoint(export)
 
 
-def test_chat_template_is_required_in_either_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["", "[]", "{", "\x00"])
+def test_an_export_with_a_broken_config_is_refused(tmp_path: Path, content: str) -> None:
+    export = make_export(tmp_path / "base")
+    (export / "config.json").write_text(content)
+    with pytest.raises(UserError, match="config.json"):
+        find_checkpoint(export)
+
+
+def test_a_chat_template_is_required_in_either_place(tmp_path: Path) -> None:
     export = make_export(tmp_path / "base")
     (export / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UserError, match="no chat template"):
@@ -106,7 +122,7 @@ def test_chat_template_is_required_in_either_place(tmp_path: Path) -> None:
     assert find_checkpoint(export).export == export
 
 
-def test_missing_shard_and_cut_off_shard_are_refused(tmp_path: Path) -> None:
+def test_a_missing_shard_and_a_cut_off_shard_are_refused(tmp_path: Path) -> None:
     export = make_export(tmp_path / "base")
     (export / SHARD_INDEX).write_text('{"weight_map": {"w": "model.safetensors", "v": "second.safetensors"}}')
     with pytest.raises(UserError, match="second.safetensors"):
@@ -119,7 +135,7 @@ def test_missing_shard_and_cut_off_shard_are_refused(tmp_path: Path) -> None:
             find_checkpoint(export)
 
 
-def test_missing_directory_and_missing_export_are_refused(tmp_path: Path) -> None:
+def test_a_missing_directory_and_a_missing_export_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a directory"):
         find_checkpoint(tmp_path / "none")
     (tmp_path / "global_step_1").mkdir()
@@ -127,21 +143,127 @@ def test_missing_directory_and_missing_export_are_refused(tmp_path: Path) -> Non
         find_checkpoint(tmp_path / "global_step_1")
 
 
-def test_run_config_is_read_with_defaults(tmp_path: Path) -> None:
+def test_the_directory_of_a_run_is_no_checkpoint(tmp_path: Path) -> None:
+    commit(tmp_path, 3)
+    with pytest.raises(UserError, match=f"directory of a run; name a checkpoint in it, such as {tmp_path}/global_st"):
+        find_checkpoint(tmp_path)
+
+
+def test_an_export_is_whole_until_a_byte_of_it_changes(tmp_path: Path) -> None:
+    checkpoint = find_checkpoint(commit(tmp_path, 3))
+    require_whole_export(checkpoint)
+    flip_last_byte(checkpoint.path / "model.pt")  # no business of an evaluation
+    require_whole_export(checkpoint)
+    flip_last_byte(checkpoint.export / "model.safetensors")
+    with pytest.raises(UserError, match="huggingface/model.safetensors has the digest .* --step 3"):
+        require_whole_export(checkpoint)
+
+
+def test_an_export_without_a_manifest_is_taken_as_it_is(tmp_path: Path) -> None:
+    checkpoint = find_checkpoint(make_export(tmp_path / "global_step_3" / "huggingface"))
+    require_whole_export(checkpoint)
+    before = identity_of(checkpoint)
+    flip_last_byte(checkpoint.export / "model.safetensors")
+    assert identity_of(checkpoint) != before
+
+
+def test_the_manifest_tells_a_checkpoint_from_a_later_one_of_the_same_step(tmp_path: Path) -> None:
+    first = identity_of(find_checkpoint(commit(tmp_path, 3)))
+    shutil.copytree(tmp_path / "global_step_3", tmp_path / "copy" / "global_step_3")
+    assert identity_of(find_checkpoint(tmp_path / "copy" / "global_step_3")) == first
+    flip_last_byte(tmp_path / "copy" / "global_step_3" / "huggingface" / "model.safetensors")
+    manifest = Manifest.read(tmp_path / "copy" / "global_step_3")
+    name = "huggingface/model.safetensors"
+    files = {**manifest.files, name: flush_and_digest(tmp_path / "copy" / "global_step_3" / name)}
+    (tmp_path / "copy" / "global_step_3" / "manifest.json").write_text(manifest.with_files(files).to_json())
+    assert identity_of(find_checkpoint(tmp_path / "copy" / "global_step_3")) != first
+
+
+def test_discovery_finds_complete_checkpoints_and_says_once_what_is_wrong_with_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (10, 9, 100):
+        commit(tmp_path, step)
+    (commit(tmp_path, 20) / "manifest.json").unlink()
+    (commit(tmp_path, 30) / "model.pt").unlink()
+    without_export = commit(tmp_path, 50)
+    shutil.rmtree(without_export / "huggingface")
+    files = {"model.pt": flush_and_digest(without_export / "model.pt")}
+    (without_export / "manifest.json").write_text(Manifest(50, 1, "", files).to_json())
+    discovery = Discovery(tmp_path)
+    for _ in range(2):
+        assert [checkpoint.step for checkpoint in discovery.checkpoints()] == [9, 10, 100]
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert "global_step_30 is not evaluated: its file model.pt is missing" in told[1] + told[0]
+    assert "global_step_20 is not evaluated: it has no manifest.json" in told[1] + told[0]
+    shutil.rmtree(tmp_path / "global_step_9")
+    commit(tmp_path, 110)
+    assert [checkpoint.step for checkpoint in discovery.checkpoints()] == [10, 100, 110]
+
+
+def test_a_run_that_has_saved_nothing_has_no_checkpoints(tmp_path: Path) -> None:
+    assert Discovery(tmp_path).checkpoints() == []
+
+
+def test_a_checkpoint_is_leased_while_it_is_held(tmp_path: Path) -> None:
+    checkpoint = find_checkpoint(commit(tmp_path, 3))
+    with held(checkpoint):
+        assert len(lease_holders(checkpoint.path)) == 1
+    assert lease_holders(checkpoint.path) == []
+    assert list(checkpoint.path.glob("lease.*")) == []
+
+
+def test_a_checkpoint_that_has_gone_cannot_be_held(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path / "global_step_1", tmp_path / "x", run_dir=tmp_path, step=1)
+    with pytest.raises(UserError, match="has just been removed"), held(checkpoint):
+        pass
+
+
+def test_figures_go_to_the_run_or_beside_the_model_or_where_they_are_asked_for(tmp_path: Path) -> None:
+    of_run = find_checkpoint(commit(tmp_path / "run", 5))
+    place = place_of_checkpoint(of_run, None)
+    assert place == place_of_run(tmp_path / "run") == Place(tmp_path / "run" / "eval", tmp_path / "run")
+    assert place.directory_of("step_5") == tmp_path / "run" / "eval" / "eval_step_5"
+    assert place.work_of("step_5", "d") == tmp_path / "run" / "eval" / "eval_step_5" / "work" / "d"
+    plain = find_checkpoint(make_export(tmp_path / "base"))
+    assert place_of_checkpoint(plain, None) == Place(tmp_path / "eval_base", None, one_model=True)
+    trial = place_of_checkpoint(of_run, None, is_trial=True)
+    assert trial == Place(tmp_path / "run" / "eval" / "trial_step_5", tmp_path / "run", one_model=True)
+    asked = place_of_checkpoint(of_run, tmp_path / "out")
+    assert (asked.directory_of("step_5"), asked.run_dir) == (tmp_path / "out", tmp_path / "run")
+
+
+def test_a_place_is_found_by_the_run_or_by_itself(tmp_path: Path) -> None:
+    root = tmp_path / "run" / "eval"
+    root.mkdir(parents=True)
+    with pytest.raises(UserError, match="holds no evaluation"):
+        find_place(tmp_path / "run")
+    (root / LEDGER_FILE).touch()
+    assert find_place(tmp_path / "run") == find_place(root) == Place(root, tmp_path / "run")
+    other = tmp_path / "out"
+    other.mkdir()
+    (other / LEDGER_FILE).touch()
+    assert find_place(other) == Place(other, None, one_model=True)
+    with pytest.raises(UserError, match="is not a directory"):
+        place_of_run(tmp_path / "none")
+
+
+def test_the_run_config_is_read_with_defaults(tmp_path: Path) -> None:
     run_dir = tmp_path / "first"
     run_dir.mkdir()
     assert read_run_config(None) == RunConfig()
     assert read_run_config(run_dir) == RunConfig(experiment="first")
     (run_dir / "config.yaml").write_text(
-        "eval: {problems: data/q/problems.jsonl}\ntrainer: {project_name: demo, experiment_name: sft}\n"
+        "eval: {recipe: phase1}\ntrainer: {project_name: demo, experiment_name: sft}\n"
     )
-    assert read_run_config(run_dir) == RunConfig(Path("data/q/problems.jsonl"), "demo", "sft")
-    (run_dir / "config.yaml").write_text("eval: {problems: null}\n")
+    assert read_run_config(run_dir) == RunConfig("phase1", "demo", "sft")
+    (run_dir / "config.yaml").write_text(json.dumps({"eval": {"recipe": None}}))
     assert read_run_config(run_dir) == RunConfig(experiment="first")
 
 
-@pytest.mark.parametrize("text", ["eval: [", "- 1\n", "eval: {problems: 3}\n", "eval: {problems: '${nowhere}'}\n"])
-def test_broken_run_config_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["eval: [", "- 1\n", "eval: {recipe: 3}\n", "eval: {recipe: '${nowhere}'}\n"])
+def test_a_broken_run_config_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match="config.yaml"):
         read_run_config(tmp_path)

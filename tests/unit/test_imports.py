@@ -24,7 +24,17 @@ ALLOWED = {
     "verl_ext.checkpoint": BASE | {"verl_ext.metrics"},
     "verl_ext.trainer": BASE | {"verl_ext.metrics", "verl_ext.data", "verl_ext.checkpoint"},
     "verl_ext.launch": BASE | {"verl_ext.metrics", "verl_ext.data", "verl_ext.checkpoint"},
-    "eval_pipeline": {"verl_ext.errors", "verl_ext.native_output", "verl_ext.metrics", "verl_ext.checkpoint.lease"},
+    "eval_pipeline": {
+        "verl_ext.errors",
+        "verl_ext.native_output",
+        "verl_ext.tell",
+        "verl_ext.metrics",
+        "verl_ext.checkpoint.lease",
+        "verl_ext.checkpoint.layout",
+        "verl_ext.checkpoint.verify",
+        "verl_ext.config.overrides",
+        "verl_ext.config.recipes",
+    },
 }
 
 

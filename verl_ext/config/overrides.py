@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, QuotedString, Transformer
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -14,7 +15,7 @@ from verl_ext.errors import UserError
 
 TEXT_OR_LIST = ("data.train_files", "data.val_files", "model.target_modules")  # one or several, as in verl
 # Where users may put keys of their own: what is passed on to a function or a class.
-OPEN_MAPPINGS = ("data.apply_chat_template_kwargs", "optim.override_optimizer_config")
+OPEN_MAPPINGS = ("data.apply_chat_template_kwargs", "optim.override_optimizer_config", "datasets", "engine.vllm")
 
 
 def merge_known(config: DictConfig, update: DictConfig, source: str, nullable: Collection[str]) -> None:
@@ -51,12 +52,24 @@ def apply_overrides(config: DictConfig, overrides: list[str], nullable: Collecti
             raise UserError(
                 f"'{text}' is not an override of the form key=value: {str(error).splitlines()[0]}"
             ) from error
-        key, value = override.key_or_group, None if override.is_delete() else override.value()
+        key, value = override.key_or_group, value_of(override, text)
         known = leaves(config)
         if override.is_add() and not any(f"{key}.".startswith(f"{old}.") or old.startswith(f"{key}.") for old in known):
             OmegaConf.update(config, key, value, force_add=True)
         else:
             set_known(config, key, value, "the command line", nullable)
+
+
+def value_of(override: Override, text: str) -> Any:
+    """The value that an override sets; `key=a,b`, Hydra's sweep over values, is the list of them here."""
+    if override.is_delete():
+        return None
+    if not override.is_sweep_override():
+        return override.value()
+    if not override.is_choice_sweep():
+        raise UserError(f"'{text}' sweeps over values, but one run has one; give one value, or a list [a, b]")
+    items = override.sweep_iterator(Transformer.identity)
+    return [item.text if isinstance(item, QuotedString) else item for item in items]
 
 
 def leaves(config: DictConfig) -> dict[str, Any]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from eval_pipeline.export import check_export
+from eval_pipeline.engines.model_card import ModelCard
+from eval_pipeline.models.export import check_export
+from verl_ext.checkpoint.layout import list_steps
 from verl_ext.errors import UserError
 
 EXPORT_FOLDER = "huggingface"
+
+MAX_LABEL = 120
+"""Characters of a served model's label, which becomes part of file names."""
 
 _STEP_DIRECTORY = re.compile(r"global_step_(\d+)")
 
@@ -20,23 +25,38 @@ class Checkpoint:
 
     path: Path
     """What the user named, absolute."""
-    export: Path
-    """The Hugging Face directory to load."""
+    export: Path | None
+    """The Hugging Face directory to load; None where a server has the model."""
     run_dir: Path | None = None
     """The training run's directory; None for a model that no run saved."""
     step: int | None = None
     """`global_step` of the checkpoint; None for a model that no run saved."""
 
+    name: str | None = None
+    """Of its figures, in the place of what follows from the path."""
+    card: ModelCard | None = None
+    """What the server says of its model, where there is no export."""
+
     @property
     def label(self) -> str:
         """`step_<N>`, or the directory's name where there is no step."""
-        return self.path.name if self.step is None else f"step_{self.step}"
+        return self.name or (self.path.name if self.step is None else f"step_{self.step}")
 
-    @property
-    def default_output(self) -> Path:
-        """`<run_dir>/eval/eval_step_<N>`; for a model without a run, `eval_<name>` beside it."""
-        folder = f"eval_{self.label}"
-        return self.path.parent / folder if self.run_dir is None else self.run_dir / "eval" / folder
+
+def base_model(path: Path) -> Checkpoint:
+    """The model that a training started from, under a label that no checkpoint of the run has.
+
+    Raises:
+        UserError: as `find_checkpoint`.
+    """
+    found = find_checkpoint(path)
+    return replace(found, name=f"base_{found.label}", run_dir=None, step=None)
+
+
+def served_model(card: ModelCard, directory: Path) -> Checkpoint:
+    """A model that a server has loaded; its figures go into the directory, under what the server calls it."""
+    label = re.sub(r"[^A-Za-z0-9._-]+", "_", card.id).strip("._")[-MAX_LABEL:] or "served_model"
+    return Checkpoint(directory.absolute() / label, export=None, card=card)
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
@@ -54,6 +74,8 @@ def find_checkpoint(path: Path) -> Checkpoint:
     if path.name == EXPORT_FOLDER and _STEP_DIRECTORY.fullmatch(path.parent.name):
         path = path.parent
     checkpoint = _locate(path)
+    if checkpoint.step is None and not (path / "config.json").is_file() and (steps := list_steps(path)):
+        raise UserError(f"{path} is the directory of a run; name a checkpoint in it, such as {steps[0]}.")
     check_export(checkpoint.export)
     return checkpoint
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from eval_pipeline.checkpoint import Checkpoint
+from eval_pipeline.models.checkpoint import Checkpoint
 from verl_ext.checkpoint.lease import leased
 from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn

@@ -18,8 +18,8 @@ DEFAULT_PROJECT = "eval_pipeline"
 class RunConfig:
     """Settings of the training run; the defaults serve a model that no run saved."""
 
-    problems: Path | None = None
-    """`eval.problems`: the problems file; a relative path counts from the working directory."""
+    recipe: str | None = None
+    """`eval.recipe`: the recipe that its checkpoints are evaluated by."""
     project: str = DEFAULT_PROJECT
     """`trainer.project_name`: the W&B project that the figures go to."""
     experiment: str | None = None
@@ -45,9 +45,8 @@ def read_run_config(run_dir: Path | None) -> RunConfig:
     if not path.is_file():
         return RunConfig(experiment=run_dir.name)
     config = _load(path)
-    problems = _setting(config, "eval.problems", path)
     return RunConfig(
-        problems=None if problems is None else Path(problems),
+        recipe=_setting(config, "eval.recipe", path),
         project=_setting(config, "trainer.project_name", path) or DEFAULT_PROJECT,
         experiment=_setting(config, "trainer.experiment_name", path) or run_dir.name,
     )

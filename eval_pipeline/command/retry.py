@@ -1,0 +1,28 @@
+"""`retry`: makes failed evaluations due again."""
+
+from __future__ import annotations
+
+import argparse
+
+from eval_pipeline.command.arguments import Commands, add_command, add_directory
+
+TEXT = "Make every failed evaluation of a run due again. A `watch` or `run` then takes it up."
+
+
+def register(commands: Commands) -> None:
+    """Add the command."""
+    add_directory(add_command(commands, "retry", TEXT, run), "directory of a run, or of an evaluation")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Reset the failed jobs and name them."""
+    from eval_pipeline.flow.place import find_place
+    from eval_pipeline.ledger.ledger import Ledger
+
+    due = Ledger(find_place(arguments.directory).root).retry()
+    for job in due:
+        reason = (job.error or "").partition("\n")[0]
+        print(f"{job.checkpoint} on {job.dataset} is due again (it had failed: {reason})")
+    if not due:
+        print("nothing has failed")
+    return 0

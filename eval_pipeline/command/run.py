@@ -1,0 +1,87 @@
+"""`run`: evaluates one checkpoint now."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eval_pipeline.command.arguments import Commands, add_command, add_recipe, positive
+from eval_pipeline.command.paths import input_path, output_path, where_the_user_stands
+
+if TYPE_CHECKING:
+    from eval_pipeline.models.checkpoint import Checkpoint
+    from eval_pipeline.recipe.schema import EvalRecipe
+
+TEXT = "Evaluate one checkpoint, or any Hugging Face model. Answers that are kept from an interrupted run are used."
+EPILOG = """examples:
+  python -m eval_pipeline run --checkpoint checkpoints/demo/sft/global_step_20
+  python -m eval_pipeline run --checkpoint models/mine --recipe humaneval sampling.max_tokens=512
+  python -m eval_pipeline run --output results --recipe gsm8k engine.kind=openai engine.base_url=http://localhost:8000/v1
+
+The figures of a run's checkpoint go to <run>/eval/eval_step_N/, those of another model to eval_<name> beside it. With
+--limit or --problems they are not the run's own figures and go to <run>/eval/trial_step_N/.
+Exit code: 0 done, 1 a data set failed, 2 bad input, 75 stopped by a signal (the same command goes on)."""
+
+
+def register(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_command(commands, "run", TEXT, run, EPILOG)
+    parser.add_argument("--checkpoint", type=input_path, metavar="DIR", help="global_step_N or a model directory")
+    parser.add_argument("--tier", type=int, choices=(1, 2, 3), default=1, help="data sets up to this tier (default: 1)")
+    parser.add_argument("--problems", type=input_path, metavar="FILE", help="a file in the quickstart's format, alone")
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N problems of each data set")
+    parser.add_argument(
+        "--output", type=output_path, metavar="DIR", help="where ledger and figures go (default: see below)"
+    )
+    add_recipe(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evaluate; returns 1 when a data set failed."""
+    from eval_pipeline.flow.evaluate import evaluate_now
+    from eval_pipeline.flow.place import place_of_checkpoint
+    from eval_pipeline.flow.session import Session
+    from eval_pipeline.models.checkpoint import find_checkpoint
+    from eval_pipeline.recipe.choose import choose_recipe
+
+    given = None if arguments.checkpoint is None else find_checkpoint(arguments.checkpoint)
+    recipe = choose_recipe(arguments, None if given is None else given.run_dir)
+    checkpoint, recipe = _on_server(given, recipe) if recipe.engine.kind == "openai" else (_named(given), recipe)
+    if arguments.problems is not None:
+        recipe = _only(arguments.problems, recipe)
+    if arguments.limit is not None:
+        limited = {name: replace(source, limit=arguments.limit) for name, source in recipe.datasets.items()}
+        recipe = replace(recipe, datasets=limited)
+    is_trial = arguments.problems is not None or arguments.limit is not None
+    session = Session(place_of_checkpoint(checkpoint, arguments.output, is_trial), recipe)
+    return evaluate_now(session, checkpoint, arguments.tier)
+
+
+def _named(checkpoint: Checkpoint | None) -> Checkpoint:
+    from verl_ext.errors import UserError
+
+    if checkpoint is None:
+        raise UserError("no model is named; give --checkpoint DIR, or a running server by engine.kind=openai")
+    return checkpoint
+
+
+def _on_server(checkpoint: Checkpoint | None, recipe: EvalRecipe) -> tuple[Checkpoint, EvalRecipe]:
+    """The model that the server has, and the recipe that names it: no other is asked, should the server change."""
+    from eval_pipeline.engines.openai_server import ask_for_card
+    from eval_pipeline.models.checkpoint import served_model
+
+    card = ask_for_card(recipe.engine, None if checkpoint is None else checkpoint.export)
+    model = checkpoint or served_model(card, where_the_user_stands())
+    return model, replace(recipe, engine=replace(recipe.engine, model=card.id))
+
+
+def _only(problems: Path, recipe: EvalRecipe) -> EvalRecipe:
+    """The recipe with this file in the place of its data sets."""
+    from eval_pipeline.problems.source import DatasetSource
+
+    name = problems.resolve().parent.name or problems.stem
+    source = DatasetSource(name=name, format="quickstart", path=str(problems.absolute()))
+    selection = replace(recipe.selection, dataset=None)
+    return replace(recipe, datasets={name: source}, tiers={1: (name,), 2: (), 3: ()}, selection=selection)

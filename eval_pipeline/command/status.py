@@ -1,0 +1,54 @@
+"""`status`: what the ledger says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+
+from eval_pipeline.command.arguments import Commands, add_command, add_directory
+
+TEXT = "Show every evaluation of a run. State, attempts, who works on it, how long it took, and why it failed."
+
+
+def register(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_command(commands, "status", TEXT, run)
+    add_directory(parser, "directory of a run, or of an evaluation")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, with all times")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a line for each job; returns 1 when one has failed."""
+    from eval_pipeline.flow.place import find_place
+    from eval_pipeline.ledger.ledger import Ledger
+
+    jobs = Ledger(find_place(arguments.directory).root).jobs()
+    if arguments.json:
+        for job in jobs:
+            print(json.dumps(asdict(job)))
+    else:
+        _print_table(jobs)
+    return int(any(job.state == "failed" for job in jobs))
+
+
+def _print_table(jobs) -> None:
+    header = ("checkpoint", "data set", "tier", "state", "attempts", "seconds", "worker")
+    rows = [header, *(_cells(job) for job in jobs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    for row, job in zip(rows, [None, *jobs], strict=True):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        if job is not None and job.error is not None:
+            print(f"    {_when(job)}{job.error}")
+
+
+def _cells(job) -> tuple[str, ...]:
+    seconds = f"{job.seconds['active_s']:.0f}" if "active_s" in job.seconds else "-"
+    tier, attempts = str(job.tier), str(job.attempts)
+    return job.checkpoint, job.dataset, tier, job.state, attempts, seconds, job.worker or "-"
+
+
+def _when(job) -> str:
+    wait = job.not_before - time.time()
+    return f"next attempt in {wait:.0f} s; " if job.state == "pending" and wait > 0 else ""

@@ -1,0 +1,32 @@
+"""`watch`: evaluates a run's checkpoints as they come."""
+
+from __future__ import annotations
+
+import argparse
+
+from eval_pipeline.command.arguments import RECIPE_EXAMPLE, Commands, add_command, add_directory, add_recipe
+
+TEXT = (
+    "Evaluate every checkpoint of a run as it appears, and choose the best. Ends when the run has finished and nothing "
+    "is left. Killed and typed again, it goes on where it was; several share the work."
+)
+
+
+def register(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_command(commands, "watch", TEXT, run, RECIPE_EXAMPLE)
+    add_directory(parser, "directory of the training run; it may still be empty")
+    add_recipe(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Watch; returns 1 when a data set failed, or no checkpoint could be evaluated."""
+    from eval_pipeline.flow.place import place_of_run
+    from eval_pipeline.flow.session import Session
+    from eval_pipeline.flow.watch import watch
+    from eval_pipeline.recipe.choose import choose_recipe
+
+    place = place_of_run(arguments.directory)
+    recipe = choose_recipe(arguments, place.run_dir)
+    recipe.engine.require_own_model("watch")
+    return watch(Session(place, recipe))

@@ -1,0 +1,44 @@
+"""Which GPUs each worker gets."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+from eval_pipeline.engines.settings import EngineSettings
+from verl_ext.errors import UserError
+
+
+def gpus_for_workers(num_workers: int | None, engine: EngineSettings) -> list[str | None]:
+    """The devices of each worker of this machine, as `CUDA_VISIBLE_DEVICES` takes them; None where it needs none.
+
+    Args:
+        num_workers: as the recipe has it; None takes as many as the GPUs allow, one on a CPU.
+        engine: says how many GPUs an engine spans.
+
+    Raises:
+        UserError: more workers than the GPUs allow.
+    """
+    gpus = visible_gpus() if engine.kind == "vllm" else []
+    if not gpus:
+        return [None] * (num_workers or 1)
+    span = engine.tensor_parallel_size
+    groups = [",".join(gpus[start : start + span]) for start in range(0, len(gpus) - span + 1, span)]
+    if len(groups) < (num_workers or 1):
+        raise UserError(
+            f"executor.num_workers={num_workers or 1} with engine.tensor_parallel_size={span} needs "
+            f"{(num_workers or 1) * span} GPUs, but {len(gpus)} are visible; lower one of the two"
+        )
+    return list(groups[: num_workers or len(groups)])
+
+
+def visible_gpus() -> list[str]:
+    """Indices or ids of the NVIDIA GPUs that this process may use; asks nvidia-smi, since torch imports slowly."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip() and name.strip() != "-1"]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    return [str(index) for index, line in enumerate(filter(lambda line: "GPU" in line, listed.splitlines()))]

@@ -1,0 +1,73 @@
+"""What is written when the last verdict of a job is in."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from eval_pipeline.figures.evaluated import DatasetResult, EvaluatedModel
+from eval_pipeline.figures.intervals import rate_intervals
+from eval_pipeline.figures.qa_log import write_qa_log
+from eval_pipeline.figures.summary import summarize
+from eval_pipeline.figures.verdict_files import write_verdicts
+from eval_pipeline.figures.writing import write_json
+from eval_pipeline.flow.session import Session
+from eval_pipeline.judge.packages import versions_of
+from eval_pipeline.work.evaluation import Evaluation
+
+RESULT_FILE = "result.json"
+
+
+def write_result(session: Session, evaluation: Evaluation) -> None:
+    """Sum up a job: its verdicts, a sample for people to read, and the figures that `metrics.json` will hold.
+
+    Args:
+        session: of the place.
+        evaluation: with a verdict for every answer.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    job, checkpoint = evaluation.job, evaluation.checkpoint
+    judged, seconds = evaluation.judged(), evaluation.seconds
+    directory = session.place.directory_of(job.checkpoint)
+    write_verdicts(directory, job.dataset, judged)
+    write_qa_log(directory, job.dataset, judged, session.recipe.qa_per_error_type)
+    result = DatasetResult(
+        figures=summarize(judged, elapsed_s=seconds["active_s"]),
+        intervals=rate_intervals(judged),
+        tier=job.tier,
+        protocol=_protocol(session, evaluation),
+        isolation=evaluation.isolation,
+        seconds=seconds,
+    )
+    model = EvaluatedModel(
+        label=checkpoint.label,
+        step=checkpoint.step,
+        checkpoint=checkpoint.path,
+        export=str(checkpoint.export or session.recipe.engine.model or checkpoint.label),
+        weights=session.weights_of(job.checkpoint),
+        datasets={job.dataset: result},
+    )
+    write_json(session.place.work_of(job.checkpoint, job.dataset) / RESULT_FILE, model.to_json())
+
+
+def _protocol(session: Session, evaluation: Evaluation) -> dict[str, Any]:
+    recipe = session.recipe
+    return {
+        **evaluation.protocol,
+        **settings_of(session, evaluation.job.dataset),
+        "batch_size": recipe.batch_size,
+        "source": asdict(recipe.datasets[evaluation.job.dataset]),
+    }
+
+
+def settings_of(session: Session, dataset: str) -> dict[str, Any]:
+    """The part of the protocol that must be the same where figures are compared: what is asked, how, and the limits."""
+    recipe = session.recipe
+    return {
+        "sampling": asdict(recipe.sampling),
+        "limits": asdict(recipe.limits),
+        "packages": versions_of(recipe.judge_packages),
+        "problems_digest": session.digest_of_problems(dataset),
+    }

@@ -1,0 +1,72 @@
+"""Evaluates one model now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eval_pipeline.flow.publish import Publisher
+from eval_pipeline.flow.session import Session
+from eval_pipeline.flow.work_off import work_off
+from eval_pipeline.models.checkpoint import Checkpoint
+from eval_pipeline.work.driver import Task
+from verl_ext.errors import UserError
+from verl_ext.tell import tell
+
+
+def evaluate_now(session: Session, checkpoint: Checkpoint, tier: int) -> int:
+    """Evaluate a model on the data sets up to a tier; what failed before is tried again.
+
+    Args:
+        session: of the place.
+        checkpoint: the model.
+        tier: 1, 2 or 3.
+
+    Returns:
+        0, or 1 when a data set failed.
+
+    Raises:
+        UserError: the tiers name no data set, a data set cannot be read, the place holds another model, another process
+            evaluates this one there with other settings, or no work can be done at all.
+    """
+    _require_own_place(session, checkpoint)
+    tasks = session.enter(checkpoint, tier)
+    if not tasks:
+        raise UserError(f"the recipe's tiers up to {tier} name no data set; fill tiers.tier{tier}")
+    keys = [task.key for task in tasks]
+    session.ledger.retry(only=keys)
+    published = work_off(session, _OneModel(session, tasks), Publisher(session, leads=False))
+    failed = any(job.state == "failed" for job in session.ledger.jobs() if (job.checkpoint, job.dataset) in keys)
+    if not failed and checkpoint.label not in published:
+        directory = session.place.directory_of(checkpoint.label)
+        tell(f"{checkpoint.label} is evaluated already; its figures are in {directory}")
+    return int(failed)
+
+
+def _require_own_place(session: Session, checkpoint: Checkpoint) -> None:
+    others = {job.checkpoint for job in session.ledger.jobs()} - {checkpoint.label}
+    if session.place.one_model and others:
+        raise UserError(
+            f"{session.place.root} holds the evaluation of {min(others)}; give another --output for {checkpoint.label}"
+        )
+
+
+class _OneModel:
+    """An agenda that does not grow."""
+
+    def __init__(self, session: Session, tasks: Sequence[Task]) -> None:
+        self._session, self._tasks = session, tasks
+
+    def tasks(self) -> Sequence[Task]:
+        """See `Agenda`."""
+        digests = {(job.checkpoint, job.dataset): job.digest for job in self._session.ledger.jobs()}
+        for task in self._tasks:
+            if digests[task.key] != task.digest:
+                raise UserError(
+                    f"another process evaluates {task.checkpoint.label} on {task.dataset} with other settings; "
+                    "wait until it has ended, or give --output DIR to keep the figures apart"
+                )
+        return self._tasks
+
+    def is_over(self) -> bool:
+        """See `Agenda`."""
+        return not self._session.left_of(self._tasks)

@@ -1,0 +1,38 @@
+"""What the training run is at, told when it changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from verl_ext.metrics.notice import warn
+from verl_ext.metrics.run_file import RUN_FILE, load_run
+
+_WAITING = {
+    "waiting": "nobody has started the run in {run_dir} yet; waiting for its first checkpoint (Ctrl-C ends this)",
+    "stopped": "the run was stopped; waiting for it to go on, or Ctrl-C once all is evaluated",
+    "failed": "the run has failed; waiting for it to go on, or Ctrl-C once all is evaluated",
+}
+
+
+class RunStatus:
+    """Asks the run record.
+
+    Args:
+        run_dir: of the run.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._told = ""
+
+    def has_finished(self) -> bool:
+        """Whether no further checkpoint will come.
+
+        Raises:
+            UserError: the record cannot be read.
+        """
+        status = load_run(self._run_dir / RUN_FILE)["status"]
+        if status != self._told and status in _WAITING:
+            warn(_WAITING[status].format(run_dir=self._run_dir))
+        self._told = status
+        return status == "finished"

@@ -1,0 +1,47 @@
+"""Sends published figures to the training run's W&B project."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from eval_pipeline.figures.evaluated import EvaluatedModel
+from eval_pipeline.figures.qa_log import read_qa_logs
+from eval_pipeline.figures.tracking import log_to_wandb
+from eval_pipeline.flow.session import Session
+from eval_pipeline.models.run_config import read_run_config
+from verl_ext.metrics.notice import warn
+from verl_ext.metrics.wandb_run import persistent_run_id
+
+
+def track(session: Session, model: EvaluatedModel, directory: Path) -> None:
+    """Log a checkpoint's figures; published again with further data sets, they go to the same W&B run.
+
+    Args:
+        session: of the place.
+        model: what was found.
+        directory: of its files.
+    """
+    run_dir = session.place.run_dir
+    try:
+        run_id = _run_id(session, model)
+    except OSError as error:
+        warn(f"W&B does not get the figures of {model.label}, since the run's id cannot be kept: {error}")
+        return
+    run_config = read_run_config(run_dir)
+    log_to_wandb(
+        model,
+        read_qa_logs(directory, model.datasets),
+        project=run_config.project,
+        experiment=run_config.experiment,
+        directory=run_dir or directory,
+        run_id=run_id,
+    )
+
+
+def _run_id(session: Session, model: EvaluatedModel) -> str:
+    """The same for a checkpoint of a run whenever it is published; another for figures that are kept apart."""
+    place = session.place
+    if place.run_dir is not None and not place.one_model:
+        return f"{persistent_run_id(place.run_dir)}-{model.label}"
+    return hashlib.sha256(f"{place.root} {model.label} {model.weights}".encode()).hexdigest()[:16]

@@ -1,0 +1,133 @@
+"""Follows a training run: every new checkpoint by tier, and an end when the run has finished and nothing is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from eval_pipeline.figures.best_file import BEST_FILE, read_best_checkpoint
+from eval_pipeline.flow.publish import Publisher
+from eval_pipeline.flow.run_status import RunStatus
+from eval_pipeline.flow.session import Session
+from eval_pipeline.flow.work_off import work_off
+from eval_pipeline.models.checkpoint import Checkpoint
+from eval_pipeline.models.discover import Discovery
+from eval_pipeline.work.driver import Task
+from verl_ext.errors import UserError
+from verl_ext.metrics.notice import warn
+from verl_ext.tell import tell
+
+
+class Watcher:
+    """What a `watch` wants done, looked at anew every `poll_s`; an `Agenda`.
+
+    Tier 1 is for every checkpoint, tier 2 for every `tier2_every`-th that was seen, tier 3 for the best one at the end.
+
+    Args:
+        session: of a run's place.
+        publisher: its choice of the best decides on tier 3.
+    """
+
+    def __init__(self, session: Session, publisher: Publisher) -> None:
+        self._session, self._publisher = session, publisher
+        self._run_dir: Path = session.place.run_dir
+        self._discovery = Discovery(self._run_dir)
+        self._status = RunStatus(self._run_dir)
+        self._tasks: list[Task] = []
+        self._missing: set[str] = set()
+        self._looked = float("-inf")
+        self._is_over = False
+        self.wanted: set[tuple[str, str]] = set()
+        """Keys of all jobs that were wanted so far."""
+
+    def tasks(self) -> Sequence[Task]:
+        """See `Agenda`."""
+        if time.monotonic() - self._looked >= self._session.recipe.poll_s:
+            self._look()
+        return self._tasks
+
+    def is_over(self) -> bool:
+        """See `Agenda`."""
+        return self._is_over
+
+    def _look(self) -> None:
+        # asked first: a checkpoint that is committed after this look is then not missed
+        has_finished = self._status.has_finished()
+        checkpoints = self._discovery.checkpoints()
+        self._want(self._enter(checkpoints))
+        self._give_up_removed()
+        if has_finished and not self._session.left_of(self._tasks):
+            self._publisher.publish(self._tasks)  # the choice hangs on it
+            self._want(self._last_tier(checkpoints))
+            self._is_over = not self._session.left_of(self._tasks)
+        self._looked = time.monotonic()
+
+    def _want(self, tasks: list[Task]) -> None:
+        self._tasks = tasks
+        self.wanted |= {task.key for task in tasks}
+
+    def _enter(self, checkpoints: Sequence[Checkpoint]) -> list[Task]:
+        steps = {_step_of(job.checkpoint) for job in self._session.ledger.jobs()} | {each.step for each in checkpoints}
+        order = sorted(step for step in steps if step is not None)
+        tasks: list[Task] = []
+        for checkpoint in checkpoints:
+            is_second = (order.index(checkpoint.step) + 1) % self._session.recipe.tier2_every == 0
+            try:
+                tasks += self._session.enter(checkpoint, 2 if is_second else 1)
+            except UserError as error:
+                if checkpoint.path.exists():
+                    raise
+                warn(str(error))  # rotation was faster
+        tiers = {(job.checkpoint, job.dataset): job.tier for job in self._session.ledger.jobs()}
+        return sorted(tasks, key=lambda task: tiers[task.key])
+
+    def _last_tier(self, checkpoints: Sequence[Checkpoint]) -> list[Task]:
+        if not (self._run_dir / BEST_FILE).exists():
+            return []  # nothing could be evaluated, so nothing is best
+        best = read_best_checkpoint(self._run_dir).step
+        chosen = [checkpoint for checkpoint in checkpoints if checkpoint.step == best]
+        if not chosen:
+            warn(f"the best checkpoint, of step {best}, cannot be loaded any more, so tier 3 is left out")
+        return [task for checkpoint in chosen for task in self._session.enter(checkpoint, 3)]
+
+    def _give_up_removed(self) -> None:
+        """Give up what is missing for the second time: a file system may stumble once."""
+        steps = {job.checkpoint: _step_of(job.checkpoint) for job in self._session.ledger.jobs()}
+        missing = {
+            label
+            for label, step in steps.items()
+            if step is not None and not (self._run_dir / f"global_step_{step}").exists()
+        }
+        for label, dataset in self._session.ledger.give_up(missing & self._missing):
+            warn(f"{label} was removed before it was evaluated on {dataset}; raise trainer.max_ckpt_to_keep")
+        self._missing = missing
+
+
+def watch(session: Session) -> int:
+    """Evaluate a run's checkpoints until it has finished and nothing is left.
+
+    Args:
+        session: of a run's place.
+
+    Returns:
+        0, or 1 when a data set failed or there was no checkpoint to evaluate.
+
+    Raises:
+        UserError: the run's record or a data set cannot be read, or no work can be done at all.
+    """
+    if not any(session.recipe.tiers.values()):
+        raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; fill tiers.tier1")
+    tell(f"Watching {session.place.run_dir}; figures go to {session.place.root}. It ends when the run has finished.")
+    publisher = Publisher(session, leads=True)
+    watcher = Watcher(session, publisher)
+    work_off(session, watcher, publisher)
+    if not watcher.wanted:
+        warn("the run has finished without a checkpoint that can be evaluated; set trainer.save_freq and export.every")
+    failed = {(job.checkpoint, job.dataset) for job in session.ledger.jobs() if job.state == "failed"}
+    return int(not watcher.wanted or bool(failed & watcher.wanted))
+
+
+def _step_of(label: str) -> int | None:
+    number = label.removeprefix("step_")
+    return int(number) if label.startswith("step_") and number.isdigit() else None

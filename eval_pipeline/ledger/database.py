@@ -1,0 +1,67 @@
+"""The SQLite file below the ledger; its errors are sentences.
+
+A rollback journal, since write-ahead logs do not work on network file systems. Writers take the lock at the start of
+their transaction (`BEGIN IMMEDIATE`), so a claim that was read as free is still free when it is taken.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from verl_ext.errors import UserError
+
+BUSY_S = 60.0
+"""How long a statement waits for another process's transaction."""
+
+
+class Database:
+    """An open file.
+
+    Args:
+        path: made when missing, with its directory.
+        schema: statements that may be run again and again.
+
+    Raises:
+        UserError: here and by every method: the file cannot be made, read or written, or is no such database.
+    """
+
+    def __init__(self, path: Path, schema: str) -> None:
+        self.path = path
+        with self._in_words():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
+            self._connection.row_factory = sqlite3.Row
+            self._connection.executescript(schema)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
+        """What a query finds."""
+        with self._in_words():
+            return self._connection.execute(query, values).fetchall()
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All changes of the block or none of them, alone."""
+        with self._in_words():
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                # a request to stop may come before it began or after it was committed
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(f"cannot use the ledger {self.path} ({error}); make room, or mend or delete it") from error

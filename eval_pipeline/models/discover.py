@@ -1,0 +1,46 @@
+"""Looks for checkpoints of a run that are complete and have an export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from eval_pipeline.models.checkpoint import Checkpoint, find_checkpoint
+from verl_ext.checkpoint.layout import EXPORT, list_steps, what_is_wrong
+from verl_ext.errors import UserError
+from verl_ext.metrics.notice import warn
+
+
+class Discovery:
+    """Finds a run's checkpoints; says once of each that cannot be evaluated why.
+
+    Args:
+        run_dir: holds `global_step_N` directories.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._known: dict[Path, Checkpoint] = {}
+        self._refused: dict[Path, str] = {}
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """All that can be evaluated and are there now, the oldest first."""
+        found = [self._look_at(path) for path in reversed(list_steps(self._run_dir))]
+        return [checkpoint for checkpoint in found if checkpoint is not None]
+
+    def _look_at(self, path: Path) -> Checkpoint | None:
+        problem = what_is_wrong(path)
+        if problem is not None:
+            return self._refuse(path, problem)
+        if not (path / EXPORT / "config.json").is_file():
+            return None  # `export.every` exports fewer checkpoints than are saved
+        if path not in self._known:
+            try:
+                self._known[path] = find_checkpoint(path)
+            except UserError as error:
+                return self._refuse(path, str(error))
+        return self._known[path]
+
+    def _refuse(self, path: Path, problem: str) -> None:
+        if self._refused.get(path) != problem and path.exists():
+            warn(f"{path} is not evaluated: {problem}")
+            self._refused[path] = problem

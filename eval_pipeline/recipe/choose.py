@@ -1,0 +1,46 @@
+"""Which recipe a command takes: the one that is named, else the training run's, else the default."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from eval_pipeline.models.run_config import read_run_config
+from eval_pipeline.recipe.load import load_recipe
+from eval_pipeline.recipe.schema import EvalRecipe
+from verl_ext.errors import UserError
+
+
+def choose_recipe(arguments: argparse.Namespace, run_dir: Path | None) -> EvalRecipe:
+    """The recipe with the command line's changes.
+
+    Args:
+        arguments: `recipe`, `overrides` and `no_wandb` of `command.arguments.add_recipe`.
+        run_dir: of the training run, whose `eval.recipe` counts where none is named; None for other models.
+
+    Raises:
+        UserError: an unknown recipe or key, or a value that cannot work.
+    """
+    recipe = load_recipe(arguments.recipe or read_run_config(run_dir).recipe, arguments.overrides)
+    return replace(recipe, wandb=False) if arguments.no_wandb else recipe
+
+
+def restricted_to(datasets: Collection[str], recipe: EvalRecipe) -> EvalRecipe:
+    """The recipe whose tiers name these data sets alone.
+
+    Args:
+        datasets: names, of which the recipe may lack some.
+        recipe: to restrict.
+
+    Raises:
+        UserError: the recipe's tiers name none of them.
+    """
+    tiers = {tier: tuple(name for name in names if name in datasets) for tier, names in recipe.tiers.items()}
+    if not any(tiers.values()):
+        raise UserError(
+            f"the recipe's tiers name none of the data sets that were evaluated ({', '.join(sorted(datasets))}); name "
+            "the recipe of that evaluation with --recipe"
+        )
+    return replace(recipe, tiers=tiers)

@@ -1,0 +1,53 @@
+"""Reads an evaluation recipe: `recipes/eval/<name>.yaml` over the defaults, then `key=value` overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from eval_pipeline.recipe.kinds import NULLABLE
+from eval_pipeline.recipe.schema import EvalRecipe
+from verl_ext.config.overrides import apply_overrides, leaves, merge_known
+from verl_ext.config.recipes import find_recipe
+from verl_ext.errors import UserError, first_line_of
+
+DEFAULTS = Path(__file__).with_name("defaults.yaml")
+
+
+def load_recipe(name: str | None, overrides: Sequence[str] = ()) -> EvalRecipe:
+    """Read and check a recipe.
+
+    Args:
+        name: a name in `recipes/eval/`, a path to a YAML file, or None for the one that `recipes/default.yaml` names.
+        overrides: `key=value`, as for a training.
+
+    Raises:
+        UserError: an unknown recipe or key, or a value that cannot work.
+    """
+    try:
+        config = OmegaConf.to_container(compose_recipe(name, overrides), resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"the recipe cannot be resolved ({first_line_of(error)}); write the value itself") from error
+    return EvalRecipe.of(config)
+
+
+def compose_recipe(name: str | None, overrides: Sequence[str] = ()) -> DictConfig:
+    """The resolved configuration; the arguments are those of `load_recipe`."""
+    config = OmegaConf.load(DEFAULTS)
+    path = find_recipe("eval", name)
+    try:
+        recipe = OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"cannot read the recipe {path} ({first_line_of(error)}); mend it") from error
+    if not isinstance(recipe, DictConfig):
+        raise UserError(f"the recipe {path} is no YAML mapping; write `key: value` lines")
+    merge_known(config, recipe, str(path), NULLABLE)
+    apply_overrides(config, list(overrides), NULLABLE)
+    added = leaves(config).keys() - leaves(OmegaConf.load(DEFAULTS)).keys()
+    if added:  # by +key=value, which makes sense only where something reads the key
+        raise UserError(f"an evaluation has no key {min(added)!r}; leave it out")
+    return config

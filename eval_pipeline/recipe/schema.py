@@ -1,0 +1,191 @@
+"""An evaluation's settings, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from eval_pipeline.engines.answer import Sampling
+from eval_pipeline.engines.settings import EngineSettings
+from eval_pipeline.judge.limits import Limits
+from eval_pipeline.judge.packages import find_packages
+from eval_pipeline.problems.dataset import FORMATS
+from eval_pipeline.problems.source import DatasetSource
+from eval_pipeline.recipe.kinds import require_kinds
+from eval_pipeline.recipe.metric import require_metric
+from verl_ext.errors import UserError
+
+TIERS = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How the best checkpoint is chosen."""
+
+    metric: str
+    mode: str
+    dataset: str | None
+
+
+@dataclass(frozen=True)
+class ExecutorSettings:
+    """Who runs the engines."""
+
+    kind: str
+    num_workers: int | None
+    address: str | None
+
+
+@dataclass(frozen=True)
+class EvalRecipe:
+    """An evaluation's settings; `defaults.yaml` says what each means.
+
+    Raises:
+        UserError: a value that cannot work, by its key.
+    """
+
+    datasets: dict[str, DatasetSource]
+    tiers: dict[int, tuple[str, ...]]
+    tier2_every: int
+    sampling: Sampling
+    batch_size: int
+    engine: EngineSettings
+    isolation: str
+    judge_workers: int | None
+    judge_packages: tuple[str, ...]
+    limits: Limits
+    selection: Selection
+    executor: ExecutorSettings
+    max_attempts: int
+    backoff_s: float
+    poll_s: float
+    qa_per_error_type: int
+    wandb: bool
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> EvalRecipe:
+        """From the resolved configuration, as plain mappings."""
+        require_kinds(config)
+        judge = config["judge"]
+        return EvalRecipe(
+            datasets={name: _source(name, entry) for name, entry in config["datasets"].items()},
+            tiers={tier: tuple(config["tiers"][f"tier{tier}"]) for tier in TIERS},
+            sampling=Sampling(**config["sampling"]),
+            engine=EngineSettings(**config["engine"]),
+            isolation=judge["isolation"],
+            judge_workers=judge["num_workers"],
+            judge_packages=tuple(judge["packages"]),
+            limits=Limits(**judge["limits"]),
+            selection=Selection(**config["selection"]),
+            executor=ExecutorSettings(**config["executor"]),
+            **{key: config[key] for key in _PLAIN},
+        )
+
+    def __post_init__(self) -> None:
+        for tier, names in self.tiers.items():
+            unknown = [name for name in names if name not in self.datasets]
+            if unknown:
+                known = ", ".join(self.datasets) or "none"
+                raise UserError(f"tiers.tier{tier} names {unknown[0]!r}, which is not in `datasets` (known: {known})")
+        _require_choices(self)
+        _require_ranges(self)
+        find_packages(self.judge_packages)
+        require_metric(self.selection.metric, self.selection.mode, self.sampling.num_samples)
+
+    def datasets_up_to(self, tier: int) -> list[tuple[str, int]]:
+        """Data sets of a tier and of those before it, each with its own tier."""
+        first: dict[str, int] = {}
+        for number in TIERS[:tier]:
+            for name in self.tiers[number]:
+                first.setdefault(name, number)
+        return list(first.items())
+
+
+_PLAIN = ("tier2_every", "batch_size", "max_attempts", "backoff_s", "poll_s", "qa_per_error_type", "wandb")
+_CHOICES = {
+    "engine.kind": ("vllm", "openai"),
+    "judge.isolation": ("auto", "bwrap", "sandlock", "rlimits"),
+    "selection.mode": ("max", "min"),
+    "executor.kind": ("local", "ray"),
+}
+
+
+def _source(name: str, entry: Any) -> DatasetSource:
+    if not isinstance(entry, Mapping) or not {"format", "path"} <= entry.keys():
+        raise UserError(f"datasets.{name} needs at least `format` and `path`")
+    unknown = entry.keys() - {"format", "path", "split", "subset", "limit"}
+    if unknown:
+        raise UserError(f"datasets.{name} has {sorted(unknown)[0]!r}; known are format, path, split, subset, limit")
+    if not isinstance(name, str) or not name.replace("_", "").replace("-", "").isalnum():
+        raise UserError(f"datasets has the name {name!r}; take letters, digits, - and _, for files and metrics bear it")
+    for key, value in entry.items():
+        if key != "limit" and not isinstance(value, str) and (value is not None or key in ("format", "path")):
+            raise UserError(f"datasets.{name}.{key} is {value!r}; it must be text")
+    if entry["format"] not in FORMATS:
+        raise UserError(f"datasets.{name}.format is {entry['format']!r}; take one of {', '.join(FORMATS)}")
+    limit = entry.get("limit")
+    if limit is not None and not _is_positive_whole(limit):
+        raise UserError(f"datasets.{name}.limit is {limit!r}; it must be a whole number of at least 1, or null for all")
+    return DatasetSource(name=name, **entry)
+
+
+def _is_positive_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _require_choices(recipe: EvalRecipe) -> None:
+    values = {
+        "engine.kind": recipe.engine.kind,
+        "judge.isolation": recipe.isolation,
+        "selection.mode": recipe.selection.mode,
+        "executor.kind": recipe.executor.kind,
+    }
+    for key, choices in _CHOICES.items():
+        if values[key] not in choices:
+            raise UserError(f"{key} is {values[key]!r}; take one of {', '.join(choices)}")
+    if recipe.selection.dataset is not None and recipe.selection.dataset not in recipe.datasets:
+        raise UserError(f"selection.dataset is {recipe.selection.dataset!r}, which is not in `datasets`")
+
+
+def _require_ranges(recipe: EvalRecipe) -> None:
+    whole = {
+        "tier2_every": recipe.tier2_every,
+        "batch_size": recipe.batch_size,
+        "max_attempts": recipe.max_attempts,
+        "qa_per_error_type": recipe.qa_per_error_type,
+        "sampling.max_tokens": recipe.sampling.max_tokens,
+        "sampling.num_samples": recipe.sampling.num_samples,
+        "engine.max_model_len": recipe.engine.max_model_len,
+        "engine.tensor_parallel_size": recipe.engine.tensor_parallel_size,
+        "engine.concurrency": recipe.engine.concurrency,
+        "judge.num_workers": 1 if recipe.judge_workers is None else recipe.judge_workers,
+        "judge.limits.num_processes": recipe.limits.num_processes,
+        "executor.num_workers": 1 if recipe.executor.num_workers is None else recipe.executor.num_workers,
+    }
+    above_zero = {
+        "judge.limits.cpu_s": recipe.limits.cpu_s,
+        "judge.limits.wall_s": recipe.limits.wall_s,
+        "judge.limits.memory_mb": recipe.limits.memory_mb,
+        "judge.limits.file_mb": recipe.limits.file_mb,
+        "judge.limits.output_mb": recipe.limits.output_mb,
+        "poll_s": recipe.poll_s,
+        "engine.timeout_s": recipe.engine.timeout_s,
+        "engine.gpu_memory_utilization": recipe.engine.gpu_memory_utilization,
+        "sampling.top_p": recipe.sampling.top_p,
+    }
+    for key, value in whole.items():
+        if not _is_positive_whole(value):
+            raise UserError(f"{key} is {value!r}; it must be a whole number of at least 1")
+    for key, value in above_zero.items():
+        if not 0 < value < math.inf:
+            raise UserError(f"{key} is {value!r}; it must be above 0")
+    for key, value in (("sampling.temperature", recipe.sampling.temperature), ("backoff_s", recipe.backoff_s)):
+        if not 0 <= value < math.inf:
+            raise UserError(f"{key} is {value!r}; it must not be below 0")
+    for key in ("sampling.top_p", "engine.gpu_memory_utilization"):
+        if above_zero[key] > 1:
+            raise UserError(f"{key} is {above_zero[key]!r}; it must be at most 1")
+    if recipe.sampling.num_samples > 1 and recipe.sampling.temperature == 0:
+        raise UserError("sampling.num_samples above 1 needs a temperature above 0, since greedy answers are equal")

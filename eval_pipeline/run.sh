@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Evaluation: bash eval_pipeline/run.sh COMMAND ...; --help says more. Sets up the environment where it is missing.
+set -euo pipefail
+export VERL_EXT_CALLED_FROM=$PWD
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+case " $* " in
+  *" --help "* | *" -h "*) PYTHON=$(find_base_python) ;;  # help needs no packages, so it makes no .venv
+  *) choose_python ;;
+esac
+exec "$PYTHON" -m eval_pipeline "$@"

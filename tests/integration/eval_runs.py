@@ -1,0 +1,174 @@
+"""What the tests of the evaluation's commands share: a model that knows answers, checkpoints of it, commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from tests.conftest import ROOT
+from tests.tiny_model import learn, make_model, make_tokenizer, save
+from verl_ext.checkpoint.layout import Manifest
+from verl_ext.checkpoint.writing import flush_and_digest
+
+MAX_MODEL_LEN = 96
+# what the model learns: a right answer, a wrong one and one that does not parse
+LEARNT = {
+    "add: write the function add.": "Here:\n```python\ndef add(a, b):\n    return a + b\n```",
+    "neg: write the function neg.": "```python\ndef neg(a):\n    return a\n```\nEasy.",
+    "two: write the function two.": "```python\ndef two(:\n```",
+}
+ADD, NEG, TWO = LEARNT
+ENVIRONMENT = {**os.environ, "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+WAIT_S = 240.0
+"""Longer than anything takes on a busy machine."""
+
+
+def problem(name: str, prompt: str, *tests: str) -> dict[str, Any]:
+    """A problem in the quickstart's format; its entry point is the first word of the prompt."""
+    return {"problem_id": name, "prompt": prompt, "entry_point": prompt.partition(":")[0], "tests": list(tests)}
+
+
+HEART = [
+    problem("add", ADD, "assert add(1, 2) == 3"),
+    problem("neg", NEG, "assert neg(1) == -1", "assert neg(0) == 0"),
+    problem("two", TWO, "assert two() == 2"),
+    problem("long", "f: " + "word " * 100, "assert f()"),  # more than the model takes
+]
+
+
+def slow_problems(number: int, seconds: float) -> list[dict[str, Any]]:
+    """Problems that are solved, and judged for some time."""
+    tests = [f"import time\ntime.sleep({seconds})\nassert add({i}, 2) == {i + 2}" for i in range(number)]
+    return [problem(f"slow{i}", ADD, test) for i, test in enumerate(tests)]
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write JSON Lines, with their directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read JSON Lines; none where there is no file yet."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n") if line]
+
+
+def write_recipe(path: Path, tiers: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], **keys: Any) -> Path:
+    """Write a recipe and its data sets.
+
+    Args:
+        path: of the recipe.
+        tiers: name of a tier to name of a data set to its problems.
+        keys: further ones of the recipe.
+    """
+    datasets = {name: problems for of_tier in tiers.values() for name, problems in of_tier.items()}
+    files = {name: write_lines(path.parent / f"{name}.jsonl", problems) for name, problems in datasets.items()}
+    recipe = {
+        "datasets": {name: {"format": "quickstart", "path": str(file)} for name, file in files.items()},
+        "tiers": {tier: list(of_tier) for tier, of_tier in tiers.items()},
+        "engine": {"dtype": "float32"},
+        "judge": {"limits": {"cpu_s": 5.0}},
+        "poll_s": 0.5,
+        **keys,
+    }
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def make_exports(directory: Path) -> tuple[Path, Path]:
+    """A model that has learnt `LEARNT`, and a random one."""
+    tokenizer = make_tokenizer(LEARNT.values())
+    random = save(directory / "random", make_model(tokenizer, MAX_MODEL_LEN), tokenizer)
+    model = make_model(tokenizer, MAX_MODEL_LEN)
+    learn(model, tokenizer, LEARNT)
+    return save(directory / "learnt", model, tokenizer), random
+
+
+def commit(run_dir: Path, step: int, export: Path) -> Path:
+    """Put a complete checkpoint into a run, all at once as a training does."""
+    directory = run_dir / f"global_step_{step}.tmp"
+    shutil.copytree(export, directory / "huggingface")
+    paths = (directory / "huggingface").iterdir()
+    files = {f"huggingface/{path.name}": flush_and_digest(path) for path in paths}
+    manifest = Manifest(step, world_size=1, config_digest="", files=files, time=time.time())
+    (directory / "manifest.json").write_text(manifest.to_json())
+    return directory.rename(run_dir / f"global_step_{step}")
+
+
+def flip_a_byte(path: Path) -> None:
+    """Damage a file and keep its size."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def command(*words: str | Path) -> list[str]:
+    """The command line of an evaluation command."""
+    return [sys.executable, "-m", "eval_pipeline", *map(str, words)]
+
+
+def evaluate(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        command(*words), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=WAIT_S
+    )  # fmt: skip
+
+
+@contextmanager
+def started(log: Path, *words: str | Path) -> Iterator[psutil.Popen]:
+    """Run a command in the background; what it prints goes to `log`, and it is gone after the block."""
+    with open(log, "ab") as output:
+        process = psutil.Popen(command(*words), cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def wait_until(condition: Callable[[], Any], pause_s: float = 0.05) -> Any:
+    """What the condition returns once that is true."""
+    deadline = time.monotonic() + WAIT_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(pause_s)
+    return found
+
+
+def statuses(directory: Path) -> list[dict[str, Any]]:
+    """The rows of `status --json`."""
+    return [json.loads(line) for line in evaluate("status", directory, "--json").stdout.splitlines()]
+
+
+def family_of(process: psutil.Process) -> list[psutil.Process]:
+    """Every process below this one."""
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def alive(processes: Iterable[psutil.Process]) -> list[str]:
+    """Those that have not ended; a zombie that init has not fetched yet has."""
+    found = []
+    for process in processes:
+        try:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join([str(process.pid), *process.cmdline()])[:200])
+        except psutil.NoSuchProcess:
+            continue
+    return found

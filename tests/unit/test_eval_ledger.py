@@ -1,0 +1,374 @@
+"""The work ledger, with real processes that claim, die and come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from eval_pipeline.ledger import heartbeat as heartbeat_module
+from eval_pipeline.ledger.heartbeat import heartbeat
+from eval_pipeline.ledger.holder import EXPIRY_S, Holder
+from eval_pipeline.ledger.job import Job
+from eval_pipeline.ledger.ledger import LEDGER_FILE, Ledger
+from tests.conftest import ROOT
+from verl_ext.errors import UserError
+
+CLAIM_ALL = """
+import sys
+from pathlib import Path
+from eval_pipeline.ledger.ledger import Ledger
+
+ledger = Ledger(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+wanted = [(f"step_{number}", "d", "x") for number in range(60)]
+while (job := ledger.claim(wanted)) is not None:
+    print(job.checkpoint, flush=True)
+    assert ledger.finish(job, {})
+"""
+ENTER_AND_WAIT = """
+import sys
+from pathlib import Path
+from eval_pipeline.ledger.ledger import Ledger
+
+ledger = Ledger(Path(sys.argv[1]))
+ledger.add("step_1", "d", 1, sys.argv[2])
+print(ledger.claim([("step_1", "d", sys.argv[2])]) is not None, flush=True)
+sys.stdin.readline()
+"""
+WANTED = [("step_1", "d", "x")]
+
+
+def start(script: str, *arguments: str | Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, **pipes)
+
+
+def say(process: subprocess.Popen[str], line: str) -> None:
+    process.stdin.write(line)
+    process.stdin.flush()
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    """One pending job of `WANTED`."""
+    ledger = Ledger(tmp_path, max_attempts=3, backoff_s=10)
+    ledger.add("step_1", "d", 1, "x")
+    return ledger
+
+
+def only(ledger: Ledger) -> Job:
+    (job,) = ledger.jobs()
+    return job
+
+
+def rewrite(ledger: Ledger, **values: object) -> None:
+    """Change the row behind the ledger's back, as a process on another machine would."""
+    with sqlite3.connect(ledger.path) as database:
+        database.execute(f"UPDATE jobs SET {', '.join(f'{name}=?' for name in values)}", tuple(values.values()))
+
+
+def row_of(ledger: Ledger) -> dict[str, object]:
+    with sqlite3.connect(ledger.path) as database:
+        database.row_factory = sqlite3.Row
+        return dict(database.execute("SELECT * FROM jobs").fetchone())
+
+
+def test_each_job_is_had_by_exactly_one_of_several_processes(tmp_path: Path) -> None:
+    workers = [start(CLAIM_ALL, tmp_path) for _ in range(4)]  # they also make the file at the same time
+    assert [worker.stdout.readline() for worker in workers] == ["ready\n"] * 4
+    ledger = Ledger(tmp_path)
+    for number in range(60):
+        ledger.add(f"step_{number}", "d", 1, "x")
+    for worker in workers:
+        say(worker, "go\n")
+    had = [worker.communicate()[0].split() for worker in workers]
+    assert [worker.returncode for worker in workers] == [0] * 4
+    assert Counter(name for names in had for name in names) == Counter(f"step_{number}" for number in range(60))
+    assert {job.state for job in ledger.jobs()} == {"done"}
+
+
+def test_a_claim_is_kept_while_its_process_lives_and_free_when_it_was_killed(tmp_path: Path) -> None:
+    holder = start(ENTER_AND_WAIT, tmp_path, "x")
+    assert holder.stdout.readline() == "True\n"
+    ledger = Ledger(tmp_path)
+    assert ledger.claim(WANTED) is None
+    assert (only(ledger).state, only(ledger).worker.split()[:2]) == ("running", ["process", str(holder.pid)])
+    kill(holder)
+    assert (only(ledger).state, only(ledger).worker) == ("pending", None)
+    assert ledger.claim(WANTED).attempts == 0
+    assert only(ledger).worker.startswith(f"process {os.getpid()} on ")
+
+
+def test_a_zombie_holds_nothing(tmp_path: Path) -> None:
+    holder = start(ENTER_AND_WAIT, tmp_path, "x")
+    assert holder.stdout.readline() == "True\n"
+    os.kill(holder.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # dead, and not waited for
+    assert Ledger(tmp_path).claim(WANTED) is not None
+    kill(holder)
+
+
+def test_a_claim_of_another_host_is_free_when_it_was_not_renewed_for_long(ledger: Ledger) -> None:
+    job = ledger.claim(WANTED)
+    renewed = row_of(ledger)["renewed"]
+    rewrite(ledger, host="elsewhere/1")
+    assert ledger.claim(WANTED) is None and only(ledger).state == "running"
+    rewrite(ledger, renewed=renewed - EXPIRY_S + 30)
+    assert ledger.claim(WANTED) is None
+    rewrite(ledger, renewed=renewed - EXPIRY_S - 1)
+    assert only(ledger).state == "pending"
+    assert ledger.claim(WANTED) == job
+
+
+def test_a_process_of_the_same_number_born_later_is_another(ledger: Ledger) -> None:
+    ledger.claim(WANTED)
+    rewrite(ledger, born=row_of(ledger)["born"] - 1)
+    assert ledger.claim(WANTED) is not None
+
+
+def lose_to_another_host(ledger: Ledger) -> None:
+    rewrite(ledger, host="elsewhere/1")
+
+
+def lose_to_another_digest(ledger: Ledger) -> None:
+    ledger.add("step_1", "d", 1, "y")
+    assert ledger.claim([("step_1", "d", "y")]) is not None
+
+
+def lose_by_its_end(ledger: Ledger) -> None:
+    assert ledger.finish(only(ledger), {"active_s": 1.0})
+
+
+@pytest.mark.parametrize("lose", [lose_to_another_host, lose_to_another_digest, lose_by_its_end])
+def test_who_has_lost_a_claim_changes_nothing(ledger: Ledger, lose) -> None:
+    job = ledger.claim(WANTED)
+    lose(ledger)
+    before = row_of(ledger)
+    seconds = {"active_s": 5.0}
+    assert not ledger.renew(job, seconds)
+    assert not ledger.finish(job, seconds)
+    assert not ledger.fail(job, "no", seconds)
+    assert not ledger.release(job, seconds)
+    assert row_of(ledger) == before
+
+
+def test_renewal_and_end_keep_the_times(ledger: Ledger) -> None:
+    job = ledger.claim(WANTED)
+    rewrite(ledger, renewed=1.0)
+    assert ledger.renew(job, {"active_s": 2.5}) and row_of(ledger)["renewed"] > 1.0
+    assert only(ledger).seconds == {"active_s": 2.5}
+    assert ledger.finish(job, {"active_s": 4.0})
+    done = only(ledger)
+    assert (done.state, done.seconds, done.worker, done.error) == ("done", {"active_s": 4.0}, None, None)
+    assert done.started <= done.ended
+
+
+def test_the_pause_doubles_and_the_last_failure_stays_readable(ledger: Ledger) -> None:
+    pauses = []
+    for attempt in (1, 2):
+        assert ledger.fail(ledger.claim(WANTED), f"attempt {attempt} broke", {"active_s": 1.0 * attempt})
+        job = only(ledger)
+        assert (job.state, job.attempts, job.error) == ("pending", attempt, f"attempt {attempt} broke")
+        assert job.seconds == {"active_s": 1.0 * attempt}
+        pauses.append(job.not_before - job.ended)
+        assert ledger.claim(WANTED) is None  # not before the pause is over
+        rewrite(ledger, not_before=0)
+    assert pauses == pytest.approx([10, 20], abs=1)
+    assert ledger.fail(ledger.claim(WANTED), "the third time", {})
+    assert (only(ledger).state, only(ledger).attempts, only(ledger).error) == ("failed", 3, "the third time")
+    assert only(ledger).has_ended and ledger.claim(WANTED) is None
+
+
+def test_a_release_counts_no_attempt(ledger: Ledger) -> None:
+    for _ in range(5):
+        assert ledger.release(ledger.claim(WANTED), {"active_s": 3.0})
+    assert (only(ledger).state, only(ledger).attempts, only(ledger).seconds) == ("pending", 0, {"active_s": 3.0})
+
+
+def test_another_digest_makes_a_job_due_again_and_drops_its_history(ledger: Ledger) -> None:
+    ledger.fail(ledger.claim(WANTED), "broken", {"active_s": 9.0})
+    ledger.add("step_1", "d", 1, "y")
+    job = only(ledger)
+    assert (job.state, job.digest, job.attempts, job.not_before, job.error) == ("pending", "y", 0, 0, None)
+    assert (job.seconds, job.started, job.ended) == ({}, None, None)
+    assert ledger.claim(WANTED) is None  # of the digest that it had
+    assert ledger.claim([("step_1", "d", "y")]) is not None
+
+
+def test_the_same_digest_leaves_a_job_as_it_is(ledger: Ledger) -> None:
+    ledger.finish(ledger.claim(WANTED), {"active_s": 1.0})
+    before, content = row_of(ledger), ledger.path.read_bytes()
+    ledger.add("step_1", "d", 2, "x")
+    assert row_of(ledger) == before
+    assert ledger.path.read_bytes() == content  # a look at a thousand checkpoints writes nothing
+
+
+def test_a_job_keeps_the_lowest_tier(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    for tier in (3, 1, 2):
+        ledger.add("step_1", "d", tier, "x")
+    assert only(ledger).tier == 1
+
+
+def test_another_digest_waits_while_another_process_is_at_work(tmp_path: Path) -> None:
+    holder = start(ENTER_AND_WAIT, tmp_path, "x")
+    assert holder.stdout.readline() == "True\n"
+    ledger = Ledger(tmp_path)
+    ledger.add("step_1", "d", 1, "y")
+    assert (only(ledger).digest, only(ledger).state) == ("x", "running")
+    kill(holder)
+    ledger.add("step_1", "d", 1, "y")
+    assert (only(ledger).digest, only(ledger).state) == ("y", "pending")
+
+
+def test_what_a_living_process_wants_done_is_not_undone_by_other_settings(tmp_path: Path) -> None:
+    owner = start(ENTER_AND_WAIT, tmp_path, "x")
+    assert owner.stdout.readline() == "True\n"
+    ledger = Ledger(tmp_path)
+    rewrite(ledger, state="done", **dict.fromkeys(("worker", "host", "pid", "born", "renewed")))
+    ledger.add("step_1", "d", 1, "y")
+    assert (only(ledger).digest, only(ledger).state) == ("x", "done")
+    kill(owner)
+    ledger.add("step_1", "d", 1, "y")
+    assert (only(ledger).digest, only(ledger).state) == ("y", "pending")
+
+
+def test_who_wants_the_same_after_the_owner_has_died_is_the_next_owner(tmp_path: Path) -> None:
+    first = start(ENTER_AND_WAIT, tmp_path, "x")
+    assert first.stdout.readline() == "True\n"
+    kill(first)
+    second = start(ENTER_AND_WAIT, tmp_path, "x")
+    assert second.stdout.readline() == "True\n"
+    ledger = Ledger(tmp_path)
+    rewrite(ledger, state="done", **dict.fromkeys(("worker", "host", "pid", "born", "renewed")))
+    ledger.add("step_1", "d", 1, "y")
+    assert only(ledger).digest == "x"
+    kill(second)
+
+
+def test_an_owner_on_another_host_lives_while_it_is_heard_of(ledger: Ledger) -> None:
+    other = Holder("elsewhere/1/1", 7, 8)
+    rewrite(ledger, owner=other.key)
+    with sqlite3.connect(ledger.path) as database:
+        database.execute("INSERT INTO owners VALUES (?, ?)", (other.key, time.time() - EXPIRY_S + 30))
+    ledger.add("step_1", "d", 1, "y")
+    assert only(ledger).digest == "x"
+    with sqlite3.connect(ledger.path) as database:
+        database.execute("UPDATE owners SET heard=?", (time.time() - EXPIRY_S - 1,))
+    ledger.add("step_1", "d", 1, "y")
+    assert only(ledger).digest == "y"
+
+
+def test_a_beat_renews_claims_and_ownership(ledger: Ledger) -> None:
+    ledger.claim(WANTED)
+    rewrite(ledger, renewed=1.0)
+    with sqlite3.connect(ledger.path) as database:
+        database.execute("UPDATE owners SET heard=1")
+    before = time.time()
+    ledger.beat()
+    with sqlite3.connect(ledger.path) as database:
+        ((heard,),) = database.execute("SELECT heard FROM owners").fetchall()
+    assert heard >= before and row_of(ledger)["renewed"] >= before
+
+
+def test_the_heartbeat_goes_on_while_the_main_thread_is_busy(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat_module, "RENEWAL_S", 0.01)
+    ledger.claim(WANTED)
+    with heartbeat(ledger):
+        for _ in range(2):
+            rewrite(ledger, renewed=1.0)
+            deadline = time.monotonic() + 60
+            while row_of(ledger)["renewed"] == 1.0:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+
+def test_jobs_of_vanished_checkpoints_are_given_up(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    for label in ("step_1", "step_2", "step_3", "base_model", "step_4"):
+        ledger.add(label, "d", 1, "x")
+    ledger.claim([("step_2", "d", "x")])
+    ledger.finish(ledger.claim([("step_4", "d", "x")]), {})
+    assert ledger.give_up({"step_1", "step_2", "step_4"}) == [("step_1", "d")]
+    states = {job.checkpoint: job.state for job in ledger.jobs()}
+    assert states == {
+        "step_1": "failed", "step_2": "running", "step_3": "pending", "base_model": "pending", "step_4": "done",
+    }  # fmt: skip
+    assert "removed" in ledger.jobs()[0].error
+    ledger.add("step_1", "d", 1, "x")  # and there it is again
+    assert (ledger.jobs()[0].state, ledger.jobs()[0].error) == ("pending", None)
+
+
+def test_a_vanished_checkpoint_whose_worker_died_is_given_up_too(tmp_path: Path) -> None:
+    holder = start(ENTER_AND_WAIT, tmp_path, "x")
+    assert holder.stdout.readline() == "True\n"
+    ledger = Ledger(tmp_path)
+    assert ledger.give_up({"step_1"}) == []
+    kill(holder)
+    assert ledger.give_up({"step_1"}) == [("step_1", "d")]
+    assert (only(ledger).state, only(ledger).worker) == ("failed", None)
+
+
+def test_retry_makes_failed_and_waiting_jobs_due_at_once(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, max_attempts=2)
+    for label in ("step_1", "step_2", "step_3"):
+        ledger.add(label, "d", 1, "x")
+    for label in ("step_1", "step_1", "step_2"):
+        rewrite(ledger, not_before=0)
+        assert ledger.fail(ledger.claim([(label, "d", "x")]), f"{label} broke", {})
+    assert [job.state for job in ledger.jobs()] == ["failed", "pending", "pending"]
+    assert [job.checkpoint for job in ledger.retry(only=[("step_2", "d")])] == ["step_2"]
+    assert ledger.claim([("step_1", "d", "x")]) is None
+    (job,) = ledger.retry()
+    assert (job.checkpoint, job.error) == ("step_1", "step_1 broke")
+    assert {(job.state, job.attempts, job.not_before) for job in ledger.jobs()} == {("pending", 0, 0)}
+    assert ledger.retry() == []
+
+
+def test_what_was_published_is_remembered(ledger: Ledger) -> None:
+    assert ledger.published.digest("step_1") is None
+    ledger.published.mark("step_1", "one")
+    ledger.published.mark("step_1", "two")
+    again = Ledger(ledger.path.parent)
+    assert (again.published.digest("step_1"), again.published.tracked("step_1")) == ("two", None)
+    again.published.mark_tracked("step_1", "two")
+    ledger.published.mark("step_1", "three")
+    assert (ledger.published.digest("step_1"), ledger.published.tracked("step_1")) == ("three", "two")
+
+
+@pytest.mark.parametrize("content", [b"no database, but long enough to be taken for one" * 100, None])
+def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / LEDGER_FILE
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(UserError, match=f"cannot use the ledger {path}"):
+        Ledger(tmp_path)
+
+
+def test_a_ledger_that_breaks_while_it_is_open_is_told_in_a_sentence(ledger: Ledger) -> None:
+    ledger.path.write_bytes(b"\0" * 8192)
+    for use in (lambda: ledger.jobs(), lambda: ledger.claim(WANTED), lambda: ledger.add("a", "b", 1, "c")):
+        with pytest.raises(UserError, match="cannot use the ledger"):
+            use()
+
+
+def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot use the ledger"):
+        Ledger(tmp_path / "file" / "eval")

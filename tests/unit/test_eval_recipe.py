@@ -1,0 +1,317 @@
+"""Evaluation recipes: every shipped one parses, and what cannot work is refused by its key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from eval_pipeline.__main__ import main, parse
+from eval_pipeline.engines.answer import Answer
+from eval_pipeline.figures.judged import Judged
+from eval_pipeline.figures.summary import summarize
+from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.problem import Problem, ReferenceAnswer
+from eval_pipeline.recipe.choose import restricted_to
+from eval_pipeline.recipe.kinds import KINDS
+from eval_pipeline.recipe.load import DEFAULTS, load_recipe
+from eval_pipeline.recipe.metric import figure_names
+from tests.conftest import ROOT
+from verl_ext.config.overrides import leaves
+from verl_ext.errors import UserError
+
+RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "eval").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_shipped_recipe_parses_and_evaluates_something(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.tiers[1]
+    assert (recipe.sampling.temperature, recipe.sampling.top_p, recipe.sampling.num_samples) == (0.0, 1.0, 1)
+    for tier in (1, 2, 3):
+        names = [dataset for dataset, _ in recipe.datasets_up_to(tier)]
+        assert len(set(names)) == len(names) and set(names) <= recipe.datasets.keys()
+    assert {name for name, _ in recipe.datasets_up_to(3)} == recipe.datasets.keys()
+
+
+def test_the_protocol_is_that_of_the_specification() -> None:
+    recipe = load_recipe("phase1")
+    assert (recipe.sampling.max_tokens, recipe.engine.max_model_len) == (2048, 6144)
+    assert (recipe.limits.wall_s, recipe.limits.memory_mb) == (30.0, 1024)
+    assert recipe.datasets_up_to(3) == [
+        ("codecontests_valid", 1), ("mbpp", 1), ("codecontests_valid_big", 2), ("codecontests_test", 3),
+        ("humaneval", 3),
+    ]  # fmt: skip
+    assert (recipe.tier2_every, recipe.selection.metric, recipe.selection.mode) == (4, "exec_success_rate", "max")
+    assert {name: source.limit for name, source in recipe.datasets.items() if source.limit} == {
+        "mbpp": 200, "codecontests_valid_big": 500,
+    }  # fmt: skip
+
+
+def test_the_default_recipe_is_the_quickstart() -> None:
+    assert load_recipe(None) == load_recipe("quickstart")
+
+
+def test_a_data_set_of_two_tiers_counts_for_the_first() -> None:
+    recipe = load_recipe("phase1", ["tiers.tier2=[humaneval,mbpp]", "tiers.tier1=[mbpp]"])
+    assert recipe.datasets_up_to(1) == [("mbpp", 1)]
+    assert recipe.datasets_up_to(3) == [("mbpp", 1), ("humaneval", 2), ("codecontests_test", 3)]
+
+
+def test_nested_keys_are_overridden() -> None:
+    recipe = load_recipe(
+        "quickstart",
+        [
+            "datasets.quickstart.limit=7",
+            "datasets.mine={format: mbpp, path: mine.jsonl}",
+            "tiers.tier1=[quickstart,mine]",
+            "judge.limits.cpu_s=1",
+            "engine.vllm={enforce_eager: true}",
+            "engine.vllm.max_num_seqs=8",
+            "selection.dataset=mine",
+            "judge.num_workers=null",
+        ],
+    )
+    assert (recipe.datasets["quickstart"].limit, recipe.datasets["quickstart"].format) == (7, "quickstart")
+    assert (recipe.datasets["mine"].path, recipe.tiers[1]) == ("mine.jsonl", ("quickstart", "mine"))
+    assert (recipe.limits.cpu_s, recipe.judge_workers, recipe.selection.dataset) == (1, None, "mine")
+    assert recipe.engine.vllm == {"enforce_eager": True, "max_num_seqs": 8}
+
+
+def test_a_recipe_may_be_any_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("datasets:\n  a: {format: gsm8k, path: a.jsonl}\ntiers: {tier1: [a]}\nbatch_size: 3\n")
+    recipe = load_recipe(str(path), ["batch_size=4"])
+    assert (recipe.datasets["a"].format, recipe.batch_size) == ("gsm8k", 4)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("sampling.max_token=5", "did you mean 'sampling.max_tokens'?"),
+        ("max_tokens=5", "did you mean 'sampling.max_tokens'?"),
+        ("judge.limits.cpu=5", "did you mean 'judge.limits.cpu_s'?"),
+        ("+sampling.top_k=5", "no key 'sampling.top_k'"),
+        ("+tiers.tier4=[quickstart]", "no key 'tiers.tier4'"),
+        ("sampling.max_tokens=many", "must be a whole number"),
+        ("sampling.max_tokens=null", "needs a value"),
+        ("sampling.max_tokens", "not an override of the form key=value"),
+        ("sampling.max_tokens=0", "sampling.max_tokens is 0"),
+        ("batch_size=0", "batch_size is 0"),
+        ("tier2_every=-1", "tier2_every is -1"),
+        ("max_attempts=0", "max_attempts is 0"),
+        ("qa_per_error_type=0", "qa_per_error_type is 0"),
+        ("sampling.num_samples=0", "sampling.num_samples is 0"),
+        ("sampling.num_samples=2", "needs a temperature above 0"),
+        ("sampling.temperature=-0.1", "sampling.temperature is -0.1"),
+        ("sampling.temperature=nan", "sampling.temperature is nan"),
+        ("sampling.top_p=0", "sampling.top_p is 0"),
+        ("sampling.top_p=1.5", "sampling.top_p is 1.5"),
+        ("engine.max_model_len=0", "engine.max_model_len is 0"),
+        ("engine.tensor_parallel_size=0", "engine.tensor_parallel_size is 0"),
+        ("engine.concurrency=0", "engine.concurrency is 0"),
+        ("engine.timeout_s=0", "engine.timeout_s is 0"),
+        ("engine.gpu_memory_utilization=2", "engine.gpu_memory_utilization is 2"),
+        ("engine.kind=sglang", "take one of vllm, openai"),
+        ("engine.kind=openai", "needs the server's URL"),
+        ("engine.vllm=5", "engine.vllm is 5"),
+        ("engine.vllm.dtype=float32", "set engine.dtype"),
+        ("judge.isolation=docker", "take one of auto, bwrap, sandlock, rlimits"),
+        ("judge.num_workers=0", "judge.num_workers is 0"),
+        ("judge.num_workers=two", "judge.num_workers is 'two'"),
+        ("judge.limits.cpu_s=0", "judge.limits.cpu_s is 0"),
+        ("judge.limits.wall_s=inf", "judge.limits.wall_s is inf"),
+        ("judge.limits.memory_mb=-1", "judge.limits.memory_mb is -1"),
+        ("judge.limits.num_processes=0", "judge.limits.num_processes is 0"),
+        ("judge.limits.file_mb=0", "judge.limits.file_mb is 0"),
+        ("judge.limits.output_mb=0", "judge.limits.output_mb is 0"),
+        ("selection.mode=most", "take one of max, min"),
+        ("selection.dataset=mbpp", "selection.dataset is 'mbpp'"),
+        ("executor.kind=slurm", "take one of local, ray"),
+        ("executor.num_workers=0", "executor.num_workers is 0"),
+        ("poll_s=0", "poll_s is 0"),
+        ("backoff_s=-1", "backoff_s is -1"),
+        ("backoff_s=inf", "backoff_s is inf"),
+        ("tiers.tier1=[mbpp]", "names 'mbpp', which is not in `datasets` .known: quickstart"),
+        ("tiers.tier3=[[quickstart]]", "it must be a list of text"),
+        ("datasets=5", "datasets is 5"),
+        ("datasets.quickstart=5", "needs at least `format` and `path`"),
+        ("~datasets.quickstart", "needs at least `format` and `path`"),
+        ("datasets.quickstart.limits=5", "datasets.quickstart has 'limits'"),
+        ("datasets.quickstart.limit=0", "datasets.quickstart.limit is 0"),
+        ("datasets.quickstart.limit=few", "datasets.quickstart.limit is 'few'"),
+        ("datasets.quickstart.path=5", "datasets.quickstart.path is 5"),
+        ("datasets.quickstart.path=${nowhere}", "cannot be resolved"),
+        ("datasets={a/b: {format: mbpp, path: x}}", "has the name 'a/b'"),
+        ("datasets={5: {format: mbpp, path: x}}", "it must be a mapping of names"),
+        ("datasets.quickstart.format=quick", "datasets.quickstart.format is 'quick'; take one of quickstart, "),
+        ("engine.base_url=5", "engine.base_url has a value that it cannot take; it must be text or null"),
+        ("engine.base_url=[http://localhost]", "engine.base_url has a value"),
+        ("engine.api_key_env=5", "engine.api_key_env has a value that it cannot take; it must be text"),
+        ("engine.model=7", "engine.model is 7; it must be text or null, in quotes"),
+        ("engine.dtype=3", "engine.dtype is 3; it must be text"),
+        ("engine.kind=true", "engine.kind is True; it must be text"),
+        ("engine.vllm={5: 1}", "it must be a mapping of names"),
+        ("selection.dataset=[a]", "it must be text or null"),
+        ("selection.metric=5", "selection.metric is 5; it must be text"),
+        ("executor.address=6379", "executor.address is 6379; it must be text or null, in quotes"),
+        ("executor.num_workers=1.5", "executor.num_workers is 1.5; it must be a whole number or null"),
+        ("executor.num_workers=true", "executor.num_workers is True; it must be a whole number or null"),
+        ("poll_s=${engine.dtype}", "poll_s is 'auto'; it must be a number"),
+        ("wandb=${batch_size}", "wandb is 64; it must be true or false"),
+        ("selection.metric=exec_succes_rate", "did you mean 'exec_success_rate'?"),
+        ("selection.metric=accuracy", "take one of num_problems, exec_success_rate, "),
+        ("selection.metric='<rate>_low'", "which no evaluation of this recipe has"),
+        ("selection.metric=pass_at_5", "pass_at_<k> needs sampling.num_samples of k or more"),
+        ("selection.metric=num_samples", "which no evaluation of this recipe has"),
+        ("selection.metric=cost_per_solved_tokens", "set selection.mode=min"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_its_key(override: str, words: str) -> None:
+    with pytest.raises(UserError, match=words.replace("?", r"\?").replace("+", r"\+")):
+        load_recipe("quickstart", [override])
+
+
+def test_the_value_of_a_key_that_may_be_secret_is_not_shown() -> None:
+    for override in ("engine.api_key_env=123456", "engine.base_url=[secret]"):
+        with pytest.raises(UserError) as refused:
+            load_recipe("quickstart", [override])
+        assert "123456" not in str(refused.value) and "secret" not in str(refused.value)
+
+
+def test_every_key_has_a_kind() -> None:
+    assert KINDS.keys() == leaves(OmegaConf.load(DEFAULTS)).keys()
+
+
+SEVERAL = ("sampling.num_samples=7", "sampling.temperature=1")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("selection.metric=timeout_rate", "selection.mode=min"),
+        ("selection.metric=cost_per_solved_judge_time", "selection.mode=min"),
+        ("selection.metric=pass_at_5", *SEVERAL),
+        ("selection.metric=pass_at_7", *SEVERAL),
+    ],
+)
+def test_figures_to_choose_by(overrides: tuple[str, ...]) -> None:
+    assert load_recipe("quickstart", overrides).selection.metric == overrides[0].partition("=")[2]
+
+
+@pytest.mark.parametrize("k", [2, 10])
+def test_a_pass_at_k_that_is_not_reported_is_refused(k: int) -> None:
+    with pytest.raises(UserError, match=f"selection.metric is 'pass_at_{k}'.* pass_at_1, pass_at_5, pass_at_7"):
+        load_recipe("quickstart", [f"selection.metric=pass_at_{k}", *SEVERAL])
+
+
+@pytest.mark.parametrize("num_samples", [1, 7])
+def test_the_figures_to_choose_by_are_those_that_an_evaluation_has(num_samples: int) -> None:
+    problem, verdict = Problem("a", "Say 1.", ReferenceAnswer("1")), Verdict("success", 1, 1)
+    answers = [Judged(problem, sample, Answer("1", 1, False), "1", verdict) for sample in range(num_samples)]
+    assert set(summarize(answers, elapsed_s=1.0)) == set(figure_names(num_samples))
+
+
+def test_a_recipe_can_be_restricted_to_data_sets() -> None:
+    recipe = restricted_to({"mbpp", "humaneval", "gone"}, load_recipe("phase1"))
+    assert recipe.datasets_up_to(3) == [("mbpp", 1), ("humaneval", 3)]
+    with pytest.raises(UserError, match="none of the data sets that were evaluated .gone.; .* --recipe"):
+        restricted_to({"gone"}, recipe)
+
+
+@pytest.mark.parametrize("text", ["- 1\n", "a: [", "datasets: {a: 1}\nfoo: 2\n", "\x00"])
+def test_a_broken_recipe_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match="mine.yaml|foo|needs at least"):
+        load_recipe(str(path))
+
+
+def test_an_unknown_recipe_names_the_closest() -> None:
+    with pytest.raises(UserError, match="humaneval"):
+        load_recipe("human_eval")
+
+
+def test_key_value_words_may_stand_anywhere() -> None:
+    words = ["run", "a=1", "--checkpoint", "model", "b=2", "--limit", "3", "~c", "--no-wandb", "+d=4"]
+    arguments = parse(words)
+    assert sorted(arguments.overrides) == sorted(["a=1", "b=2", "~c", "+d=4"])
+    assert (arguments.checkpoint, arguments.limit, arguments.no_wandb) == (Path("model"), 3, True)
+
+
+@pytest.mark.parametrize("words", [["a=1", "dir", "b=2"], ["dir", "a=1", "b=2"], ["a=1", "b=2", "dir"]])
+def test_the_directory_is_the_word_without_a_value(words: list[str]) -> None:
+    arguments = parse(["watch", *words])
+    assert (arguments.directory, arguments.overrides) == (Path("dir"), ["a=1", "b=2"])
+
+
+def test_a_directory_may_hold_an_equals_sign() -> None:
+    assert parse(["watch", "lr=1/sft"]).directory == Path("lr=1/sft")
+
+
+PATHS = {
+    "directory": ["status"],
+    "checkpoint": ["run", "--checkpoint"],
+    "problems": ["run", "--problems"],
+    "baseline": ["report", "run_dir", "--baseline"],
+    "answers": ["judge", "--problems", "x", "--output", "y", "--answers"],
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_what_is_read_is_looked_up_where_the_user_stands_and_then_in_the_repository(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(tmp_path / "a=b"))  # as run.sh does before it changes directory
+    (tmp_path / "a=b" / "recipes").mkdir(parents=True)
+
+    def found(path: str) -> Path:
+        return getattr(parse([*PATHS[name], path]), name)
+
+    assert found("recipes") == tmp_path / "a=b" / "recipes"
+    assert found("recipes/eval") == ROOT / "recipes/eval"
+    assert found("nowhere") == tmp_path / "a=b" / "nowhere"
+    assert found(str(ROOT)) == ROOT
+    assert found("~/nowhere") == Path.home() / "nowhere"
+
+
+@pytest.mark.parametrize("words", [["run"], ["judge", "--problems", "x", "--answers", "y"]])
+def test_what_is_written_goes_where_the_user_stands(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(tmp_path))
+    assert parse([*words, "--output", "recipes"]).output == tmp_path / "recipes"
+    monkeypatch.delenv("VERL_EXT_CALLED_FROM")
+    assert parse([*words, "--output", "recipes"]).output == Path("recipes")
+
+
+def test_a_data_set_of_a_recipe_counts_from_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe("quickstart", ["datasets.quickstart.path=tests/assets/none.jsonl"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"{ROOT}/tests/assets/none.jsonl"):
+        load_problems(recipe.datasets["quickstart"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "--checkpoint", "m", "--bogus", "a=1"],
+        ["run", "--checkpoint", "m", "plain"],
+        ["run", "--checkpoint", "m", "--bogus=1"],
+        ["run", "--limit", "0"],
+        ["run", "--tier", "4"],
+        ["watch"],
+        ["watch", "dir", "other"],
+        ["status", "dir", "a=1"],
+        ["judge", "--answers", "a", "--output", "b"],
+        ["nothing"],
+        [],
+    ],
+)
+def test_unknown_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    assert "error:" in capsys.readouterr().err
