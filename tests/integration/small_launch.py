@@ -23,7 +23,9 @@ if __name__ == "__main__":
         "preemption": {"grace_s": float(grace_s)},
         "checkpoint": {"load_contents": ["model", "optimizer", "extra"]},
     }
-    config = OmegaConf.create({"stage": "sft", "recipe": "small", "data": {}, "trainer": trainer})
+    config = OmegaConf.create(
+        {"stage": "sft", "recipe": "small", "data": {}, "trainer": trainer, "eval": {"watch": False}}
+    )
     sys.exit(
         stoppable(
             lambda signals: run_to_the_end(

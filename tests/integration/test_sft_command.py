@@ -104,7 +104,7 @@ def test_a_run_leaves_what_the_document_lists(uninterrupted: Command) -> None:
     assert list((run_dir / "tensorboard").iterdir())
     assert len(list((run_dir / "wandb").glob("offline-run-*"))) == 1
     assert "val/loss" in uninterrupted.output
-    assert "-m eval_pipeline run --checkpoint" in uninterrupted.output
+    assert "-m eval_pipeline watch" in uninterrupted.output
     record = uninterrupted.record()
     assert (record["status"], record["total_steps"], record["attempts"][0]["world_size"]) == ("finished", 20, 2)
 

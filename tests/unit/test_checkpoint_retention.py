@@ -17,8 +17,8 @@ import pytest
 import xxhash
 from omegaconf import OmegaConf
 
-from eval_pipeline.checkpoint import Checkpoint
-from eval_pipeline.hold import held
+from eval_pipeline.models.checkpoint import Checkpoint
+from eval_pipeline.models.hold import held
 from tests.conftest import ROOT
 from verl_ext.checkpoint.commit import publish, write_manifest
 from verl_ext.checkpoint.layout import Manifest, list_steps, what_is_wrong

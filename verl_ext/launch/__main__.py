@@ -49,11 +49,13 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
         if arguments.print_config:
             print(OmegaConf.to_yaml(config), end="")
             return 0
+        from verl_ext.launch.eval_check import check_evaluation
         from verl_ext.launch.prepare import prepare_inputs
         from verl_ext.launch.run import run_to_the_end
 
         prepare_inputs(config)
         check_config(config)
+        check_evaluation(config)
     return run_to_the_end(config, signals, restarts=arguments.restarts)
 
 

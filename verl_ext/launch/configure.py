@@ -13,6 +13,7 @@ from verl_ext.checkpoint.resume import find_checkpoint
 from verl_ext.checkpoint.retention import Retention
 from verl_ext.config.checks import check_batch, check_values
 from verl_ext.config.compose import compose_config
+from verl_ext.config.evaluation import check_evaluation_keys
 from verl_ext.config.inputs import check_data, check_model
 from verl_ext.config.preemption import check_preemption
 from verl_ext.errors import UserError
@@ -55,6 +56,7 @@ def check_config(config: DictConfig) -> None:
     world_size = config.trainer.nnodes * config.trainer.n_gpus_per_node
     check_values(config)
     check_preemption(config)
+    check_evaluation_keys(config)
     check_retention(config.trainer)
     check_batch(config, world_size)
     check_model(config)

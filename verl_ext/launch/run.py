@@ -19,6 +19,7 @@ from verl_ext.launch.report import report
 from verl_ext.launch.restarts import FIRST_PAUSE_S, going_on, last_save, run_with_restarts
 from verl_ext.launch.stop import StopRequest, StopSignals
 from verl_ext.launch.summary import print_summary
+from verl_ext.launch.watcher import watching
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.tell import tell
 
@@ -49,16 +50,19 @@ def run_to_the_end(
     """
     run_dir = Path(config.trainer.default_local_dir)
     record = RunRecord(run_dir)
+    leads = int(os.environ.get("NODE_RANK", "0")) == 0
     with signals.raising():
         if is_finished(config, record):
             tell_that_it_is_finished(config)
-            return 0
+            with watching(config, leads) as watcher:
+                return watcher.finish(signals)
         checkpoint_that_suits(config)
-    leads = int(os.environ.get("NODE_RANK", "0")) == 0
     with exclusive(run_dir) if leads else nullcontext():
         launch = Launch(config, signals, record if leads else None, module)
-        outcome = launch.run(restarts, first_pause_s)
-        return report(outcome, config, launch.record)
+        launch.mark_waiting()  # before the watcher looks: the record may still say that a shorter run is finished
+        with watching(config, leads) as watcher:
+            code = report(launch.run(restarts, first_pause_s), config, launch.record)
+            return watcher.finish(signals) if code == 0 else code
 
 
 class Launch:
@@ -78,7 +82,6 @@ class Launch:
 
     def run(self, restarts: int, first_pause_s: float) -> Outcome:
         """Run the ranks until they are done, are stopped, or crash once too often."""
-        self.mark_waiting()
         try:
             return run_with_restarts(
                 lambda: run_ranks(self.next_config(), self.signals, self.module),

@@ -22,7 +22,7 @@ def print_summary(config: DictConfig) -> None:
     if checkpoints:
         lines.append(f"  last checkpoint {checkpoints[0]}")
     if checkpoints and any((checkpoints[0] / EXPORT).glob("*.safetensors")):
-        command = [sys.executable, "-m", "eval_pipeline", "run", "--checkpoint", str(checkpoints[0])]
+        command = [sys.executable, "-m", "eval_pipeline", "watch", str(run_dir)]
         lines += [f"  Hugging Face    {checkpoints[0] / EXPORT}", f"Next: {shlex.join(command)}"]
     tell("\n".join(lines))
 

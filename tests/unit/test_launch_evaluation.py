@@ -1,0 +1,200 @@
+"""What `eval.watch=true` needs before a training starts: a recipe that can be used, and GPUs that no rank uses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+from tests.conftest import ROOT
+from verl_ext.config.compose import compose_config
+from verl_ext.config.evaluation import check_evaluation_keys, eval_devices, evaluation_environment
+from verl_ext.errors import UserError
+from verl_ext.launch.eval_check import check_evaluation
+from verl_ext.launch.gpus import require_free_gpus
+from verl_ext.launch.watcher import may_go_better
+
+LISTED = """GPU 0: NVIDIA H200 (UUID: GPU-aaaa1111-0000)
+GPU 1: NVIDIA H200 (UUID: GPU-bbbb2222-0000)
+  MIG 1g.18gb     Device  0: (UUID: MIG-cccc)
+GPU 2: NVIDIA H200 (UUID: GPU-aaaa3333-0000)
+"""
+
+
+@pytest.fixture
+def three_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose nvidia-smi lists three GPUs."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ncat <<'EOF'\n{LISTED}EOF\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def with_devices(value: str) -> DictConfig:
+    return compose_config("sft", [f"eval.devices={value}"])
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("null", None),
+        ("7", ["7"]),
+        ("[6,7]", ["6", "7"]),
+        ("6,7", ["6", "7"]),
+        ("'6, 7'", ["6", "7"]),
+        ("GPU-5a1b-22", ["GPU-5a1b-22"]),
+        ("GPU-5a,GPU-6b", ["GPU-5a", "GPU-6b"]),
+        ("[GPU-5a,MIG-6b]", ["GPU-5a", "MIG-6b"]),
+    ],
+)
+def test_devices_are_numbers_or_ids(value: str, names: list[str] | None) -> None:
+    config = with_devices(value)
+    assert eval_devices(config) == names
+    if names is not None:
+        assert evaluation_environment(config)["CUDA_VISIBLE_DEVICES"] == ",".join(names)
+
+
+@pytest.mark.parametrize("value", ["[]", "''", "true", "-1", "7.5", "[6,6]", "[[6]]", "gpu7", "'6;7'", "6,"])
+def test_other_devices_are_refused(value: str) -> None:
+    with pytest.raises(UserError, match="eval.devices"):
+        check_evaluation_keys(with_devices(value))
+
+
+def test_a_recipe_is_text() -> None:
+    config = compose_config("sft", [])
+    config.eval.recipe = 5
+    with pytest.raises(UserError, match="eval.recipe is 5"):
+        check_evaluation_keys(config)
+
+
+def test_checkpoints_without_an_export_cannot_be_watched() -> None:
+    contents = "trainer.checkpoint.save_contents=[model]"
+    check_evaluation_keys(compose_config("sft", [contents]))
+    with pytest.raises(UserError, match="put hf_model into trainer.checkpoint.save_contents"):
+        check_evaluation_keys(compose_config("sft", [contents, "eval.watch=true"]))
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "num_ranks", "words"),
+    [
+        (None, None, 2, "name them with eval.devices"),
+        (None, ["2"], 2, None),
+        (None, ["1", "2"], 2, "GPU 1, which one of the 2 ranks uses"),
+        (None, ["GPU-aaaa3333-0000"], 2, None),
+        (None, ["GPU-bbbb"], 2, "GPU GPU-bbbb, which one"),
+        (None, ["3"], 2, "GPU 3, but this machine has GPUs 0 to 2"),
+        (None, ["GPU-dddd"], 2, "GPU GPU-dddd, but this machine has"),
+        (None, ["MIG-cccc"], 2, None),
+        ("2,0", ["0"], 1, None),
+        ("2,0", ["2"], 1, "GPU 2, which one of the 1 ranks uses"),
+        ("GPU-aaaa3333,1", ["2"], 1, "GPU 2, which one of the 1 ranks uses"),
+        ("", ["0"], 2, None),
+        ("", None, 2, None),
+    ],
+)
+def test_an_evaluation_takes_no_gpu_of_a_rank(
+    visible: str | None,
+    devices: list[str] | None,
+    num_ranks: int,
+    words: str | None,
+    three_gpus: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if words is None:
+        return require_free_gpus(devices, num_ranks)
+    with pytest.raises(UserError, match=words):
+        require_free_gpus(devices, num_ranks)
+
+
+@pytest.fixture
+def recipe(quickstart: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        f"datasets: {{d: {{format: quickstart, path: {quickstart}/problems.jsonl}}}}\ntiers: {{tier1: [d]}}"
+    )
+    return path
+
+
+def watched(recipe: Path | str, *overrides: str) -> DictConfig:
+    config = compose_config("sft", ["eval.watch=true", f"eval.recipe={recipe}", *overrides])
+    config.trainer.n_gpus_per_node = 2
+    return config
+
+
+@pytest.fixture(autouse=True)
+def found_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the scripts set it."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def test_a_recipe_that_can_be_used_passes(recipe: Path) -> None:
+    check_evaluation(watched(recipe))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("datasets: {d: {format: quickstart, path: /nowhere/problems.jsonl}}", "/nowhere/problems.jsonl"),
+        ("datasets: {d: {format: quickstart, path: MINE}}", "mine.yaml, line 1"),
+        ("datasets: {d: {format: quick, path: org/name}}", "datasets.d.format is 'quick'"),
+        ("selection: {metric: accuracy}", "selection.metric is 'accuracy'"),
+        ("tiers: {tier1: []}", "name no data set"),
+        ("batch_sizes: 3", "batch_size"),
+        ("engine: {kind: openai, base_url: 'http://localhost:1/v1'}", "leave engine.kind=openai out"),
+    ],
+)
+def test_what_the_watcher_would_refuse_is_refused_before(recipe: Path, line: str, words: str) -> None:
+    key = line.partition(":")[0]
+    others = [old for old in recipe.read_text().splitlines() if not old.startswith(key + ":")]
+    recipe.write_text("\n".join([line.replace("MINE", str(recipe)), *others]))
+    with pytest.raises(UserError, match="cannot start: ") as refused:
+        check_evaluation(watched(recipe))
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_an_unknown_recipe_is_refused_only_where_somebody_watches() -> None:
+    with pytest.raises(UserError, match="no recipe 'quikstart' .* did you mean recipe=quickstart"):
+        check_evaluation(watched("quikstart"))
+    check_evaluation(watched("quikstart", "eval.watch=false"))
+
+
+def test_gpus_count_for_an_engine_that_takes_some(recipe: Path, three_gpus: None) -> None:
+    with pytest.raises(UserError, match="name them with eval.devices"):
+        check_evaluation(watched(recipe))
+    with pytest.raises(UserError, match="GPU 0, which one of the 2 ranks uses"):
+        check_evaluation(watched(recipe, "eval.devices=[0,2]"))
+    check_evaluation(watched(recipe, "eval.devices=2"))
+    text = recipe.read_text()
+    recipe.write_text(text + "\nengine: {tensor_parallel_size: 2}")
+    with pytest.raises(UserError, match="needs 2 GPUs, but 1 are visible"):
+        check_evaluation(watched(recipe, "eval.devices=2"))
+    recipe.write_text(text + "\nexecutor: {kind: ray, address: 'localhost:1'}")  # its GPUs are its own affair
+    check_evaluation(watched(recipe))
+
+
+def test_only_the_first_node_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODE_RANK", "1")
+    check_evaluation(watched("quikstart"))
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "finished", "expected"),
+    [
+        (0, False, False),
+        (2, False, False),
+        (75, False, False),
+        (1, False, True),
+        (1, True, False),
+        (-9, False, True),
+        (-9, True, True),
+        (137, True, True),
+    ],
+)
+def test_only_a_crash_is_worth_a_restart(exit_code: int, finished: bool, expected: bool) -> None:
+    assert may_go_better(exit_code, finished) is expected

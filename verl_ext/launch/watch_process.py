@@ -1,0 +1,101 @@
+"""The process of `python -m eval_pipeline watch`, which dies with its launcher."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from verl_ext.config.evaluation import evaluation_environment, evaluation_recipe
+from verl_ext.errors import UserError
+from verl_ext.tell import tell
+
+LOG = Path("eval", "watch.log")
+LAST_BYTES = 4096
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here, because between fork and exec another thread may hold the loader's lock
+
+
+class WatchProcess:
+    """One watcher, again and again; one thread runs it, any thread may end it.
+
+    Args:
+        config: of the run.
+        run_dir: of the run, absolute.
+
+    Raises:
+        UserError: its log cannot be written.
+    """
+
+    def __init__(self, config: DictConfig, run_dir: Path) -> None:
+        self._command = [sys.executable, "-m", "eval_pipeline", "watch", str(run_dir)]
+        self._command += ["--recipe", evaluation_recipe(config)]
+        self._environment = evaluation_environment(config)
+        self._path = run_dir / LOG
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_ended = False
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._log = open(self._path, "ab")
+        except OSError as error:
+            raise UserError(f"cannot write {self._path} ({error.strerror}); make room or mend the directory") from error
+
+    def run(self) -> int:
+        """Run it to its end; returns its exit code, 1 where it cannot be started, 0 after `terminate`."""
+        with self._lock:
+            if self._is_ended:
+                return 0
+            try:
+                self._process = self._start()
+            except OSError as error:
+                tell(f"warning: the evaluation cannot be started ({error.strerror})", sys.stderr)
+                return 1
+        return self._process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,  # Ctrl-C is for the launcher, which decides what becomes of this
+            preexec_fn=_die_with_parent,
+        )
+
+    def terminate(self) -> None:
+        """Ask it to end, and start it no more."""
+        with self._lock:
+            self._is_ended = True
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)  # nothing where it has ended
+
+    def last_line(self) -> str:
+        """The last that it wrote."""
+        with open(self._path, "rb") as log:
+            log.seek(max(log.seek(0, os.SEEK_END) - LAST_BYTES, 0))
+            lines = log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else "its log is empty"
+
+    def close(self) -> None:
+        """Close the log."""
+        self._log.close()
+
+
+def _die_with_parent() -> None:
+    """Between fork and exec; a launcher that is killed by SIGKILL must not leave an evaluation behind."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,152 @@
+"""The evaluation beside a training: `eval.watch=true` starts `python -m eval_pipeline watch` and sees to its end."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
+from verl_ext.launch.restarts import FIRST_PAUSE_S, pause_before
+from verl_ext.launch.stop import StopRequest, StopSignals
+from verl_ext.launch.watch_process import LOG, WatchProcess
+from verl_ext.metrics.run_file import RUN_FILE, load_run
+from verl_ext.tell import tell
+
+POLL_S = 0.1
+STOP_S = 30.0
+"""How long the watcher may take to end its engine when the training ends unfinished."""
+RESTARTS = 3
+"""How often a watcher that crashed is started again without a checkpoint having been evaluated meanwhile."""
+
+
+class Watcher:
+    """A watcher that runs until the run has finished and is evaluated; one that crashes is started again.
+
+    Args:
+        config: of the run; `eval.devices` are the GPUs that the training leaves free.
+        first_pause_s: seconds before the first restart; each pause is twice the one before.
+
+    Raises:
+        UserError: its log cannot be written.
+    """
+
+    def __init__(self, config: DictConfig, first_pause_s: float = FIRST_PAUSE_S) -> None:
+        self._run_dir = Path(config.trainer.default_local_dir).absolute()
+        self._process = WatchProcess(config, self._run_dir)
+        self._first_pause_s = first_pause_s
+        self._exit_code: int | None = None
+        self._stopping = threading.Event()
+        # the process dies with the thread that forked it, which therefore lives as long
+        self._thread = threading.Thread(target=self._keep, name="watcher", daemon=True)
+        self._thread.start()
+
+    def finish(self, signals: StopSignals) -> int:
+        """Wait until every checkpoint of the finished run is evaluated, or a stop signal ends the waiting.
+
+        Returns:
+            The exit code of the command: that of a stop, or 0, since the training itself is done.
+        """
+        log = self._run_dir / LOG
+        if self._thread.is_alive():
+            tell(f"Evaluating what is left; {log} shows how far it is.")
+        try:
+            with signals.raising():
+                while self._thread.is_alive():
+                    self._thread.join(POLL_S)
+        except StopRequest as stop:
+            tell(f"Stopped by {stop.signal.name} while evaluating; the same command goes on.")
+            return STOPPED_EXIT_CODE
+        if self._exit_code:
+            tell(f"error: the evaluation {how_it_ended(self._exit_code)}; {log} says why", sys.stderr)
+        return 0
+
+    def stop(self) -> None:
+        """End it; what it has done is kept, and the next start goes on."""
+        self._stopping.set()
+        self._process.terminate()
+        self._thread.join(STOP_S)
+        self._process.kill()
+        self._thread.join()
+        self._process.close()
+
+    def _keep(self) -> None:
+        reached, used = self._num_evaluated(), 0
+        while True:
+            self._exit_code = self._process.run()
+            if self._stopping.is_set() or not self._exit_code:
+                return
+            if (now := self._num_evaluated()) > reached:
+                reached, used = now, 0
+            if not may_go_better(self._exit_code, self._is_finished()) or used == RESTARTS:
+                return self._warn_of_end()
+            used += 1
+            pause = pause_before(used, self._first_pause_s)
+            self._warn(f"restart {used} of {RESTARTS} in {pause:g} s; {self._run_dir / LOG} may say why")
+            self._stopping.wait(pause)
+
+    def _warn_of_end(self) -> None:
+        if not self._is_finished():  # else `finish` says it, now
+            self._warn(
+                f"the training goes on without it ({self._process.last_line()}); `bash eval_pipeline/run.sh watch "
+                f"{self._run_dir}` takes it up, and {self._run_dir / LOG} has the rest"
+            )
+
+    def _warn(self, what_follows: str) -> None:
+        tell(f"warning: the evaluation beside the training {how_it_ended(self._exit_code)}; {what_follows}", sys.stderr)
+
+    def _num_evaluated(self) -> int:
+        return len(list(self._run_dir.glob("eval/eval_step_*/metrics.json")))
+
+    def _is_finished(self) -> bool:
+        try:
+            return load_run(self._run_dir / RUN_FILE)["status"] == "finished"
+        except UserError:
+            return False  # whoever writes the record says what is wrong with it
+
+
+class NoWatcher:
+    """In its place where nobody asked for one."""
+
+    def finish(self, signals: StopSignals) -> int:
+        """Nothing is left to do."""
+        return 0
+
+    def stop(self) -> None:
+        """Nothing is running."""
+
+
+@contextmanager
+def watching(config: DictConfig, leads: bool) -> Iterator[Watcher | NoWatcher]:
+    """A watcher within the block, where the configuration asks for one; the first node's launcher has it.
+
+    Args:
+        config: of the run.
+        leads: whether this is the first node.
+    """
+    watcher = Watcher(config) if config.eval.watch and leads else NoWatcher()
+    try:
+        yield watcher
+    finally:
+        watcher.stop()
+
+
+def how_it_ended(exit_code: int) -> str:
+    """Words for an exit code; as with `subprocess`, a negative one is that of a signal."""
+    return f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
+
+
+def may_go_better(exit_code: int, run_is_finished: bool) -> bool:
+    """Whether a watcher that ended so is worth another start.
+
+    Args:
+        exit_code: of the watcher; bad input stays bad, and whoever asked it to stop meant it.
+        run_is_finished: a watcher that has seen the run to its end says by 1 that a data set failed; before, 1 is a
+            crash.
+    """
+    final = {0, USER_ERROR_EXIT_CODE, STOPPED_EXIT_CODE} | ({1} if run_is_finished else set())
+    return exit_code not in final
