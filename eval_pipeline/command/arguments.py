@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Callable
 
 Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -16,8 +17,8 @@ def add_command(commands: Commands, name: str, text: str, action: Action, epilog
     """Add a command; `action` receives its arguments and returns the exit code."""
     parser = commands.add_parser(
         name,
-        help=text.partition(".")[0].lower(),
-        description=text,
+        help=text[0].lower() + text.partition(".")[0][1:],
+        description=textwrap.fill(text, 100),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -29,7 +30,13 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that choose and change the recipe."""
     parser.add_argument("--recipe", metavar="NAME", help="recipe to evaluate by (default: the run's, else quickstart)")
     parser.add_argument("--no-wandb", action="store_true", help="send nothing to W&B")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the recipe to change")
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add `key=value`."""
+    # a default, or argparse names them among what is required
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="keys of the recipe to change")
 
 
 def add_directory(parser: argparse.ArgumentParser, what: str) -> None:

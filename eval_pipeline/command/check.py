@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from eval_pipeline.command.arguments import RECIPE_EXAMPLE, Commands, add_command
+from eval_pipeline.command.arguments import RECIPE_EXAMPLE, Commands, add_command, add_overrides
 
 if TYPE_CHECKING:
     from eval_pipeline.recipe.schema import EvalRecipe
@@ -23,7 +23,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--watch", action="store_true", help="whether `watch` can use it")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--recipe", metavar="NAME", help="recipe to check (default: quickstart)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the recipe to change")
+    add_overrides(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from eval_pipeline.command.arguments import Commands, add_command, positive
+from eval_pipeline.command.arguments import Commands, add_command, add_overrides, positive
 from eval_pipeline.command.paths import input_path, output_path
 
 TEXT = "Judge answers from a file. Each runs in a sandbox against its problem's tests; no model is loaded."
@@ -32,7 +32,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--output", type=output_path, required=True, metavar="FILE", help="where the verdicts go")
     parser.add_argument("--num-workers", type=positive, metavar="N", help="programs run at a time (default: CPUs)")
     parser.add_argument("--recipe", metavar="NAME", help="recipe of data sets and limits (default: quickstart)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the recipe to change")
+    add_overrides(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -103,7 +103,8 @@ def _read_answers(path: Path, problems: dict) -> list[tuple[str, str | None]]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the answers in {path} ({error}); name a UTF-8 JSON Lines file") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"cannot read the answers in {path} ({reason}); name a UTF-8 JSON Lines file") from error
     rows = [_answer(line, f"{path}, line {number}", problems) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise UserError(f"{path} holds no answers; write one JSON object with problem_id and answer a line")

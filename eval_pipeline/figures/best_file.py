@@ -57,6 +57,8 @@ def read_best_checkpoint(run_dir: Path) -> BestCheckpoint:
         UserError: it is missing or malformed.
     """
     path = run_dir / BEST_FILE
+    if not path.exists():
+        raise UserError(f"{run_dir} has no {BEST_FILE}; evaluate the run's checkpoints by `watch` to have it written")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         keys = ("metric", "mode", "settings")

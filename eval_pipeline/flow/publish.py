@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from eval_pipeline.figures.evaluated import EvaluatedModel
@@ -37,6 +38,7 @@ class Publisher:
     def __init__(self, session: Session, leads: bool) -> None:
         self._session = session
         self._chooser = Chooser(session, leads)
+        self._seen: dict[str, str] = {}
 
     def publish(self, tasks: Sequence[Task]) -> set[str]:
         """Publish each checkpoint whose wanted jobs have all ended, with whatever else is done of it.
@@ -52,53 +54,57 @@ class Publisher:
         """
         left = {task.checkpoint.label for task in self._session.left_of(tasks)}
         ended = dict.fromkeys(task.checkpoint.label for task in tasks if task.checkpoint.label not in left)
-        published = {label for label in ended if self._publish_if_due(label)}
-        for label in ended if self._session.recipe.wandb else ():
+        digests = self._digests()
+        new = [label for label in ended if self._seen.get(label) != digests[label]]
+        return {label for label in new if self._take(label, digests[label])}
+
+    def _take(self, label: str, digest: str) -> bool:
+        if self._session.ledger.others_want_more(label):
+            return False  # whoever wants more publishes all of it
+        published = self._publish_if_due(label)
+        if self._session.recipe.wandb:
             self._track_if_due(label)
+        self._seen[label] = digest
         return published
 
+    def _digests(self) -> dict[str, str]:
+        """By label what there is to be published, for a look that costs little."""
+        jobs: dict[str, list[Job]] = {}
+        for job in self._session.ledger.jobs():
+            jobs.setdefault(job.checkpoint, []).append(job)
+        return {label: _digest(its) for label, its in jobs.items()}
+
     def _publish_if_due(self, label: str) -> bool:
-        if not self._is_due(label):
-            return False
+        ledger, directory = self._session.ledger, self._session.place.directory_of(label)
         with _locked(self._session.place.root / LOCK_FILE):
-            if not self._is_due(label):  # another watcher was faster
-                return False
-            jobs = self._ended(label)
-            model = self._merge(label, (job for job in jobs if job.state == "done"))
-            directory = self._session.place.directory_of(label)
+            jobs = [job for job in ledger.jobs() if job.checkpoint == label]
+            results = self._results(label, jobs)
+            if not results or ledger.published.digest(label) == _digest(jobs):
+                return False  # all has failed, or another watcher was faster
+            model = _merge(results)
             write_evaluation(directory, model)
             self._chooser.choose()
             tell(f"{label}\n{format_table(model.datasets)}\nwritten to {directory}")
-            self._session.ledger.published.mark(label, _digest(jobs))
+            ledger.published.mark(label, _digest(jobs))
         return True
 
     def _track_if_due(self, label: str) -> None:
         """Send what is published to W&B, which may take minutes: nobody else must wait for that, or do it as well."""
-        ledger = self._session.ledger
-        if ledger.published.digest(label) in ("", None, ledger.published.tracked(label)):
+        published = self._session.ledger.published
+        if published.digest(label) in ("", None, published.tracked(label)):
             return
         with _locked(self._session.place.root / TRACK_LOCK_FILE, waits=False) as is_mine:
-            digest = ledger.published.digest(label)
-            if is_mine and digest != ledger.published.tracked(label):
+            digest = published.digest(label)
+            if is_mine and digest != published.tracked(label):
                 directory = self._session.place.directory_of(label)
                 track(self._session, read_evaluation(directory), directory)
-                ledger.published.mark_tracked(label, digest)
+                published.mark_tracked(label, digest)
 
-    def _is_due(self, label: str) -> bool:
-        jobs = self._ended(label)
-        if not any(job.state == "done" for job in jobs) or self._session.ledger.others_want_more(label):
-            return False  # whoever wants more publishes all of it
-        return self._session.ledger.published.digest(label) != _digest(jobs)
-
-    def _ended(self, label: str) -> list[Job]:
-        return [job for job in self._session.ledger.jobs() if job.checkpoint == label and job.has_ended]
-
-    def _merge(self, label: str, jobs: Iterable[Job]) -> EvaluatedModel:
+    def _results(self, label: str, jobs: Iterable[Job]) -> list[EvaluatedModel]:
+        """What is done of a checkpoint with the weights that it has now."""
         weights = self._session.weights_of(label)
-        models = [model for model in map(self._result_of, jobs) if model.weights == weights]
-        first = models[0]
-        datasets = {name: result for model in models for name, result in model.datasets.items()}
-        return EvaluatedModel(first.label, first.step, first.checkpoint, first.export, weights, datasets)
+        results = [self._result_of(job) for job in jobs if job.state == "done"]
+        return [result for result in results if result.weights == weights]
 
     def _result_of(self, job: Job) -> EvaluatedModel:
         path = self._session.place.work_of(job.checkpoint, job.dataset) / RESULT_FILE
@@ -110,8 +116,14 @@ class Publisher:
             ) from error
 
 
+def _merge(results: Sequence[EvaluatedModel]) -> EvaluatedModel:
+    """One model's results on several data sets, as one."""
+    datasets = {name: result for model in results for name, result in model.datasets.items()}
+    return replace(results[0], datasets=datasets)
+
+
 def _digest(jobs: Sequence[Job]) -> str:
-    content = sorted((job.dataset, job.digest, job.state) for job in jobs)
+    content = sorted((job.dataset, job.digest, job.state) for job in jobs if job.has_ended)
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

@@ -104,9 +104,14 @@ class Session:
     def _drop_figures_of_other_weights(self, label: str) -> None:
         """Remove the figures of a checkpoint that was trained again, or they would count until the new ones are in."""
         directory = self.place.directory_of(label)
-        if not (directory / METRICS_FILE).exists() or read_evaluation(directory).weights == self._weights[label]:
+        if not (directory / METRICS_FILE).exists():
             return
-        warn(f"{label} has other weights than its figures in {directory} are of; it is evaluated anew")
+        try:
+            if read_evaluation(directory).weights == self._weights[label]:
+                return
+            warn(f"{label} has other weights than its figures in {directory} are of; it is evaluated anew")
+        except UserError as error:
+            warn(str(error))
         for name in (METRICS_FILE, SUMMARY_FILE):
             (directory / name).unlink(missing_ok=True)
         self.ledger.published.mark(label, "")

@@ -251,9 +251,19 @@ def test_figures_of_a_checkpoint_that_was_trained_again_do_not_count(
     flip_a_byte(commit(copy, 20, exports[1]) / "huggingface" / "model.safetensors")
     watched = evaluate("watch", copy, *words)
     assert watched.returncode == 1 and "step_20 has other weights than its figures" in watched.stderr, watched.stderr
+    assert "Traceback" not in watched.stderr
     assert not (copy / "eval" / "eval_step_20" / "metrics.json").exists()
     states = {row["dataset"]: row["state"] for row in statuses(copy) if row["checkpoint"] == "step_20"}
     assert states["first"] == "failed"
+
+
+def test_a_damaged_file_of_figures_is_written_again(copy: Path, words: tuple[str | Path, ...]) -> None:
+    path = copy / "eval" / "eval_step_10" / "metrics.json"
+    before = path.read_bytes()
+    path.write_bytes(before[:100])
+    watched = evaluate("watch", copy, *words)
+    assert "cannot read the figures" in watched.stderr and "Traceback" not in watched.stderr, watched.stderr
+    assert path.read_bytes() == before
 
 
 def test_a_run_without_a_checkpoint_is_told_so(tmp_path: Path, words: tuple[str | Path, ...]) -> None:
