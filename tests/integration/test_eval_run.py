@@ -33,6 +33,7 @@ from tests.integration.eval_runs import (
     write_recipe,
 )
 from tests.tiny_model import make_tokenizer
+from tests.wandb_files import read_records
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def test_the_table_and_the_choice(setup: Setup, told: str) -> None:
 
 def test_wandb_gets_a_run_of_its_own_with_the_keys(setup: Setup, told: str) -> None:
     (log,) = (setup.run_dir / "wandb").glob("offline-run-*/run-*.wandb")
+    read_records(log)  # waits for the end
     recorded = log.read_bytes()
     for text in ("phase1_eval_step_30", "eval/heart/exec_success_rate", "eval/heart/accepted_at_1_low", "global_step"):
         assert text.encode() in recorded

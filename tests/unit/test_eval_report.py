@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import wandb
 from PIL import Image
-from wandb.proto.wandb_internal_pb2 import Record
 
 from eval_pipeline.engines.answer import Answer
 from eval_pipeline.figures.best_file import read_best_checkpoint, write_best_checkpoint
@@ -30,6 +28,7 @@ from eval_pipeline.figures.tracking import log_to_wandb
 from eval_pipeline.figures.verdict_files import read_outcomes, write_verdicts
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.problems.problem import Problem, ReferenceAnswer
+from tests.wandb_files import read_records, values_of
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import MetricsFile, iterate_metrics
 
@@ -210,32 +209,13 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     wandb.teardown()
 
 
-def read_records(path: Path) -> Iterator[Record]:
-    """Parse a .wandb file: a 7-byte header, then LevelDB log blocks of 32 KiB with records in one or more parts."""
-    data, block, position, parts = path.read_bytes(), 32 * 1024, 7, b""
-    while position + 7 <= len(data):
-        if block - position % block < 7:  # the rest of a block that has no room for a header
-            position += block - position % block
-            continue
-        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
-        parts += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or last part
-            yield Record.FromString(parts)
-            parts = b""
-
-
-def values_of(items: Any) -> dict[str, Any]:
-    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-
-
 def test_wandb_has_figures_intervals_and_the_table(tmp_path: Path, offline: None) -> None:
     model = evaluate(tmp_path, 30, 0.5, "x", "y", problems=4)
     rows = {"x": [qa_row(one) for one in answer_all("x", 0.5, 4, 1)], "y": []}
     log_to_wandb(model, rows, project="p", experiment="sft", directory=tmp_path, run_id="abc-step_30")
 
     [path] = tmp_path.glob("wandb/offline-run-*/run-abc-step_30.wandb")
-    records = list(read_records(path))
+    records = read_records(path)
     [run] = [record.run for record in records if record.WhichOneof("record_type") == "run"][:1]
     assert (run.display_name, run.project, run.run_group, run.job_type) == ("phase1_eval_step_30", "p", "sft", "eval")
     assert values_of(run.config.update)["step"] == 30

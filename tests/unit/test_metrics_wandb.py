@@ -1,17 +1,13 @@
 """Real W&B runs, all of them offline."""
 
-import json
-import struct
 import sys
 
 import pytest
 import wandb
-from wandb.proto.wandb_internal_pb2 import Record
 
+from tests.wandb_files import read_history, read_records
 from verl_ext.metrics.recorder import MetricsRecorder
 from verl_ext.metrics.wandb_run import RUN_ID_FILE, open_wandb_run, persistent_run_id
-
-_LOG_BLOCK_BYTES = 32 * 1024
 
 
 @pytest.fixture(autouse=True)
@@ -25,23 +21,6 @@ def no_key(monkeypatch, tmp_path):
     wandb.teardown()
     yield
     wandb.teardown()
-
-
-def read_records(path):
-    """Parse a .wandb file: a 7-byte header, then LevelDB log records, which here all fit in the first block."""
-    data = path.read_bytes()
-    assert len(data) < _LOG_BLOCK_BYTES
-    position = 7
-    while position + 7 <= len(data):
-        _, length, _ = struct.unpack("<IHB", data[position : position + 7])
-        yield Record.FromString(data[position + 7 : position + 7 + length])
-        position += 7 + length
-
-
-def read_history(path):
-    for record in read_records(path):
-        if record.WhichOneof("record_type") == "history":
-            yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
 
 
 def log_attempt(run_dir, attempt, steps):
