@@ -35,6 +35,7 @@ class Watcher:
         self._discovery = Discovery(self._run_dir)
         self._status = RunStatus(self._run_dir)
         self._tasks: list[Task] = []
+        self._last: list[Task] = []
         self._missing: set[str] = set()
         self._looked = float("-inf")
         self._is_over = False
@@ -58,8 +59,10 @@ class Watcher:
         self._want(self._enter(checkpoints))
         self._give_up_removed()
         if has_finished and not self._session.left_of(self._tasks):
-            self._publisher.publish(self._tasks)  # the choice hangs on it
-            self._want(self._last_tier(checkpoints))
+            # the choice hangs on it; with the last tier, or the best one would be published while that is under way
+            self._publisher.publish([*self._tasks, *self._last])
+            self._last = self._last_tier(checkpoints)
+            self._want(self._last)
             self._is_over = not self._session.left_of(self._tasks)
         self._looked = time.monotonic()
 
