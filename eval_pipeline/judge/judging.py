@@ -10,10 +10,12 @@ from eval_pipeline.judge.levels import Level
 from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.references import ReferenceJudge
 from eval_pipeline.judge.rules import MESSAGE_CHARS, NO_PROGRAM, TestResult, function_result, program_result, verdict_of
+from eval_pipeline.judge.runs import Runs
+from eval_pipeline.judge.sandbox import SandboxError
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.judge.wire import num_tests_of
-from eval_pipeline.judge.workshop import SandboxError, Supervisor, Workshop
+from eval_pipeline.judge.workshop import Workshop
 from eval_pipeline.problems.problem import FunctionTests, ProgramTests, ReferenceAnswer
 
 _ATTEMPTS = 2
@@ -55,8 +57,8 @@ class Worker:
             return verdict_of([NO_PROGRAM], num_tests_of(submission.tests))
         results = []
         preamble = submission.tests.preamble if isinstance(submission.tests, FunctionTests) else ""
-        with self._workshop.supervisor(submission.program, preamble, limits) as supervisor:
-            for run in _runs(submission.tests, supervisor, limits):
+        with self._workshop.runs(submission.program, preamble, limits) as runs:
+            for run in _tests(submission.tests, runs, limits):
                 results.append(self._run(run))
                 if results[-1].error_type in ("timeout", "syntax_error"):
                     break  # the tests that are left are not passed
@@ -72,16 +74,14 @@ class Worker:
             return run()
 
 
-def _runs(
-    tests: FunctionTests | ProgramTests, supervisor: Supervisor, limits: Limits
-) -> Iterator[Callable[[], TestResult]]:
+def _tests(tests: FunctionTests | ProgramTests, runs: Runs, limits: Limits) -> Iterator[Callable[[], TestResult]]:
     if isinstance(tests, FunctionTests):
         for test in tests.tests:
             yield lambda test=test: function_result(
-                *supervisor.run_function_test(tests.preamble, tests.entry_point, test), limits
+                *runs.run_function_test(tests.preamble, tests.entry_point, test), limits
             )
         return
     for case in tests.cases:
         yield lambda case=case: program_result(
-            *supervisor.run_program(case.stdin.encode(errors="surrogatepass")), case, tests.tolerance, limits
+            *runs.run_program(case.stdin.encode(errors="surrogatepass")), case, tests.tolerance, limits
         )

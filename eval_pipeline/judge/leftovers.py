@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ _MOST_S = 10.0
 
 def end_below(zygote: int) -> None:
     """Kill every process below a zygote, which adopts orphans and waits for none."""
-    census = Census()
+    census = Census(bytearray(mmap.PAGESIZE))
     deadline = time.monotonic() + _MOST_S
     try:
         # a look at /proc is not atomic and may miss one that was just born: nothing must be seen twice in a row

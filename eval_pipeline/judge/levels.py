@@ -1,6 +1,7 @@
 """Isolation levels: how each starts the processes that fork testers and supervisors of answers.
 
-`bwrap`: every worker has its own sandbox made of namespaces, and in it every answer has namespaces of its own.
+`bwrap`: every worker has its own sandbox made of namespaces, and in it its answers, one at a time, have namespaces of
+their own; where those cannot be made inside, every answer has a whole sandbox.
 `sandlock`: Landlock and a seccomp filter, no namespaces; answers see the machine's processes but no file that they do
 not need. `rlimits`: resource limits and the seccomp filter; an answer can read what this user can read and write what
 this user can write.
@@ -45,6 +46,11 @@ class Level:
     def on_host(self) -> bool:
         """Whether answers are processes of the machine, so that no end of a namespace ends them."""
         return self.bwrap is None
+
+    @property
+    def lasting(self) -> bool:
+        """Whether a supervisor serves many answers: it is the first process of namespaces, and all others end."""
+        return self.bwrap is not None and not self.once
 
     def command(self, role: Role) -> list[str]:
         """What to run; it is given its control socket as standard input, and an empty environment."""

@@ -14,7 +14,7 @@ assert f("ab") == "abab"
 RIGHT = "def f(x): return 2 * x\n"
 
 # reads memory without fear: write(2) from an address that is not mapped is an error, not a signal
-_SCAN_MEMORY = """
+SCAN_MEMORY = """
 import ctypes, gc, os, re
 libc = ctypes.CDLL(None)
 pattern = re.compile("LEGOVNEIRANAK"[::-1].encode() + rb"[0-9]{20}")
@@ -147,7 +147,7 @@ FUNCTIONS: dict[str, tuple[str, str]] = {
         + RIGHT,
         "success",
     ),
-    "scan of memory": (_SCAN_MEMORY, "success"),
+    "scan of memory": (SCAN_MEMORY, "success"),
     "writing outside": (
         "import os\nfor path in ('/', '/usr', '/etc', '/dev', '/judge', '/root', '/proc', '/var', '/home'):\n"
         "    try: open(path + '/hostile', 'w')\n    except OSError: continue\n    raise RuntimeError(path)\n" + RIGHT,

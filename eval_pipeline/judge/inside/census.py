@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from dataclasses import dataclass
 
@@ -26,8 +27,9 @@ class Usage:
 class Census:
     """Reads one proc file system, which stays open although answers cannot see it."""
 
-    def __init__(self) -> None:
-        """Open /proc as it is now."""
+    def __init__(self, page: mmap.mmap | bytearray) -> None:
+        """Open /proc as it is now; what is read of a process, which names itself, stays in `page`."""
+        self._page = page
         self.fd = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._own = 0
 
@@ -43,8 +45,8 @@ class Census:
         """
         fields = {}
         for name in os.listdir(self.fd):
-            if name.isdigit() and (stat := self._read(f"{name}/stat")):
-                fields[int(name)] = stat[stat.rindex(b")") + 2 :].split()
+            if name.isdigit() and (stat := self._stat(name)):
+                fields[int(name)] = stat
         ours: dict[int, list[bytes]] = {}
         newest = {self._own if of is None else of}
         while newest:
@@ -63,6 +65,10 @@ class Census:
         """Bytes resident in all descendants, where pages that several share count once; slower to find out."""
         return sum(map(self._share_of_memory, self.descendants()))
 
+    def _stat(self, name: str) -> list[bytes]:
+        size = self._read_into(self._page, f"{name}/stat")
+        return self._page[self._page.rfind(b")", 0, size) + 2 : size].split()
+
     def _share_of_memory(self, pid: int) -> int:
         lines = self._read(f"{pid}/smaps_rollup").splitlines()
         shares = [int(line.split()[1]) << 10 for line in lines if line.startswith(b"Pss:")]
@@ -74,14 +80,19 @@ class Census:
         return (int(numbers[1]) - int(numbers[2])) * _PAGE if numbers else 0
 
     def _read(self, path: str) -> bytes:
-        """A file of it; empty when its process has ended."""
+        """A file of it that holds numbers alone; empty when its process has ended."""
+        data = bytearray(_PAGE)
+        return bytes(data[: self._read_into(data, path)])
+
+    def _read_into(self, memory: mmap.mmap | bytearray, path: str) -> int:
+        """Returns how many bytes there are; 0 when its process has ended."""
         try:
             fd = os.open(path, os.O_RDONLY, dir_fd=self.fd)
         except OSError:
-            return b""
+            return 0
         try:
-            return os.read(fd, 4096)
+            return os.readv(fd, [memory])
         except OSError:
-            return b""
+            return 0
         finally:
             os.close(fd)

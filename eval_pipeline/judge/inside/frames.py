@@ -44,6 +44,18 @@ def send(connection: socket.socket, message: dict[str, Any], blob: bytes = b"", 
     connection.sendall(data)
 
 
+def send_parts(connection: socket.socket, message: dict[str, Any], parts: list[memoryview]) -> None:
+    """Send one message whose blob lies in several places; no copy of it is made here.
+
+    Raises:
+        OSError: the other side is gone.
+    """
+    text = json.dumps(message).encode()
+    connection.sendall(_HEAD.pack(len(text), sum(map(len, parts))) + text)
+    for part in filter(None, parts):
+        connection.sendall(part)
+
+
 def receive(connection: socket.socket, most_fds: int = 0) -> tuple[dict[str, Any], bytes, list[int]] | None:
     """One message with its blob and open files; None when the other side has closed.
 

@@ -17,6 +17,8 @@ NOBODY = 65534
 _CAPABILITY_VERSION_3 = 0x20080522
 _M_ARENA_MAX, _MOST_ARENAS = -8, 2
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
+_CAPABILITIES = struct.pack("Ii", _CAPABILITY_VERSION_3, 0), bytes(24)
 
 
 def _check(result: int, what: str) -> None:
@@ -25,14 +27,13 @@ def _check(result: int, what: str) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def prctl(option: int, argument: int | ctypes.c_void_p = 0, argument2: ctypes.c_void_p | int = 0) -> None:
-    """See prctl(2).
+def prctl(option: int, argument: int = 0, argument2: int = 0) -> None:
+    """See prctl(2); an address is an integer too.
 
     Raises:
         OSError: the kernel refuses.
     """
-    arguments = [a if isinstance(a, ctypes.c_void_p) else ctypes.c_ulong(a) for a in (argument, argument2, 0, 0)]
-    _check(_libc.prctl(option, *arguments), f"prctl({option})")
+    _check(_libc.prctl(option, argument, argument2, 0, 0), f"prctl({option})")
 
 
 def unshare(flags: int) -> None:
@@ -83,8 +84,7 @@ def drop_capabilities() -> None:
     Raises:
         OSError: the kernel refuses.
     """
-    header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
-    _check(_libc.capset(header, bytes(24)), "capset")
+    _check(_libc.capset(*_CAPABILITIES), "capset")
 
 
 def become_nobody() -> None:

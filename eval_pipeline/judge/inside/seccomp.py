@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import platform
+import os
 import struct
 from collections.abc import Callable
 
@@ -75,9 +75,9 @@ def _filter(refused: dict[str, tuple[int, int]], rules: Callable[[int], list[byt
     Raises:
         OSError: the numbers of its system calls are not known here.
     """
-    if platform.machine() not in _ARCHITECTURES:
-        raise OSError(errno.ENOSYS, f"no system call numbers for {platform.machine()}")
-    column, arch = _ARCHITECTURES[platform.machine()]
+    if os.uname().machine not in _ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"no system call numbers for {os.uname().machine}")
+    column, arch = _ARCHITECTURES[os.uname().machine]
     steps = [_step(_LOAD, _ARCH), _step(_EQUAL, arch, 1, 0), _step(_RETURN, _KILL_PROCESS), _step(_LOAD, _NUMBER)]
     steps += [_step(_AT_LEAST, _X32, 0, 1), _REFUSE]
     for numbers in refused.values():
@@ -100,17 +100,25 @@ def _rules_of_answers(column: int) -> list[bytes]:
     ]
 
 
-def install(program: bytes) -> None:
-    """Put the filter on this process and all its children, for good.
+class Filter:
+    """A filter that is ready for the kernel: answers install theirs with all of their memory yet to be copied."""
 
-    Raises:
-        OSError: this kernel has no filters.
-    """
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
-    steps = ctypes.create_string_buffer(program, len(program))
-    # struct sock_fprog
-    head = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(steps)))
-    prctl(PR_SET_SECCOMP, 2, ctypes.c_void_p(ctypes.addressof(head)))
+    def __init__(self, program: bytes) -> None:
+        """Lay it out in memory."""
+        self._steps = ctypes.create_string_buffer(program, len(program))
+        # struct sock_fprog
+        head = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(self._steps))
+        self._head = ctypes.create_string_buffer(head)
+        self._address = ctypes.addressof(self._head)
+
+    def install(self) -> None:
+        """Put the filter on this process and all its children, for good.
+
+        Raises:
+            OSError: this kernel has no filters.
+        """
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        prctl(PR_SET_SECCOMP, 2, self._address)
 
 
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -125,7 +133,7 @@ def _when(number: int, argument: int, steps: list[bytes]) -> list[bytes]:
 
 _REFUSE = _step(_RETURN, _ERRNO | errno.EPERM)
 # made once, before any answer is near
-OF_SUPERVISORS = _filter(_REFUSED_TO_SUPERVISORS, _rules_of_supervisors)
+OF_SUPERVISORS = Filter(_filter(_REFUSED_TO_SUPERVISORS, _rules_of_supervisors))
 """Installed once for all supervisors, and so for their answers: what neither has a use for."""
-OF_ANSWERS = _filter(_REFUSED_TO_ANSWERS, _rules_of_answers)
+OF_ANSWERS = Filter(_filter(_REFUSED_TO_ANSWERS, _rules_of_answers))
 """For answers, beside the other."""

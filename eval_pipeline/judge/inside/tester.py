@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import marshal
 import random
 import resource
 import signal
@@ -28,17 +29,17 @@ _EXTRA_WALL_S = 5
 """Past the answer's own wall-clock limit, which others watch, and which ends this process's waiting too."""
 
 
-def run(fds: list[int]) -> None:
+def work(fds: list[int], options: dict[str, Any], policy_for: Any) -> None:
     """Run the test that comes over the first descriptor against the answer behind the second."""
     control, connection = socket.socket(fileno=fds[0]), socket.socket(fileno=fds[1])
     received = frames.receive(control)
     if received is None:
         return
-    job = received[0]
+    job, blob, _ = received
     _limit(job["limits"])
     random.seed(0)
     peer = TesterPeer(connection)
-    outcome, message = run_test(job, peer)
+    outcome, message = run_test(job, blob, peer)
     if peer.lost is not None:
         # whatever the test made of it: without its answer it has come to nothing
         outcome, message = "lost" if isinstance(peer.lost, GoneError) else "error", str(peer.lost)
@@ -56,17 +57,26 @@ def _limit(limits: dict[str, Any]) -> None:
     signal.setitimer(signal.ITIMER_REAL, limits["wall_s"] + _EXTRA_WALL_S)
 
 
-def run_test(job: dict[str, Any], peer: TesterPeer) -> tuple[str, str]:
-    """Run a test; returns "passed", "failed" (by an assertion of its own) or "error", and a message."""
+def run_test(job: dict[str, Any], compiled: bytes, peer: TesterPeer) -> tuple[str, str]:
+    """Run a test.
+
+    Args:
+        job: preamble and test as text, and the entry point.
+        compiled: both as marshalled code; empty where that could not be made.
+        peer: this end of the conversation with the answer.
+
+    Returns:
+        "passed", "failed" (by an assertion of its own) or "error", and a message.
+    """
     names = Names(peer)
-    test = job["test"]
     try:
-        exec(compile(job["preamble"], "<preamble>", "exec", dont_inherit=True), names)
+        preamble, test = marshal.loads(compiled) if compiled else (None, None)
+        exec(preamble or compile(job["preamble"], "<preamble>", "exec", dont_inherit=True), names)
         names[job["entry_point"]] = names.of_answer(job["entry_point"])
-        exec(compile(test, _TEST_FILE, "exec", dont_inherit=True), names)
+        exec(test or compile(job["test"], _TEST_FILE, "exec", dont_inherit=True), names)
     except BaseException as error:
         failed = isinstance(error, AssertionError) and not isinstance(error, OfAnswer)
-        return "failed" if failed else "error", _message(error, test)
+        return "failed" if failed else "error", _message(error, job["test"])
     return "passed", ""
 
 

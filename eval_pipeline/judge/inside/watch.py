@@ -1,4 +1,4 @@
-"""Watches one run of an answer: keeps a bounded part of what it writes, and ends it at its limits."""
+"""Watches one run of an answer: takes what it writes, and notices when it is over or at its limits."""
 
 from __future__ import annotations
 
@@ -10,41 +10,12 @@ import time
 from typing import Any
 
 import frames
+from captures import Capture
 from census import Census
 
 _FIRST_CENSUS_S = 0.02
 _CENSUS_S = 0.04
-_CHUNK = 1 << 16
-_STATUS_BYTES = 1 << 16
 _MB = 1 << 20
-
-
-class Capture:
-    """Reads a pipe to its end and keeps the beginning and the last part of what came."""
-
-    def __init__(self, fd: int, most: int) -> None:
-        """Keep at most `most` bytes from the beginning, and as the tail the last chunk."""
-        self.fd = fd
-        self._most = most
-        self.data = bytearray()
-        self.tail = b""
-        os.set_blocking(fd, False)
-
-    def read(self) -> bool:
-        """Take one chunk; False at the end of the pipe, or when it is empty for now."""
-        try:
-            chunk = os.read(self.fd, _CHUNK)
-        except BlockingIOError:
-            return False
-        self.data += chunk[: self._most - len(self.data)]
-        self.tail = (self.tail + chunk)[-2048:]
-        return bool(chunk)
-
-    def finish(self) -> None:
-        """Take what is left, once nobody can write any more."""
-        while self.read():
-            pass
-        os.close(self.fd)
 
 
 def children_cpu_s() -> float:

@@ -19,19 +19,22 @@ from collections.abc import Callable
 import imports
 import kernel
 import namespaces
-import place
 import rehearsal
 import seccomp
-import supervise
-import tester
-from census import Census
 
 # What programs of this kind import, so that each run only pays for a fork. Not `threading` and `hashlib`: the one runs
 # code in every fork, the other maps libraries, and each makes every fork half as expensive again.
-_PRELOADED = (
-    *("abc", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools"),
-    *("heapq", "io", "itertools", "json", "math", "operator", "random", "re", "statistics", "string", "typing"),
-)
+_PRELOADED = {
+    "answer": (
+        *("abc", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions"),
+        *("functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re", "statistics", "string"),
+        "typing",
+    ),
+    # tests import less, and what they do not need makes their forks dearer
+    "tester": ("collections", "copy", "functools", "itertools", "math", "operator", "random", "re", "typing"),
+}
+# the modules that say what a fork does; each only where it is needed
+_WORK = {"answer": "supervise", "tester": "tester"}
 
 
 def main() -> None:
@@ -40,8 +43,9 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
-    for name in _PRELOADED:
+    for name in _PRELOADED[options["role"]]:
         importlib.import_module(name)
+    work = importlib.import_module(_WORK[options["role"]]).work
     site.setquit()  # `exit` and `quit`, which -S leaves out with the folders of packages
     policy_for = None
     if options["sandlock"]:
@@ -63,41 +67,29 @@ def main() -> None:
     if options["own_namespaces"] and options["role"] == "answer" and not options["once"]:
         fork = namespaces.Nursery().fork
     kernel.limit_arenas()
+    if options["role"] == "answer":
+        importlib.import_module("binding").prepare()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children, and none becomes a zombie
-    seccomp.install(seccomp.OF_SUPERVISORS)
+    seccomp.OF_SUPERVISORS.install()
     rehearsal.rehearse()
     gc.collect()
     gc.freeze()
     control.sendall(b"R")
-    _serve(control, fork, options, policy_for)
+    _serve(control, fork, lambda fds: work(fds, options, policy_for), options["once"])
 
 
-def _serve(control: socket.socket, fork: Callable[[], int], options: dict, policy_for: object) -> None:
+def _serve(control: socket.socket, fork: Callable[[], int], work: Callable[[list[int]], None], once: bool) -> None:
     while True:
         _, fds, _, _ = socket.recv_fds(control, 1, 2)
         if not fds:
             os._exit(0)
-        if options["once"] or fork() == 0:
+        if once or fork() == 0:
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _work(fds, options, policy_for)
+            work(fds)
             os._exit(0)
         for fd in fds:
             os.close(fd)
-
-
-def _work(fds: list[int], options: dict, policy_for: object) -> None:
-    if options["role"] == "tester":
-        tester.run(fds)
-        return
-    census = Census()
-    if options["own_namespaces"]:
-        where = place.NamespacePlace(
-            census, nested=not options["once"], drop_user=options["once"] and options["drop_user"]
-        )
-    else:
-        where = place.HostPlace(census, policy_for)
-    supervise.serve(socket.socket(fileno=fds[0]), where, census)
 
 
 main()

@@ -1,0 +1,78 @@
+"""A sandbox, and the process in it that forks for each piece of work."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import tempfile
+
+from eval_pipeline.judge import leftovers
+from eval_pipeline.judge.levels import Level, Role
+
+_START_S = 60.0
+
+
+class SandboxError(Exception):
+    """The sandbox failed, not the answer."""
+
+
+class Zygote:
+    """A process that forks on request."""
+
+    def __init__(self, level: Level, role: Role) -> None:
+        """Start it.
+
+        Raises:
+            SandboxError: it does not come up.
+        """
+        self._level, self._role = level, role
+        self._log = tempfile.TemporaryFile()
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                level.command(role),
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                stderr=self._log,
+                env={"PYTHONHASHSEED": "0"},
+                cwd="/",
+            )
+        if not readable([self._control], _START_S) or self._control.recv(1) != b"R":
+            failure = self.failure()
+            self.close()
+            raise SandboxError(failure)
+
+    def fork(self, *fds: int) -> None:
+        """Have it fork, handing the open files on.
+
+        Raises:
+            SandboxError: it is gone.
+        """
+        try:
+            socket.send_fds(self._control, [b"F"], fds)
+        except OSError as error:
+            raise SandboxError(self.failure()) from error
+
+    def failure(self) -> str:
+        """The end of what it wrote to standard error."""
+        self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, self._log.tell() - 2000))
+        return f"the {self._role} sandbox failed: {self._log.read().decode(errors='replace').strip()}"
+
+    def close(self) -> None:
+        """End it with all that it forked."""
+        if self._level.on_host:
+            leftovers.end_below(self._process.pid)
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+        if self._level.on_host:
+            leftovers.remove_directories(self._process.pid)
+
+
+def readable(connections: list[socket.socket], timeout_s: float) -> list[socket.socket]:
+    """Those of the connections that have something to read, waiting for the first at most so long."""
+    return select.select(connections, [], [], max(0.0, timeout_s))[0]

@@ -1,0 +1,99 @@
+"""What passes between the server and a supervisor, and what the server makes once for many."""
+
+from __future__ import annotations
+
+import faulthandler
+import marshal
+import mmap
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from eval_pipeline.judge.compiled import compiled
+from eval_pipeline.judge.inside.captures import Capture, unforked
+from eval_pipeline.judge.runs import _read_report
+from eval_pipeline.judge.sandbox import SandboxError
+from eval_pipeline.judge.sealed import sealed_file
+
+REPORT: dict[str, Any] = {"reason": "exited", "exit": 0, "cpu_s": 0.5, "wall_s": 0.5, "sizes": [2, 1, 18]}
+BLOB = b'12e{"compiled": true}'
+
+
+def test_report() -> None:
+    """The texts beside it are told apart."""
+    report, output = _read_report(REPORT, BLOB)
+    assert (output, report["errors"], report["compiling"]) == (b"12", "e", {"compiled": True})
+
+
+@pytest.mark.parametrize(
+    ("change", "blob"),
+    [
+        ({"reason": "gone"}, BLOB),
+        ({"reason": None}, BLOB),
+        ({"exit": "0"}, BLOB),
+        ({"cpu_s": None}, BLOB),
+        ({"sizes": [2, 1]}, BLOB),
+        ({"sizes": [2, 1, 19]}, BLOB),
+        ({"sizes": [-2, 5, 18]}, BLOB),
+        ({"sizes": ["2", 1, 18]}, BLOB),
+        ({}, BLOB[:-1] + b"]"),
+        ({}, b'12e["failed", "why!!"]'),
+        ({}, b"12e" + b'{"failed": "why!"}'),
+    ],
+)
+def test_report_that_is_none(change: dict[str, Any], blob: bytes) -> None:
+    """The sandbox has failed then, and is replaced."""
+    with pytest.raises(SandboxError):
+        _read_report({**REPORT, **change}, blob)
+
+
+def test_sealed_file() -> None:
+    """It can be read, and neither changed nor unsealed."""
+    with sealed_file(b"text") as fd:
+        assert os.read(fd, 9) == b"text" and os.pread(fd, 9, 0) == b"text"
+        for change in (lambda: os.pwrite(fd, b"x", 0), lambda: os.ftruncate(fd, 0), lambda: os.ftruncate(fd, 9)):
+            with pytest.raises(PermissionError):
+                change()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+@pytest.mark.parametrize(("last", "expected"), [(False, b"0" * 100), (True, b"9" * 100)])
+def test_capture(last: bool, expected: bytes) -> None:
+    """The beginning or the end of what comes in many chunks."""
+    reading, writing = os.pipe()
+    memory = unforked(100 + (1 << 16))
+    capture = Capture(reading, memory, 100, last)
+    for digit in b"0123456789":
+        os.write(writing, bytes([digit]) * 60_000)
+        assert capture.read()
+    assert not capture.read()
+    os.write(writing, b"")
+    os.close(writing)
+    capture.finish()
+    assert bytes(capture.kept) == expected
+
+
+def test_forks_do_not_inherit_captures() -> None:
+    """The memory is not there, rather than empty."""
+    memory = unforked(mmap.PAGESIZE)
+    memory[:6] = b"secret"
+    if (pid := os.fork()) == 0:
+        faulthandler.disable()
+        os._exit(memory[0] == 0)  # never gets that far
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) < 0
+
+
+def test_compiled() -> None:
+    """Assertions stay and lines keep their numbers; what does not compile is left to the tester."""
+    codes = marshal.loads(compiled("import math\n", "\n\nassert math.pi < 3\n"))
+    names: dict[str, Any] = {}
+    exec(codes[0], names)
+    with pytest.raises(AssertionError) as caught:
+        exec(codes[1], names)
+    frame = caught.traceback[-1]
+    assert (str(frame.path), frame.lineno + 1) == ("<test>", 3)
+    assert compiled("", "assert (") == b"" and compiled("", "(" * 5000 + ")" * 5000) == b""
+    assert sys.flags.optimize == 0
