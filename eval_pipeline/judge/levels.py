@@ -26,6 +26,7 @@ LEVELS = ("bwrap", "sandlock", "rlimits")
 _INSIDE = Path(__file__).with_name("inside")
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SCRATCH_BYTES = 1 << 20
+_PACKAGES = "/packages"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ class Level:
             "once": once,
             "drop_user": as_root,
             "sandlock": self.sandlock if role == "answer" else None,
-            "modules": {name: file for package in self.packages for name, file in package.modules.items()},
+            "modules": {
+                name: self._inside(file) for package in self.packages for name, file in package.modules.items()
+            },
             "package_paths": self._package_paths,
         }
         inside = "/judge" if self.bwrap else str(_INSIDE)
@@ -74,9 +77,14 @@ class Level:
     def _package_paths(self) -> list[str]:
         return [path for package in self.packages for path in package.paths]
 
+    def _inside(self, path: str) -> str:
+        """Where a file of a package is in the sandbox: away from /tmp, which answers have of their own."""
+        return path if self.bwrap is None else f"{_PACKAGES}{path}"
+
     def _bwrap_options(self, as_root: bool, once: bool) -> list[str]:
-        visible = sorted({sys.base_prefix, sys.base_exec_prefix}) + self._package_paths
-        return _bwrap_options(as_root, once, [path for path in visible if not path.startswith("/usr/")])
+        python = sorted({sys.base_prefix, sys.base_exec_prefix})
+        visible = {path: path for path in python if not path.startswith("/usr/")}
+        return _bwrap_options(as_root, once, visible | {path: self._inside(path) for path in self._package_paths})
 
 
 def candidates(isolation: str, packages: tuple[Package, ...] = ()) -> list[Level]:
@@ -105,7 +113,7 @@ def _bwrap_programs() -> list[str]:
     return [program for program in programs if program is not None and os.access(program, os.X_OK)]
 
 
-def _bwrap_options(as_root: bool, once: bool, visible: list[str]) -> list[str]:
+def _bwrap_options(as_root: bool, once: bool, visible: dict[str, str]) -> list[str]:
     options = ["--die-with-parent", "--new-session", "--clearenv", "--setenv", "PYTHONHASHSEED", "0"]
     options += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if as_root:
@@ -123,11 +131,11 @@ def _bwrap_options(as_root: bool, once: bool, visible: list[str]) -> list[str]:
             options += ["--symlink", os.readlink(path), path]
         elif os.path.isdir(path):
             options += ["--ro-bind", path, path]
-    for path in visible:
+    for path, target in visible.items():
         # bubblewrap would make parents that only root can enter
-        for parent in reversed(Path(path).parents[:-1]):
+        for parent in reversed(Path(target).parents[:-1]):
             options += ["--perms", "0755", "--dir", str(parent)]
-        options += ["--ro-bind", path, path]
+        options += ["--ro-bind", path, target]
     options += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--ro-bind", str(_INSIDE), "/judge"]
     options += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(_SCRATCH_BYTES), "--tmpfs", "/tmp"]
     # these two are memory of no limited size
