@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-
 from eval_pipeline.engines.settings import EngineSettings
 from verl_ext.errors import UserError
+from verl_ext.gpus import visible_gpus
 
 
 def gpus_for_workers(num_workers: int | None, engine: EngineSettings) -> list[str | None]:
@@ -31,14 +28,3 @@ def gpus_for_workers(num_workers: int | None, engine: EngineSettings) -> list[st
             f"{(num_workers or 1) * span} GPUs, but {len(gpus)} are visible; lower one of the two"
         )
     return list(groups[: num_workers or len(groups)])
-
-
-def visible_gpus() -> list[str]:
-    """Indices or ids of the NVIDIA GPUs that this process may use; asks nvidia-smi, since torch imports slowly."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name.strip() for name in visible.split(",") if name.strip() and name.strip() != "-1"]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-    return [str(index) for index, line in enumerate(filter(lambda line: "GPU" in line, listed.splitlines()))]

@@ -22,6 +22,7 @@ from eval_pipeline.recipe.schema import EvalRecipe
 from eval_pipeline.work.batch import Batch, Event, Failed, Lost
 from eval_pipeline.work.worker import Worker
 from verl_ext.errors import UserError
+from verl_ext.gpus import DEVICES
 
 END_S = 30.0
 """How long a worker may take to end its engine and its judge before it is killed."""
@@ -171,4 +172,4 @@ def _settle_in(devices: str | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     if devices is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+        os.environ[DEVICES] = devices

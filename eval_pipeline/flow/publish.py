@@ -62,9 +62,8 @@ class Publisher:
         if self._session.ledger.others_want_more(label):
             return False  # whoever wants more publishes all of it
         published = self._publish_if_due(label)
-        if self._session.recipe.wandb:
-            self._track_if_due(label)
-        self._seen[label] = digest
+        if not self._session.recipe.wandb or self._track_if_due(label):
+            self._seen[label] = digest
         return published
 
     def _digests(self) -> dict[str, str]:
@@ -88,17 +87,22 @@ class Publisher:
             ledger.published.mark(label, _digest(jobs))
         return True
 
-    def _track_if_due(self, label: str) -> None:
-        """Send what is published to W&B, which may take minutes: nobody else must wait for that, or do it as well."""
+    def _track_if_due(self, label: str) -> bool:
+        """Send what is published to W&B, which may take minutes: nobody else must wait for that, or do it as well.
+
+        Returns:
+            Whether nothing is left to send; else another process is at it, which may die over it.
+        """
         published = self._session.ledger.published
         if published.digest(label) in ("", None, published.tracked(label)):
-            return
+            return True
         with _locked(self._session.place.root / TRACK_LOCK_FILE, waits=False) as is_mine:
             digest = published.digest(label)
             if is_mine and digest != published.tracked(label):
                 directory = self._session.place.directory_of(label)
                 track(self._session, read_evaluation(directory), directory)
                 published.mark_tracked(label, digest)
+            return is_mine
 
     def _results(self, label: str, jobs: Iterable[Job]) -> list[EvaluatedModel]:
         """What is done of a checkpoint with the weights that it has now."""

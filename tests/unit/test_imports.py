@@ -15,10 +15,11 @@ BASE = {
     "verl_ext.deadline",
     "verl_ext.collective",
     "verl_ext.native_output",
+    "verl_ext.gpus",
     "verl_ext.config",
 }
 ALLOWED = {
-    "verl_ext.config": {"verl_ext.errors", "verl_ext.deadline"},
+    "verl_ext.config": {"verl_ext.errors", "verl_ext.deadline", "verl_ext.gpus"},
     "verl_ext.metrics": {"verl_ext.errors", "verl_ext.tell"},
     "verl_ext.data": BASE,
     "verl_ext.checkpoint": BASE | {"verl_ext.metrics"},
@@ -27,6 +28,7 @@ ALLOWED = {
     "eval_pipeline": {
         "verl_ext.errors",
         "verl_ext.native_output",
+        "verl_ext.gpus",
         "verl_ext.tell",
         "verl_ext.metrics",
         "verl_ext.checkpoint.lease",

@@ -10,8 +10,8 @@ from omegaconf import DictConfig, ListConfig
 
 from verl_ext.config.recipes import default_recipe
 from verl_ext.errors import UserError
+from verl_ext.gpus import DEVICES
 
-DEVICES = "CUDA_VISIBLE_DEVICES"
 _DEVICE = re.compile(r"\d+|(GPU|MIG)-[\w/-]+", re.ASCII)
 
 

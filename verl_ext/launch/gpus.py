@@ -1,15 +1,11 @@
-"""The GPUs of this machine, and that an evaluation beside a training takes none of those that its ranks use."""
+"""That an evaluation beside a training takes none of the GPUs that its ranks use."""
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import subprocess
 from collections.abc import Sequence
 
-from verl_ext.config.evaluation import DEVICES
 from verl_ext.errors import UserError
+from verl_ext.gpus import listed_gpus, visible_gpus
 
 
 def require_free_gpus(devices: Sequence[str] | None, num_ranks: int) -> None:
@@ -39,26 +35,6 @@ def require_free_gpus(devices: Sequence[str] | None, num_ranks: int) -> None:
                 f"eval.devices names GPU {name}, which one of the {num_ranks} ranks uses; name a free one, or start "
                 "fewer ranks"
             )
-
-
-def visible_gpus(listed: Sequence[str]) -> list[str]:
-    """Numbers or ids of those that a process started here may use, in CUDA's order.
-
-    Args:
-        listed: ids of all GPUs.
-    """
-    visible = os.environ.get(DEVICES)
-    if visible is None:
-        return [str(index) for index in range(len(listed))]
-    return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
-
-
-def listed_gpus() -> list[str]:
-    """Ids of this machine's NVIDIA GPUs by number; empty where there is no nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-    return re.findall(r"^GPU \d+: .*\(UUID: ([^)]+)\)", said, re.MULTILINE)
 
 
 def _id_of(name: str, listed: Sequence[str]) -> str:
