@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import marshal
+from typing import NamedTuple
+
+from eval_pipeline.judge.footprint import leaves_nothing
+
+
+class CompiledTest(NamedTuple):
+    """A test as `inside/tester.py` takes it."""
+
+    code: bytes = b""
+    """Preamble and test, marshalled; empty where they do not compile, which is then for the tester to say."""
+    leaves_nothing: bool = False
+    """Whether another test may run in the same process afterwards."""
 
 
 @functools.lru_cache(maxsize=64)
-def compiled(preamble: str, test: str) -> bytes:
-    """Both as marshalled code for `inside/tester.py`; empty where they do not compile, which is then for it to say."""
+def compiled(preamble: str, test: str) -> CompiledTest:
+    """A test with its preamble."""
     try:
+        trees = [ast.parse(preamble, "<preamble>"), ast.parse(test, "<test>")]
         # what a server was started with must not take the assertions out
         codes = [
-            compile(text, name, "exec", dont_inherit=True, optimize=0)
-            for text, name in ((preamble, "<preamble>"), (test, "<test>"))
+            compile(tree, name, "exec", dont_inherit=True, optimize=0)
+            for tree, name in zip(trees, ("<preamble>", "<test>"))
         ]
-        return marshal.dumps(tuple(codes))
+        return CompiledTest(marshal.dumps(tuple(codes)), all(map(leaves_nothing, trees)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return b""
+        return CompiledTest()

@@ -50,7 +50,7 @@ class Level:
 
     @property
     def lasting(self) -> bool:
-        """Whether a supervisor serves many answers: it is the first process of namespaces, and all others end."""
+        """Whether a supervisor serves many answers, and a tester many tests: no answer can come near them then."""
         return self.bwrap is not None and not self.once
 
     def command(self, role: Role) -> list[str]:

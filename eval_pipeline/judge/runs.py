@@ -6,7 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from eval_pipeline.judge.inside import frames
 from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.sandbox import SandboxError, readable
 from eval_pipeline.judge.sealed import sealed_file
+from eval_pipeline.judge.tester import Tester
 
 _LOST_S = 1.0
 """Time for an answer that its test has lost to end by itself, so that its exit status tells why."""
@@ -28,8 +29,8 @@ _REASONS = (*_UNDISTURBED, "cpu", "wall", "memory", "processes", "files")
 class Place(Protocol):
     """Where the runs take place (`workshop.py`)."""
 
-    def start_test(self, job: dict[str, Any], connection: socket.socket) -> socket.socket:
-        """Have a test run against the answer behind a connection; returns where its outcome will be read."""
+    def test(self, job: dict[str, Any], answer: socket.socket) -> AbstractContextManager[Tester]:
+        """A test under way against the answer behind a connection."""
 
     def failure(self) -> str:
         """What the sandbox of the answers said last."""
@@ -65,16 +66,20 @@ class Runs:
         """
         answers_end, testers_end = socket.socketpair()
         job = {"preamble": preamble, "entry_point": entry_point, "test": test, "limits": asdict(self._limits)}
-        with answers_end, testers_end:
-            self._start("function", answers_end.fileno())
-            tester = self._place.start_test(job, testers_end)
-        with tester:
+        with testers_end:
+            with answers_end:
+                self._start("function", answers_end.fileno())
+            return self._finish_test(job, testers_end)
+
+    def _finish_test(self, job: dict[str, Any], testers_end: socket.socket) -> tuple[dict[str, Any], dict[str, str]]:
+        with self._place.test(job, testers_end) as tester:
+            testers_end.close()
             deadline = self._deadline()
             ready = readable([tester, self._supervisor], deadline - time.monotonic())
             if self._supervisor in ready:
                 # the answer has ended; its test notices, and may just have come to its end itself
-                return self._report(deadline)[0], _outcome(tester, deadline)
-            outcome = _outcome(tester, deadline)
+                return self._report(deadline)[0], tester.outcome(deadline)
+            outcome = tester.outcome(deadline)
             if outcome["outcome"] != "lost" or not readable([self._supervisor], _LOST_S):
                 self._send({"op": "end"})
             return self._report(deadline)[0], outcome
@@ -131,12 +136,3 @@ def _cut(blob: bytes, sizes: Sequence[int]) -> list[bytes]:
         raise ValueError(f"{sizes} of {len(blob)} bytes")
     ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
     return [blob[end - size : end] for size, end in zip(sizes, ends)]
-
-
-def _outcome(tester: socket.socket, deadline: float) -> dict[str, str]:
-    """What the test came to; without a word from it, "died"."""
-    if readable([tester], deadline - time.monotonic()):
-        with suppress(frames.FrameError):
-            if (received := frames.receive(tester)) is not None:
-                return received[0]
-    return {"outcome": "died", "message": "the test could not be finished with what the answer returned"}

@@ -7,6 +7,8 @@ import select
 import socket
 import subprocess
 import tempfile
+from collections.abc import Sequence
+from typing import Protocol
 
 from eval_pipeline.judge import leftovers
 from eval_pipeline.judge.levels import Level, Role
@@ -16,6 +18,13 @@ _START_S = 60.0
 
 class SandboxError(Exception):
     """The sandbox failed, not the answer."""
+
+
+class Connection(Protocol):
+    """Whatever can be waited for."""
+
+    def fileno(self) -> int:
+        """Its descriptor."""
 
 
 class Zygote:
@@ -73,6 +82,6 @@ class Zygote:
             leftovers.remove_directories(self._process.pid)
 
 
-def readable(connections: list[socket.socket], timeout_s: float) -> list[socket.socket]:
+def readable(connections: Sequence[Connection], timeout_s: float) -> list[Connection]:
     """Those of the connections that have something to read, waiting for the first at most so long."""
     return select.select(connections, [], [], max(0.0, timeout_s))[0]

@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from eval_pipeline.judge.compiled import compiled
-from eval_pipeline.judge.inside import frames
 from eval_pipeline.judge.levels import Level, Role
 from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.runs import Runs
-from eval_pipeline.judge.sandbox import Zygote
+from eval_pipeline.judge.sandbox import SandboxError, Zygote, readable
 from eval_pipeline.judge.sealed import sealed_file
+from eval_pipeline.judge.tester import Tester
 
 _MOST_ANSWERS = 300
-"""Of one supervisor. It keeps nothing of them; should that ever fail, it does not add up without end."""
+"""Of one supervisor, or tester. It keeps nothing of them; should that ever fail, it does not add up without end."""
 
 
 class Workshop:
@@ -28,6 +27,7 @@ class Workshop:
         self._zygotes: dict[Role, Zygote] = {}
         self._supervisor: socket.socket | None = None
         self._num_answers = 0
+        self._tester: Tester | None = None
 
     @contextmanager
     def runs(self, program: str, preamble: str, limits: Limits) -> Iterator[Runs]:
@@ -51,23 +51,34 @@ class Workshop:
         if self._level.once:
             self._close("answer")
 
-    def start_test(self, job: dict[str, Any], connection: socket.socket) -> socket.socket:
-        """Have a test run against the answer behind a connection; returns where its outcome will be read.
+    @contextmanager
+    def test(self, job: dict[str, Any], answer: socket.socket) -> Iterator[Tester]:
+        """A test under way against the answer behind a connection.
 
         Raises:
             SandboxError: no process for it can be had.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._zygote("tester").fork(theirs.fileno(), connection.fileno())
-        frames.send(ours, job, compiled(job["preamble"], job["test"]))
-        return ours
+        tester, self._tester = self._tester, None
+        # one that has ended meanwhile can be read
+        if tester is None or readable([tester], 0):
+            tester = self._new_tester()
+        try:
+            try:
+                tester.start(job, answer)
+            except OSError as error:
+                raise SandboxError(self._zygotes["tester"].failure()) from error
+            yield tester
+            if self._level.lasting and tester.is_clean and tester.num_tests < _MOST_ANSWERS:
+                self._tester = tester
+        finally:
+            if self._tester is None:
+                tester.close()
 
     def close(self) -> None:
         """End both sandboxes with all that is in them."""
-        if self._supervisor is not None:
-            self._supervisor.close()
-            self._supervisor = None
+        for process in filter(None, (self._supervisor, self._tester)):
+            process.close()
+        self._supervisor = self._tester = None
         for role in list(self._zygotes):
             self._close(role)
 
@@ -81,6 +92,12 @@ class Workshop:
             self._zygote("answer").fork(theirs.fileno())
         self._num_answers = 0
         return ours
+
+    def _new_tester(self) -> Tester:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._zygote("tester").fork(theirs.fileno())
+        return Tester(ours)
 
     def _zygote(self, role: Role) -> Zygote:
         if role not in self._zygotes:

@@ -18,9 +18,9 @@ from tests.integration.hostile_answers import FUNCTIONS, PROGRAMS, RIGHT, TEST
 from verl_ext.errors import UserError
 
 LIMITS = Limits(cpu_s=0.5, wall_s=3, memory_mb=256, file_mb=4, num_processes=32)
-LASTING_PER_WORKER = 8
+LASTING_PER_WORKER = 9
 """Two of bubblewrap's in each of two sandboxes, the process that forks testers, the one that forks supervisors, the one
-that is first in the namespace of the latter, and a supervisor."""
+that is first in the namespace of the latter, a supervisor and a tester."""
 AMPLE = Limits(cpu_s=20, wall_s=120, memory_mb=512)
 """For answers whose verdict comes after some work."""
 NEEDS_AMPLE = ("scan of memory", "deep recursion")

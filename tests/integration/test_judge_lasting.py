@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,11 +126,17 @@ def judged(server: JudgeServer, program: str, tests: FunctionTests | ProgramTest
     return verdict.error_type, verdict.message
 
 
-def lasting(server: JudgeServer) -> set[int]:
-    """The processes that stay from one answer to the next."""
+def lasting(server: JudgeServer, role: str = "answer") -> set[int]:
+    """The processes in the sandbox of answers, or of tests, that stay from one answer to the next."""
     assert judged(server, RIGHT) == ("success", "")
     assert until_settled(server, LASTING_PER_WORKER) == LASTING_PER_WORKER
-    return set(processes_of(server))
+    mark = f'"role": "{role}"'.encode()
+    return {pid for pid in processes_of(server) if mark in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+def youngest(pids: set[int]) -> set[int]:
+    """Those that are nobody's parents."""
+    return pids - {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
 
 
 def test_nothing_of_an_answer_is_in_the_memory_of_the_next(server: JudgeServer) -> None:
@@ -174,12 +181,104 @@ def test_after_a_limit_the_supervisor_is_another(server: JudgeServer) -> None:
 
 def test_dead_supervisor_is_replaced(server: JudgeServer) -> None:
     """The answer that it would have served is judged by another."""
-    of_answers = {pid for pid in lasting(server) if b'"role": "answer"' in Path(f"/proc/{pid}/cmdline").read_bytes()}
-    parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in of_answers}
-    (supervisor,) = of_answers - parents
+    (supervisor,) = youngest(lasting(server))
     os.kill(supervisor, signal.SIGKILL)
     assert judged(server, RIGHT) == ("success", "")
     assert supervisor not in lasting(server)
+
+
+TESTERS_STAY = {
+    "wrong": ("def f(x): return 0", "wrong_answer"),
+    "error": ("def f(x): raise ValueError(x)", "runtime_error"),
+    "no answer": ("def f(x", "syntax_error"),
+    "exit": ("import os\ndef f(x): os._exit(0)", "runtime_error"),
+    "stopped": ("def f(x):\n    while True: pass", "timeout"),
+    "named tuple": (
+        "import collections\ndef f(x): return collections.namedtuple('Point', 'x y')(x, x)",
+        "wrong_answer",
+    ),
+}
+TESTERS_GO = {
+    "memory": ("def f(x): return 'x' * 50_000_000", "wrong_answer"),
+    "garbage": (
+        "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'x' * 99)\n    except OSError: pass\n" + RIGHT,
+        "runtime_error",
+    ),
+}
+POLLUTING = (
+    "import math, random\nmath.sqrt = None\nrandom.seed = None\nassert f(1) == 2",
+    "import builtins, sys\nbuiltins.sorted = None\nsys.setrecursionlimit(40)\nassert f(1) == 2",
+    "import os, signal\nos.chdir('/')\nsignal.signal(signal.SIGPROF, signal.SIG_IGN)\nassert f(1) == 2",
+)
+
+
+@pytest.mark.parametrize("name", TESTERS_STAY)
+def test_a_tester_serves_many(server: JudgeServer, name: str) -> None:
+    """Whatever the answers are, while their test leaves nothing behind."""
+    before = lasting(server, "tester")
+    program, expected = TESTERS_STAY[name]
+    submission = Submission(program, FunctionTests("f", (TEST,)))
+    assert server.submit(submission, Limits(cpu_s=1)).result(timeout=300).error_type == expected
+    assert lasting(server, "tester") == before
+
+
+@pytest.mark.parametrize("name", TESTERS_GO)
+def test_a_tester_that_an_answer_changed_goes(server: JudgeServer, name: str) -> None:
+    """Its memory must not end the next answer's test, nor garbage be taken for the next answer's."""
+    before = youngest(lasting(server, "tester"))
+    program, expected = TESTERS_GO[name]
+    assert judged(server, program)[0] == expected
+    assert not before & lasting(server, "tester")
+
+
+@pytest.mark.parametrize("test", POLLUTING)
+def test_what_a_test_leaves_does_not_reach_the_next(server: JudgeServer, test: str) -> None:
+    """It has its process to itself."""
+    assert judged(server, RIGHT, FunctionTests("f", (test,))) == ("success", "")
+    later = (
+        "import math, random, sys\nassert math.sqrt(4) == f(1) == sorted([2])[0]\nrandom.seed(1)\n"
+        "assert sys.getrecursionlimit() > 500"
+    )
+    assert judged(server, RIGHT, FunctionTests("f", (later,))) == ("success", "")
+
+
+def test_random_numbers_of_a_test_start_anew(server: JudgeServer) -> None:
+    """They do not depend on the tests before."""
+    told = FunctionTests("f", ("import random\nrandom.random()\nassert f(1) == random.random()",))
+    first, second = judged(server, RIGHT, told), judged(server, RIGHT, told)
+    assert first == second and first[0] == "wrong_answer"
+    told = FunctionTests("f", ("import random\nassert random.seed(0) or random.random() == f(0.8444218515250481) / 2",))
+    assert judged(server, RIGHT, told) == ("success", "")
+    shown = FunctionTests("f", ("import random\nassert f(0.8444218515250481) / 2 == random.random()",))
+    assert judged(server, RIGHT, shown) == judged(server, RIGHT, shown) == ("success", "")
+
+
+def test_an_idle_tester_stays(server: JudgeServer) -> None:
+    """Past the time that its last test might have taken."""
+    short = Limits(cpu_s=2, wall_s=0.5)
+    submission = Submission(RIGHT, FunctionTests("f", (TEST,)))
+    assert server.submit(submission, short).result(timeout=60).error_type == "success"
+    before = lasting(server, "tester")
+    assert server.submit(submission, short).result(timeout=60).error_type == "success"
+    time.sleep(7)
+    assert lasting(server, "tester") == before
+
+
+def test_time_of_earlier_tests_does_not_count(server: JudgeServer) -> None:
+    """Each may use as much itself as the limits say."""
+    limits = Limits(cpu_s=1, wall_s=60)
+    busy = FunctionTests("f", ("assert sum(range(20_000_000)) > f(1)",))
+    verdicts = [server.submit(Submission(RIGHT, busy), limits).result(timeout=120) for _ in range(6)]
+    assert {verdict.error_type for verdict in verdicts} == {"success"}, [verdict.message for verdict in verdicts]
+
+
+def test_dead_tester_is_replaced(server: JudgeServer) -> None:
+    """The answer that it would have tested is tested by another."""
+    (tester,) = youngest(lasting(server, "tester"))
+    os.kill(tester, signal.SIGKILL)
+    assert until_settled(server, LASTING_PER_WORKER - 1) == LASTING_PER_WORKER - 1
+    assert judged(server, RIGHT) == ("success", "")
+    assert tester not in lasting(server, "tester")
 
 
 @pytest.fixture

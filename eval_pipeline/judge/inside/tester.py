@@ -1,4 +1,4 @@
-"""The process that runs one test. It holds what the answer must not see, and sees of the answer only plain values."""
+"""The process that runs tests. It holds what the answer must not see, and sees of the answer only plain values."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import random
 import resource
 import signal
 import socket
+import sys
 import traceback
 from typing import Any
 
@@ -22,6 +23,8 @@ _TEST_FILE = "<test>"
 _MESSAGE_CHARS = 500
 _MB = 1 << 20
 _EXTRA_MEMORY_MB = 256
+_MOST_GROWTH_KB = 32 << 10
+"""Of the memory of a process that goes on to the next test."""
 SHARE_OF_WALL = 0.8
 """Processor time that a test may use itself, as a share of the wall-clock limit: one that hangs ends before the limit
 does, which would call the machine too busy for its answer."""
@@ -30,31 +33,55 @@ _EXTRA_WALL_S = 5
 
 
 def work(fds: list[int], options: dict[str, Any], policy_for: Any) -> None:
-    """Run the test that comes over the first descriptor against the answer behind the second."""
-    control, connection = socket.socket(fileno=fds[0]), socket.socket(fileno=fds[1])
-    received = frames.receive(control)
-    if received is None:
-        return
-    job, blob, _ = received
-    _limit(job["limits"])
-    random.seed(0)
-    peer = TesterPeer(connection)
-    outcome, message = run_test(job, blob, peer)
-    if peer.lost is not None:
-        # whatever the test made of it: without its answer it has come to nothing
-        outcome, message = "lost" if isinstance(peer.lost, GoneError) else "error", str(peer.lost)
-    frames.send(control, {"outcome": outcome, "message": message[:_MESSAGE_CHARS]})
+    """Run the tests that come over the descriptor, each with the answer's connection, until one leaves something."""
+    control = socket.socket(fileno=fds[0])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    most_kb, num_modules = _memory_kb() + _MOST_GROWTH_KB, len(sys.modules)
+    is_clean = True
+    while is_clean and (received := frames.receive(control, most_fds=1)) is not None:
+        job, blob, (connection,) = received
+        _limit(job["limits"])
+        random.seed(0)
+        with socket.socket(fileno=connection) as answer:
+            peer = TesterPeer(answer)
+            outcome, message = _judge(job, blob, peer)
+        _set_timers(0, 0)
+        # what an answer made this process take or import must not decide on the next answer
+        is_small = _memory_kb() < most_kb and len(sys.modules) == num_modules
+        is_clean = job["leaves_nothing"] and is_small and (peer.lost is None or isinstance(peer.lost, GoneError))
+        reply = {"outcome": outcome, "message": message[:_MESSAGE_CHARS], "is_clean": is_clean}
+        frames.send(control, reply)
+
+
+def _judge(job: dict[str, Any], compiled: bytes, peer: TesterPeer) -> tuple[str, str]:
+    outcome, message = run_test(job, compiled, peer)
+    if peer.lost is None:
+        return outcome, message
+    # whatever the test made of it: without its answer it has come to nothing
+    return "lost" if isinstance(peer.lost, GoneError) else "error", str(peer.lost)
+
+
+def _memory_kb() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _limit(limits: dict[str, Any]) -> None:
+    used = resource.getrusage(resource.RUSAGE_SELF)
     memory = (limits["memory_mb"] + _EXTRA_MEMORY_MB) * _MB
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    cpu_s = int(limits["cpu_s"]) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # soft limits, so that the next test can have its own
+    for limit, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + limits["cpu_s"]) + 1),
+    ):
+        highest = resource.getrlimit(limit)[1]
+        resource.setrlimit(limit, (value if highest == resource.RLIM_INFINITY else min(value, highest), highest))
+    _set_timers(limits["wall_s"] * SHARE_OF_WALL, limits["wall_s"] + _EXTRA_WALL_S)
+
+
+def _set_timers(cpu_s: float, wall_s: float) -> None:
     # nothing handles the signals, so the kernel ends this process whatever it is busy with
-    signal.setitimer(signal.ITIMER_PROF, limits["wall_s"] * SHARE_OF_WALL)
-    signal.setitimer(signal.ITIMER_REAL, limits["wall_s"] + _EXTRA_WALL_S)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    signal.setitimer(signal.ITIMER_REAL, wall_s)
 
 
 def run_test(job: dict[str, Any], compiled: bytes, peer: TesterPeer) -> tuple[str, str]:

@@ -19,20 +19,10 @@ from collections.abc import Callable
 import imports
 import kernel
 import namespaces
+import preloaded
 import rehearsal
 import seccomp
 
-# What programs of this kind import, so that each run only pays for a fork. Not `threading` and `hashlib`: the one runs
-# code in every fork, the other maps libraries, and each makes every fork half as expensive again.
-_PRELOADED = {
-    "answer": (
-        *("abc", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions"),
-        *("functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re", "statistics", "string"),
-        "typing",
-    ),
-    # tests import less, and what they do not need makes their forks dearer
-    "tester": ("collections", "copy", "functools", "itertools", "math", "operator", "random", "re", "typing"),
-}
 # the modules that say what a fork does; each only where it is needed
 _WORK = {"answer": "supervise", "tester": "tester"}
 
@@ -43,7 +33,7 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
-    for name in _PRELOADED[options["role"]]:
+    for name in preloaded.MODULES[options["role"]]:
         importlib.import_module(name)
     work = importlib.import_module(_WORK[options["role"]]).work
     site.setquit()  # `exit` and `quit`, which -S leaves out with the folders of packages
