@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import marshal
 from typing import NamedTuple
@@ -23,12 +22,11 @@ class CompiledTest(NamedTuple):
 def compiled(preamble: str, test: str) -> CompiledTest:
     """A test with its preamble."""
     try:
-        trees = [ast.parse(preamble, "<preamble>"), ast.parse(test, "<test>")]
         # what a server was started with must not take the assertions out
         codes = [
-            compile(tree, name, "exec", dont_inherit=True, optimize=0)
-            for tree, name in zip(trees, ("<preamble>", "<test>"))
+            compile(text, name, "exec", dont_inherit=True, optimize=0)
+            for text, name in ((preamble, "<preamble>"), (test, "<test>"))
         ]
-        return CompiledTest(marshal.dumps(tuple(codes)), all(map(leaves_nothing, trees)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return CompiledTest()
+    return CompiledTest(marshal.dumps(tuple(codes)), all(map(leaves_nothing, codes)))

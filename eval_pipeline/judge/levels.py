@@ -138,5 +138,5 @@ def _bwrap_options(as_root: bool, once: bool, visible: dict[str, str]) -> list[s
         options += ["--ro-bind", path, target]
     options += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--ro-bind", str(_INSIDE), "/judge"]
     options += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(_SCRATCH_BYTES), "--tmpfs", "/tmp"]
-    # these two are memory of no limited size
-    return [*options, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
+    # the first keeps what is done to it, the others are memory of no limited size
+    return [*options, "--remount-ro", "/dev/pts", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import select
 import subprocess
 import sys
 import time
 
 from eval_pipeline.judge.inside import frames
 from eval_pipeline.judge.limits import Limits
+from eval_pipeline.judge.sandbox import readable
 from eval_pipeline.judge.verdict import Verdict
 
 _START_S = 60.0
@@ -48,7 +48,7 @@ class ReferenceJudge:
         process = self._process or self._start()
         process.stdin.write(frames.pack(question))
         process.stdin.flush()
-        if not _readable(process, timeout_s):
+        if not readable([process.stdout], timeout_s):
             self.close()
             return None
         return _read(process)
@@ -59,14 +59,10 @@ class ReferenceJudge:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        if not _readable(process, _START_S):
+        if not readable([process.stdout], _START_S):
             raise OSError("the process that compares with references does not start")
         _read(process)
         return process
-
-
-def _readable(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    return bool(select.select([process.stdout], [], [], timeout_s)[0])
 
 
 def _read(process: subprocess.Popen[bytes]) -> dict:

@@ -84,4 +84,8 @@ class Zygote:
 
 def readable(connections: Sequence[Connection], timeout_s: float) -> list[Connection]:
     """Those of the connections that have something to read, waiting for the first at most so long."""
-    return select.select(connections, [], [], max(0.0, timeout_s))[0]
+    poll = select.poll()  # not `select`, which knows only the first 1024 open files
+    by_fd = {connection.fileno(): connection for connection in connections}
+    for fd in by_fd:
+        poll.register(fd, select.POLLIN)
+    return [by_fd[fd] for fd, _ in poll.poll(max(0.0, timeout_s) * 1000)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import resource
 import select
 import sys
 import threading
@@ -26,6 +27,8 @@ from eval_pipeline.judge.wire import dump_verdict, load_submission
 from eval_pipeline.problems.problem import FunctionTests
 
 _PARENT_CHECK_S = 1.0
+_MOST_OPEN_FILES = 1 << 16
+"""No more: processes of the sandboxes close that many when they start."""
 _PROBE = Submission("def f(x):\n    return x + 1\n", FunctionTests("f", ("assert f(1) == 2",)))
 
 
@@ -34,6 +37,7 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     # of the tests, which this process compiles: nobody here can do anything about them
     warnings.simplefilter("ignore", SyntaxWarning)
+    _allow_open_files()
     output = Output(os.dup(1))
     os.dup2(2, 1)
     level, reasons = _find_level(options["isolation"], tuple(Package(**package) for package in options["packages"]))
@@ -48,6 +52,14 @@ def main() -> None:
     _read_jobs(jobs, os.getppid())
     # sandboxes notice that this process has ended
     os._exit(0)
+
+
+def _allow_open_files() -> None:
+    """Each worker holds several, and a machine may have hundreds of processors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < highest:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
 
 
 class Output:

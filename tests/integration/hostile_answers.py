@@ -153,6 +153,19 @@ FUNCTIONS: dict[str, tuple[str, str]] = {
         "    try: open(path + '/hostile', 'w')\n    except OSError: continue\n    raise RuntimeError(path)\n" + RIGHT,
         "success",
     ),
+    "datagrams to paths": (
+        "import socket\nfor kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):\n"
+        "    try: socket.socketpair(socket.AF_UNIX, kind)\n    except PermissionError: continue\n"
+        "    raise RuntimeError(kind)\nsocket.socketpair()\n" + RIGHT,
+        "success",
+    ),
+    "lease of a file that others open": (
+        "import fcntl, os\nfd = os.open(os.__file__, os.O_RDONLY)\n"
+        "try: fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)\nexcept PermissionError: pass\n"
+        "else: raise RuntimeError('leased')\n" + RIGHT,
+        "success",
+    ),
+    "syntax error with a long name": ("x" * 70_000 + " = 1\nglobal " + "x" * 70_000, "syntax_error"),
     "sockets": (
         "import socket\nfor family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX, 40, 16, 17, 38):\n"
         "  for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW):\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,24 @@ def test_hostile_program(server: JudgeServer, name: str) -> None:
     verdict = server.submit(script(program)).result(timeout=60)
     assert verdict.error_type in expected.split("|"), verdict.message
     assert nothing_is_left(server)
+
+
+def test_modes_and_times_of_files(server: JudgeServer, tmp_path: Path) -> None:
+    """Where files are promised, whoever owns one cannot even change what is beside its content."""
+    if server.isolation == "rlimits":
+        pytest.skip("it promises no files")
+    victim = tmp_path / "victim"
+    victim.write_text("text")
+    os.setxattr(victim, "user.kept", b"1")
+    before = victim.stat()
+    calls = ("chmod(p, 0)", "chown(p, 65534, 65534)", "utime(p, (1, 1))", "setxattr(p, 'user.x', b'1')")
+    calls += ("lchown(p, 65534, 65534)", "removexattr(p, 'user.kept')")
+    for call in calls:
+        program = f"import os\np = {str(victim)!r}\ntry: os.{call}\nexcept OSError: pass\n{RIGHT}"
+        assert server.submit(function(program)).result(timeout=60).error_type == "success"
+    after = victim.stat()
+    assert (after.st_mode, after.st_uid, after.st_mtime) == (before.st_mode, before.st_uid, before.st_mtime)
+    assert os.listxattr(victim) == ["user.kept"]
 
 
 def test_daemons(server: JudgeServer) -> None:

@@ -88,6 +88,7 @@ state = (
 print(hashlib.sha256(repr(state).encode()).hexdigest())
 """
 ATTACKS = {
+    "terminals": "import os\ntry: os.chmod('/dev/pts/ptmx', 0)\nexcept OSError: pass\n",
     "signals": "import os, signal\nfor s in range(1, 65):\n    try: os.kill(1, s)\n    except OSError: pass\n",
     "limits": (
         "import resource\nfor limit in range(16):\n  for pid in (1, 2, 3):\n"

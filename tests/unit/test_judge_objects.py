@@ -36,8 +36,35 @@ class Own(Base, ValueError):
     def __str__(self): return f'code {self.code}'
 def f(x): raise Own(x)
 """
+# makes its messages say to set attributes of what arrives
+SETS = """
+import sys
+values = sys.modules['values']
+reduced = values._reduced
+class Mark: pass
+class Yes:
+    def __mul__(self, other): return self
+    def __lt__(self, other): return True
+    __rmul__ = __mul__
+    __gt__ = __le__ = __ge__ = __lt__
+def set_with(what, parts, attributes):
+    values._reduced = lambda kind, value: (what, parts, (None, attributes)) if kind is Mark else reduced(kind, value)
+    return Mark()
+"""
 # program, test, whether it passes
 CASES = {
+    "the parts of a fraction": (
+        SETS + "def f(x): return set_with(values.fraction, (1, 1), {'_numerator': Yes(), '_denominator': Yes()})",
+        "assert f(3) > 5 and f(3) < 5",
+        False,
+    ),
+    "methods of the test's class": (
+        SETS + "def f(P):\n    number = object.__getattribute__(P, '_number')\n"
+        "    return set_with(values.Handle, (number, False, 0), {'__eq__': str})",
+        "class P:\n    def __init__(self, x): self.x = x\n    def __eq__(self, other): return self.x == other.x\n"
+        "assert f(P)(5) == P(6)",
+        False,
+    ),
     "the same object": (SAME, "x = [1]\nassert f(x) is x", True),
     "not a copy": (SAME, "x = [1]\nassert f(x) is not x", False),
     "a shallow copy": ("def f(x): return list(x)", "x = [[1]]\ny = f(x)\ny[0].append(2)\nassert x == [[1]]", False),

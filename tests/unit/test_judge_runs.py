@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import marshal
 import mmap
 import os
+import resource
 import sys
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from eval_pipeline.judge.compiled import compiled
 from eval_pipeline.judge.inside.captures import Capture, unforked
 from eval_pipeline.judge.runs import _read_report
-from eval_pipeline.judge.sandbox import SandboxError
+from eval_pipeline.judge.sandbox import SandboxError, readable
 from eval_pipeline.judge.sealed import sealed_file
 
 REPORT: dict[str, Any] = {"reason": "exited", "exit": 0, "cpu_s": 0.5, "wall_s": 0.5, "sizes": [2, 1, 18]}
@@ -58,6 +60,18 @@ def test_sealed_file() -> None:
                 change()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def test_readable_with_many_open_files() -> None:
+    """A server with hundreds of workers has thousands."""
+    reading, writing = os.pipe()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with open(fcntl.fcntl(reading, fcntl.F_DUPFD, 1500), "rb") as high, open(writing, "wb", buffering=0) as other_end:
+        assert high.fileno() >= 1500 and readable([high], 0) == []
+        other_end.write(b"x")
+        assert readable([high], 10) == [high]
+    os.close(reading)
 
 
 @pytest.mark.parametrize(("last", "expected"), [(False, b"0" * 100), (True, b"9" * 100)])

@@ -36,7 +36,7 @@ def sent(value: Any) -> Any:
     """A value of the answer as it arrives at the test."""
     file = io.BytesIO()
     values.Writer(file, refuse, trusted=False).dump(value)
-    return values.Reader(file.getvalue(), NOTHING).load()
+    return values.Reader(file.getvalue(), NOTHING).read()
 
 
 class Colour(enum.IntEnum):
@@ -142,7 +142,17 @@ def test_nothing_else_can_be_named(name: str) -> None:
     module, _, attribute = name.partition(".")
     message = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, attribute)) + b"\x93."
     with pytest.raises(pickle.UnpicklingError, match="may not be named"):
-        values.Reader(message, NOTHING).load()
+        values.Reader(message, NOTHING).read()
+
+
+def test_no_message_sets_attributes() -> None:
+    """Not of what Python code has made; a message that only holds such bytes may."""
+    for text in (b"bbb", b"no"):
+        made = b"\x80\x04cvalues\nfraction\n(K\x01K\x02tR" + b"C" + bytes([len(text)]) + text + b"\x86."
+        assert values.Reader(made, NOTHING).read() == (Fraction(1, 2), text)
+    changed = b"\x80\x04cvalues\nfraction\n(K\x01K\x02tR(N}X\x0a\x00\x00\x00_numeratorK\x07sK\x00\x86tb."
+    with pytest.raises(pickle.UnpicklingError, match="set attributes"):
+        values.Reader(changed.replace(b"K\x00\x86tb", b"tb"), NOTHING).read()
 
 
 def test_classes_that_can_be_named_cannot_be_changed() -> None:

@@ -22,6 +22,7 @@ from peer import ConversationError, describe
 _LENGTH = struct.Struct(">Q")
 _ENCODING = ("utf-8", "surrogatepass")
 """Of program and preamble: a program may hold half a character, and is told that it does not compile."""
+_MESSAGE_CHARS = 500
 
 
 def run(limits: list[tuple[int, tuple[int, int]]], kind: str, files: binding.Files, directory: str, place: Any) -> None:
@@ -70,7 +71,7 @@ def _compile(program: str) -> types.CodeType:
     try:
         code = compile(program, "<answer>", "exec", dont_inherit=True)
     except BaseException as error:  # deep nesting raises MemoryError or RecursionError, a null byte ValueError
-        _say({"syntax_error": describe(error)})
+        _say({"syntax_error": describe(error)[:_MESSAGE_CHARS]})
         os._exit(1)
     _say({"compiled": True})
     os.close(binding.STATUS)

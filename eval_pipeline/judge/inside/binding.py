@@ -39,7 +39,8 @@ class Files:
 
 def prepare() -> None:
     """What is the same for all answers, done once before any is forked: it must not cost each of them its copy."""
-    for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0), (resource.RLIMIT_MSGQUEUE, 0)):
+    # 1 rather than 0, which would not keep the kernel from handing the memory to a program that collects such
+    for limit, value in ((resource.RLIMIT_CORE, 1), (resource.RLIMIT_MEMLOCK, 0), (resource.RLIMIT_MSGQUEUE, 0)):
         resource.setrlimit(limit, (value, value))
     resource.setrlimit(*_lowered(resource.RLIMIT_STACK, _STACK_BYTES))  # of the first thread; it grows only when used
     _open_standard_streams()
@@ -108,4 +109,5 @@ def confine(policy: Any, drop_user: bool) -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if policy is not None:
         policy()
+        seccomp.OF_ANSWERS_ON_THE_HOST.install()
     seccomp.OF_ANSWERS.install()

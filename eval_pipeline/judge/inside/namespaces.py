@@ -1,4 +1,4 @@
-"""Namespaces of one answer's own, made without any privilege inside the sandbox that all answers of a worker share."""
+"""Namespaces of one supervisor's own, made without any privilege inside the sandbox of its worker."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class Peer:
             raise ConversationError(f"a message of {size} bytes")
         data = self._take(size)
         try:
-            kind, first, second = self.reader(data, self._resolve).load()
+            kind, first, second = self.reader(data, self._resolve).read()
         except Exception as error:  # whatever a hostile message makes the reader raise
             raise ConversationError(f"no message: {type(error).__name__}") from error
         if kind not in (_REQUEST, _REPLY, _ERROR) or (kind == _REQUEST and type(second) is not tuple):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from kernel import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, prctl
 
-# name: (x86_64, aarch64)
+# name: (x86_64, aarch64); None where there is no such call
 _REFUSED_TO_SUPERVISORS = {
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -58,8 +58,34 @@ _REFUSED_TO_ANSWERS = {
     "umount2": (166, 39),
     "memfd_create": (319, 279),
 }
+# Landlock lets whoever owns a file change all but its content
+_REFUSED_ON_THE_HOST = {
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "setxattrat": (463, 463),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
+}
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE, _CLONE3, _PRLIMIT, _MMAP, _KILL = (56, 220), (435, 435), (302, 261), (9, 222), (62, 129)
+_SOCKETPAIR, _FCNTL = (53, 199), (72, 25)
+_KIND_OF_SOCKET, _STREAM, _SET_LEASE = 0xF, 1, 1024
 _NEW_NAMESPACES = 0x7E020080
 _MAP_SHARED_ANONYMOUS = 0x21
 _X32 = 0x40000000
@@ -69,7 +95,7 @@ _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 
 
-def _filter(refused: dict[str, tuple[int, int]], rules: Callable[[int], list[bytes]]) -> bytes:
+def _filter(refused: dict[str, tuple[int, int | None]], rules: Callable[[int], list[bytes]]) -> bytes:
     """A filter for this machine's processor: what to refuse, then rules that look at arguments.
 
     Raises:
@@ -80,8 +106,8 @@ def _filter(refused: dict[str, tuple[int, int]], rules: Callable[[int], list[byt
     column, arch = _ARCHITECTURES[os.uname().machine]
     steps = [_step(_LOAD, _ARCH), _step(_EQUAL, arch, 1, 0), _step(_RETURN, _KILL_PROCESS), _step(_LOAD, _NUMBER)]
     steps += [_step(_AT_LEAST, _X32, 0, 1), _REFUSE]
-    for numbers in refused.values():
-        steps += [_step(_EQUAL, numbers[column], 0, 1), _REFUSE]
+    for number in (numbers[column] for numbers in refused.values()):
+        steps += [] if number is None else [_step(_EQUAL, number, 0, 1), _REFUSE]
     return b"".join([*steps, *rules(column), _step(_RETURN, _ALLOW)])
 
 
@@ -97,6 +123,10 @@ def _rules_of_answers(column: int) -> list[bytes]:
         *_when(_PRLIMIT[column], 0, [_step(_EQUAL, 0, 1, 0), _REFUSE]),  # of another process
         *_when(_KILL[column], 0, [_step(_AT_LEAST, 1 << 31, 0, 1), _REFUSE]),  # a negative number: a group, or all
         *_when(_MMAP[column], 3, shared),
+        # others can be sent to any socket that has a path
+        *_when(_SOCKETPAIR[column], 1, [_step(_AND, _KIND_OF_SOCKET), _step(_EQUAL, _STREAM, 1, 0), _REFUSE]),
+        # who holds one makes others wait that open the file
+        *_when(_FCNTL[column], 1, [_step(_EQUAL, _SET_LEASE, 0, 1), _REFUSE]),
     ]
 
 
@@ -137,3 +167,5 @@ OF_SUPERVISORS = Filter(_filter(_REFUSED_TO_SUPERVISORS, _rules_of_supervisors))
 """Installed once for all supervisors, and so for their answers: what neither has a use for."""
 OF_ANSWERS = Filter(_filter(_REFUSED_TO_ANSWERS, _rules_of_answers))
 """For answers, beside the other."""
+OF_ANSWERS_ON_THE_HOST = Filter(_filter(_REFUSED_ON_THE_HOST, lambda column: []))
+"""For answers that Landlock alone keeps from the machine's files, beside the two."""

@@ -35,7 +35,7 @@ _EXTRA_WALL_S = 5
 def work(fds: list[int], options: dict[str, Any], policy_for: Any) -> None:
     """Run the tests that come over the descriptor, each with the answer's connection, until one leaves something."""
     control = socket.socket(fileno=fds[0])
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # see `binding.prepare`
     most_kb, num_modules = _memory_kb() + _MOST_GROWTH_KB, len(sys.modules)
     is_clean = True
     while is_clean and (received := frames.receive(control, most_fds=1)) is not None:

@@ -11,6 +11,7 @@ import builtins
 import functools
 import io
 import pickle
+import pickletools
 import sys
 import types
 from array import array
@@ -201,12 +202,26 @@ def _has_fields(kind: type, value: Any) -> bool:
 
 
 class Reader(pickle.Unpickler):
-    """Reads a message that an untrusted side wrote."""
+    """Reads a message that an untrusted side wrote; only `read` has all checks."""
 
     def __init__(self, data: bytes, resolve: Mapping[str, Callable[..., Any]]) -> None:
         """Read `data`; `resolve` gives what `Handle`, `ErrorClass` and `Coroutine` name."""
         super().__init__(io.BytesIO(data))
+        self._data = data
         self._resolve = resolve
+        self._changeable = False
+
+    def read(self) -> Any:
+        """The value.
+
+        Raises:
+            Exception: whatever a message that is none leads to.
+        """
+        value = self.load()
+        # after the fact: who gets this error uses nothing any more of what the message may have changed
+        if self._changeable and b"b" in self._data and _sets_attributes(self._data):
+            raise pickle.UnpicklingError("a message may not set attributes")
+        return value
 
     def find_class(self, module: str, name: str) -> Any:
         """Called for every global that a message names.
@@ -215,10 +230,17 @@ class Reader(pickle.Unpickler):
             pickle.UnpicklingError: it is not on the list.
         """
         if module == __name__ and name in self._resolve:
+            self._changeable = True
             return self._resolve[name]
         if (module, name) not in _KNOWN:
             raise pickle.UnpicklingError(f"{module}.{name} may not be named")
-        return _KNOWN[module, name]
+        known = _KNOWN[module, name]
+        self._changeable |= isinstance(known, types.FunctionType)
+        return known
+
+
+def _sets_attributes(data: bytes) -> bool:
+    return any(operation.name == "BUILD" for operation, _, _ in pickletools.genops(data))
 
 
 class TrustingReader(Reader):
