@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from eval_pipeline.engines.answer import Answer, Request, Sampling
 from eval_pipeline.engines.seeds import seed_of
 from eval_pipeline.engines.settings import EngineSettings
-from eval_pipeline.engines.vllm_arguments import arguments_for, prepare_environment, reason_of
+from eval_pipeline.engines.vllm_arguments import arguments_for, reason_of
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.vllm_environment import prepare_environment
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
