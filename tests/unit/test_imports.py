@@ -16,6 +16,7 @@ BASE = {
     "verl_ext.collective",
     "verl_ext.native_output",
     "verl_ext.gpus",
+    "verl_ext.vllm_environment",
     "verl_ext.config",
 }
 ALLOWED = {
@@ -23,12 +24,23 @@ ALLOWED = {
     "verl_ext.metrics": {"verl_ext.errors", "verl_ext.tell"},
     "verl_ext.data": BASE,
     "verl_ext.checkpoint": BASE | {"verl_ext.metrics"},
-    "verl_ext.trainer": BASE | {"verl_ext.metrics", "verl_ext.data", "verl_ext.checkpoint"},
-    "verl_ext.launch": BASE | {"verl_ext.metrics", "verl_ext.data", "verl_ext.checkpoint"},
+    "verl_ext.grpo": BASE
+    | {
+        "verl_ext.metrics",
+        "verl_ext.checkpoint.weights",
+        "verl_ext.checkpoint.shards",
+        "verl_ext.checkpoint.export",
+        "eval_pipeline.judge",
+        "eval_pipeline.problems",
+    },
+    "verl_ext.trainer": BASE | {"verl_ext.metrics", "verl_ext.data", "verl_ext.checkpoint", "verl_ext.grpo"},
+    "verl_ext.launch": BASE
+    | {"verl_ext.metrics", "verl_ext.data", "verl_ext.checkpoint", "verl_ext.grpo.rewards.registry"},
     "eval_pipeline": {
         "verl_ext.errors",
         "verl_ext.native_output",
         "verl_ext.gpus",
+        "verl_ext.vllm_environment",
         "verl_ext.tell",
         "verl_ext.metrics",
         "verl_ext.checkpoint.lease",

@@ -13,14 +13,16 @@ from verl_ext.config.overrides import apply_overrides, leaves, merge_known
 from verl_ext.config.recipes import find_recipe
 from verl_ext.errors import UserError
 
-VERL_CONFIG = {"sft": "sft_trainer"}
+VERL_CONFIG = "sft_trainer"
+OURS = {"sft": ("sft",), "grpo": ("sft", "grpo")}
+"""What is merged over it for each stage, later over earlier."""
 
 
 def compose_config(stage: str, overrides: list[str]) -> DictConfig:
     """Resolve `recipe=NAME key=value ...` to one configuration.
 
     Args:
-        stage: "sft".
+        stage: "sft" or "grpo".
         overrides: Hydra overrides (`key=value`, `+key=value`, `~key`); `recipe=` names a recipe or a YAML file.
 
     Returns:
@@ -46,9 +48,10 @@ def compose_config(stage: str, overrides: list[str]) -> DictConfig:
 def base_config(stage: str) -> DictConfig:
     """verl's own configuration of the stage with the pipeline's keys and defaults merged over it."""
     with initialize_config_dir(str(verl_directory() / "trainer" / "config"), version_base=None):
-        config = compose(VERL_CONFIG[stage])
+        config = compose(VERL_CONFIG)
     OmegaConf.set_struct(config, False)
-    config.merge_with(OmegaConf.load(Path(__file__).with_name(f"{stage}.yaml")))
+    for name in OURS[stage]:
+        config.merge_with(OmegaConf.load(Path(__file__).with_name(f"{name}.yaml")))
     OmegaConf.set_struct(config, True)
     return config
 

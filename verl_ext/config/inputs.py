@@ -88,6 +88,8 @@ def wanted_columns(config: DictConfig) -> dict[str, str]:
     """Setting to column name of what a data file must have; a data set class of the user's own decides for itself."""
     if config.data.custom_cls.path is not None:
         return {}
+    if config.stage == "grpo":
+        return {"data.prompt_key": config.data.prompt_key}
     if config.data.multiturn.enable:
         return {"data.multiturn.messages_key": config.data.multiturn.messages_key}
     return {"data.prompt_key": config.data.prompt_key, "data.response_key": config.data.response_key}

@@ -15,7 +15,13 @@ from verl_ext.errors import UserError
 
 TEXT_OR_LIST = ("data.train_files", "data.val_files", "model.target_modules")  # one or several, as in verl
 # Where users may put keys of their own: what is passed on to a function or a class.
-OPEN_MAPPINGS = ("data.apply_chat_template_kwargs", "optim.override_optimizer_config", "datasets", "engine.vllm")
+OPEN_MAPPINGS = (
+    "data.apply_chat_template_kwargs",
+    "optim.override_optimizer_config",
+    "datasets",
+    "engine.vllm",
+    "rollout.vllm",
+)
 
 
 def merge_known(config: DictConfig, update: DictConfig, source: str, nullable: Collection[str]) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_ext.config.inputs import file_list
 from verl_ext.data.chat import ChatDataset
+from verl_ext.data.prompts import PromptDataset
 from verl_ext.errors import UserError, first_line_of
 
 
@@ -30,6 +31,17 @@ def load_datasets(
     if not file_list(config.data.val_files):
         return train, None
     return train, load_dataset(config.data.val_files, config.data, tokenizer, config.data.val_max_samples, progress)
+
+
+def load_prompts(
+    config: DictConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """Prompts to learn from and to measure on; the arguments are those of `load_datasets`."""
+    data = config.data
+    train = PromptDataset(data.train_files, tokenizer, data, data.train_max_samples, progress)
+    if not file_list(data.val_files):
+        return train, None
+    return train, PromptDataset(data.val_files, tokenizer, data, data.val_max_samples, progress)
 
 
 def load_dataset(

@@ -6,7 +6,7 @@ import argparse
 
 from verl_ext.config.recipes import default_recipe, recipe_summaries
 
-STAGES = {"sft": "Supervised fine-tuning"}
+STAGES = {"sft": "Supervised fine-tuning", "grpo": "Group-relative policy optimisation"}
 EXIT_CODES = {
     "0": "the run is finished",
     "1": "a rank failed; its traceback stands above, and the same command goes on from the last checkpoint",
@@ -20,7 +20,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     """Parse `STAGE NUM_PROCESSES [recipe=NAME] [key=value ...]`, with the options anywhere among the words.
 
     Returns:
-        `stage`, `num_processes` (None when not given), `overrides`, `restarts` and `print_config`.
+        `stage`, `num_processes` (None when not given), `overrides`, `restarts`, `trace` and `print_config`.
     """
     parser = make_parser(words[0] if words and words[0] in STAGES else "sft")
     known, strangers = parser.parse_known_intermixed_args(words)
@@ -35,7 +35,7 @@ def make_parser(stage: str) -> argparse.ArgumentParser:
     """What is understood, and what --help says of it."""
     parser = argparse.ArgumentParser(
         prog=f"bash run_{stage}.sh",
-        usage=f"bash run_{stage}.sh NUM_PROCESSES [recipe=NAME] [key=value ...] [--restarts K] [--print-config]",
+        usage=f"bash run_{stage}.sh NUM_PROCESSES [recipe=NAME] [key=value ...] [--restarts K] [--trace]",
         description=f"{STAGES[stage]} on NUM_PROCESSES ranks of this machine (one per GPU); resumes by itself.",
         epilog=epilog(stage),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -50,6 +50,9 @@ def make_parser(stage: str) -> argparse.ArgumentParser:
         default=0,
         help="start again by itself after a crash, 5 s later and then twice as long up to 300 s; give up after K "
         "restarts in a row without a new checkpoint (default 0; bad input and a stop are never restarted)",
+    )
+    parser.add_argument(
+        "--trace", action="store_true", help="write when what happened on each rank to trace/, as JSON for Perfetto"
     )
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and leave")
     return parser

@@ -17,6 +17,7 @@ from verl_ext.config.evaluation import check_evaluation_keys
 from verl_ext.config.inputs import check_data, check_model
 from verl_ext.config.preemption import check_preemption
 from verl_ext.errors import UserError
+from verl_ext.launch.grpo_check import check_grpo, settle_model
 from verl_ext.metrics.names import describe
 
 
@@ -42,6 +43,7 @@ def configure(arguments: argparse.Namespace) -> DictConfig:
         word for word in arguments.overrides if word.startswith(("trainer.nnodes=", "trainer.n_gpus_per_node="))
     ]:
         raise UserError(f"'{taken[0]}' is said elsewhere: NNODES gives the machines, the first word the ranks on each")
+    config.trainer.trace |= arguments.trace
     config.trainer.nnodes = int(nodes)
     config.trainer.n_gpus_per_node = arguments.num_processes or config.trainer.n_gpus_per_node
     return config
@@ -54,6 +56,8 @@ def check_config(config: DictConfig) -> None:
         UserError: the first thing that is wrong and how to mend it.
     """
     world_size = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if config.stage == "grpo":
+        settle_model(config)
     check_values(config)
     check_preemption(config)
     check_evaluation_keys(config)
@@ -61,6 +65,8 @@ def check_config(config: DictConfig) -> None:
     check_batch(config, world_size)
     check_model(config)
     check_data(config)
+    if config.stage == "grpo":
+        check_grpo(config, world_size)
     check_run_directory(Path(config.trainer.default_local_dir))
 
 
@@ -97,5 +103,5 @@ def check_retention(trainer: DictConfig) -> None:
     Retention.of(trainer)
     name = trainer.checkpoint.best_metric
     describe(name)
-    if not name.startswith(("train/", "val/")):
-        raise UserError(f"trainer.checkpoint.best_metric is {name}; a checkpoint holds train/... and val/... alone")
+    if not name.startswith(("train/", "val/")) and (not name.startswith("eval/") or name.count("/") > 1):
+        raise UserError(f"trainer.checkpoint.best_metric is {name}; a checkpoint holds what its own training measured")

@@ -49,6 +49,63 @@ TRAINING: dict[str, Metric] = {
     "train/time(s)": Metric("s", "Forward, backward and update, without the wait for data; verl's name.", _LARGEST),
 }
 
+_SAMPLES = "over all samples of all ranks"
+_DECISIONS = "mean over all tokens of all ranks"
+
+
+def _spread(name: str, what: str, *figures: str, unit: str = "1") -> dict[str, Metric]:
+    """A metric for each of some figures of one quantity."""
+    words = {"mean": "Mean", "std": "Standard deviation", "min": "Smallest", "max": "Largest"}
+    return {f"{name}_{figure}": Metric(unit, f"{words[figure]} {what}.", _SAMPLES) for figure in figures}
+
+
+def _rewards(kind: str) -> dict[str, Metric]:
+    return {
+        **_spread(f"{kind}/reward_total", "of the weighted rewards' sums", "mean", "std", "min", "max"),
+        f"{kind}/<reward>_mean": Metric("1", "Mean weighted contribution of one reward function.", _SAMPLES),
+        f"{kind}/reward_failures": Metric("sample", "Reward functions that gave nothing for a sample.", _SUM),
+        **_spread(f"{kind}/seq_prompt_len", "length of a prompt", "mean", "max", unit="token"),
+        **_spread(f"{kind}/seq_completion_len", "length of a completion", "mean", "max", unit="token"),
+        **_spread(f"{kind}/seq_total_len", "length of prompt and completion", "mean", "max", unit="token"),
+    }
+
+
+GRPO: dict[str, Metric] = {
+    **_rewards("train"),
+    **_spread("train/adv", "of the advantages", "mean", "std", "min", "max"),
+    "train/entropy": Metric("nat/token", "Entropy of the distributions that tokens are drawn from.", _DECISIONS),
+    "train/kl": Metric("nat/token", "KL divergence from the reference, by `actor.kl_loss_type`.", _DECISIONS),
+    "train/update_kl": Metric("nat/token", "KL divergence of the updated from the drawing policy.", _DECISIONS),
+    "train/clip_fraction": Metric("1", "Share of the tokens whose ratio was clipped.", _DECISIONS),
+    "train/dual_clip_fraction": Metric("1", "Share of the tokens whose ratio was beyond `clip_ratio_c`.", _DECISIONS),
+    "train/rollout_logprob_diff_mean": Metric(
+        "nat",
+        "Distance between the engine's and the trainer's log-probability of a token, before the update.",
+        _DECISIONS,
+    ),
+    "train/rollout_logprob_diff_max": Metric("nat", "The largest such distance.", _LARGEST),
+    "train/ratio_deviation_max": Metric(
+        "1", "Largest distance of a ratio from 1 at the step's first update.", _LARGEST
+    ),
+    "train/total_valid_token_count": Metric("token", "Tokens of all completions.", _SUM),
+    "train/groups_without_signal": Metric("group", "Groups whose rewards are all the same.", _SUM),
+    "train/groups_replaced": Metric("group", "Groups that dynamic sampling put in the place of such.", _SUM),
+    **_rewards("eval"),
+    "throughput/train/valid_tokens_per_s": Metric("token/s", "Tokens of completions per second of the step.", _RATE),
+    "throughput/train/valid_tokens_per_s_update": Metric("token/s", "The same per second of the updates.", _RATE),
+    "time/train/rollout_s": Metric("s", "Drawing completions.", _LARGEST),
+    "time/train/reward_s": Metric("s", "Waiting for rewards after the last completion.", _LARGEST),
+    "time/train/advantages_s": Metric("s", "Comparing rewards within groups.", _LARGEST),
+    "time/train/shard_s": Metric("s", "Making tensors of the completions.", _LARGEST),
+    "time/train/update_s": Metric("s", "Forward and backward passes and the optimizer.", _LARGEST),
+    "time/eval/rollout_s": Metric("s", "Drawing completions of a measurement.", _LARGEST),
+    "time/eval/reward_s": Metric("s", "Waiting for their rewards.", _LARGEST),
+    "time/eval/step_s": Metric("s", "A whole measurement.", _LARGEST),
+    "weights/sync_s": Metric("s", "Sending the weights to the rollout engine.", _RANK_0),
+    "weights/bytes": Metric("byte", "Size of the weights that were sent.", _SAME),
+    "weights/version": Metric("step", "Step whose weights drew the completions.", _SAME),
+}
+
 VALIDATION: dict[str, Metric] = {
     "val/loss": Metric("nat/token", "Cross-entropy over the loss tokens of the whole validation set.", _TOKEN_MEAN),
     "val/perplexity": Metric("1", "exp(`val/loss`).", "from the reduced loss"),
@@ -109,6 +166,7 @@ EVALUATION: dict[str, Metric] = {
 
 SECTIONS: dict[str, dict[str, Metric]] = {
     "Training": TRAINING,
+    "Training by GRPO": GRPO,
     "Validation": VALIDATION,
     "Throughput": THROUGHPUT,
     "Time": TIME,
@@ -126,17 +184,26 @@ def describe(name: str) -> Metric:
         name: a logged name, such as `train/loss` or `eval/humaneval/accepted_at_1`.
 
     Returns:
-        Its entry; for an evaluation metric that of the pattern `eval/<dataset>/...`.
+        Its entry; that of the pattern `eval/<dataset>/...` for an evaluation metric, of `<reward>_mean` for a reward.
 
     Raises:
         UserError: no metric has this name.
     """
-    parts = name.split("/")
-    pattern = _EVAL_PREFIX + _figure_pattern(parts[2]) if len(parts) == 3 and parts[0] == "eval" else name
+    pattern = _pattern(name)
     if pattern not in METRICS:
         near = difflib.get_close_matches(pattern, METRICS, n=3)
         raise UserError(f"no metric is named '{name}'" + (f"; near it are {', '.join(near)}" if near else ""))
     return METRICS[pattern]
+
+
+def _pattern(name: str) -> str:
+    """The entry that a name may belong to."""
+    parts = name.split("/")
+    if len(parts) == 3 and parts[0] == "eval":
+        return _EVAL_PREFIX + _figure_pattern(parts[2])
+    if len(parts) == 2 and parts[0] in ("train", "eval") and name not in METRICS:
+        return re.sub(r"/\w+_mean$", "/<reward>_mean", name)
+    return name
 
 
 def _figure_pattern(figure: str) -> str:

@@ -12,6 +12,7 @@ from verl_ext.metrics.console import ConsoleLines
 from verl_ext.metrics.csv_history import CsvHistory
 from verl_ext.metrics.jsonl import METRICS_FILE, MetricsFile
 from verl_ext.metrics.notice import warn
+from verl_ext.metrics.samples import SAMPLES_FILE, SampleRow, SamplesFile
 from verl_ext.metrics.sinks import Sink, TensorBoardSink, VerlSink, WandbSink
 from verl_ext.metrics.wandb_run import open_wandb_run, persistent_run_id
 
@@ -55,6 +56,7 @@ class MetricsRecorder:
         others = _verl_backends(backends)
         run_dir = Path(run_dir)
         self._file = MetricsFile(run_dir / METRICS_FILE, attempt)
+        self._samples = SamplesFile(run_dir / SAMPLES_FILE, attempt)
         self._sinks: list[Sink] = []
         self._add("csv", partial(CsvHistory, run_dir))
         if "console" in backends:
@@ -84,6 +86,24 @@ class MetricsRecorder:
                 self._sinks.remove(sink)
                 _warn_off(sink.name, error)
 
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Write some samples to `samples.jsonl`, and as a table to W&B.
+
+        Args:
+            step: they are of.
+            rows: column to value; the same columns in each.
+
+        Raises:
+            UserError: `samples.jsonl` cannot be written.
+        """
+        self._samples.append(step, rows)
+        for sink in [sink for sink in self._sinks if isinstance(sink, WandbSink)]:
+            try:
+                sink.write_samples(step, rows)
+            except Exception as error:
+                self._sinks.remove(sink)
+                _warn_off(sink.name, error)
+
     def close(self, exit_code: int = 0) -> None:
         """Flush and close everything; a second call does nothing.
 
@@ -92,6 +112,7 @@ class MetricsRecorder:
         """
         sinks, self._sinks = self._sinks, []
         self._file.close()
+        self._samples.close()
         for sink in sinks:
             try:
                 sink.close(exit_code)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl_ext.errors import STOPPED_EXIT_CODE
 from verl_ext.metrics.row import Row
+from verl_ext.metrics.samples import SampleRow
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -63,6 +64,14 @@ class WandbSink:
     def write(self, row: Row) -> None:
         """Log the row with `global_step` and `attempt` in it; W&B's own step only counts rows."""
         self._run.log({**row.metrics, "global_step": row.step, "attempt": row.attempt})
+
+    def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Log samples as a table under `train/samples`."""
+        import wandb
+
+        columns = list(rows[0])
+        table = wandb.Table(columns=["step", *columns], data=[[step, *(row[name] for name in columns)] for row in rows])
+        self._run.log({"train/samples": table, "global_step": step})
 
     def close(self, exit_code: int = 0) -> None:
         """Finish the run.

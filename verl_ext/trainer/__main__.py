@@ -59,11 +59,10 @@ def train(config: DictConfig) -> None:
     from transformers import set_seed
 
     from verl_ext.collective import on_every_rank
-    from verl_ext.data.load import load_datasets
     from verl_ext.native_output import quiet_native_stdout
     from verl_ext.trainer.distributed import build_meshes, init_process_group, settle_device
     from verl_ext.trainer.preemption import Stop
-    from verl_ext.trainer.sft import SFTTrainer
+    from verl_ext.trainer.stages import load_stage
     from verl_ext.trainer.tokenizer import load_tokenizer
 
     device_name = settle_device(config)
@@ -73,8 +72,9 @@ def train(config: DictConfig) -> None:
     # Dropout differs between ranks, but not between those that share a sequence.
     set_seed(config.trainer.seed + dist.get_rank() // config.ulysses_sequence_parallel_size)
     tokenizer = on_every_rank(lambda: load_tokenizer(config))
-    datasets = on_every_rank(lambda: load_datasets(config, tokenizer, progress=dist.get_rank() == 0))
-    trainer = SFTTrainer(config, *meshes, tokenizer, *datasets, RankSignals())
+    stage = load_stage(config.stage)
+    datasets = on_every_rank(lambda: stage.load_datasets(config, tokenizer, progress=dist.get_rank() == 0))
+    trainer = stage.trainer(config, *meshes, tokenizer, *datasets, RankSignals())
     exit_code = 0
     try:
         trainer.fit()

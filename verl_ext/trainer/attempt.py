@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -15,6 +15,7 @@ from verl_ext.metrics.console import ProgressBar
 from verl_ext.metrics.notice import warn
 from verl_ext.metrics.recorder import MetricsRecorder
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.metrics.samples import SampleRow
 from verl_ext.trainer.preemption import Stop
 
 
@@ -68,6 +69,11 @@ class Attempt:
         if "train/loss" in metrics:
             self.last_step = step
             self.bar.update(metrics["train/loss"])
+
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Write some samples for people to read."""
+        if self.is_main and rows:
+            self.recorder.log_samples(step, rows)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

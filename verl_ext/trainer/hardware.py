@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,6 +11,8 @@ from transformers.utils import is_flash_attn_2_available
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.errors import UserError
+
+GIB = 1 << 30
 
 
 def pick_attention(setting: str, device_name: str, precision: torch.dtype) -> str:
@@ -47,3 +50,10 @@ def pick_precision(setting: str, device_name: str) -> torch.dtype:
 def autocast(precision: torch.dtype, device_name: str) -> Any:
     """The forward pass's autocast context; none in fp32."""
     return nullcontext() if precision == torch.float32 else torch.autocast(device_name, dtype=precision)
+
+
+def peak_memory(device_name: str) -> dict[str, float]:
+    """Largest memory of this rank so far, as a metric: allocated on the GPU, resident on a CPU."""
+    if device_name == "cuda":
+        return {"system/peak_memory_gib": torch.cuda.max_memory_allocated() / GIB}
+    return {"system/peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}

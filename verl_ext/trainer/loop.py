@@ -25,6 +25,7 @@ from verl_ext.deadline import deadline_from_environment, parse_deadline
 from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn
 from verl_ext.metrics.timers import StepTimer
+from verl_ext.metrics.trace import Trace
 from verl_ext.trainer.attempt import Attempt
 from verl_ext.trainer.guard import NonFiniteGuard
 from verl_ext.trainer.preemption import Preemption, Stop
@@ -63,7 +64,10 @@ class PipelineTrainer(TrainerSetup, ABC):
         self.device_name = config.trainer.device
         self.is_main = device_mesh.get_rank() == 0
         self.run_dir = Path(config.trainer.default_local_dir)
-        self.timer = StepTimer(synchronize="cuda" if self.device_name == "cuda" else None)
+        self.trace = Trace(self.run_dir, device_mesh.get_rank()) if config.trainer.trace else None
+        self.timer = StepTimer(
+            synchronize="cuda" if self.device_name == "cuda" else None, on_part=self.trace and self.trace.part
+        )
         self.guard = NonFiniteGuard(config.trainer.max_nonfinite_steps, train_dataset.describe)
         self.preemption = Preemption(signals, self.deadline(config))
         with open(os.devnull, "w") as sink, redirect_stdout(sink):  # verl prints the whole configuration and more
@@ -125,6 +129,8 @@ class PipelineTrainer(TrainerSetup, ABC):
         for batch in self.remaining_batches():
             self.step_metrics = {}
             self.log(self.training_step(batch))
+            if self.trace is not None:
+                self.trace.part("step", self.step_start, time.perf_counter(), step=self.global_step)
             self.preemption.note(step_s=time.perf_counter() - self.step_start)
             self.guard.check(self.global_step, batch.rows)
             self.train_sampler.advance()
@@ -195,7 +201,7 @@ class PipelineTrainer(TrainerSetup, ABC):
         self.checkpoint_manager.step_metrics = {
             name: value
             for name, value in self.step_metrics.items()
-            if name.startswith(("train/", "val/")) and math.isfinite(value)
+            if name.startswith(("train/", "val/", "eval/")) and math.isfinite(value)
         }
         self.save_checkpoint(self.global_step)
         self.saved_step = self.global_step

@@ -32,17 +32,22 @@ def build_optimizer(model: torch.nn.Module, config: DictConfig) -> torch.optim.O
         ) from error
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, config: DictConfig, num_steps: int) -> LRScheduler:
-    """The schedule of `optim.lr_scheduler` over `num_steps` steps.
+def build_scheduler(
+    optimizer: torch.optim.Optimizer, config: DictConfig, num_steps: int, updates_per_step: int = 1
+) -> LRScheduler:
+    """The schedule of `optim.lr_scheduler` over `num_steps` updates.
 
     Args:
         optimizer: whose learning rate is scheduled.
         config: the `optim` section; `lr_warmup_steps` goes before `lr_warmup_steps_ratio`.
-        num_steps: length of the schedule in optimizer steps.
+        num_steps: length of the schedule in updates.
+        updates_per_step: updates in what `lr_warmup_steps` counts.
     """
     warmup = config.lr_warmup_steps
     if warmup is None or warmup < 0:
         warmup = int(num_steps * config.lr_warmup_steps_ratio)
+    else:
+        warmup *= updates_per_step
     if config.lr_scheduler == "constant":
         return get_constant_schedule_with_warmup(optimizer, num_warmup_steps=warmup)
     build = get_cosine_schedule_with_warmup if config.lr_scheduler == "cosine" else get_wsd_schedule_with_warmup

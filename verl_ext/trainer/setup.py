@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ class TrainerSetup(FSDPSFTTrainer):
     recorded_config: DictConfig
     guard: NonFiniteGuard
     owes_validation: bool
+    updates_per_step = 1
+    """How often the optimizer, and with it the schedule of the learning rate, goes on in one step."""
 
     def _normalize_config_bsz(self) -> None:
         """verl divides the batch size in the configuration; here it stays the global one, as users wrote it."""
@@ -54,7 +57,7 @@ class TrainerSetup(FSDPSFTTrainer):
     def _build_dataloader(self, train_dataset: Dataset, val_dataset: Dataset | None) -> None:
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         data = self.config.data
-        self.batcher = MicroBatcher(data.micro_batch_size_per_gpu, self.tokenizer.pad_token_id)
+        self.batcher = self.make_batcher()
         self.train_sampler = GlobalBatchSampler(
             len(train_dataset), data.train_batch_size, self.dp_rank, self.dp_size, self.config.trainer.seed
         )
@@ -73,12 +76,17 @@ class TrainerSetup(FSDPSFTTrainer):
         # As in verl the schedule spans the epochs, so that a run ended early by total_training_steps can be prolonged.
         scheduled = self.config.optim.total_training_steps
         self.total_steps = scheduled if scheduled > 0 else max(steps_in_epochs, self.total_training_steps)
+        self.total_steps *= self.updates_per_step
+
+    def make_batcher(self) -> Callable[[list[dict[str, Any]]], Any]:
+        """What makes one rank's batch of a step from the samples of the data set."""
+        return MicroBatcher(self.config.data.micro_batch_size_per_gpu, self.tokenizer.pad_token_id)
 
     def _build_model_optimizer(self) -> None:
         self.model = self.fsdp_model = build_model(self.config, self.device_mesh, self.device_name)
         self.model_config = self.model.config
         self.optimizer = build_optimizer(self.fsdp_model, self.config.optim)
-        self.lr_scheduler = build_scheduler(self.optimizer, self.config.optim, self.total_steps)
+        self.lr_scheduler = build_scheduler(self.optimizer, self.config.optim, self.total_steps, self.updates_per_step)
 
     def _init_checkpoint_manager(self) -> None:
         trainer = self.config.trainer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 import time
 from contextlib import AbstractContextManager, nullcontext
 
@@ -13,10 +12,8 @@ from verl.utils.flops_counter import FlopsCounter
 
 from verl_ext.data.batching import Batch, MicroBatch, validation_micro_batches
 from verl_ext.metrics.reduce import reduce_over_ranks
-from verl_ext.trainer.hardware import autocast, pick_precision
+from verl_ext.trainer.hardware import autocast, peak_memory, pick_precision
 from verl_ext.trainer.loop import Metrics, PipelineTrainer
-
-GIB = 1 << 30
 
 
 def perplexity(loss: float) -> float:
@@ -95,7 +92,7 @@ class SFTTrainer(PipelineTrainer):
         compute = parts["time/train/forward_backward_s"] + parts["time/train/optimizer_s"]
         reduced = reduce_over_ranks(
             sums={"tokens": batch.num_tokens, "samples": len(batch.rows), **self.flops(batch, seconds)},
-            maxima={**parts, "time/train/step_s": seconds, "train/time(s)": compute, **self.peak_memory()},
+            maxima={**parts, "time/train/step_s": seconds, "train/time(s)": compute, **peak_memory(self.device_name)},
             device=self.device_name,
         )
         copies = self.config.ulysses_sequence_parallel_size  # of each sample
@@ -113,12 +110,6 @@ class SFTTrainer(PipelineTrainer):
         lengths = [int(n) for micro_batch in batch.micro_batches for n in micro_batch["attention_mask"].sum(-1)]
         achieved, peak = FlopsCounter(self.model_config).estimate_flops(lengths, seconds)
         return {"mfu": achieved / peak}
-
-    def peak_memory(self) -> Metrics:
-        """Largest memory so far: allocated on the GPU, resident on a CPU."""
-        if self.device_name == "cuda":
-            return {"system/peak_memory_gib": torch.cuda.max_memory_allocated() / GIB}
-        return {"system/peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
 
     @torch.no_grad()
     def validate(self) -> Metrics:

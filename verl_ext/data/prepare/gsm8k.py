@@ -15,8 +15,9 @@ from verl_ext.errors import UserError
 
 HELP = "turn GSM8K into train.parquet (its train split) and val.parquet (its test split)"
 EXAMPLE = "gsm8k --source openai/gsm8k --style think --output data/gsm8k"
-VERSION = 1
+VERSION = 2
 STYLES = ("plain", "think")
+TASKS = ("sft", "rl")
 OUTPUT_OF_SPLIT = {"train": TRAIN_NAME, "test": VAL_NAME}
 # Fields of a sample as published: the solution, with calculator calls <<48/2=24>>, then "#### " and the number.
 CALCULATOR_CALL = re.compile(r"<<[^<>]*>>")
@@ -41,10 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plain: the solution, then '#### number' (default); "
         "think: the solution in <think>, the number in <answer>, and a prompt that asks for it",
     )
+    parser.add_argument(
+        "--task",
+        choices=TASKS,
+        default="sft",
+        help="sft: chats with the solution (default); rl: prompts with the number, in verl's RL format",
+    )
 
 
 def run(arguments: argparse.Namespace) -> Prepared:
-    """Write both files with the columns `messages`, `answer` and `problem_id`.
+    """Write both files with the columns `messages`, `answer` and `problem_id`, or those of verl's RL format.
 
     `answer` is the final number as text without thousands separators. Calculator calls are taken out of the
     solutions, since no calculator answers them when the model is used.
@@ -55,6 +62,8 @@ def run(arguments: argparse.Namespace) -> Prepared:
     counts: dict[str, float] = {}
     for split, name in OUTPUT_OF_SPLIT.items():
         rows = list(_convert(_read(arguments.source, arguments.config, split), split, arguments.style))
+        if arguments.task == "rl":
+            rows = [_to_prompt(row, split) for row in rows]
         write_parquet(Path(arguments.output) / name, rows)
         counts[name.removesuffix(".parquet")] = len(rows)
     return Prepared(list(OUTPUT_OF_SPLIT.values()), counts)
@@ -86,6 +95,16 @@ def _convert(samples: Iterable[Any], split: str, style: str) -> Iterator[Row]:
         number = final.group(1).replace(",", "")
         messages = _messages(sample["question"].strip(), solution, number, style)
         yield {"messages": messages, "answer": number, "problem_id": f"gsm8k/{split}/{index}"}
+
+
+def _to_prompt(row: Row, split: str) -> Row:
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": row["messages"][:-1],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+        "extra_info": {"problem_id": row["problem_id"], "split": split},
+    }
 
 
 def _messages(question: str, solution: str, number: str, style: str) -> list[dict[str, str]]:

@@ -6,15 +6,16 @@ import argparse
 from pathlib import Path
 
 from verl_ext.data.prepare.files import staging_directory, write_jsonl, write_parquet
-from verl_ext.data.prepare.quickstart.problems import to_problem
+from verl_ext.data.prepare.quickstart.problems import to_problem, to_prompt
 from verl_ext.data.prepare.quickstart.sampling import Dataset, sample_dataset
 from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME
 from verl_ext.data.prepare.stamp import Prepared
 
 HELP = "make a toy instruction-to-code task, its held-out problems and a 2M-parameter model to train on it"
 EXAMPLE = "quickstart --output data/quickstart"
-VERSION = 1
+VERSION = 2
 PROBLEMS_NAME = "problems.jsonl"
+PROMPTS_NAME, VAL_PROMPTS_NAME = "prompts.parquet", "val_prompts.parquet"
 MODEL_NAME = "model"
 MIN_SAMPLES, MAX_SAMPLES = 500, 200_000
 
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Prepared:
-    """Write `train.parquet`, `val.parquet`, `problems.jsonl` and `model/`.
+    """Write `train.parquet`, `val.parquet`, `prompts.parquet`, `val_prompts.parquet`, `problems.jsonl` and `model/`.
 
     Raises:
         UserError: the output directory cannot be written to.
@@ -51,10 +52,15 @@ def run(arguments: argparse.Namespace) -> Prepared:
     dataset = sample_dataset(arguments.samples, arguments.seed)
     write_parquet(output / TRAIN_NAME, dataset.train)
     write_parquet(output / VAL_NAME, dataset.val)
+    write_parquet(output / PROMPTS_NAME, [to_prompt(*problem) for problem in dataset.prompts])
+    write_parquet(output / VAL_PROMPTS_NAME, [to_prompt(*problem) for problem in dataset.val_prompts])
     problems = [to_problem(family, parameters) for family, parameters in dataset.held_out]
     write_jsonl(output / PROBLEMS_NAME, problems)
     model_files, counts = _write_model(output / MODEL_NAME, dataset, arguments.seed)
-    return Prepared([TRAIN_NAME, VAL_NAME, PROBLEMS_NAME, *model_files], {**_count(dataset), **counts})
+    return Prepared(
+        [TRAIN_NAME, VAL_NAME, PROMPTS_NAME, VAL_PROMPTS_NAME, PROBLEMS_NAME, *model_files],
+        {**_count(dataset), **counts},
+    )
 
 
 def _count(dataset: Dataset) -> dict[str, float]:
@@ -62,6 +68,7 @@ def _count(dataset: Dataset) -> dict[str, float]:
     return {
         "train": len(dataset.train),
         "val": len(dataset.val),
+        "prompts": len(dataset.prompts),
         "problems": len(dataset.held_out),
         "families": len(families),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from verl_ext.data.prepare.files import Row
@@ -38,6 +39,19 @@ def to_problem(family: Family, parameters: Parameters) -> Row:
         "entry_point": family.function_name(parameters),
         "tests": _assertions(solution, family.expressions(parameters)),
         "canonical_solution": solution,
+    }
+
+
+def to_prompt(family: Family, parameters: Parameters) -> Row:
+    """Make a row of verl's RL format; its ground truth is the tests, as the reward `code_tests` reads them."""
+    problem = to_problem(family, parameters)
+    tests = {"entry_point": problem["entry_point"], "tests": problem["tests"]}
+    return {
+        "data_source": "quickstart",
+        "prompt": [{"role": "user", "content": problem["prompt"]}],
+        "ability": "code",
+        "reward_model": {"style": "rule", "ground_truth": json.dumps(tests)},
+        "extra_info": {"problem_id": problem["problem_id"], "family": family.name},
     }
 
 

@@ -14,6 +14,8 @@ from verl_ext.data.prepare.quickstart.sound_families import SOUND_FAMILIES
 
 FAMILIES = (*SOUND_FAMILIES, *FLAWED_FAMILIES)
 HELD_OUT_PER_FAMILY = 6
+PROMPTS_PER_FAMILY = 60
+VAL_PROMPTS_PER_FAMILY = 4
 VAL_FRACTION = 0.02
 # Some problems are kept for training however many samples are asked for.
 MAX_VAL_PER_FAMILY = 100
@@ -24,11 +26,21 @@ BUGGY_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows to train and to validate on, and the problems that neither contains."""
+    """Rows to train and to validate on, and the problems that neither contains.
+
+    Attributes:
+        train: chats.
+        val: chats.
+        held_out: problems for the evaluation of checkpoints.
+        prompts: problems to learn from by rewards; none is held out, none is twice there.
+        val_prompts: problems to measure rewards on, which none of the others contains.
+    """
 
     train: list[Row]
     val: list[Row]
     held_out: list[tuple[Family, Parameters]]
+    prompts: list[tuple[Family, Parameters]]
+    val_prompts: list[tuple[Family, Parameters]]
 
 
 def sample_dataset(num_train: int, seed: int) -> Dataset:
@@ -50,7 +62,22 @@ def sample_dataset(num_train: int, seed: int) -> Dataset:
         train += [_answer(family, item, generator) for item in _draw(family, _share(num_train, index), seen, generator)]
     generator.shuffle(train)
     generator.shuffle(val)
-    return Dataset(train, val, held_out)
+    return Dataset(train, val, held_out, *_draw_prompts(held_out, generator))
+
+
+def _draw_prompts(
+    held_out: list[tuple[Family, Parameters]], generator: random.Random
+) -> tuple[list[tuple[Family, Parameters]], list[tuple[Family, Parameters]]]:
+    """Problems of each family, first those to learn from and then those to measure by."""
+    prompts: list[tuple[Family, Parameters]] = []
+    val_prompts: list[tuple[Family, Parameters]] = []
+    for family in FAMILIES:
+        seen = {problem_id(other, item) for other, item in held_out}
+        prompts += [(family, item) for item in _draw_new(family, PROMPTS_PER_FAMILY, seen, generator)]
+        val_prompts += [(family, item) for item in _draw_new(family, VAL_PROMPTS_PER_FAMILY, seen, generator)]
+    generator.shuffle(prompts)
+    generator.shuffle(val_prompts)
+    return prompts, val_prompts
 
 
 def _share(total: int, index: int) -> int:

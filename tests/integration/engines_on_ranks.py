@@ -1,0 +1,102 @@
+"""Run by torchrun: after each of some updates both engines draw, and every token is compared with the trained model."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM
+from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
+
+from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
+from verl_ext.grpo.rollout.hf_engine import HfRollout
+from verl_ext.grpo.rollout.vllm_engine import VllmRollout, VllmSettings
+from verl_ext.grpo.rollout.weights import WeightSource
+
+LENGTHS = (150, 20, 7, 133)
+"""Of prompts; a block of vLLM's cache has 128 tokens on a CPU."""
+BUCKET_BYTES = 2_000_000
+SETTINGS = {
+    **{"dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "end_tokens": []},
+    **{"gpu_memory_utilization": 0.5, "free_cache_engine": True},
+}
+
+
+def build(directory: Path, kind: str) -> Any:
+    """The model of a directory, sharded over the ranks; with LoRA adapters that are no zeros where asked for."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+    if kind == "lora":
+        adapters = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **adapters))
+    mesh, state = init_device_mesh("cpu", (dist.get_world_size(),)), model.state_dict()
+    apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True}, OmegaConf.create({"wrap_policy": {}}))
+    fsdp2_load_full_state_dict(model, state, mesh, None)
+    return model
+
+
+def error_of(model: Any, draw: Draw, completion: Completion, temperature: float) -> float:
+    """Largest distance of a token's log-probability from the model's; infinite where a greedy one is another token."""
+    tokens = torch.tensor(completion.token_ids)
+    with torch.no_grad():
+        ids = torch.tensor([[*draw.prompt_ids, *completion.token_ids]])
+        logits = model(ids).logits[0, len(draw.prompt_ids) - 1 : -1].float()
+    if temperature == 0 and not torch.equal(logits.argmax(-1), tokens):
+        return float("inf")
+    log_probs = (logits / (temperature or 1)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    return float((log_probs - completion.log_probs).abs().max())
+
+
+def main(directory: Path, kind: str, output: Path) -> None:
+    """Write the largest error of each engine and temperature, and whether vLLM repeats its draws, for each step."""
+    dist.init_process_group("gloo")
+    model = build(directory, kind)
+    vllm = VllmRollout(VllmSettings(str(directory), False, **SETTINGS))
+    source = WeightSource(model, torch.float32, "cpu", BUCKET_BYTES)
+    hf = HfRollout(model, 0, [], 3, nullcontext)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    draws = [Draw(tuple(torch.randint(5, 400, (n,), generator=generator).tolist()), n) for n in LENGTHS]
+    results = []
+    for _ in range(3):
+        num_buckets = 0
+        for bucket in source.buckets():
+            vllm.load_bucket(bucket)
+            num_buckets += 1
+        vllm.end_load()
+        result: dict[str, Any] = {"buckets": num_buckets}
+        for temperature in (0.0, 0.8):
+            sampling = Sampling(temperature, 1.0, -1, 12)
+            for name, engine in (("vllm", vllm), ("hf", hf)):
+                found = dict(engine.draw(draws, sampling))
+                again = dict(engine.draw(draws[::-1], sampling))
+                errors = [error_of(model, draw, found[n], temperature) for n, draw in enumerate(draws)]
+                result[f"{name} {temperature}"] = max(errors)
+                result[f"{name} {temperature} repeats"] = all(
+                    found[n].token_ids == again[len(draws) - 1 - n].token_ids for n in found
+                )
+        results.append(result)
+        ids = torch.randint(5, 400, (2, 30), generator=generator)
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, results)
+    if dist.get_rank() == 0:
+        output.write_text(json.dumps(everyone))
+    vllm.close()
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,56 @@
+"""Advantages within groups."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+from verl_ext.grpo.advantages import group_advantages
+
+
+def verls(rewards: list[float], groups: list[int], divide_by_std: bool) -> torch.Tensor:
+    """What verl gives a sample at each of three tokens."""
+    at_the_end = torch.zeros(len(rewards), 3)
+    at_the_end[:, 2] = torch.tensor(rewards)
+    values, _ = compute_grpo_outcome_advantage(
+        at_the_end, torch.ones(len(rewards), 3), np.array(groups), norm_adv_by_std_in_grpo=divide_by_std
+    )
+    return values
+
+
+@pytest.mark.parametrize("divide_by_std", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_to_verls(seed: int, divide_by_std: bool) -> None:
+    """Whatever the order of the samples and the numbers of the groups."""
+    random = np.random.default_rng(seed)
+    groups = random.permutation(np.repeat(random.choice(10**6, 7, replace=False), 4)).tolist()
+    rewards = random.normal(size=28).tolist()
+    ours = group_advantages(rewards, groups, divide_by_std)
+    assert torch.equal(ours.values[:, None].expand(-1, 3), verls(rewards, groups, divide_by_std))
+    assert (ours.num_groups, ours.num_without_signal) == (7, 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_to_the_published_formula(seed: int) -> None:
+    """(r - mean) / (std + eps) with the sample's standard deviation, as GRPO's paper and TRL have it."""
+    rewards = np.random.default_rng(seed).normal(size=(6, 5))
+    expected = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-6)
+    ours = group_advantages(rewards.ravel().tolist(), np.repeat(range(6), 5).tolist(), True)
+    np.testing.assert_allclose(ours.values, expected.ravel(), rtol=1e-4, atol=1e-5)
+
+
+def test_equal_rewards_have_no_advantage() -> None:
+    """Not even the rounding of their mean, which verl divides by 1e-6."""
+    rewards, groups = [0.1, 0.7] * 4 + [1.69] * 8 + [0.1] * 8, [0] * 8 + [1] * 8 + [2] * 8
+    ours = group_advantages(rewards, groups, True)
+    assert ours.values[8:].eq(0).all() and ours.values[:8].abs().min() > 0.5
+    assert (ours.num_groups, ours.num_without_signal) == (3, 2)
+    assert verls(rewards, groups, True)[8:].abs().max() > 0.1
+
+
+def test_a_group_of_one_is_refused() -> None:
+    """It would learn its reward as it is."""
+    with pytest.raises(AssertionError, match="one sample"):
+        group_advantages([1.0, 2.0, 3.0], [0, 0, 1], True)

@@ -1,0 +1,172 @@
+"""Prompts, recipes and settings of the stage grpo, and what is refused of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from verl_ext.config.compose import compose_config
+from verl_ext.config.recipes import RECIPES, recipe_summaries
+from verl_ext.data.prepare import prepare
+from verl_ext.data.prompts import PromptBatch, PromptDataset
+from verl_ext.errors import UserError
+from verl_ext.grpo.rewards.judged import read_tests
+from verl_ext.launch.configure import check_config
+from verl_ext.launch.grpo_check import best_export, settle_model
+
+GSM8K = {"question": "What is 40 + 2?", "answer": "It is <<40+2=42>>42.\n#### 42"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(quickstart: Path) -> PreTrainedTokenizerBase:
+    """The quickstart's."""
+    return AutoTokenizer.from_pretrained(quickstart / "model")
+
+
+def config_with(quickstart: Path, tmp_path: Path, *overrides: str) -> DictConfig:
+    """The quickstart recipe on the session's small data."""
+    return compose_config(
+        "grpo",
+        [
+            *("prepare=[]", f"trainer.default_local_dir={tmp_path / 'run'}", "data.train_batch_size=8"),
+            *(f"data.train_files={quickstart}/prompts.parquet", f"data.val_files={quickstart}/val_prompts.parquet"),
+            *(f"model.partial_pretrain={quickstart}/model", "actor.ppo_mini_batch_size=4"),
+            *("trainer.n_gpus_per_node=2", *overrides),
+        ],
+    )
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (RECIPES / "grpo").glob("*.yaml")))
+def test_recipes(recipe: str) -> None:
+    """Each is complete, and says in a line what it is."""
+    config = compose_config("grpo", [f"recipe={recipe}"])
+    assert config.stage == "grpo" and config.recipe == recipe and recipe_summaries("grpo")[recipe]
+
+
+def test_good_settings(quickstart: Path, tmp_path: Path) -> None:
+    """Nothing is refused of them."""
+    check_config(config_with(quickstart, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("rollout.n=1", "a group needs 2"),
+        ("actor.ppo_mini_batch_size=3", "must divide data.train_batch_size=8"),
+        ("data.train_batch_size=7", "does not divide over"),
+        ("reward.functions=[code_test]", "did you mean code_tests"),
+        ("reward.functions=[]", "is empty"),
+        ("reward.functions=[nothing.py:f]", "does not exist"),
+        ("rollout.engine=sglang", "take one of vllm, hf"),
+        ("rollout.temperature=0", "must lie between"),
+        ("actor.loss_agg_mode=mean", "take one of token-mean"),
+        ("actor.kl_loss_type=k9", "take one of"),
+        ("algorithm.rollout_correction.rollout_is=group", "take one of None, token, sequence"),
+        ("data.eval_split=dev", "take one of test, train"),
+        ("data.max_response_length=100000", "more than the model's context"),
+        ("data.prompt_key=question", "no column 'question'"),
+        ("ulysses_sequence_parallel_size=2", "ulysses"),
+    ],
+)
+def test_bad_settings(quickstart: Path, tmp_path: Path, override: str, says: str) -> None:
+    """One sentence each."""
+    config = config_with(quickstart, tmp_path, override)
+    with pytest.raises(UserError, match=says):
+        check_config(config)
+
+
+def test_model_of_the_sft_run(quickstart: Path, tmp_path: Path) -> None:
+    """The best checkpoint's export; a run that has begun keeps its own though another is the best by now."""
+    sft_run = tmp_path / "sft"
+    for step in (10, 20):
+        export = sft_run / f"global_step_{step}" / "huggingface"
+        export.mkdir(parents=True)
+        (export / "config.json").write_text("{}")
+    config = config_with(quickstart, tmp_path, "model.partial_pretrain=null", f"model.sft_run={sft_run}")
+    (sft_run / "best_checkpoint.json").write_text(json.dumps({"checkpoint": "global_step_10"}))
+    settle_model(config)
+    assert config.model.partial_pretrain == str(sft_run / "global_step_10" / "huggingface")
+    run_dir = Path(config.trainer.default_local_dir)
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    (sft_run / "best_checkpoint.json").write_text(json.dumps({"checkpoint": "global_step_20"}))
+    config.model.partial_pretrain = None
+    settle_model(config)
+    assert config.model.partial_pretrain.endswith("global_step_10/huggingface")
+    assert best_export(sft_run).parent.name == "global_step_20"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "does not tell the best"),
+        ("{", "does not tell the best"),
+        ('{"checkpoint": "global_step_5"}', "no export"),
+    ],
+)
+def test_sft_run_without_a_model(content: str | None, says: str, tmp_path: Path) -> None:
+    """What to do about it is said."""
+    if content is not None:
+        (tmp_path / "best_checkpoint.json").write_text(content)
+    with pytest.raises(UserError, match=says):
+        best_export(tmp_path)
+
+
+def test_no_model_at_all(quickstart: Path, tmp_path: Path) -> None:
+    """Neither a run nor a model."""
+    config = config_with(quickstart, tmp_path, "model.partial_pretrain=null", "model.sft_run=null")
+    with pytest.raises(UserError, match="say what to go on from"):
+        settle_model(config)
+
+
+def test_quickstarts_prompts(quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """They have tests, and none is a held-out problem or measured."""
+    config = config_with(quickstart, tmp_path).data
+    train, val = (PromptDataset(config[name], tokenizer, config) for name in ("train_files", "val_files"))
+    held_out = {json.loads(line)["problem_id"] for line in (quickstart / "problems.jsonl").open()}
+    ids = [{item["sample_id"] for item in (dataset[n] for n in range(len(dataset)))} for dataset in (train, val)]
+    assert len(train) == len(ids[0]) == 1800 and len(val) == len(ids[1]) == 120
+    assert not ids[0] & ids[1] and not (ids[0] | ids[1]) & held_out
+    item = train[7]
+    assert tokenizer.decode(item["prompt_ids"]) == item["prompt_text"] and "Write " in item["prompt_text"]
+    assert item["row"] == 7 and PromptBatch([item]).rows == [7]
+    tests = read_tests(item["reward_model"]["ground_truth"], item["sample_id"])
+    assert tests.entry_point in item["prompt_text"]  # type: ignore[union-attr]
+
+
+def test_gsm8k_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, quickstart: Path) -> None:
+    """As verl's own preparation writes them, with the instruction for the tags."""
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(GSM8K) + "\n")
+    output = tmp_path / "out"
+    prepare(["gsm8k", "--source", str(tmp_path), "--style", "think", "--task", "rl", "--output", str(output)])
+    row = pd.read_parquet(output / "train.parquet").iloc[0]
+    assert row.data_source == "openai/gsm8k" and row.reward_model["ground_truth"] == "42"
+    assert [turn["role"] for turn in row.prompt] == ["user"] and "<think>" in row.prompt[0]["content"]
+    dataset = PromptDataset(str(output / "train.parquet"), tokenizer, config_with(quickstart, tmp_path).data)
+    assert dataset[0]["sample_id"] == "gsm8k/train/0" and dataset.describe([0]) == "gsm8k/train/0"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([{"role": "user", "content": "word " * 300}], "max_prompt_length"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "last turn"),
+        ([], "no list of turns"),
+        (None, "no list of turns"),
+    ],
+)
+def test_prompts_that_are_refused(
+    prompt: Any, says: str, quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """File and row are named."""
+    path = tmp_path / "prompts.parquet"
+    pd.DataFrame({"prompt": [[{"role": "user", "content": "fine"}], prompt]}).to_parquet(path)
+    with pytest.raises(UserError, match=f"prompts.parquet row 1 .*{says}"):
+        PromptDataset(str(path), tokenizer, config_with(quickstart, tmp_path).data)

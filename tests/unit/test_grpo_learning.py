@@ -1,0 +1,150 @@
+"""Collecting experience and updating from it, with a policy that has no tokens: nothing here may need any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.bandit import DECISIONS, Bandit, Machine, prompts
+from verl_ext.grpo.experience import Collector, Experience, Replacement
+from verl_ext.grpo.figures import spreads
+from verl_ext.grpo.loss import LossSettings
+from verl_ext.grpo.policy import Prompt
+from verl_ext.grpo.update import Updated, Updater, UpdateSettings
+from verl_ext.metrics.timers import StepTimer
+
+LOSS = LossSettings(0.2, 0.2, 3.0, "token-mean", DECISIONS)
+ONCE = UpdateSettings(LOSS, 1, 1, 64, None)
+GROUP = 8
+
+
+def collected(bandit: Bandit, rows: Sequence[int], step: int = 1, replacement: Replacement | None = None) -> Experience:
+    """The experience of one step."""
+    collector = Collector(bandit, Machine(), GROUP, True, StepTimer(), "cpu")
+    return collector.collect(prompts(*rows), step, replacement)
+
+
+def updated(bandit: Bandit, experience: Experience, settings: UpdateSettings, lr: float = 0.0) -> Updated:
+    """One step's updates; at a learning rate of 0 the gradients add up."""
+
+    def optimizer_step(loss: float) -> float:
+        assert bandit.scores.grad is not None
+        norm = float(bandit.scores.grad.norm())
+        if lr:
+            with torch.no_grad():
+                bandit.scores -= lr * bandit.scores.grad
+            bandit.scores.grad = None
+        return norm
+
+    return Updater(bandit, settings, 1, optimizer_step, StepTimer(), "cpu").update(experience)
+
+
+def test_experience_is_in_order() -> None:
+    """However the samples came, each with its own reward."""
+    experience = collected(Bandit(6), [4, 1, 5])
+    places = [(sample.prompt.row, sample.number) for sample in experience.samples]
+    assert places == [(row, number) for row in (4, 1, 5) for number in range(GROUP)]
+    for sample, reward in zip(experience.samples, experience.rewards):
+        assert reward.total == float((sample.action[0] == sample.prompt.row % 4).sum())
+    rewards = torch.tensor([reward.total for reward in experience.rewards]).view(3, GROUP)
+    expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(experience.advantages.values.view(3, GROUP), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_groups_without_signal_are_replaced() -> None:
+    """By others that have one, up to a limit; what is left then stays."""
+    bandit = Bandit(40)
+    with torch.no_grad():
+        bandit.scores[:20] = torch.eye(4).repeat(5, 1) * 50  # always right: nothing to learn
+    asked: list[tuple[int, int]] = []
+
+    def more(number: int, count: int) -> list[Prompt]:
+        asked.append((number, count))
+        rows = [10 + count_so_far for count_so_far in range(count)] if number == 1 else list(range(20, 20 + count))
+        return prompts(*rows)
+
+    plain = collected(bandit, [0, 25, 1, 30])
+    assert plain.advantages.num_without_signal == 2
+    experience = collected(bandit, [0, 25, 1, 30], replacement=Replacement(3, more))
+    assert asked == [(1, 2), (2, 2)] and experience.num_replaced == 2
+    assert [sample.prompt.row for sample in experience.samples[::GROUP]] == [20, 25, 21, 30]
+    assert experience.advantages.num_without_signal == 0
+    asked.clear()
+    short = collected(bandit, [0, 25, 1, 30], replacement=Replacement(1, more))
+    assert asked == [(1, 2)] and short.num_replaced == 0 and short.advantages.num_without_signal == 2
+
+
+def test_first_update_is_the_policy_gradient() -> None:
+    """-(1/N) sum of advantage times gradient of log-probability, in float64."""
+    bandit, other = Bandit(6), Bandit(6)
+    experience = collected(bandit, [0, 1, 2])
+    found = updated(bandit, experience, ONCE)
+    batch = other.collate(experience.samples)
+    values = other.log_probs(batch).values * experience.advantages.values.double()[:, None]
+    (expected,) = torch.autograd.grad(-values.sum() / values.numel(), other.scores)
+    assert bandit.scores.grad is not None
+    torch.testing.assert_close(bandit.scores.grad, expected, rtol=1e-6, atol=1e-9)
+    assert found.grad_norm == pytest.approx(float(expected.norm()))
+    assert found.maxima["ratio_deviation"] == 0 and found.maxima["rollout_logprob_diff"] < 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 5, 24])
+def test_micro_batches_change_nothing(size: int) -> None:
+    """With all terms of the loss."""
+    loss = replace(LOSS, entropy_coeff=0.1, kl_loss_coef=0.2, kl_loss_type="k3")
+    gradients, losses = [], []
+    for micro_batch_size in (24, size):
+        bandit = Bandit(6)
+        bandit.first += torch.linspace(-1, 1, 4)
+        settings = replace(ONCE, loss=loss, micro_batch_size=micro_batch_size)
+        losses.append(updated(bandit, collected(bandit, [0, 1, 2]), settings).loss)
+        gradients.append(bandit.scores.grad)
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert losses[0] == pytest.approx(losses[1]) and losses[0] != 0
+
+
+def test_old_probabilities_are_those_before_the_first_update() -> None:
+    """The ratio is 1 at the first of several updates, and moves then."""
+    bandit = Bandit(6)
+    settings = replace(ONCE, num_mini_batches=3, num_epochs=4)
+    found = updated(bandit, collected(bandit, [0, 1, 2]), settings, lr=3.0)
+    assert found.maxima["ratio_deviation"] < 1e-12
+    assert found.means["clip_fraction"] > 0 and abs(found.means["update_kl"]) > 1e-3
+
+
+def test_importance_weights_correct_another_sampler() -> None:
+    """Weights are the truncated ratio of the trainer's to the sampler's probabilities."""
+    plain, corrected = Bandit(6), Bandit(6)
+    experience = collected(plain, [0, 1, 2])
+    shifted = [replace(s, action=(s.action[0], s.action[1] - 0.5)) for s in experience.samples]
+    experience = replace(experience, samples=shifted)
+    found = updated(plain, experience, ONCE)
+    assert found.means["rollout_logprob_diff"] == pytest.approx(0.5)
+    for threshold, weight in ((2.0, np.exp(0.5)), (1.2, 1.2)):
+        corrected.scores.grad = None
+        updated(corrected, experience, replace(ONCE, correction=("token", threshold)))
+        assert plain.scores.grad is not None and corrected.scores.grad is not None
+        torch.testing.assert_close(corrected.scores.grad, plain.scores.grad * weight)
+
+
+@pytest.mark.parametrize("settings", [ONCE, replace(ONCE, num_mini_batches=4, num_epochs=2)])
+def test_it_learns(settings: UpdateSettings) -> None:
+    """The arm that pays, for every prompt."""
+    bandit = Bandit(8)
+    for step in range(60):
+        updated(bandit, collected(bandit, range(8), step), settings, lr=20.0)
+    chances = bandit.scores.detach().softmax(-1)
+    assert float(chances[range(8), [row % 4 for row in range(8)]].min()) > 0.9
+
+
+def test_spreads() -> None:
+    """Those of all values, population standard deviation."""
+    values = np.random.default_rng(0).normal(5, 2, 100)
+    spread = spreads({"a": values.tolist(), "b": [3.0]}, "cpu")
+    assert spread["a"].mean == pytest.approx(values.mean()) and spread["a"].std == pytest.approx(values.std())
+    assert (spread["a"].min, spread["a"].max) == (values.min(), values.max())
+    assert spread["b"].named("x", "mean", "std", "min", "max") == {"x_mean": 3, "x_std": 0, "x_min": 3, "x_max": 3}

@@ -1,0 +1,265 @@
+"""Reward functions and the environment that adds them up."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eval_pipeline.problems.problem import Case, FunctionTests, ProgramTests, ReferenceAnswer
+from verl_ext.errors import UserError
+from verl_ext.grpo.policy import Prompt, Sample
+from verl_ext.grpo.rewards.answer import RewardedAnswer
+from verl_ext.grpo.rewards.environment import RewardSettings, TextEnvironment
+from verl_ext.grpo.rewards.judged import read_tests
+from verl_ext.grpo.rewards.length import LengthPenalty
+from verl_ext.grpo.rewards.registry import wanted_rewards
+from verl_ext.grpo.rewards.text import reward_format, tag_count_reward
+from verl_ext.grpo.rollout.completion import Completion
+
+SETTINGS = RewardSettings("auto", (), 2, 20, 1024, 2, 1.0, 100, 20)
+GOOD = "<think>3 + 4</think>\n<answer>7</answer>"
+TESTS = json.dumps({"entry_point": "double", "tests": ["assert double(1) == 2", "assert double(2) == 4"]})
+CUSTOM = """
+import os, time
+def score(data_source, solution_str, ground_truth, extra_info):
+    print("noise on standard output")
+    if solution_str == "raise": raise ValueError("no good")
+    if solution_str == "hang": time.sleep(60)
+    if solution_str == "die": os._exit(3)
+    if solution_str == "none": return None
+    if solution_str == "nan": return float("nan")
+    if solution_str == "types": return len(ground_truth["tests"])
+    if solution_str == "mapping": return {"score": 0.25, "more": 1}
+    return len(solution_str) + extra_info["index"] + (data_source == "here") + float(ground_truth)
+"""
+
+
+def answer(text: str, **changes: Any) -> RewardedAnswer:
+    """An answer of four tokens."""
+    fields = {"num_tokens": 4, "truncated": False, "data_source": "", "ground_truth": "", "extra_info": {}}
+    return RewardedAnswer(sample_id="s", text=text, **{**fields, **changes})
+
+
+def sample(text: str, ground_truth: str, num_tokens: int = 4, **content: Any) -> Sample:
+    """A sample with this answer."""
+    content = {"reward_model": {"style": "rule", "ground_truth": ground_truth}, **content}
+    completion = Completion((1,) * num_tokens, torch.zeros(num_tokens), False, text)
+    return Sample(Prompt("s", 0, content), 0, completion)
+
+
+@pytest.mark.parametrize(
+    ("text", "format_", "tags"),
+    [
+        (GOOD, 1, 1),
+        (f"\n{GOOD} \n", 1, 1),
+        ("<think></think><answer></answer>", 1, 1),
+        (f"So: {GOOD}", 0, 1),
+        (f"{GOOD} Done.", 0, 1),
+        ("<answer>7</answer><think>3 + 4</think>", 0, 1),
+        ("<think>3 + 4</think>7", 0, 0.5),
+        ("<think><think>3</think><answer>7</answer>", 0, 0.75),
+        (GOOD + GOOD, 0, 0),
+        ("7", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_format_and_tags(text: str, format_: float, tags: float) -> None:
+    """As specified."""
+    assert (reward_format(answer(text)), tag_count_reward(answer(text))) == (format_, tags)
+
+
+def test_format_of_a_hostile_text_is_quick() -> None:
+    """Time is linear: a text of this length would take for ever otherwise."""
+    assert reward_format(answer("<think>" + "<think" * 200_000)) == 0
+    assert reward_format(answer("<think>" + "x</think> " * 100_000)) == 0
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(1, 0), (80, 0), (85, -0.25), (90, -0.5), (100, -1)])
+def test_length_penalty(num_tokens: int, expected: float) -> None:
+    """Grows over the last 20 of 100 tokens."""
+    assert LengthPenalty(100, 20)(answer("", num_tokens=num_tokens)) == expected
+    assert LengthPenalty(100, 20)(answer("", num_tokens=num_tokens, truncated=True)) == -1
+
+
+def test_tests_of() -> None:
+    """Three kinds of ground truth."""
+    assert read_tests("72", "s") == ReferenceAnswer("72")
+    assert read_tests("x < 3", "s") == ReferenceAnswer("x < 3") and read_tests(0, "s") == ReferenceAnswer("0")
+    assert read_tests(json.loads(TESTS), "s") == read_tests(TESTS, "s")
+    assert read_tests(TESTS, "s") == FunctionTests("double", ("assert double(1) == 2", "assert double(2) == 4"))
+    program = read_tests('{"inputs": ["1\\n", "2\\n"], "outputs": ["1", "4"]}', "s")
+    assert program == ProgramTests((Case("1\n", "1"), Case("2\n", "4")))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{}", None, ["a"], '{"inputs": ["1"], "outputs": []}', '{"tests": ["x"]}', '{"entry_point": "f", "tests": [1]}'],
+)
+def test_tests_that_cannot_be_read(text: str) -> None:
+    """They name their sample."""
+    with pytest.raises(UserError, match="sample_7"):
+        read_tests(text, "sample_7")
+
+
+def test_wanted_rewards(tmp_path: Path) -> None:
+    """Names, weights and files."""
+    (tmp_path / "mine.py").write_text(CUSTOM)
+    entries = ["reward_correct", "reward_format * 0.5", f"{tmp_path}/mine.py:score*-2", f"b={tmp_path}/mine.py:score"]
+    wanted = wanted_rewards(entries)
+    assert [(reward.name, reward.weight) for reward in wanted] == [
+        ("reward_correct", 1),
+        ("reward_format", 0.5),
+        ("score", -2),
+        ("b", 1),
+    ]
+    assert wanted[2].path == tmp_path / "mine.py"
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ([], "is empty"),
+        (["reward_corect"], "did you mean reward_correct"),
+        (["qqq"], "take one of"),
+        (["code_tests*much"], "no number"),
+        (["code_tests*nan"], "no number"),
+        (["code_tests", "code_tests*2"], "twice"),
+        (["other=nowhere.py:score"], "does not exist"),
+        (["nowhere.py:reward_correct"], "is taken"),
+        (["adv=nowhere.py:score"], "is taken"),
+        (["a-b=nowhere.py:score"], "is no name"),
+        (["nowhere.py:score"], "does not exist"),
+    ],
+)
+def test_wanted_rewards_that_are_refused(entries: list[str], says: str) -> None:
+    """One sentence each."""
+    with pytest.raises(UserError, match=says):
+        wanted_rewards(entries)
+
+
+@pytest.fixture
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TextEnvironment]:
+    """An environment with the functions that a test asks for."""
+    (tmp_path / "mine.py").write_text(CUSTOM)
+    entries = [entry.replace("TMP", str(tmp_path)) for entry in request.param]
+    environment = TextEnvironment(wanted_rewards(entries), SETTINGS, num_ranks_here=1)
+    yield environment
+    environment.close()
+
+
+@pytest.mark.parametrize("opened", [["reward_correct", "reward_format*0.5", "tag_count_reward*0.5"]], indirect=True)
+def test_gsm8k(opened: TextEnvironment) -> None:
+    """Weighted parts, in the order of the samples."""
+    for text in (GOOD, GOOD.replace("7", "8"), "The answer is 7", ""):
+        opened.submit(sample(text, "7"))
+    rewards = opened.collect()
+    names = ("reward_correct", "reward_format", "tag_count_reward")
+    assert [tuple(reward.parts[name] for name in names) for reward in rewards] == [
+        (1, 0.5, 0.5),
+        (0, 0.5, 0.5),
+        (1, 0, 0),
+        (0, 0, 0),
+    ]
+    assert [reward.total for reward in rewards] == [2, 1, 1, 0] and opened.collect() == []
+
+
+@pytest.mark.parametrize("opened", [["code_tests", "exec_success*0.1", "length_penalty"]], indirect=True)
+def test_code(opened: TextEnvironment) -> None:
+    """Share of tests, whether it ran, and how long it was."""
+    right = "```python\ndef double(x):\n    return 2 * x\n```"
+    for text, num_tokens in ((right, 4), ("def double(x): return 2", 90), ("def double(x): return y", 4), ("No.", 100)):
+        opened.submit(sample(text, TESTS, num_tokens))
+    rewards = opened.collect()
+    assert [tuple(reward.parts.values()) for reward in rewards] == [
+        (1, 0.1, 0),
+        (0.5, 0.1, -0.5),
+        (0, 0, 0),
+        (0, 0, -1),
+    ]
+
+
+@pytest.mark.parametrize("opened", [["code_tests", "exec_success", "tag_count_reward"]], indirect=True)
+def test_tests_that_cannot_be_read_cost_their_sample(opened: TextEnvironment) -> None:
+    """And no other."""
+    for ground_truth in (TESTS, '{"tests": 3}'):
+        opened.submit(sample("def double(x): return 2 * x\n# <think>", ground_truth))
+    good, bad = opened.collect()
+    assert good.parts == {"code_tests": 1, "exec_success": 1, "tag_count_reward": 0.25} and good.failures == {}
+    assert bad.parts == {"code_tests": 0, "exec_success": 0, "tag_count_reward": 0.25}
+    assert {*bad.failures} == {"code_tests", "exec_success"} and "cannot be read" in bad.failures["code_tests"]
+    assert good.finished > 0
+
+
+@pytest.mark.parametrize("opened", [["code_tests"]], indirect=True)
+def test_the_same_answer_is_judged_once(opened: TextEnvironment) -> None:
+    """And a call later once more."""
+    assert opened._judged is not None
+    server = opened._judged._server
+    for expected in (2, 3):
+        for _ in range(5):
+            opened.submit(sample("def double(x): return 2 * x", TESTS))
+        if expected == 2:
+            opened.submit(sample("def double(x): return 0", TESTS))
+        assert {reward.total for reward in opened.collect()} <= {0.0, 1.0}
+        assert server._num_submitted == expected
+
+
+@pytest.mark.parametrize("opened", [["code_tests", "exec_success"]], indirect=True)
+def test_a_judge_that_dies_is_replaced(opened: TextEnvironment) -> None:
+    """What it had not judged is judged by the next."""
+    for number in range(6):
+        opened.submit(sample(f"import time\ntime.sleep(0.3)\ndef double(x): return 2 * x  # {number}", TESTS))
+        if number == 2:
+            assert opened._judged is not None
+            opened._judged._server._process.kill()
+    assert [reward.parts for reward in opened.collect()] == [{"code_tests": 1, "exec_success": 1}] * 6
+
+
+@pytest.mark.parametrize("opened", [["TMP/mine.py:score*2"]], indirect=True)
+def test_a_function_of_the_users_own(opened: TextEnvironment) -> None:
+    """It may do what it likes: the sample loses its reward, the others keep theirs."""
+    texts = ("good", "raise", "hang", "die", "none", "nan", "mapping", "again")
+    started = time.monotonic()
+    for text in texts:
+        opened.submit(sample(text, "0.5", data_source="here", extra_info={"index": 3}))
+    rewards = dict(zip(texts, opened.collect()))
+    assert time.monotonic() - started < 55, "it waited for the one that hangs"
+    assert {text: reward.parts["score"] for text, reward in rewards.items()} == {
+        **dict.fromkeys(texts, 0.0),
+        "good": 17.0,
+        "mapping": 0.5,
+        "again": 19.0,
+    }
+    failures = {text: reward.failures.get("score") for text, reward in rewards.items()}
+    assert failures["raise"] == "ValueError: no good" and failures["hang"] == "it took more than 1 s"
+    assert failures["nan"] == "ValueError: it returned nan"
+    assert failures["die"] == "it ended its process" and "TypeError" in (failures["none"] or "")
+    assert failures["good"] is failures["again"] is None
+
+
+def test_a_function_that_cannot_be_loaded(tmp_path: Path) -> None:
+    """Before the run begins."""
+    (tmp_path / "mine.py").write_text("import nothing_of_this_name\n")
+    for name in ("score", "other"):
+        with pytest.raises(UserError, match="cannot be loaded"):
+            TextEnvironment(wanted_rewards([f"{tmp_path}/mine.py:{name}"]), SETTINGS, 1)
+        (tmp_path / "mine.py").write_text(CUSTOM)
+
+
+@pytest.mark.parametrize("opened", [["TMP/mine.py:score"]], indirect=True)
+def test_processes_end_with_the_environment(opened: TextEnvironment) -> None:
+    """Nobody is left."""
+    opened.submit(sample("good", "0.5", extra_info={"index": 3}))
+    opened.collect()
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    ours = [pid for pid in children if b"custom_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert ours
+    opened.close()
+    assert not [pid for pid in ours if Path(f"/proc/{pid}").exists()]

@@ -1,0 +1,136 @@
+"""Completions as actions: their log-probabilities, their random numbers, and the engine that needs no vLLM."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from verl_ext.grpo.policy import Prompt, Sample
+from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
+from verl_ext.grpo.rollout.hf_engine import Drawing, HfRollout
+from verl_ext.grpo.tokens.forward import completion_log_probs, padded
+from verl_ext.grpo.tokens.seeds import seed_of
+
+SAMPLING = Sampling(0.8, 1.0, -1, 12)
+
+
+@pytest.fixture(scope="module")
+def model(quickstart: Path) -> PreTrainedModel:
+    """Small, with random weights that make its probabilities uneven."""
+    model = AutoModelForCausalLM.from_pretrained(quickstart / "model").double().eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.fixture(scope="module")
+def pad(quickstart: Path) -> int:
+    """Its padding."""
+    return AutoTokenizer.from_pretrained(quickstart / "model").pad_token_id
+
+
+def prompt_of(length: int) -> tuple[int, ...]:
+    """Random tokens, others for each length."""
+    generator = torch.Generator().manual_seed(length)
+    return tuple(torch.randint(10, 400, (length,), generator=generator).tolist())
+
+
+def draws(*lengths: int) -> list[Draw]:
+    """One draw for each length of a prompt."""
+    return [Draw(prompt_of(length), seed_of(1, 2, f"p{length}", 0)) for length in lengths]
+
+
+def drawn(engine: HfRollout, wanted: list[Draw], sampling: Sampling = SAMPLING) -> list[Completion]:
+    """Completions in the order of the draws."""
+    found = dict(engine.draw(wanted, sampling))
+    return [found[number] for number in range(len(wanted))]
+
+
+def engine_of(model: PreTrainedModel, pad: int, batch_size: int = 8, end: int = 3) -> HfRollout:
+    """An engine for it."""
+    return HfRollout(model, pad, [end], batch_size, nullcontext)
+
+
+def test_log_probs_of_padded_completions(model: PreTrainedModel, pad: int) -> None:
+    """Those of each sample alone, at the temperature; zero beyond its end."""
+    samples = [
+        Sample(Prompt(f"{n}", n, {"prompt_ids": prompt_of(n)}), 0, Completion(prompt_of(m), torch.arange(m) / 9, False))
+        for n, m in ((5, 9), (20, 3), (11, 6))
+    ]
+    batch = padded(samples, pad)
+    assert batch["input_ids"].shape == (3, 29) and batch["mask"].sum(-1).tolist() == [9, 3, 6]
+    said = completion_log_probs(model, batch, 0.7, entropy_gradient=False)
+    assert said.values.requires_grad and not said.entropy.requires_grad
+    for row, sample in enumerate(samples):
+        n, m = len(sample.prompt.content["prompt_ids"]), len(sample.action.token_ids)
+        ids = torch.tensor([[*sample.prompt.content["prompt_ids"], *sample.action.token_ids]])
+        log_probs = (model(ids).logits[0, n - 1 : -1].float() / 0.7).log_softmax(-1)
+        expected = log_probs.gather(1, ids[0, n:, None])[:, 0]
+        torch.testing.assert_close(said.values[row, :m], expected, rtol=1e-5, atol=1e-5)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        torch.testing.assert_close(said.entropy[row, :m], entropy, rtol=1e-5, atol=1e-5)
+        assert said.values[row, m:].eq(0).all() and said.entropy[row, m:].eq(0).all()
+        torch.testing.assert_close(batch["rollout_log_probs"][row, :m], sample.action.log_probs)
+
+
+def test_seeds_are_of_one_draw() -> None:
+    """Any part makes another; none is too large for an engine."""
+    others = ((2, 2, "p", 0), (1, 3, "p", 0), (1, 2, "q", 0), (1, 2, "p", 1))
+    seeds = {seed_of(1, 2, "p", 0), *(seed_of(*parts) for parts in others)}
+    assert len(seeds) == 5 and max(seeds) < 1 << 31 and seed_of(1, 2, "p", 0) in seeds
+
+
+def test_draws_do_not_depend_on_their_company(model: PreTrainedModel, pad: int) -> None:
+    """A resumed run draws what the uninterrupted one would have drawn, however it is batched."""
+    wanted = draws(5, 20, 11, 7)
+    together = drawn(engine_of(model, pad), wanted)
+    alone = drawn(engine_of(model, pad, batch_size=1), wanted)
+    mixed = drawn(engine_of(model, pad, batch_size=3), draws(30, 2) + wanted)[2:]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone] == [c.token_ids for c in mixed]
+    assert len({completion.token_ids for completion in together}) == 4
+    other = drawn(engine_of(model, pad), [replace(draw, seed=draw.seed + 1) for draw in wanted])
+    assert all(a.token_ids != b.token_ids for a, b in zip(together, other))
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, replace(SAMPLING, temperature=0.0), Sampling(1.0, 1.0, -1, 4)])
+def test_log_probs_are_the_models(model: PreTrainedModel, pad: int, sampling: Sampling) -> None:
+    """Of the tokens that were drawn; greedy ones are the likeliest."""
+    for draw, completion in zip(draws(5, 20), drawn(engine_of(model, pad), draws(5, 20), sampling)):
+        ids = torch.tensor([[*draw.prompt_ids, *completion.token_ids]])
+        logits = model(ids).logits[0, len(draw.prompt_ids) - 1 : -1].float()
+        tokens = torch.tensor(completion.token_ids)
+        log_probs = (logits / (sampling.temperature or 1)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(completion.log_probs, log_probs, rtol=1e-4, atol=1e-4)
+        if sampling.temperature == 0:
+            assert logits.argmax(-1).tolist() == list(completion.token_ids)
+
+
+def test_completions_end(model: PreTrainedModel, pad: int) -> None:
+    """With the token that ends them, or at the limit."""
+    (whole,) = drawn(engine_of(model, pad), draws(5))
+    assert whole.truncated and len(whole.token_ids) == 12
+    (cut,) = drawn(engine_of(model, pad, end=whole.token_ids[4]), draws(5))
+    first = whole.token_ids.index(whole.token_ids[4])
+    assert cut.token_ids == whole.token_ids[: first + 1] and not cut.truncated
+    assert len(cut.log_probs) == len(cut.token_ids)
+
+
+def test_tokens_are_drawn_by_their_probabilities() -> None:
+    """Counts of 20000 draws; nothing outside the likeliest that top_k or top_p keeps."""
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, -torch.inf]]).expand(20_000, -1)
+    for top_p, top_k, kept in ((1.0, -1, 4), (1.0, 2, 2), (0.6, -1, 2)):
+        sampling = Sampling(2.0, top_p, top_k, 1)
+        drawing = Drawing(range(20_000), sampling)
+        chosen = drawing(torch.zeros(20_000, 1, dtype=torch.long), logits.clone()).argmax(-1)
+        expected = torch.zeros(5)
+        expected[4 - kept : 4] = (logits[0, 4 - kept : 4] / 2).softmax(-1)
+        found = torch.bincount(chosen, minlength=5) / 20_000
+        assert (found - expected).abs().max() < 0.02 and found[expected == 0].eq(0).all()
+        torch.testing.assert_close(drawing.log_probs()[:, 0], expected.log()[chosen], rtol=1e-4, atol=1e-4)

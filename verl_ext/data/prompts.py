@@ -1,0 +1,113 @@
+"""Prompts to learn from by rewards, in verl's RL format: `prompt`, `data_source`, `reward_model`, `extra_info`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from jinja2 import TemplateError
+from omegaconf import DictConfig, OmegaConf
+from torch.utils.data import Dataset
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from verl_ext.config.inputs import file_list
+from verl_ext.data.chat import plain
+from verl_ext.data.template import ChatTemplate
+from verl_ext.errors import UserError
+
+
+class PromptDataset(Dataset):
+    """Rows as dictionaries: `row`, `sample_id`, `prompt_ids`, `prompt_text` and the columns of the file.
+
+    Args:
+        parquet_files: one path or several.
+        tokenizer: a fast tokenizer with a chat template.
+        config: the `data` section.
+        max_samples: take only the first so many rows; -1 takes all.
+        progress: show a progress bar on a terminal.
+
+    Raises:
+        UserError: a row that is no prompt, or is longer than `data.max_prompt_length`; it names file and row.
+    """
+
+    def __init__(
+        self,
+        parquet_files: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DictConfig,
+        max_samples: int = -1,
+        progress: bool = False,
+    ) -> None:
+        self._config = config
+        kwargs = OmegaConf.to_container(OmegaConf.create(config.apply_chat_template_kwargs))
+        self._template = ChatTemplate(tokenizer, kwargs)
+        names = file_list(parquet_files)
+        records = [(name, row, record) for name in names for row, record in _records(name)]
+        chosen = records[:max_samples] if max_samples > 0 else records
+        bar = tqdm(chosen, desc="prompts", disable=None if progress else True, leave=False, mininterval=1)
+        self._rows = [self._item(number, name, row, record) for number, (name, row, record) in enumerate(bar)]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rows[index]
+
+    def describe(self, indices: Iterable[int]) -> str:
+        """How messages name samples."""
+        return ", ".join(self._rows[index]["sample_id"] for index in indices)
+
+    def _item(self, number: int, name: str, row: int, record: dict[str, Any]) -> dict[str, Any]:
+        try:
+            text = self._template.render(_turns(record.get(self._config.prompt_key), self._config), prompt=True)
+        except (UserError, TemplateError, TypeError, ValueError) as error:
+            raise UserError(f"{name} row {row} cannot be used: {error}") from error
+        ids = tuple(self._template.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if len(ids) > self._config.max_prompt_length:
+            raise UserError(
+                f"{name} row {row} has a prompt of {len(ids)} tokens, more than data.max_prompt_length="
+                f"{self._config.max_prompt_length}; raise it, or drop the row"
+            )
+        extra = record.get("extra_info") or {}
+        sample_id = str(extra.get("problem_id") or f"{Path(name).stem}/{row}")
+        return {**record, "row": number, "sample_id": sample_id, "prompt_ids": ids, "prompt_text": text}
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """One rank's prompts of a step; the class is the data loader's `collate_fn`.
+
+    Attributes:
+        items: of a `PromptDataset`.
+    """
+
+    items: list[dict[str, Any]]
+
+    @property
+    def rows(self) -> list[int]:
+        """Number of each in the data set."""
+        return [item["row"] for item in self.items]
+
+
+def _records(name: str) -> list[tuple[int, dict[str, Any]]]:
+    frame = pd.read_parquet(Path(name).expanduser())
+    return [(row, plain(record)) for row, record in enumerate(frame.to_dict("records"))]
+
+
+def _turns(prompt: Any, config: DictConfig) -> list[dict[str, Any]]:
+    """The turns of a prompt, which may also be a text: the user's only turn.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt or not all(isinstance(turn, dict) for turn in prompt):
+        raise UserError(f"its column '{config.prompt_key}' is no list of turns with role and content")
+    if prompt[-1].get("role") == "assistant":
+        raise UserError("its last turn is the assistant's; a prompt ends with the user's")
+    return prompt

@@ -1,0 +1,54 @@
+"""How much better a sample's reward is than its group's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Of all samples of some groups.
+
+    Attributes:
+        values: (samples,), float32; zero throughout a group whose rewards are all the same.
+        num_groups: groups there are.
+        num_without_signal: groups of equal rewards, from which nothing can be learnt.
+    """
+
+    values: torch.Tensor
+    num_groups: int
+    num_without_signal: int
+
+
+def group_advantages(rewards: Sequence[float], groups: Sequence[int], divide_by_std: bool) -> Advantages:
+    """Reward minus the mean of the group's, divided by the group's standard deviation or not.
+
+    The formula is verl's `compute_grpo_outcome_advantage`: GRPO (arXiv 2402.03300, equation in section 4.1.2) with the
+    division, Dr. GRPO (arXiv 2503.20783) without it.
+
+    Args:
+        rewards: of each sample.
+        groups: number of each sample's group; a group is whole here and has at least two samples.
+        divide_by_std: `algorithm.norm_adv_by_std_in_grpo`.
+    """
+    index, counts = _numbered(groups)
+    assert int(counts.min()) > 1, "a group of one sample has nothing to be compared with"
+    values = torch.tensor(rewards, dtype=torch.float32)
+    level = [bool((values[index == group] == values[index == group][0]).all()) for group in range(len(counts))]
+    advantages, _ = compute_grpo_outcome_advantage(
+        values[:, None], torch.ones(len(values), 1), index, norm_adv_by_std_in_grpo=divide_by_std
+    )
+    # the rounding of the mean, divided by a deviation of nearly nothing, would be an advantage
+    has_signal = ~torch.tensor(level)[torch.from_numpy(index)]
+    return Advantages(advantages[:, 0] * has_signal, len(counts), sum(level))
+
+
+def _numbered(groups: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Each sample's group as a number from 0, and the groups' sizes."""
+    _, index, counts = np.unique(np.asarray(groups), return_inverse=True, return_counts=True)
+    return index, counts

@@ -1,0 +1,48 @@
+"""What actions are good for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from verl_ext.grpo.policy import Sample
+
+
+@dataclass(frozen=True)
+class Reward:
+    """Of one sample.
+
+    Attributes:
+        parts: weighted contribution of each reward function by its name.
+        failures: what kept a function from giving its part, which is 0 then, by its name.
+        finished: moment of `time.perf_counter` when the last part was there; 0 where that is not told.
+    """
+
+    parts: dict[str, float]
+    failures: dict[str, str] = field(default_factory=dict)
+    finished: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Their sum."""
+        return sum(self.parts.values())
+
+
+class Environment(ABC):
+    """Rewards samples, each as soon as it is handed in."""
+
+    names: Sequence[str]
+    """Of the parts of every reward."""
+
+    @abstractmethod
+    def submit(self, sample: Sample) -> None:
+        """Begin to reward one sample; returns at once."""
+
+    @abstractmethod
+    def collect(self) -> list[Reward]:
+        """The rewards of all that was submitted since the last call, in that order; waits for them."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End everything that was started."""

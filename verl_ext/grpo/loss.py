@@ -1,0 +1,143 @@
+"""The clipped policy loss with its KL and entropy terms, normalised over the whole global batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_vanilla, kl_penalty
+from verl.workers.config import ActorConfig
+
+_SUM_NORM = "seq-mean-token-sum-norm"
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The `actor` section as the loss reads it; the names are verl's.
+
+    Attributes:
+        clip_ratio_low: the ratio is clipped below 1 minus this.
+        clip_ratio_high: the ratio is clipped above 1 plus this.
+        clip_ratio_c: a ratio above this is clipped too where the advantage is negative (dual clip, arXiv 1912.09729).
+        loss_agg_mode: see verl's `agg_loss`.
+        loss_scale_factor: what `seq-mean-token-sum-norm` divides a sample's sum by: most decisions of a sample.
+        entropy_coeff: weight of the entropy bonus.
+        kl_loss_coef: weight of the KL term; 0 for none.
+        kl_loss_type: verl's estimator, such as k1, k2, k3 or low_var_kl.
+    """
+
+    clip_ratio_low: float
+    clip_ratio_high: float
+    clip_ratio_c: float
+    loss_agg_mode: str
+    loss_scale_factor: int
+    entropy_coeff: float = 0.0
+    kl_loss_coef: float = 0.0
+    kl_loss_type: str = "low_var_kl"
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """What one update averages over, on all ranks together.
+
+    Attributes:
+        num_decisions: that count in the loss.
+        num_samples: with at least one such decision.
+        num_ranks: whose gradients are averaged.
+    """
+
+    num_decisions: float
+    num_samples: float
+    num_ranks: int
+
+    def normalisation(self, settings: LossSettings) -> dict[str, float]:
+        """The arguments of verl's `agg_loss` with which the ranks' gradients average to the global one."""
+        if settings.loss_agg_mode == _SUM_NORM:
+            # verl divides by nothing else there, so that a batch of twice the size would have twice the gradient
+            return {"loss_scale_factor": settings.loss_scale_factor * self.num_samples / self.num_ranks}
+        return {
+            "dp_size": self.num_ranks,
+            "batch_num_tokens": self.num_decisions,
+            "global_batch_size": self.num_samples,
+        }
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One micro-batch; every tensor is (samples, decisions).
+
+    Attributes:
+        log_probs: of the drawn decisions by the model as it is, with gradient.
+        old_log_probs: the same by the model that is to be improved, before this batch's first update.
+        advantages: of each sample, at each of its decisions.
+        mask: 1 where a decision counts.
+        entropy: of the distribution that each decision was drawn from; needed with an entropy bonus.
+        reference_log_probs: by the frozen reference; needed with a KL term.
+        importance: weights that correct for another distribution than the model's having drawn the decisions.
+    """
+
+    log_probs: torch.Tensor
+    old_log_probs: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    entropy: torch.Tensor | None = None
+    reference_log_probs: torch.Tensor | None = None
+    importance: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a micro-batch contributes.
+
+    Attributes:
+        value: to be differentiated; the mean over ranks of each rank's sum over micro-batches is the loss.
+        sums: figures summed over the micro-batch's decisions, without gradient.
+    """
+
+    value: torch.Tensor
+    sums: dict[str, float] = field(default_factory=dict)
+
+
+def micro_batch_loss(inputs: LossInputs, settings: LossSettings, batch: GlobalBatch) -> Loss:
+    """Clipped policy loss - entropy bonus + KL term, by verl's formulas."""
+    normalisation = batch.normalisation(settings)
+    config = _actor_config(settings, normalisation)
+    value, measured = compute_policy_loss_vanilla(
+        inputs.old_log_probs,
+        inputs.log_probs,
+        inputs.advantages,
+        inputs.mask,
+        settings.loss_agg_mode,
+        config,
+        inputs.importance,
+    )
+    num_decisions = float(inputs.mask.sum())
+    sums = {
+        "clip_fraction": measured["actor/pg_clipfrac"] * num_decisions,
+        "dual_clip_fraction": measured["actor/pg_clipfrac_lower"] * num_decisions,
+        "update_kl": measured["actor/ppo_kl"] * num_decisions,
+    }
+    if inputs.entropy is not None:
+        sums["entropy"] = float((inputs.entropy.detach() * inputs.mask).sum())
+        if settings.entropy_coeff:
+            bonus = agg_loss(inputs.entropy, inputs.mask, settings.loss_agg_mode, **normalisation)
+            value = value - settings.entropy_coeff * bonus
+    if inputs.reference_log_probs is not None:
+        kl = kl_penalty(inputs.log_probs, inputs.reference_log_probs, settings.kl_loss_type)
+        sums["kl"] = float((kl.detach() * inputs.mask).sum())
+        value = value + settings.kl_loss_coef * agg_loss(kl, inputs.mask, settings.loss_agg_mode, **normalisation)
+    return Loss(value, sums)
+
+
+def _actor_config(settings: LossSettings, normalisation: dict[str, float]) -> ActorConfig:
+    """verl's settings of its own loss; what is not of the loss is filled in because it must be."""
+    return ActorConfig(
+        strategy="fsdp2",
+        rollout_n=2,
+        ppo_micro_batch_size_per_gpu=1,
+        clip_ratio_low=settings.clip_ratio_low,
+        clip_ratio_high=settings.clip_ratio_high,
+        clip_ratio_c=settings.clip_ratio_c,
+        loss_agg_mode=settings.loss_agg_mode,
+        global_batch_info=normalisation,
+    )

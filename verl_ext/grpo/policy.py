@@ -1,0 +1,126 @@
+"""What is trained: it draws actions for prompts, and says how likely they were. Tokens are one policy's actions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a group of actions is drawn for.
+
+    Attributes:
+        sample_id: names it in every run with this data; seeds derive from it.
+        row: its number in the data set.
+        content: what the policy and the environment know of it.
+    """
+
+    sample_id: str
+    row: int
+    content: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One action for a prompt.
+
+    Attributes:
+        prompt: what it was drawn for.
+        number: which of the prompt's samples it is, from 0.
+        action: the policy's own kind of thing; what is rewarded.
+    """
+
+    prompt: Prompt
+    number: int
+    action: Any
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """What the model says of the actions of a micro-batch, each (samples, decisions).
+
+    Attributes:
+        values: log-probability of each decision.
+        entropy: of the distribution that it is drawn from, in nats.
+    """
+
+    values: torch.Tensor
+    entropy: torch.Tensor
+
+
+MicroBatch = dict[str, torch.Tensor]
+"""Tensors of some samples. Of (samples, decisions) are `mask`, 1 at each decision, and `rollout_log_probs`, each
+decision's log-probability as whoever drew it saw it; the others are the policy's own."""
+
+
+class Policy(ABC):
+    """Draws actions and evaluates them; collective where its model is spread over ranks."""
+
+    figures: Sequence[str]
+    """Names of what `measure` tells of a sample."""
+
+    @abstractmethod
+    def begin_drawing(self, version: int) -> dict[str, float]:
+        """Have actions drawn by the model as it is now; collective.
+
+        Args:
+            version: the number of updates that the model has had, by which changed weights are told.
+
+        Returns:
+            Metrics by their full names.
+        """
+
+    @abstractmethod
+    def draw(self, prompts: Sequence[Prompt], step: int, *, num_samples: int, greedy: bool = False) -> Iterator[Sample]:
+        """Draw actions for each prompt of this rank; between `begin_drawing` and `end_drawing`.
+
+        Args:
+            prompts: this rank's.
+            step: seeds derive from it, the run's seed and each prompt's `sample_id`.
+            num_samples: actions for each prompt.
+            greedy: take the likeliest action instead of drawing one.
+
+        Yields:
+            Each sample as soon as it is there, in any order.
+        """
+
+    @abstractmethod
+    def end_drawing(self) -> None:
+        """Give back what only drawing needs."""
+
+    @abstractmethod
+    def collate(self, samples: Sequence[Sample]) -> MicroBatch:
+        """Samples as tensors on the CPU."""
+
+    @abstractmethod
+    def log_probs(self, micro_batch: MicroBatch) -> LogProbs:
+        """Evaluate the drawn actions by the model as it is, with gradient where that is enabled; collective."""
+
+    @abstractmethod
+    def reference_log_probs(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """(samples, decisions): the same by the frozen model that training began from; collective."""
+
+    @abstractmethod
+    def size(self, sample: Sample) -> int:
+        """What a sample costs the model; samples of like size share a micro-batch."""
+
+    @abstractmethod
+    def num_decisions(self, sample: Sample) -> int:
+        """How many of a sample's decisions count in the loss."""
+
+    @abstractmethod
+    def measure(self, sample: Sample) -> dict[str, float]:
+        """Figures of a sample, of which `train/NAME_mean` and `train/NAME_max` are logged."""
+
+    @abstractmethod
+    def row(self, sample: Sample) -> dict[str, str]:
+        """A sample for a person to read: column to text."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End everything that was started."""

@@ -1,0 +1,30 @@
+"""What a reward function is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RewardedAnswer:
+    """A model's answer and what it is to be judged by; the names are those of verl's RL data.
+
+    Attributes:
+        sample_id: names the prompt in messages.
+        text: the answer, special tokens left out.
+        num_tokens: its length, the end of the turn included.
+        truncated: whether it was cut off at the longest length.
+        data_source: where the prompt comes from.
+        ground_truth: `reward_model.ground_truth` as the data have it: a right answer, or tests, also as JSON.
+        extra_info: whatever the data hold beside.
+    """
+
+    sample_id: str
+    text: str
+    num_tokens: int
+    truncated: bool
+    data_source: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any]

@@ -1,0 +1,169 @@
+"""The environment of texts: every reward function of the recipe on every answer."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from eval_pipeline.judge.client import JudgeServer
+from eval_pipeline.judge.limits import Limits
+from eval_pipeline.judge.verdict import Verdict
+from verl_ext.grpo.environment import Environment, Reward
+from verl_ext.grpo.policy import Sample
+from verl_ext.grpo.rewards.answer import RewardedAnswer
+from verl_ext.grpo.rewards.custom import CustomReward
+from verl_ext.grpo.rewards.judged import OF_VERDICTS, Judged
+from verl_ext.grpo.rewards.length import LengthPenalty
+from verl_ext.grpo.rewards.registry import LENGTH_PENALTY, OF_TEXTS, WantedReward
+
+_VERDICT = "verdict"
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """The `reward` section, and what it needs of others.
+
+    Attributes:
+        isolation: of the judge, see `eval_pipeline`.
+        packages: that programs may import.
+        cpu_s, wall_s, memory_mb: limits of each run of a program.
+        num_workers: answers judged at a time on this rank; None takes the rank's share of the processors.
+        time_limit_s: of one call of a function of the user's own.
+        max_tokens: longest answer, and
+        length_buffer: its last tokens, see `LengthPenalty`.
+    """
+
+    isolation: str
+    packages: Sequence[str]
+    cpu_s: float
+    wall_s: float
+    memory_mb: int
+    num_workers: int | None
+    time_limit_s: float
+    max_tokens: int
+    length_buffer: int
+
+
+class _Waiting:
+    """What one sample waits for."""
+
+    def __init__(self, futures: dict[str, Future[Any]]) -> None:
+        """By the names of the functions; one verdict serves several."""
+        self.futures = futures
+        self.finished = 0.0
+        self.verdict: Verdict | None = None
+        for future in futures.values():
+            future.add_done_callback(self._note)
+
+    def _note(self, future: Future[Any]) -> None:
+        self.finished = max(self.finished, time.perf_counter())
+
+
+class TextEnvironment(Environment):
+    """Rewards completions; a function that fails costs its sample that part of the reward, and nothing else."""
+
+    def __init__(self, wanted: Sequence[WantedReward], settings: RewardSettings, num_ranks_here: int) -> None:
+        """Start what the functions need.
+
+        Args:
+            wanted: the functions and their weights.
+            settings: for those that need some.
+            num_ranks_here: ranks on this machine, which share its processors.
+
+        Raises:
+            UserError: a function cannot be loaded, or the judge's isolation does not work here.
+        """
+        self.names = [reward.name for reward in wanted]
+        self._weights = {reward.name: reward.weight for reward in wanted}
+        self._waiting: list[_Waiting] = []
+        self._closing = ExitStack()
+        num_workers = settings.num_workers or max(len(os.sched_getaffinity(0)) // num_ranks_here, 1)
+        self._by_verdict = {reward.name for reward in wanted if reward.path is None and reward.name in OF_VERDICTS}
+        self._judged = self._start_judge(settings, num_workers) if self._by_verdict else None
+        self._texts: dict[str, Callable[[RewardedAnswer], float]] = {
+            **OF_TEXTS,
+            LENGTH_PENALTY: LengthPenalty(settings.max_tokens, settings.length_buffer),
+        }
+        self._custom = {
+            reward.name: self._start_custom(reward, settings.time_limit_s, num_workers)
+            for reward in wanted
+            if reward.path is not None
+        }
+
+    def submit(self, sample: Sample) -> None:
+        """See `Environment.submit`."""
+        answer = answer_of(sample)
+        self._waiting.append(_Waiting({name: self._begun(name, answer) for name in self._wanted_names}))
+
+    def collect(self) -> list[Reward]:
+        """See `Environment.collect`."""
+        waiting, self._waiting = self._waiting, []
+        rewards = [self._reward(item) for item in waiting]
+        if self._judged is not None:
+            self._judged.forget()
+        return rewards
+
+    def close(self) -> None:
+        """See `Environment.close`."""
+        self._closing.close()
+
+    def _begun(self, name: str, answer: RewardedAnswer) -> Future[Any]:
+        """The unweighted part, or for a reward by verdict the verdict, some time later."""
+        if name in self._custom:
+            return self._custom[name].submit(answer)
+        if name == _VERDICT and self._judged is not None:
+            return self._judged.submit(answer)
+        done: Future[float] = Future()
+        done.set_result(self._texts[name](answer))
+        return done
+
+    @property
+    def _wanted_names(self) -> list[str]:
+        others = [name for name in self.names if name not in self._by_verdict]
+        return others if self._judged is None else [_VERDICT, *others]
+
+    def _reward(self, waiting: _Waiting) -> Reward:
+        values, failures = {}, {}
+        for name in self.names:
+            try:
+                values[name] = self._weights[name] * self._value(name, waiting)
+            except Exception as error:  # it costs the sample its part, and is told
+                values[name], failures[name] = 0.0, f"{error}" or type(error).__name__
+        return Reward(values, failures, waiting.finished)
+
+    def _value(self, name: str, waiting: _Waiting) -> float:
+        if name in self._by_verdict and self._judged is not None:
+            waiting.verdict = waiting.verdict or self._judged.verdict(waiting.futures[_VERDICT])
+            return OF_VERDICTS[name](waiting.verdict)
+        return waiting.futures[name].result()
+
+    def _start_judge(self, settings: RewardSettings, num_workers: int) -> Judged:
+        limits = Limits(cpu_s=settings.cpu_s, wall_s=settings.wall_s, memory_mb=settings.memory_mb)
+        judged = Judged(lambda: JudgeServer(settings.isolation, num_workers, limits, settings.packages))
+        self._closing.callback(judged.close)
+        return judged
+
+    def _start_custom(self, reward: WantedReward, time_limit_s: float, num_workers: int) -> CustomReward:
+        assert reward.path is not None
+        custom = CustomReward(reward.path, reward.function, time_limit_s, num_workers)
+        self._closing.callback(custom.close)
+        return custom
+
+
+def answer_of(sample: Sample) -> RewardedAnswer:
+    """What a reward function sees of a sample."""
+    content = sample.prompt.content
+    return RewardedAnswer(
+        sample_id=sample.prompt.sample_id,
+        text=sample.action.text,
+        num_tokens=len(sample.action.token_ids),
+        truncated=sample.action.truncated,
+        data_source=str(content.get("data_source") or ""),
+        ground_truth=(content.get("reward_model") or {}).get("ground_truth"),
+        extra_info=content.get("extra_info") or {},
+    )

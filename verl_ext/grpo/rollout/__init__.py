@@ -1,0 +1,1 @@
+"""Engines that draw completions, and the way of the weights to them."""

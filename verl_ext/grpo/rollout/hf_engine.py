@@ -1,0 +1,141 @@
+"""Completions by the trained model itself, through transformers: for models that vLLM does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
+from verl_ext.grpo.rollout.engine import RolloutEngine
+
+
+class HfRollout(RolloutEngine):
+    """Draws in batches of prompts, each rank by itself: its layers are whole meanwhile."""
+
+    def __init__(
+        self, model: PreTrainedModel, pad_token_id: int, eos_token_ids: Sequence[int], batch_size: int, precision: Any
+    ) -> None:
+        """Draw from a model; collective.
+
+        Args:
+            model: as FSDP2 modules.
+            pad_token_id: fills prompts on their left.
+            eos_token_ids: end a completion.
+            batch_size: completions at a time.
+            precision: makes the context of its forward passes.
+        """
+        self._model, self._pad, self._eos = model, pad_token_id, list(eos_token_ids)
+        self._batch_size, self._precision = batch_size, precision
+        with torch.no_grad(), precision():
+            # FSDP finds its outermost module at the first forward pass, and `generate` of an adapted model passes it by
+            device = next(model.parameters()).device
+            model(input_ids=torch.tensor([[pad_token_id]], device=device), use_cache=False)
+
+    @torch.no_grad()
+    def draw(self, draws: Sequence[Draw], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+        """See `RolloutEngine.draw`; prompts of like length share a batch. All ranks begin and end together."""
+        was_training = self._model.training
+        self._model.eval()
+        order = sorted(range(len(draws)), key=lambda number: -len(draws[number].prompt_ids))
+        with whole_layers(self._model), self._precision():
+            for start in range(0, len(order), self._batch_size):
+                numbers = order[start : start + self._batch_size]
+                yield from zip(numbers, self._batch([draws[number] for number in numbers], sampling))
+        self._model.train(was_training)
+
+    def close(self) -> None:
+        """See `RolloutEngine.close`; the model is the trainer's."""
+
+    def _batch(self, draws: Sequence[Draw], sampling: Sampling) -> list[Completion]:
+        device = next(self._model.parameters()).device
+        longest = max(len(draw.prompt_ids) for draw in draws)
+        padding = [longest - len(draw.prompt_ids) for draw in draws]
+        prompts = [[self._pad] * pad + list(draw.prompt_ids) for draw, pad in zip(draws, padding)]
+        mask = torch.arange(longest) >= torch.tensor(padding)[:, None]
+        drawing = Drawing([draw.seed for draw in draws], sampling)
+        tokens = self._model.generate(
+            input_ids=torch.tensor(prompts, device=device),
+            attention_mask=mask.long().to(device),
+            logits_processor=LogitsProcessorList([drawing]),
+            # not the model's own settings, which may forbid repetitions and the like
+            use_model_defaults=False,
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=sampling.max_tokens,
+                eos_token_id=self._eos,
+                pad_token_id=self._pad,
+                use_cache=True,
+            ),
+        )[:, longest:]
+        return [self._completion(row, probs) for row, probs in zip(tokens.tolist(), drawing.log_probs())]
+
+    def _completion(self, tokens: list[int], log_probs: torch.Tensor) -> Completion:
+        ends = [place for place, token in enumerate(tokens) if token in self._eos]
+        length = ends[0] + 1 if ends else len(tokens)
+        return Completion(tuple(tokens[:length]), log_probs[:length], truncated=not ends)
+
+
+class Drawing(LogitsProcessor):
+    """Chooses each sample's next token by random numbers of its own, and leaves `generate` no other choice."""
+
+    def __init__(self, seeds: Sequence[int], sampling: Sampling) -> None:
+        """One seed for each row of the batch."""
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        rows = [torch.rand(sampling.max_tokens, generator=generator, dtype=torch.float64) for generator in generators]
+        self._uniform = torch.stack(rows)
+        self._temperature = sampling.temperature
+        self._warpers = LogitsProcessorList()
+        if sampling.top_k > 0:
+            self._warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(sampling.top_p))
+        self._log_probs: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """(rows, vocabulary) scores, all but the chosen token's minus infinity."""
+        scores = scores.float()
+        if self._temperature > 0:
+            scores = self._warpers(input_ids, scores / self._temperature)
+        log_probs = scores.log_softmax(-1)
+        chosen = log_probs.argmax(-1, keepdim=True) if self._temperature == 0 else self._drawn(log_probs)
+        self._log_probs.append(log_probs.gather(1, chosen)[:, 0])
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
+
+    def log_probs(self) -> torch.Tensor:
+        """(rows, tokens) of what was chosen, on the CPU."""
+        return torch.stack(self._log_probs, 1).cpu()
+
+    def _drawn(self, log_probs: torch.Tensor) -> torch.Tensor:
+        """Where the sum of the probabilities passes a uniform number; never a token of no probability."""
+        sums = log_probs.double().exp().cumsum(-1)
+        uniform = self._uniform[:, len(self._log_probs), None].to(sums.device)
+        place = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)
+        last = (log_probs > -torch.inf).long().cumsum(-1).argmax(-1, keepdim=True)
+        return torch.minimum(place, last)
+
+
+@contextmanager
+def whole_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Every rank has the whole model, so that forward passes need no other rank; collective at both ends."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.reshard()
+            module.set_reshard_after_forward(True, recurse=False)

@@ -1,0 +1,166 @@
+"""vLLM inside each rank, its weights replaced in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from verl_ext.errors import UserError, first_line_of
+from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
+from verl_ext.grpo.rollout.engine import WeightKeeper
+from verl_ext.vllm_environment import pick_dtype, prepare_environment
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """The `rollout` section as vLLM is set up by it; the names are verl's.
+
+    Attributes:
+        model: directory with the model's configuration; no weights are read from it.
+        trust_remote_code: whether the model's own code may be run.
+        dtype: auto, bfloat16, float16 or float32.
+        max_model_len: longest prompt and completion together.
+        end_tokens: any of them ends a completion.
+        max_num_seqs: completions under way at a time.
+        gpu_memory_utilization: share of a GPU's memory that vLLM may take.
+        free_cache_engine: give a GPU's memory back while the weights are updated.
+        arguments: further ones of vllm.LLM.
+    """
+
+    model: str
+    trust_remote_code: bool
+    dtype: str
+    max_model_len: int
+    end_tokens: list[int]
+    max_num_seqs: int
+    gpu_memory_utilization: float
+    free_cache_engine: bool
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class VllmRollout(WeightKeeper):
+    """One engine in this rank's own process; the process group exists before it is built, on all ranks together."""
+
+    def __init__(self, settings: VllmSettings) -> None:
+        """Build it with weights of no meaning.
+
+        Raises:
+            UserError: vLLM is not installed, or does not take the model or the settings.
+        """
+        on_gpu = prepare_environment() != "cpu"
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise UserError(
+                f"rollout.engine=vllm needs vLLM, which cannot be imported ({first_line_of(error)}); install it, or "
+                "take rollout.engine=hf"
+            ) from error
+        self.forgets_in_sleep = settings.free_cache_engine and on_gpu
+        self.dtype = getattr(torch, pick_dtype(settings.dtype, on_gpu))
+        try:
+            self._llm = LLM(**_arguments(settings, on_gpu, self.forgets_in_sleep))
+        except Exception as error:  # vLLM and transformers have no exception in common
+            raise UserError(f"vLLM cannot use {settings.model}: {first_line_of(error)}") from error
+        self._engine = self._llm.llm_engine
+        self._missing = self._parameters()
+        self._end_tokens = settings.end_tokens
+
+    def draw(self, draws: Sequence[Draw], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+        """See `RolloutEngine.draw`."""
+        try:
+            for number, draw in enumerate(draws):
+                prompt = {"prompt_token_ids": list(draw.prompt_ids)}
+                self._engine.add_request(str(number), prompt, self._params(draw, sampling))
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    if output.finished:
+                        yield int(output.request_id), _completion(output.outputs[0])
+        finally:
+            self._engine.abort_request([str(number) for number in range(len(draws))])
+
+    def load_bucket(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """See `WeightKeeper.load_bucket`."""
+        for loaded in self._llm.apply_model(lambda model: set(model.load_weights(iter(weights)))):
+            self._missing -= loaded
+
+    def end_load(self) -> None:
+        """See `WeightKeeper.end_load`."""
+        # by name once: a model class whose names do not fit would go on with weights of no meaning
+        if self._missing:
+            raise UserError(
+                f"vLLM's class for this model was not given its weights {', '.join(sorted(self._missing)[:3])}; take "
+                "rollout.engine=hf"
+            )
+        self._engine.reset_prefix_cache()  # else a prompt longer than a block is answered from the old weights
+
+    def wake(self) -> None:
+        """See `WeightKeeper.wake`."""
+        if self.forgets_in_sleep:
+            torch.cuda.empty_cache()  # what torch only keeps for later is not free for vLLM
+            self._llm.wake_up()
+
+    def sleep(self) -> None:
+        """See `WeightKeeper.sleep`."""
+        if self.forgets_in_sleep:
+            self._llm.sleep(level=2)  # the weights are sent anew anyway
+
+    def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        self._engine.engine_core.shutdown()
+
+    def _params(self, draw: Draw, sampling: Sampling) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            seed=draw.seed if sampling.temperature > 0 else None,
+            logprobs=0,
+            stop_token_ids=self._end_tokens,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _parameters(self) -> set[str]:
+        (names,) = {frozenset(names) for names in self._llm.apply_model(_names_of)}
+        return set(names)
+
+
+def _names_of(model: torch.nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters()]
+
+
+def _arguments(settings: VllmSettings, on_gpu: bool, sleeps: bool) -> dict[str, Any]:
+    return {
+        "enforce_eager": not on_gpu,
+        "seed": 0,
+        "max_num_seqs": settings.max_num_seqs,
+        "use_tqdm_on_load": False,
+        # vLLM 0.12 rewinds a request's random numbers after part of its prompt, which a CPU's generator cannot do
+        "enable_chunked_prefill": None if on_gpu else False,
+        **settings.arguments,
+        "model": settings.model,
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": pick_dtype(settings.dtype, on_gpu),
+        "max_model_len": settings.max_model_len,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        # it takes the GPU of LOCAL_RANK; the default executor would put every rank's engine on the first one
+        "distributed_executor_backend": "external_launcher" if on_gpu else None,
+        "enable_sleep_mode": sleeps,
+        # of the distribution that tokens are drawn from, temperature and all
+        "logprobs_mode": "processed_logprobs",
+    }
+
+
+def _completion(output: Any) -> Completion:
+    tokens = tuple(output.token_ids)
+    log_probs = [step[token].logprob for step, token in zip(output.logprobs, tokens)]
+    return Completion(tokens, torch.tensor(log_probs), truncated=output.finish_reason == "length")

@@ -1,0 +1,1 @@
+"""The policy whose actions are completions of text."""

@@ -1,0 +1,193 @@
+"""The updates that one step makes from its experience."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+
+from verl_ext.grpo.experience import Experience, advantages_at_decisions
+from verl_ext.grpo.loss import GlobalBatch, LossInputs, LossSettings, micro_batch_loss
+from verl_ext.grpo.policy import MicroBatch, Policy
+from verl_ext.metrics.reduce import reduce_over_ranks
+from verl_ext.metrics.timers import StepTimer
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """How an experience is gone through.
+
+    Attributes:
+        loss: see `LossSettings`.
+        num_mini_batches: updates in one pass over the experience.
+        num_epochs: passes.
+        micro_batch_size: samples in a forward pass.
+        correction: None, or the level ("token" or "sequence") and the threshold of truncated importance sampling.
+    """
+
+    loss: LossSettings
+    num_mini_batches: int
+    num_epochs: int
+    micro_batch_size: int
+    correction: tuple[str, float] | None
+
+    @property
+    def num_updates(self) -> int:
+        """Of one step."""
+        return self.num_mini_batches * self.num_epochs
+
+
+@dataclass(frozen=True)
+class Updated:
+    """What a step's updates came to, over all ranks.
+
+    Attributes:
+        loss: mean over the updates.
+        grad_norm: mean over the updates, before clipping.
+        means: figures per decision, by name.
+        maxima: the largest values, by name.
+    """
+
+    loss: float
+    grad_norm: float
+    means: dict[str, float]
+    maxima: dict[str, float]
+
+
+class Updater:
+    """Makes updates; every rank has as many samples, and runs as many forward passes."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        settings: UpdateSettings,
+        num_ranks: int,
+        optimizer_step: Callable[[float], float],
+        timer: StepTimer,
+        device: str,
+    ) -> None:
+        """Put the parts together.
+
+        Args:
+            policy: what is trained.
+            settings: of the updates.
+            num_ranks: whose gradients are averaged.
+            optimizer_step: updates by the gradient, given the loss; returns the gradient's norm.
+            timer: told `shard` and `update`.
+            device: of the model.
+        """
+        self._policy, self._settings, self._num_ranks = policy, settings, num_ranks
+        self._optimizer_step, self._timer, self._device = optimizer_step, timer, device
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._maxima: defaultdict[str, float] = defaultdict(float)
+
+    def update(self, experience: Experience) -> Updated:
+        """All updates of one step; collective."""
+        self._sums.clear()
+        self._maxima.clear()
+        with self._timer.measure("shard"):
+            mini_batches = self._mini_batches(experience)
+        with self._timer.measure("update"):
+            self._evaluate_beforehand([micro for mini in mini_batches for micro in mini])
+            results = [
+                self._update(mini, in_first_pass=epoch == 0, is_first=epoch == number == 0)
+                for epoch in range(self._settings.num_epochs)
+                for number, mini in enumerate(mini_batches)
+            ]
+        sums = reduce_over_ranks(sums=dict(self._sums), device=self._device)
+        maxima = reduce_over_ranks(maxima=dict(self._maxima), device=self._device)
+        losses, norms = zip(*results)
+        counts = {name: sums[f"{name} n"] for name in self._sums if not name.endswith(" n")}
+        return Updated(
+            sum(losses) / len(losses),
+            sum(norms) / len(norms),
+            {name: sums[name] / max(count, 1.0) for name, count in counts.items()},
+            maxima,
+        )
+
+    def _mini_batches(self, experience: Experience) -> list[list[MicroBatch]]:
+        """Whole groups in each; within one, samples of like size share a forward pass, the largest come first."""
+        size = len(experience.samples) // self._settings.num_mini_batches
+        return [
+            list(self._micro_batches(experience, range(start, start + size)))
+            for start in range(0, size * self._settings.num_mini_batches, size)
+        ]
+
+    def _micro_batches(self, experience: Experience, numbers: range) -> Iterator[MicroBatch]:
+        ordered = sorted(numbers, key=lambda number: -self._policy.size(experience.samples[number]))
+        for start in range(0, len(ordered), self._settings.micro_batch_size):
+            chosen = ordered[start : start + self._settings.micro_batch_size]
+            micro_batch = self._policy.collate([experience.samples[number] for number in chosen])
+            values = experience.advantages.values[chosen]
+            yield {**micro_batch, "advantages": advantages_at_decisions(values, micro_batch["mask"])}
+
+    @torch.no_grad()
+    def _evaluate_beforehand(self, micro_batches: list[MicroBatch]) -> None:
+        """What the first update would change, and what the frozen reference says."""
+        for micro_batch in micro_batches:
+            if self._settings.num_updates > 1:
+                micro_batch["old_log_probs"] = self._policy.log_probs(micro_batch).values.cpu()
+            if self._settings.loss.kl_loss_coef:
+                micro_batch["reference_log_probs"] = self._policy.reference_log_probs(micro_batch).cpu()
+
+    def _update(self, micro_batches: list[MicroBatch], in_first_pass: bool, is_first: bool) -> tuple[float, float]:
+        """One update; returns loss and gradient norm."""
+        batch = self._global_batch(micro_batches)
+        total = 0.0
+        for micro_batch in micro_batches:
+            loss = self._loss(micro_batch, batch, in_first_pass, is_first)
+            loss.backward()
+            total += float(loss.detach())
+        mean = reduce_over_ranks(sums={"loss": total}, device=self._device)["loss"] / self._num_ranks
+        return mean, self._optimizer_step(mean)
+
+    def _global_batch(self, micro_batches: list[MicroBatch]) -> GlobalBatch:
+        masks = [micro_batch["mask"] for micro_batch in micro_batches]
+        counts = {
+            "decisions": sum(float(mask.sum()) for mask in masks),
+            "samples": sum(float((mask.sum(-1) > 0).sum()) for mask in masks),
+        }
+        found = reduce_over_ranks(sums=counts, device=self._device)
+        return GlobalBatch(max(found["decisions"], 1.0), max(found["samples"], 1.0), self._num_ranks)
+
+    def _loss(self, micro_batch: MicroBatch, batch: GlobalBatch, in_first_pass: bool, is_first: bool) -> torch.Tensor:
+        said = self._policy.log_probs(micro_batch)
+        there = {name: tensor.to(said.values.device) for name, tensor in micro_batch.items()}
+        mask = there["mask"].to(said.values.dtype)
+        old = there.get("old_log_probs", said.values.detach())
+        drift = (old - there["rollout_log_probs"]) * mask
+        inputs = LossInputs(
+            said.values,
+            old,
+            there["advantages"].to(said.values.dtype),
+            mask,
+            said.entropy,
+            there.get("reference_log_probs"),
+            self._importance(drift, mask),
+        )
+        loss = micro_batch_loss(inputs, self._settings.loss, batch)
+        self._count(loss.sums, float(mask.sum()))
+        if in_first_pass:
+            self._count({"rollout_logprob_diff": float(drift.abs().sum())}, float(mask.sum()))
+            self._largest("rollout_logprob_diff", drift.abs())
+        if is_first:
+            self._largest("ratio_deviation", ((said.values.detach() - old).exp() - 1).abs() * mask)
+        return loss.value
+
+    def _importance(self, drift: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+        if self._settings.correction is None:
+            return None
+        level, threshold = self._settings.correction
+        weights, _ = compute_rollout_correction_weights(drift, mask, level, threshold)
+        return weights
+
+    def _count(self, sums: dict[str, float], num_decisions: float) -> None:
+        for name, value in sums.items():
+            self._sums[name] += value
+            self._sums[f"{name} n"] += num_decisions
+
+    def _largest(self, name: str, values: torch.Tensor) -> None:
+        self._maxima[name] = max(self._maxima[name], float(values.max()))

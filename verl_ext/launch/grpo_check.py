@@ -1,0 +1,158 @@
+"""What the stage grpo can refuse before torchrun starts, and the model that it goes on from."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.errors import UserError
+from verl_ext.grpo.rewards.registry import wanted_rewards
+from verl_ext.tell import tell
+
+BEST_FILE = "best_checkpoint.json"
+LOSS_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+
+
+def settle_model(config: DictConfig) -> None:
+    """Fill in `model.partial_pretrain` where it is null: the SFT run's best checkpoint, or what this run began from.
+
+    Raises:
+        UserError: there is no such checkpoint, or it has no export.
+    """
+    if config.model.partial_pretrain is not None:
+        if config.model.sft_run is not None:
+            tell(f"model.partial_pretrain={config.model.partial_pretrain} goes before model.sft_run, which is not used")
+        return
+    if config.model.sft_run is None:
+        raise UserError("say what to go on from: model.sft_run=RUN_DIRECTORY of an SFT run, or model.partial_pretrain")
+    begun = Path(config.trainer.default_local_dir) / "config.yaml"
+    former = OmegaConf.load(begun).model if begun.is_file() else {}
+    if former.get("sft_run") == config.model.sft_run and former.get("partial_pretrain"):
+        config.model.partial_pretrain = former.partial_pretrain  # whatever is the best by now
+        return
+    config.model.partial_pretrain = str(best_export(Path(config.model.sft_run).expanduser()))
+
+
+def best_export(run_dir: Path) -> Path:
+    """The export of a run's best checkpoint.
+
+    Raises:
+        UserError: nothing was chosen there, or it has no export.
+    """
+    path = run_dir / BEST_FILE
+    try:
+        name = json.loads(path.read_text())["checkpoint"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} does not tell the best checkpoint ({type(error).__name__}); train with eval.watch=true, run "
+            f"`bash eval_pipeline/run.sh watch {run_dir}`, or give model.partial_pretrain"
+        ) from error
+    export = run_dir / str(name) / "huggingface"
+    if not (export / "config.json").is_file():
+        raise UserError(
+            f"the best checkpoint {run_dir / str(name)} has no export; make it by `python -m verl_ext.checkpoint "
+            f"export {run_dir / str(name)}`, or give model.partial_pretrain"
+        )
+    return export
+
+
+def check_grpo(config: DictConfig, world_size: int) -> None:
+    """Refuse settings of this stage that cannot work.
+
+    Raises:
+        UserError: the first of them and how to mend it.
+    """
+    check_values(config)
+    check_batches(config, world_size)
+    wanted_rewards(list(config.reward.functions))
+    if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise UserError("rollout.engine=vllm needs vLLM, which is not installed; install it, or set rollout.engine=hf")
+    check_length(config)
+
+
+def check_values(config: DictConfig) -> None:
+    """Single values."""
+    choices = {
+        "data.eval_split": (config.data.eval_split, ("test", "train")),
+        "actor.loss_agg_mode": (config.actor.loss_agg_mode, LOSS_MODES),
+        "actor.kl_loss_type": (config.actor.kl_loss_type.removesuffix("+"), KL_TYPES),
+        "rollout.engine": (config.rollout.engine, ("vllm", "hf")),
+        "rollout.dtype": (config.rollout.dtype, ("auto", "bfloat16", "float16", "float32")),
+        "reward.isolation": (config.reward.isolation, ("auto", "bwrap", "sandlock", "rlimits")),
+        "algorithm.rollout_correction.rollout_is": (
+            config.algorithm.rollout_correction.rollout_is,
+            (None, "token", "sequence"),
+        ),
+    }
+    for key, (value, known) in choices.items():
+        if value not in known:
+            raise UserError(f"{key} is '{value}'; take one of {', '.join(map(str, known))}")
+    ranges: dict[str, tuple[Any, float, float]] = {
+        "rollout.temperature": (config.rollout.temperature, 1e-3, 100),
+        "rollout.top_p": (config.rollout.top_p, 1e-6, 1),
+        "rollout.gpu_memory_utilization": (config.rollout.gpu_memory_utilization, 0.01, 1),
+        "rollout.max_num_seqs": (config.rollout.max_num_seqs, 1, 1 << 20),
+        "rollout.update_weights_bucket_megabytes": (config.rollout.update_weights_bucket_megabytes, 1, 1 << 20),
+        "data.max_prompt_length": (config.data.max_prompt_length, 1, 1 << 30),
+        "data.max_response_length": (config.data.max_response_length, 1, 1 << 30),
+        "data.eval_every_steps": (config.data.eval_every_steps, 0, 1 << 30),
+        "actor.ppo_epochs": (config.actor.ppo_epochs, 1, 1 << 20),
+        "actor.clip_ratio_c": (config.actor.clip_ratio_c, 1 + 1e-9, 1e9),
+        "actor.clip_ratio_low": (config.actor.clip_ratio_low, 0, 1),
+        "actor.clip_ratio_high": (config.actor.clip_ratio_high, 0, 1e9),
+        "rollout.top_k": (config.rollout.top_k, -1, 1 << 30),
+        "actor.entropy_coeff": (config.actor.entropy_coeff, 0, 1e9),
+        "actor.kl_loss_coef": (config.actor.kl_loss_coef, 0, 1e9),
+        "algorithm.dynamic_sampling.max_rounds": (config.algorithm.dynamic_sampling.max_rounds, 0, 1 << 20),
+        "algorithm.rollout_correction.rollout_is_threshold": (
+            config.algorithm.rollout_correction.rollout_is_threshold,
+            1e-9,
+            1e9,
+        ),
+        "data.eval_batches": (config.data.eval_batches, -1, 1 << 30),
+        "reward.cpu_s": (config.reward.cpu_s, 1e-3, 1e9),
+        "reward.wall_s": (config.reward.wall_s, 1e-3, 1e9),
+        "reward.memory_mb": (config.reward.memory_mb, 16, 1 << 30),
+        "trainer.log_samples_every": (config.trainer.log_samples_every, 0, 1 << 30),
+        "trainer.samples_per_table": (config.trainer.samples_per_table, 1, 1 << 20),
+        "reward.time_limit_s": (config.reward.time_limit_s, 1e-3, 1e9),
+        "reward.length_buffer": (config.reward.length_buffer, 1, config.data.max_response_length),
+    }
+    for key, (value, low, high) in ranges.items():
+        if not low <= value <= high:
+            raise UserError(f"{key} is {value}; it must lie between {low:g} and {high:g}")
+    if config.reward.num_workers is not None and config.reward.num_workers < 1:
+        raise UserError(f"reward.num_workers is {config.reward.num_workers}; give 1 or more, or null for a share")
+    if config.data.custom_cls.path is not None:
+        raise UserError("data.custom_cls has no effect in this stage; prepare the prompts as parquet instead")
+    if config.rollout.n < 2:
+        raise UserError(f"rollout.n is {config.rollout.n}; a group needs 2 completions or more to be compared")
+
+
+def check_batches(config: DictConfig, world_size: int) -> None:
+    """Prompts divide over ranks and updates."""
+    batch, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
+    if mini is not None and (mini < 1 or batch % mini or mini % world_size):
+        raise UserError(
+            f"actor.ppo_mini_batch_size is {mini}; it must divide data.train_batch_size={batch} and be a multiple of "
+            f"the {world_size} ranks"
+        )
+    if config.ulysses_sequence_parallel_size > 1:
+        raise UserError("this stage does not split sequences over ranks; leave ulysses_sequence_parallel_size at 1")
+
+
+def check_length(config: DictConfig) -> None:
+    """Prompt and completion fit into the model's context, where its directory says how long that is."""
+    path = Path(config.model.partial_pretrain).expanduser() / "config.json"
+    longest = json.loads(path.read_text()).get("max_position_embeddings") if path.is_file() else None
+    wanted = config.data.max_prompt_length + config.data.max_response_length
+    if longest is not None and wanted > longest:
+        raise UserError(
+            f"data.max_prompt_length + data.max_response_length is {wanted}, more than the model's context of "
+            f"{longest} tokens; lower one of them"
+        )

@@ -1,0 +1,53 @@
+"""`samples.jsonl`: samples for a person to read, a few at a time, across all attempts of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from verl_ext.errors import UserError
+from verl_ext.metrics.lines import LineWriter, drop_torn_tail, end_with_newline
+
+SAMPLES_FILE = "samples.jsonl"
+SampleRow = Mapping[str, str | float]
+
+
+class SamplesFile:
+    """Appends samples, one JSON object a line; made at the first, so that a stage without any has no file."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        """Append to `path`, from which start of the run, counted from 1."""
+        self._path, self._attempt = path, attempt
+        self._writer: LineWriter | None = None
+
+    def append(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Write some samples of one step.
+
+        Raises:
+            UserError: the disk refuses them.
+        """
+        try:
+            self._writer = self._writer or self._opened()
+            for row in rows:
+                self._writer.write(json.dumps({"step": step, "attempt": self._attempt, **row}, ensure_ascii=False))
+        except OSError as error:
+            raise UserError(f"cannot write {self._path}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close the file, if there is one."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _opened(self) -> LineWriter:
+        if self._path.exists():
+            drop_torn_tail(self._path, _is_complete)
+            end_with_newline(self._path)
+        return LineWriter(self._path)
+
+
+def _is_complete(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False

@@ -1,0 +1,254 @@
+"""GRPO: draw groups of actions, reward them, learn from what was better than its group; whatever an action is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_ext.collective import gather_results
+from verl_ext.data.prompts import PromptBatch
+from verl_ext.grpo.environment import Environment, Reward
+from verl_ext.grpo.experience import Collector, Experience, Replacement
+from verl_ext.grpo.figures import spreads
+from verl_ext.grpo.loss import LossSettings
+from verl_ext.grpo.policy import Policy, Prompt, Sample
+from verl_ext.grpo.update import Updater, UpdateSettings
+from verl_ext.metrics.notice import warn
+from verl_ext.metrics.reduce import reduce_over_ranks
+from verl_ext.trainer.grpo_parts import make_environment, make_policy
+from verl_ext.trainer.hardware import peak_memory
+from verl_ext.trainer.loop import Metrics, PipelineTrainer
+
+MOST_WARNINGS = 3
+"""Of failed rewards, in one step on one rank."""
+
+
+class GRPOTrainer(PipelineTrainer):
+    """One step is a batch of prompts, a group of actions for each, and one or more updates from them."""
+
+    def __init__(self, *arguments: Any) -> None:
+        """See `PipelineTrainer`; policy and environment are built when the model is there."""
+        super().__init__(*arguments)
+        algorithm, settings = self.config.algorithm, self.update_settings()
+        self.environment: Environment = self.make_environment()
+        with torch.random.fork_rng(devices=[]):  # a resumed run must not depend on what building an engine draws
+            self.policy: Policy = self.make_policy()
+        self.collector = Collector(
+            self.policy,
+            self.environment,
+            self.config.rollout.n,
+            algorithm.norm_adv_by_std_in_grpo,
+            self.timer,
+            self.device_name,
+            self.trace,
+        )
+        self.updater = Updater(
+            self.policy, settings, dist.get_world_size(), self.optimizer_step, self.timer, self.device_name
+        )
+        rounds = algorithm.dynamic_sampling.max_rounds
+        self.replacement = Replacement(rounds, self.further_prompts) if rounds else None
+
+    def make_environment(self) -> Environment:
+        """What rewards: the reward functions of the recipe."""
+        return make_environment(self.config)
+
+    def make_policy(self) -> Policy:
+        """What is trained: the language model; collective."""
+        return make_policy(self.config, self.fsdp_model, self.tokenizer, self.device_mesh)
+
+    def fit(self) -> None:
+        """See `PipelineTrainer.fit`; what draws and what rewards end with it."""
+        try:
+            super().fit()
+        finally:
+            try:
+                self.environment.close()
+            finally:
+                self.policy.close()
+
+    @property
+    def updates_per_step(self) -> int:  # type: ignore[override]
+        """See `TrainerSetup`."""
+        return self.update_settings().num_updates
+
+    def update_settings(self) -> UpdateSettings:
+        """The sections `actor` and `algorithm` as the updates read them."""
+        actor, data, correction = self.config.actor, self.config.data, self.config.algorithm.rollout_correction
+        loss = LossSettings(
+            actor.clip_ratio_low,
+            actor.clip_ratio_high,
+            actor.clip_ratio_c,
+            actor.loss_agg_mode,
+            actor.loss_scale_factor or data.max_response_length,
+            actor.entropy_coeff,
+            actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+            actor.kl_loss_type,
+        )
+        return UpdateSettings(
+            loss,
+            data.train_batch_size // (actor.ppo_mini_batch_size or data.train_batch_size),
+            actor.ppo_epochs,
+            data.micro_batch_size_per_gpu,
+            (correction.rollout_is, correction.rollout_is_threshold) if correction.rollout_is else None,
+        )
+
+    def make_batcher(self) -> Callable[[list[dict[str, Any]]], Any]:
+        """See `TrainerSetup.make_batcher`."""
+        return PromptBatch
+
+    def training_step(self, batch: PromptBatch) -> Metrics:
+        """See `PipelineTrainer.training_step`."""
+        lr = self.lr_scheduler.get_last_lr()[0]
+        self.fsdp_model.train()
+        self.rows_of_step = {row for rows in gather_results(lambda: batch.rows) for row in rows}
+        weights = self.policy.begin_drawing(self.global_step - 1)
+        experience = self.collector.collect(prompts_of(batch.items), self.global_step, self.replacement)
+        self.policy.end_drawing()
+        self.tell_failures(experience.samples, experience.rewards)
+        self.show_samples(experience)
+        start = time.perf_counter()
+        updated = self.updater.update(experience)
+        self.trace_update(experience.samples, start)
+        advantages = spreads({"adv": experience.advantages.values.tolist()}, self.device_name)["adv"]
+        counts = {
+            "train/groups_without_signal": experience.advantages.num_without_signal,
+            "train/groups_replaced": experience.num_replaced,
+        }
+        return {
+            "train/loss": updated.loss,
+            "train/lr(1e-3)": lr * 1e3,
+            "train/grad_norm": updated.grad_norm,
+            "train/epoch": self.global_step / self.steps_per_epoch,
+            "train/skipped_steps": self.guard.num_skipped,
+            **{f"train/{name}": value for name, value in updated.means.items() if name != "rollout_logprob_diff"},
+            "train/rollout_logprob_diff_mean": updated.means["rollout_logprob_diff"],
+            **{f"train/{name}_max": value for name, value in updated.maxima.items()},
+            **self.rewards_and_lengths("train", experience.samples, experience.rewards),
+            **advantages.named("train/adv", "mean", "std", "min", "max"),
+            **reduce_over_ranks(sums=counts, device=self.device_name),
+            **weights,
+            **({"weights/version": float(self.global_step - 1)} if weights else {}),
+            **self.measure_step(experience.samples),
+        }
+
+    @torch.no_grad()
+    def validate(self) -> Metrics:
+        """The rewards of the likeliest actions for some prompts, none of which is learnt from."""
+        batches = self.measured_prompts()
+        if not batches:
+            return {}
+        start = time.perf_counter()
+        samples: list[Sample] = []
+        rewards: list[Reward] = []
+        self.policy.begin_drawing(self.global_step)
+        for prompts in batches:
+            self.preemption.check()
+            more_samples, more_rewards = self.collector.rewarded(prompts, self.global_step, 1, greedy=True)
+            samples += more_samples
+            rewards += more_rewards
+        self.policy.end_drawing()
+        self.tell_failures(samples, rewards)
+        parts = {f"time/eval/{name}_s": seconds for name, seconds in self.timer.pop().items()}
+        parts["time/eval/step_s"] = time.perf_counter() - start
+        return {
+            **self.rewards_and_lengths("eval", samples, rewards),
+            **reduce_over_ranks(maxima=parts, device=self.device_name),
+        }
+
+    def measured_prompts(self) -> list[list[Prompt]]:
+        """This rank's share of the prompts that are measured, as many batches on every rank; a share may be empty."""
+        data = self.config.data
+        dataset = self.val_dataset if data.eval_split == "test" else self.train_dataset
+        if dataset is None or data.eval_every_steps == 0:
+            return []
+        size = data.train_batch_size
+        most = len(dataset) if data.eval_batches < 0 else min(data.eval_batches * size, len(dataset))
+        return [
+            prompts_of([dataset[row] for row in range(first + self.dp_rank, min(first + size, most), self.dp_size)])
+            for first in range(0, most, size)
+        ]
+
+    def further_prompts(self, number: int, count: int) -> Sequence[Prompt]:
+        """Prompts for a round of dynamic sampling; the same in a resumed run, and others on each rank."""
+        seed = hash((self.config.trainer.seed, self.global_step)) % (1 << 31)
+        order = torch.randperm(len(self.train_dataset), generator=torch.Generator().manual_seed(seed)).tolist()
+        # whole batches, as many as there are rounds: no prompt is asked twice in a step
+        size = self.config.data.train_batch_size
+        fresh = [row for row in order if row not in self.rows_of_step][(number - 1) * size : number * size]
+        return prompts_of([self.train_dataset[row] for row in fresh[self.dp_rank :: self.dp_size][:count]])
+
+    def rewards_and_lengths(self, kind: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> Metrics:
+        """Figures of the samples of all ranks; `kind` is train or eval."""
+        columns = {f"{name}": [reward.parts[name] for reward in rewards] for name in self.environment.names}
+        columns["reward_total"] = [reward.total for reward in rewards]
+        measured = [self.policy.measure(sample) for sample in samples]
+        sizes = {name: [figures[name] for figures in measured] for name in self.policy.figures}
+        found = spreads({**columns, **sizes}, self.device_name)
+        figures = {f"{name}_mean": found[name].mean for name in columns}
+        figures |= found["reward_total"].named("reward_total", "std", "min", "max")
+        for name in sizes:
+            figures |= found[name].named(name, "mean", "max")
+        failures = sum(len(reward.failures) for reward in rewards)
+        figures |= reduce_over_ranks(sums={"reward_failures": failures}, device=self.device_name)
+        return {f"{kind}/{name}": value for name, value in figures.items()}
+
+    def trace_update(self, samples: Sequence[Sample], start: float) -> None:
+        """The last part of each sample's life."""
+        if self.trace is not None:
+            for sample in samples:
+                identity = f"{self.global_step}/{sample.prompt.sample_id}/{sample.number}"
+                self.trace.life(identity, "update", start, time.perf_counter())
+
+    def show_samples(self, experience: Experience) -> None:
+        """Write some of rank 0's samples with their rewards and advantages, every so many steps."""
+        trainer = self.config.trainer
+        if not trainer.log_samples_every or self.global_step % trainer.log_samples_every:
+            return
+        every = list(zip(experience.samples, experience.rewards, experience.advantages.values.tolist()))
+        chosen = sorted(every, key=lambda item: item[0].number)  # of every prompt one, then of every prompt another
+        rows = [
+            {
+                "sample_id": sample.prompt.sample_id,
+                "number": sample.number,
+                **self.policy.row(sample),
+                **reward.parts,
+                "reward_total": reward.total,
+                "advantage": advantage,
+            }
+            for sample, reward, advantage in chosen[: trainer.samples_per_table]
+        ]
+        self.attempt.log_samples(self.global_step, rows)
+
+    def tell_failures(self, samples: Sequence[Sample], rewards: Sequence[Reward]) -> None:
+        """Warn of some samples that lost a part of their reward."""
+        failed = [(sample, reward) for sample, reward in zip(samples, rewards) if reward.failures]
+        for sample, reward in failed[:MOST_WARNINGS]:
+            name, reason = next(iter(reward.failures.items()))
+            warn(
+                f"step {self.global_step}: the reward {name} failed for sample {sample.number} of "
+                f"{sample.prompt.sample_id}, which gets none: {reason}"
+            )
+
+    def measure_step(self, samples: Sequence[Sample]) -> Metrics:
+        """Where the step's time went: the slowest rank's seconds, all ranks' throughput."""
+        seconds = time.perf_counter() - self.step_start
+        parts = {f"time/train/{part}_s": value for part, value in self.timer.pop().items()}
+        found = reduce_over_ranks(
+            sums={"decisions": sum(map(self.policy.num_decisions, samples))},
+            maxima={**parts, "time/train/step_s": seconds, **peak_memory(self.device_name)},
+            device=self.device_name,
+        )
+        decisions = found.pop("decisions")
+        found["train/total_valid_token_count"] = decisions
+        found["throughput/train/valid_tokens_per_s"] = decisions / found["time/train/step_s"]
+        found["throughput/train/valid_tokens_per_s_update"] = decisions / found["time/train/update_s"]
+        return found
+
+
+def prompts_of(items: Sequence[dict[str, Any]]) -> list[Prompt]:
+    """Items of a `PromptDataset` as prompts."""
+    return [Prompt(item["sample_id"], item["row"], item) for item in items]

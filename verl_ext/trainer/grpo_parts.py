@@ -1,0 +1,140 @@
+"""The language model's policy and environment, as the configuration wants them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from verl_ext.collective import on_every_rank
+from verl_ext.errors import UserError
+from verl_ext.grpo.policy import LogProbs
+from verl_ext.grpo.rewards.environment import RewardSettings, TextEnvironment
+from verl_ext.grpo.rewards.registry import wanted_rewards
+from verl_ext.grpo.rollout.completion import Sampling
+from verl_ext.grpo.rollout.engine import RolloutEngine, WeightKeeper
+from verl_ext.grpo.rollout.hf_engine import HfRollout
+from verl_ext.grpo.rollout.vllm_engine import VllmRollout, VllmSettings
+from verl_ext.grpo.rollout.weights import WeightSource
+from verl_ext.grpo.tokens.policy import TokenModel, TokenPolicy
+from verl_ext.native_output import quiet_native_stdout
+from verl_ext.trainer.hardware import autocast, pick_precision
+from verl_ext.trainer.lora import uses_lora
+from verl_ext.trainer.model import build_model, local_model_path
+
+MB = 1 << 20
+
+
+def make_environment(config: DictConfig) -> TextEnvironment:
+    """The reward functions of the recipe; on every rank its own.
+
+    Raises:
+        UserError: a function cannot be loaded, or the judge's isolation does not work here.
+    """
+    reward = config.reward
+    settings = RewardSettings(
+        reward.isolation,
+        list(reward.packages),
+        reward.cpu_s,
+        reward.wall_s,
+        reward.memory_mb,
+        reward.num_workers,
+        reward.time_limit_s,
+        config.data.max_response_length,
+        reward.length_buffer,
+    )
+    num_ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return on_every_rank(lambda: TextEnvironment(wanted_rewards(list(reward.functions)), settings, num_ranks_here))
+
+
+def make_policy(
+    config: DictConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device_mesh: DeviceMesh
+) -> TokenPolicy:
+    """The model with its engine and its frozen reference; collective.
+
+    Raises:
+        UserError: the engine cannot be built.
+    """
+    device_name = config.trainer.device
+    precision = lambda: autocast(pick_precision(config.model.mixed_precision, device_name), device_name)  # noqa: E731
+    engine = make_engine(config, model, tokenizer, precision)
+    source = None
+    if isinstance(engine, WeightKeeper):
+        bucket_bytes = config.rollout.update_weights_bucket_megabytes * MB
+        source = WeightSource(model, engine.dtype, device_name, bucket_bytes)
+    rollout = config.rollout
+    return TokenPolicy(
+        TokenModel(
+            model,
+            make_reference(config, model, device_mesh),
+            precision,
+            device_name,
+            config.actor.entropy_coeff != 0,
+        ),
+        tokenizer,
+        engine,
+        source,
+        Sampling(rollout.temperature, rollout.top_p, rollout.top_k, config.data.max_response_length),
+        config.trainer.seed,
+    )
+
+
+def make_engine(
+    config: DictConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    precision: Callable[[], AbstractContextManager[Any]],
+) -> RolloutEngine:
+    """What `rollout.engine` names; collective."""
+    rollout, path = config.rollout, local_model_path(config)
+    if rollout.engine == "hf":
+        return HfRollout(model, tokenizer.pad_token_id, end_tokens(path, tokenizer), rollout.max_num_seqs, precision)
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("rollout.engine=vllm needs vLLM, which is not installed; install it, or set rollout.engine=hf")
+    settings = VllmSettings(
+        model=path,
+        trust_remote_code=config.model.trust_remote_code,
+        dtype=rollout.dtype,
+        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+        end_tokens=end_tokens(path, tokenizer),
+        max_num_seqs=rollout.max_num_seqs,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        free_cache_engine=rollout.free_cache_engine,
+        arguments=OmegaConf.to_container(rollout.vllm),
+    )
+    with quiet_native_stdout():
+        return on_every_rank(lambda: VllmRollout(settings))
+
+
+def end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What ends a completion: the tokenizer's end of text, and what the model's generation settings name."""
+    try:
+        named = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # a model without generation settings
+        named = None
+    more = named if isinstance(named, list) else [named]
+    return sorted({token for token in (tokenizer.eos_token_id, *more) if token is not None})
+
+
+def make_reference(
+    config: DictConfig, model: PreTrainedModel, device_mesh: DeviceMesh
+) -> Callable[[Callable[[PreTrainedModel], LogProbs]], LogProbs]:
+    """What has the frozen model evaluate something: the model without its new adapters, or another one."""
+    if not config.actor.use_kl_loss:
+        return lambda evaluate: evaluate(model)
+    if uses_lora(config) and config.model.lora_adapter_path is None:
+
+        def without_adapters(evaluate: Callable[[PreTrainedModel], LogProbs]) -> LogProbs:
+            with model.disable_adapter():
+                return evaluate(model)
+
+        return without_adapters
+    frozen = build_model(config, device_mesh, config.trainer.device).eval()
+    frozen.requires_grad_(False)
+    return lambda evaluate: evaluate(frozen)

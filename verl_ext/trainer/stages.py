@@ -1,0 +1,33 @@
+"""The stages by name. Each is imported on demand: what one needs, another may do without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What differs between stages when a rank starts.
+
+    Attributes:
+        trainer: the class.
+        load_datasets: training and validation set; the arguments are those of `data.load.load_datasets`.
+    """
+
+    trainer: Callable[..., Any]
+    load_datasets: Callable[..., tuple[Any, Any]]
+
+
+def load_stage(name: str) -> Stage:
+    """The stage of a configuration's `stage`."""
+    if name == "grpo":
+        from verl_ext.data.load import load_prompts
+        from verl_ext.trainer.grpo import GRPOTrainer
+
+        return Stage(GRPOTrainer, load_prompts)
+    from verl_ext.data.load import load_datasets
+    from verl_ext.trainer.sft import SFTTrainer
+
+    return Stage(SFTTrainer, load_datasets)
