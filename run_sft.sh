@@ -4,8 +4,5 @@ set -euo pipefail
 export VERL_EXT_CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh
-case " $* " in
-  *" --help "* | *" -h "*) PYTHON=$(find_base_python) ;;  # help needs no packages, so it makes no .venv
-  *) choose_python ;;
-esac
+choose_python_for "$@"
 exec "$PYTHON" -m verl_ext.launch sft "$@"

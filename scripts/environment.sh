@@ -71,3 +71,10 @@ choose_python() {
   fi
   export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 }
+
+choose_python_for() {  # the words of a command
+  case " $* " in
+    *" --help "* | *" -h "*) PYTHON=$(find_base_python) ;;  # help needs no packages, so it makes no .venv
+    *) choose_python ;;
+  esac
+}

@@ -86,7 +86,9 @@ def test_every_specified_metric_is_there(undisturbed: Path) -> None:
         total = row["train/exec_success_mean"] + row["train/length_penalty_mean"]
         assert row["train/reward_total_mean"] == pytest.approx(total, abs=1e-6)
         assert row["train/ratio_deviation_max"] < 1e-5
-        assert row["weights/version"] == step - 1 and row["weights/bytes"] > 1e6 and row["weights/sync_s"] > 0
+        assert row["weights/version"] == step - 1 and row["weights/sync_s"] > 0
+        # a measurement at the step before has sent them already
+        assert (row["weights/bytes"] > 1e6) == (step % 2 == 0)
     assert any(rows[step]["train/grad_norm"] > 0 for step in rows if step)
     assert not [name for step in (0, 2, 4) for name in EVALUATED if name not in rows[step]]
     assert (undisturbed / "global_step_4" / "huggingface" / "config.json").is_file()
@@ -148,7 +150,7 @@ def test_other_engine_and_all_terms(quickstart: Path, tmp_path: Path) -> None:
     rows = by_step(tmp_path / "run")
     assert rows[1]["train/kl"] == pytest.approx(0, abs=1e-3) and rows[2]["train/kl"] == pytest.approx(0, abs=1e-3)
     assert "weights/sync_s" not in rows[1] and "eval/reward_total_mean" not in rows[2]
-    assert rows[1]["train/rollout_logprob_diff_max"] < 1e-4 and rows[1]["train/groups_replaced"] >= 0
+    assert rows[1]["train/rollout_logprob_diff_max"] < 1e-4 and "train/groups_replaced" in rows[1]
 
 
 def test_bad_input_is_one_sentence(quickstart: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_equal_to_verls(seed: int, divide_by_std: bool) -> None:
     rewards = random.normal(size=28).tolist()
     ours = group_advantages(rewards, groups, divide_by_std)
     assert torch.equal(ours.values[:, None].expand(-1, 3), verls(rewards, groups, divide_by_std))
-    assert (ours.num_groups, ours.num_without_signal) == (7, 0)
+    assert ours.num_without_signal == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -46,7 +46,7 @@ def test_equal_rewards_have_no_advantage() -> None:
     rewards, groups = [0.1, 0.7] * 4 + [1.69] * 8 + [0.1] * 8, [0] * 8 + [1] * 8 + [2] * 8
     ours = group_advantages(rewards, groups, True)
     assert ours.values[8:].eq(0).all() and ours.values[:8].abs().min() > 0.5
-    assert (ours.num_groups, ours.num_without_signal) == (3, 2)
+    assert ours.num_without_signal == 2
     assert verls(rewards, groups, True)[8:].abs().max() > 0.1
 
 

@@ -207,7 +207,7 @@ def test_the_same_answer_is_judged_once(opened: TextEnvironment) -> None:
             opened.submit(sample("def double(x): return 2 * x", TESTS))
         if expected == 2:
             opened.submit(sample("def double(x): return 0", TESTS))
-        assert {reward.total for reward in opened.collect()} <= {0.0, 1.0}
+        assert [reward.total for reward in opened.collect()] == [1.0] * 5 + [0.0] * (expected == 2)
         assert server._num_submitted == expected
 
 

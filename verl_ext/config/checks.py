@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -54,17 +55,13 @@ def check_values(config: DictConfig) -> None:
     Raises:
         UserError: the key, its value and what it may be.
     """
-    for key, choices in CHOICES.items():
-        if value_of(config, key) not in choices:
-            raise UserError(f"{key} is '{value_of(config, key)}'; take one of {', '.join(choices)}")
+    check_choices(config, CHOICES)
     for key in AT_LEAST_ONE:
         require_positive(key, value_of(config, key))
     for key in NULL_OR_AT_LEAST_ONE:
         if value_of(config, key) is not None:
             require_positive(key, value_of(config, key))
-    for key, (low, high) in RANGES.items():
-        if value_of(config, key) is not None and not low <= value_of(config, key) <= high:
-            raise UserError(f"{key} is {value_of(config, key)}; it must lie between {low} and {high}")
+    check_ranges(config, RANGES)
     for key, (unused, instead) in WITHOUT_EFFECT.items():
         if value_of(config, key) != unused:
             raise UserError(f"{key} has no effect in this trainer; leave it at {unused}: {instead}")
@@ -80,6 +77,20 @@ def check_values(config: DictConfig) -> None:
     check_save_contents(config)
     check_export_frequency(config.trainer)
     check_resume_path(config)
+
+
+def check_choices(config: DictConfig, choices: Mapping[str, Sequence[str | None]]) -> None:
+    """Refuse a value that is none of those that its key may have."""
+    for key, known in choices.items():
+        if value_of(config, key) not in known:
+            raise UserError(f"{key} is '{value_of(config, key)}'; take one of {', '.join(map(str, known))}")
+
+
+def check_ranges(config: DictConfig, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Refuse a number outside the lowest and highest that its key may have; null is none."""
+    for key, (low, high) in ranges.items():
+        if value_of(config, key) is not None and not low <= value_of(config, key) <= high:
+            raise UserError(f"{key} is {value_of(config, key)}; it must lie between {low} and {high}")
 
 
 def check_betas(betas: list) -> None:

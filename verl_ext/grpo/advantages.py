@@ -16,12 +16,10 @@ class Advantages:
 
     Attributes:
         values: (samples,), float32; zero throughout a group whose rewards are all the same.
-        num_groups: groups there are.
         num_without_signal: groups of equal rewards, from which nothing can be learnt.
     """
 
     values: torch.Tensor
-    num_groups: int
     num_without_signal: int
 
 
@@ -45,7 +43,7 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int], divide_by_
     )
     # the rounding of the mean, divided by a deviation of nearly nothing, would be an advantage
     has_signal = ~torch.tensor(level)[torch.from_numpy(index)]
-    return Advantages(advantages[:, 0] * has_signal, len(counts), sum(level))
+    return Advantages(advantages[:, 0] * has_signal, sum(level))
 
 
 def _numbered(groups: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from verl_ext.grpo.advantages import Advantages, group_advantages
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.policy import Policy, Prompt, Sample
@@ -128,8 +126,3 @@ class Collector:
             samples[place : place + self.group_size] = new[start : start + self.group_size]
             rewards[place : place + self.group_size] = new_rewards[start : start + self.group_size]
         return min(len(flat), len(good))
-
-
-def advantages_at_decisions(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(samples,) as (samples, decisions)."""
-    return advantages[:, None].expand(mask.shape)

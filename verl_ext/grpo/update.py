@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
-from verl_ext.grpo.experience import Experience, advantages_at_decisions
+from verl_ext.grpo.experience import Experience
 from verl_ext.grpo.loss import GlobalBatch, LossInputs, LossSettings, micro_batch_loss
 from verl_ext.grpo.policy import MicroBatch, Policy
 from verl_ext.metrics.reduce import reduce_over_ranks
@@ -121,8 +121,8 @@ class Updater:
         for start in range(0, len(ordered), self._settings.micro_batch_size):
             chosen = ordered[start : start + self._settings.micro_batch_size]
             micro_batch = self._policy.collate([experience.samples[number] for number in chosen])
-            values = experience.advantages.values[chosen]
-            yield {**micro_batch, "advantages": advantages_at_decisions(values, micro_batch["mask"])}
+            values = experience.advantages.values[chosen, None]
+            yield {**micro_batch, "advantages": values.expand(micro_batch["mask"].shape)}
 
     @torch.no_grad()
     def _evaluate_beforehand(self, micro_batches: list[MicroBatch]) -> None:

@@ -4,18 +4,55 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext.checkpoint.layout import BEST, EXPORT
+from verl_ext.config.checks import check_choices, check_ranges
 from verl_ext.errors import UserError
 from verl_ext.grpo.rewards.registry import wanted_rewards
 from verl_ext.tell import tell
 
-BEST_FILE = "best_checkpoint.json"
-LOSS_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+_KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "data.eval_split": ("test", "train"),
+    "actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    "actor.kl_loss_type": (*_KL_TYPES, *(f"{name}+" for name in _KL_TYPES)),
+    "rollout.engine": ("vllm", "hf"),
+    "rollout.dtype": ("auto", "bfloat16", "float16", "float32"),
+    "reward.isolation": ("auto", "bwrap", "sandlock", "rlimits"),
+    "algorithm.rollout_correction.rollout_is": (None, "token", "sequence"),
+}
+RANGES = {  # lowest and highest value allowed
+    "data.max_prompt_length": (1, math.inf),
+    "data.max_response_length": (1, math.inf),
+    "data.eval_every_steps": (0, math.inf),
+    "data.eval_batches": (-1, math.inf),
+    "algorithm.dynamic_sampling.max_rounds": (0, math.inf),
+    "algorithm.rollout_correction.rollout_is_threshold": (1e-9, math.inf),
+    "actor.ppo_epochs": (1, math.inf),
+    "actor.clip_ratio_low": (0, 1),
+    "actor.clip_ratio_high": (0, math.inf),
+    "actor.clip_ratio_c": (1 + 1e-9, math.inf),
+    "actor.loss_scale_factor": (1, math.inf),
+    "actor.entropy_coeff": (0, math.inf),
+    "actor.kl_loss_coef": (0, math.inf),
+    "rollout.temperature": (1e-3, 100),
+    "rollout.top_p": (1e-6, 1),
+    "rollout.top_k": (-1, math.inf),
+    "rollout.max_num_seqs": (1, math.inf),
+    "rollout.gpu_memory_utilization": (0.01, 1),
+    "rollout.update_weights_bucket_megabytes": (1, math.inf),
+    "reward.time_limit_s": (1e-3, math.inf),
+    "reward.num_workers": (1, math.inf),
+    "reward.cpu_s": (1e-3, math.inf),
+    "reward.wall_s": (1e-3, math.inf),
+    "reward.memory_mb": (16, math.inf),
+    "trainer.log_samples_every": (0, math.inf),
+    "trainer.samples_per_table": (1, math.inf),
+}
 
 
 def settle_model(config: DictConfig) -> None:
@@ -44,7 +81,7 @@ def best_export(run_dir: Path) -> Path:
     Raises:
         UserError: nothing was chosen there, or it has no export.
     """
-    path = run_dir / BEST_FILE
+    path = run_dir / BEST
     try:
         name = json.loads(path.read_text())["checkpoint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -52,7 +89,7 @@ def best_export(run_dir: Path) -> Path:
             f"{path} does not tell the best checkpoint ({type(error).__name__}); train with eval.watch=true, run "
             f"`bash eval_pipeline/run.sh watch {run_dir}`, or give model.partial_pretrain"
         ) from error
-    export = run_dir / str(name) / "huggingface"
+    export = run_dir / str(name) / EXPORT
     if not (export / "config.json").is_file():
         raise UserError(
             f"the best checkpoint {run_dir / str(name)} has no export; make it by `python -m verl_ext.checkpoint "
@@ -76,58 +113,10 @@ def check_grpo(config: DictConfig, world_size: int) -> None:
 
 
 def check_values(config: DictConfig) -> None:
-    """Single values."""
-    choices = {
-        "data.eval_split": (config.data.eval_split, ("test", "train")),
-        "actor.loss_agg_mode": (config.actor.loss_agg_mode, LOSS_MODES),
-        "actor.kl_loss_type": (config.actor.kl_loss_type.removesuffix("+"), KL_TYPES),
-        "rollout.engine": (config.rollout.engine, ("vllm", "hf")),
-        "rollout.dtype": (config.rollout.dtype, ("auto", "bfloat16", "float16", "float32")),
-        "reward.isolation": (config.reward.isolation, ("auto", "bwrap", "sandlock", "rlimits")),
-        "algorithm.rollout_correction.rollout_is": (
-            config.algorithm.rollout_correction.rollout_is,
-            (None, "token", "sequence"),
-        ),
-    }
-    for key, (value, known) in choices.items():
-        if value not in known:
-            raise UserError(f"{key} is '{value}'; take one of {', '.join(map(str, known))}")
-    ranges: dict[str, tuple[Any, float, float]] = {
-        "rollout.temperature": (config.rollout.temperature, 1e-3, 100),
-        "rollout.top_p": (config.rollout.top_p, 1e-6, 1),
-        "rollout.gpu_memory_utilization": (config.rollout.gpu_memory_utilization, 0.01, 1),
-        "rollout.max_num_seqs": (config.rollout.max_num_seqs, 1, 1 << 20),
-        "rollout.update_weights_bucket_megabytes": (config.rollout.update_weights_bucket_megabytes, 1, 1 << 20),
-        "data.max_prompt_length": (config.data.max_prompt_length, 1, 1 << 30),
-        "data.max_response_length": (config.data.max_response_length, 1, 1 << 30),
-        "data.eval_every_steps": (config.data.eval_every_steps, 0, 1 << 30),
-        "actor.ppo_epochs": (config.actor.ppo_epochs, 1, 1 << 20),
-        "actor.clip_ratio_c": (config.actor.clip_ratio_c, 1 + 1e-9, 1e9),
-        "actor.clip_ratio_low": (config.actor.clip_ratio_low, 0, 1),
-        "actor.clip_ratio_high": (config.actor.clip_ratio_high, 0, 1e9),
-        "rollout.top_k": (config.rollout.top_k, -1, 1 << 30),
-        "actor.entropy_coeff": (config.actor.entropy_coeff, 0, 1e9),
-        "actor.kl_loss_coef": (config.actor.kl_loss_coef, 0, 1e9),
-        "algorithm.dynamic_sampling.max_rounds": (config.algorithm.dynamic_sampling.max_rounds, 0, 1 << 20),
-        "algorithm.rollout_correction.rollout_is_threshold": (
-            config.algorithm.rollout_correction.rollout_is_threshold,
-            1e-9,
-            1e9,
-        ),
-        "data.eval_batches": (config.data.eval_batches, -1, 1 << 30),
-        "reward.cpu_s": (config.reward.cpu_s, 1e-3, 1e9),
-        "reward.wall_s": (config.reward.wall_s, 1e-3, 1e9),
-        "reward.memory_mb": (config.reward.memory_mb, 16, 1 << 30),
-        "trainer.log_samples_every": (config.trainer.log_samples_every, 0, 1 << 30),
-        "trainer.samples_per_table": (config.trainer.samples_per_table, 1, 1 << 20),
-        "reward.time_limit_s": (config.reward.time_limit_s, 1e-3, 1e9),
-        "reward.length_buffer": (config.reward.length_buffer, 1, config.data.max_response_length),
-    }
-    for key, (value, low, high) in ranges.items():
-        if not low <= value <= high:
-            raise UserError(f"{key} is {value}; it must lie between {low:g} and {high:g}")
-    if config.reward.num_workers is not None and config.reward.num_workers < 1:
-        raise UserError(f"reward.num_workers is {config.reward.num_workers}; give 1 or more, or null for a share")
+    """Single values, and settings of other stages."""
+    check_choices(config, CHOICES)
+    check_ranges(config, RANGES)
+    check_ranges(config, {"reward.length_buffer": (1, config.data.max_response_length)})
     if config.data.custom_cls.path is not None:
         raise UserError("data.custom_cls has no effect in this stage; prepare the prompts as parquet instead")
     if config.rollout.n < 2:

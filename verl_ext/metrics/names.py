@@ -102,7 +102,7 @@ GRPO: dict[str, Metric] = {
     "time/eval/reward_s": Metric("s", "Waiting for their rewards.", _LARGEST),
     "time/eval/step_s": Metric("s", "A whole measurement.", _LARGEST),
     "weights/sync_s": Metric("s", "Sending the weights to the rollout engine.", _RANK_0),
-    "weights/bytes": Metric("byte", "Size of the weights that were sent.", _SAME),
+    "weights/bytes": Metric("byte", "Size of the weights that were sent; 0 where the engine had them already.", _SAME),
     "weights/version": Metric("step", "Step whose weights drew the completions.", _SAME),
 }
 

@@ -120,7 +120,7 @@ class _Process:
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            pass
+            pass  # it has ended by itself
         self._process.wait()
         self._process.stdin.close()
         self._process.stdout.close()

@@ -49,11 +49,13 @@ class HfRollout(RolloutEngine):
         was_training = self._model.training
         self._model.eval()
         order = sorted(range(len(draws)), key=lambda number: -len(draws[number].prompt_ids))
-        with whole_layers(self._model), self._precision():
-            for start in range(0, len(order), self._batch_size):
-                numbers = order[start : start + self._batch_size]
-                yield from zip(numbers, self._batch([draws[number] for number in numbers], sampling))
-        self._model.train(was_training)
+        try:
+            with whole_layers(self._model), self._precision():
+                for start in range(0, len(order), self._batch_size):
+                    numbers = order[start : start + self._batch_size]
+                    yield from zip(numbers, self._batch([draws[number] for number in numbers], sampling))
+        finally:
+            self._model.train(was_training)
 
     def close(self) -> None:
         """See `RolloutEngine.close`; the model is the trainer's."""

@@ -70,14 +70,15 @@ class TokenPolicy(Policy):
         """See `Policy.begin_drawing`."""
         if not isinstance(self._engine, WeightKeeper) or self._source is None:
             return {}
-        started = time.perf_counter()
+        started, num_bytes = time.perf_counter(), 0
         self._engine.wake()
         if self._version != version:
+            num_bytes = self._source.num_bytes
             for bucket in self._source.buckets():
                 self._engine.load_bucket(bucket)
             self._engine.end_load()
         self._version = version
-        return {"weights/sync_s": time.perf_counter() - started, "weights/bytes": float(self._source.num_bytes)}
+        return {"weights/sync_s": time.perf_counter() - started, "weights/bytes": float(num_bytes)}
 
     def draw(self, prompts: Sequence[Prompt], step: int, *, num_samples: int, greedy: bool = False) -> Iterator[Sample]:
         """See `Policy.draw`."""
