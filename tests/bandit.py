@@ -62,9 +62,9 @@ class Bandit(Policy):
         """See `Policy.reference_log_probs`."""
         return _evaluated(self.first, micro_batch).values
 
-    def size(self, sample: Sample) -> int:
-        """See `Policy.size`."""
-        return sample.number
+    def order(self, samples: Sequence[Sample]) -> list[int]:
+        """See `Policy.order`."""
+        return sorted(range(len(samples)), key=lambda number: -samples[number].number)
 
     def num_decisions(self, sample: Sample) -> int:
         """See `Policy.num_decisions`."""

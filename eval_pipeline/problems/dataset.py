@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import xxhash
 
-from eval_pipeline.problems import codecontests, gsm8k, humaneval, mbpp, quickstart
+from eval_pipeline.problems import codecontests, gsm8k, humaneval, mbpp, quickstart, verl_rl
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.record import Record
 from eval_pipeline.problems.source import DatasetSource, read_records
@@ -20,6 +20,7 @@ FORMATS: dict[str, Callable[[Record], Problem]] = {
     "mbpp": mbpp.parse_problem,
     "codecontests": codecontests.parse_problem,
     "gsm8k": gsm8k.parse_problem,
+    "verl": verl_rl.parse_problem,
 }
 
 

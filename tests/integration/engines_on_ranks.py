@@ -19,14 +19,16 @@ from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.hf_engine import HfRollout
+from verl_ext.grpo.rollout.team import Team
 from verl_ext.grpo.rollout.vllm_engine import VllmRollout, VllmSettings
 from verl_ext.grpo.rollout.weights import WeightSource
 
 LENGTHS = (150, 20, 7, 133)
-"""Of prompts; a block of vLLM's cache has 128 tokens on a CPU."""
+"""Of prompts, each of which is drawn for twice; a block of vLLM's cache has 32 tokens."""
 BUCKET_BYTES = 2_000_000
+END = 2
 SETTINGS = {
-    **{"dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "end_tokens": []},
+    **{"dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "end_tokens": [END]},
     **{"gpu_memory_utilization": 0.5, "free_cache_engine": True},
 }
 
@@ -62,10 +64,13 @@ def main(directory: Path, kind: str, output: Path) -> None:
     model = build(directory, kind)
     vllm = VllmRollout(VllmSettings(str(directory), False, **SETTINGS))
     source = WeightSource(model, torch.float32, "cpu", BUCKET_BYTES)
-    hf = HfRollout(model, 0, [], 3, nullcontext)
+    hf = HfRollout(model, 0, [END], 3, nullcontext)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    draws = [Draw(tuple(torch.randint(5, 400, (n,), generator=generator).tolist()), n) for n in LENGTHS]
+    prompts = [tuple(torch.randint(5, 400, (n,), generator=generator).tolist()) for n in LENGTHS]
+    draws = [Draw(prompt, seed * len(prompt)) for seed in (1, 2) for prompt in prompts]
+    together, own = Team.of(dist.get_world_size()).together(draws[dist.get_rank() :])
+    assert len(together) == 2 * len(draws) - 1 and together[own.start : own.stop] == draws[dist.get_rank() :]
     results = []
     for _ in range(3):
         num_buckets = 0
@@ -75,15 +80,18 @@ def main(directory: Path, kind: str, output: Path) -> None:
         vllm.end_load()
         result: dict[str, Any] = {"buckets": num_buckets}
         for temperature in (0.0, 0.8):
-            sampling = Sampling(temperature, 1.0, -1, 12)
+            sampling, tokens = Sampling(temperature, 1.0, -1, 12), {}
             for name, engine in (("vllm", vllm), ("hf", hf)):
                 found = dict(engine.draw(draws, sampling))
+                tokens[name] = [found[n].token_ids for n in range(len(draws))]
                 again = dict(engine.draw(draws[::-1], sampling))
                 errors = [error_of(model, draw, found[n], temperature) for n, draw in enumerate(draws)]
                 result[f"{name} {temperature}"] = max(errors)
                 result[f"{name} {temperature} repeats"] = all(
                     found[n].token_ids == again[len(draws) - 1 - n].token_ids for n in found
                 )
+            result[f"same {temperature}"] = sum(a == b for a, b in zip(tokens["vllm"], tokens["hf"]))
+            result[f"different {temperature}"] = len({*tokens["vllm"]})
         results.append(result)
         ids = torch.randint(5, 400, (2, 30), generator=generator)
         model(ids, labels=ids).loss.backward()

@@ -18,7 +18,7 @@ STEPS = 3
 
 @pytest.mark.parametrize("kind", ["plain", "tied", "lora"])
 def test_engines_follow_the_weights(kind: str, quickstart: Path, tmp_path: Path) -> None:
-    """Every token of every draw has the probability that the updated model gives it."""
+    """Every token of every draw has the probability that the updated model gives it; both engines draw the same."""
     model = tmp_path / "model"
     shutil.copytree(quickstart / "model", model)
     config = json.loads((model / "config.json").read_text())
@@ -36,3 +36,6 @@ def test_engines_follow_the_weights(kind: str, quickstart: Path, tmp_path: Path)
                 for temperature in (0.0, 0.8):
                     assert result[f"{engine} {temperature}"] < 1e-4, result
                     assert result[f"{engine} {temperature} repeats"], result
+            # by the same random numbers, and but for a rounding beside one of them the same probabilities
+            assert result["same 0.0"] == result["same 0.8"] == 8, result
+            assert result["different 0.8"] > 4, "draws of one prompt are not drawn by their own seeds"

@@ -11,14 +11,14 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from eval_pipeline.problems.verl_rl import read_tests
 from verl_ext.config.compose import compose_config
 from verl_ext.config.recipes import RECIPES, recipe_summaries
 from verl_ext.data.prepare import prepare
 from verl_ext.data.prompts import PromptBatch, PromptDataset
 from verl_ext.errors import UserError
-from verl_ext.grpo.rewards.judged import read_tests
 from verl_ext.launch.configure import check_config
-from verl_ext.launch.grpo_check import best_export, settle_model
+from verl_ext.launch.grpo_model import best_export, settle_model
 
 GSM8K = {"question": "What is 40 + 2?", "answer": "It is <<40+2=42>>42.\n#### 42"}
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +16,12 @@ import pytest
 import torch
 
 from eval_pipeline.problems.problem import Case, FunctionTests, ProgramTests, ReferenceAnswer
+from eval_pipeline.problems.verl_rl import read_tests
+from tests.conftest import ROOT
 from verl_ext.errors import UserError
 from verl_ext.grpo.policy import Prompt, Sample
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.environment import RewardSettings, TextEnvironment
-from verl_ext.grpo.rewards.judged import read_tests
 from verl_ext.grpo.rewards.length import LengthPenalty
 from verl_ext.grpo.rewards.registry import wanted_rewards
 from verl_ext.grpo.rewards.text import reward_format, tag_count_reward
@@ -222,6 +226,19 @@ def test_a_judge_that_dies_is_replaced(opened: TextEnvironment) -> None:
     assert [reward.parts for reward in opened.collect()] == [{"code_tests": 1, "exec_success": 1}] * 6
 
 
+@pytest.mark.parametrize("opened", [["code_tests"]], indirect=True)
+def test_a_judge_that_hangs_is_replaced(opened: TextEnvironment) -> None:
+    """A rank does not wait for it for ever."""
+    assert opened._judged is not None
+    opened._judged._patience_s = 3.0
+    process = opened._judged._server._process
+    opened.submit(sample("def double(x): return 2 * x", TESTS))
+    os.kill(process.pid, signal.SIGSTOP)
+    opened.submit(sample("def double(x): return 0", TESTS))
+    assert [reward.total for reward in opened.collect()] == [1.0, 0.0]
+    assert process.poll() is not None
+
+
 @pytest.mark.parametrize("opened", [["TMP/mine.py:score*2"]], indirect=True)
 def test_a_function_of_the_users_own(opened: TextEnvironment) -> None:
     """It may do what it likes: the sample loses its reward, the others keep theirs."""
@@ -263,3 +280,37 @@ def test_processes_end_with_the_environment(opened: TextEnvironment) -> None:
     assert ours
     opened.close()
     assert not [pid for pid in ours if Path(f"/proc/{pid}").exists()]
+
+
+def test_nothing_of_a_function_outlives_a_killed_rank(tmp_path: Path) -> None:
+    """Neither its process nor what that has started."""
+    (tmp_path / "mine.py").write_text(
+        "import subprocess\ndef score(**_): return subprocess.Popen(['sleep', '1000']).pid\n"
+    )
+    rank = (
+        "import sys, time; from pathlib import Path; from verl_ext.grpo.rewards.custom import CustomReward; "
+        "from verl_ext.grpo.rewards.answer import RewardedAnswer; "
+        "custom = CustomReward(Path(sys.argv[1]), 'score', 60.0, 1); "
+        "child = custom.submit(RewardedAnswer('s', '', 1, False, '', '', {})).result(); "
+        "print(int(child), flush=True); time.sleep(1000)"
+    )
+    command = [sys.executable, "-c", rank, str(tmp_path / "mine.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    with process.stdout:
+        child = Path("/proc") / process.stdout.readline().strip()
+    started = child.exists()
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while _runs(child) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert started and not _runs(child)
+
+
+def _runs(process: Path) -> bool:
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

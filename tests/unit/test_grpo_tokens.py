@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from verl_ext.grpo.policy import Prompt, Sample
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.hf_engine import Drawing, HfRollout
-from verl_ext.grpo.tokens.forward import completion_log_probs, padded
+from verl_ext.grpo.tokens.forward import completion_log_probs
+from verl_ext.grpo.tokens.layout import Layout
 from verl_ext.grpo.tokens.seeds import seed_of
 
 SAMPLING = Sampling(0.8, 1.0, -1, 12)
@@ -64,7 +65,7 @@ def test_log_probs_of_padded_completions(model: PreTrainedModel, pad: int) -> No
         Sample(Prompt(f"{n}", n, {"prompt_ids": prompt_of(n)}), 0, Completion(prompt_of(m), torch.arange(m) / 9, False))
         for n, m in ((5, 9), (20, 3), (11, 6))
     ]
-    batch = padded(samples, pad)
+    batch = Layout(pad).micro_batch(samples)
     assert batch["input_ids"].shape == (3, 29) and batch["mask"].sum(-1).tolist() == [9, 3, 6]
     said = completion_log_probs(model, batch, 0.7, entropy_gradient=False)
     assert said.values.requires_grad and not said.entropy.requires_grad

@@ -22,7 +22,7 @@ BASE = {
 ALLOWED = {
     "verl_ext.config": {"verl_ext.errors", "verl_ext.deadline", "verl_ext.gpus"},
     "verl_ext.metrics": {"verl_ext.errors", "verl_ext.tell"},
-    "verl_ext.data": BASE,
+    "verl_ext.data": BASE | {"eval_pipeline.problems"},
     "verl_ext.checkpoint": BASE | {"verl_ext.metrics"},
     "verl_ext.grpo": BASE
     | {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from verl_ext.config.inputs import file_list
 from verl_ext.data.chat import plain
 from verl_ext.data.template import ChatTemplate
 from verl_ext.errors import UserError
+from verl_ext.tell import tell
 
 
 class PromptDataset(Dataset):
@@ -49,7 +51,15 @@ class PromptDataset(Dataset):
         records = [(name, row, record) for name in names for row, record in _records(name)]
         chosen = records[:max_samples] if max_samples > 0 else records
         bar = tqdm(chosen, desc="prompts", disable=None if progress else True, leave=False, mininterval=1)
-        self._rows = [self._item(number, name, row, record) for number, (name, row, record) in enumerate(bar)]
+        items = [self._item(name, row, record) for name, row, record in bar]
+        kept = [item for item in items if item is not None]
+        if not kept:
+            raise UserError(f"no prompt of {', '.join(names)} is left; raise data.max_prompt_length")
+        if len(kept) < len(items) and progress:
+            tell(
+                f"{len(items) - len(kept)} of {len(items)} prompts are longer than data.max_prompt_length and left out"
+            )
+        self._rows = [{**item, "row": number} for number, item in enumerate(_named_apart(kept))]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -61,20 +71,24 @@ class PromptDataset(Dataset):
         """How messages name samples."""
         return ", ".join(self._rows[index]["sample_id"] for index in indices)
 
-    def _item(self, number: int, name: str, row: int, record: dict[str, Any]) -> dict[str, Any]:
+    def _item(self, name: str, row: int, record: dict[str, Any]) -> dict[str, Any] | None:
+        """One prompt; None for one that is too long and to be left out."""
         try:
             text = self._template.render(_turns(record.get(self._config.prompt_key), self._config), prompt=True)
         except (UserError, TemplateError, TypeError, ValueError) as error:
             raise UserError(f"{name} row {row} cannot be used: {error}") from error
         ids = tuple(self._template.tokenizer(text, add_special_tokens=False)["input_ids"])
         if len(ids) > self._config.max_prompt_length:
+            if self._config.filter_overlong_prompts:
+                return None
             raise UserError(
                 f"{name} row {row} has a prompt of {len(ids)} tokens, more than data.max_prompt_length="
-                f"{self._config.max_prompt_length}; raise it, or drop the row"
+                f"{self._config.max_prompt_length}; raise it, or leave such rows out by "
+                "data.filter_overlong_prompts=true"
             )
         extra = record.get("extra_info") or {}
         sample_id = str(extra.get("problem_id") or f"{Path(name).stem}/{row}")
-        return {**record, "row": number, "sample_id": sample_id, "prompt_ids": ids, "prompt_text": text}
+        return {**record, "sample_id": sample_id, "prompt_ids": ids, "prompt_text": text}
 
 
 @dataclass(frozen=True)
@@ -91,6 +105,15 @@ class PromptBatch:
     def rows(self) -> list[int]:
         """Number of each in the data set."""
         return [item["row"] for item in self.items]
+
+
+def _named_apart(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The same, no two of one `sample_id`: from the second on they are counted, so that each has seeds of its own."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        name = item["sample_id"]
+        seen[name] += 1
+        yield item if seen[name] == 1 else {**item, "sample_id": f"{name}#{seen[name]}"}
 
 
 def _records(name: str) -> list[tuple[int, dict[str, Any]]]:

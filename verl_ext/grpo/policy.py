@@ -106,8 +106,8 @@ class Policy(ABC):
         """(samples, decisions): the same by the frozen model that training began from; collective."""
 
     @abstractmethod
-    def size(self, sample: Sample) -> int:
-        """What a sample costs the model; samples of like size share a micro-batch."""
+    def order(self, samples: Sequence[Sample]) -> list[int]:
+        """Numbers of the samples in the order in which they are cut into micro-batches, the most costly first."""
 
     @abstractmethod
     def num_decisions(self, sample: Sample) -> int:

@@ -109,7 +109,7 @@ class Updater:
         )
 
     def _mini_batches(self, experience: Experience) -> list[list[MicroBatch]]:
-        """Whole groups in each; within one, samples of like size share a forward pass, the largest come first."""
+        """Whole groups in each; within one, samples that go well together share a forward pass."""
         size = len(experience.samples) // self._settings.num_mini_batches
         return [
             list(self._micro_batches(experience, range(start, start + size)))
@@ -117,7 +117,7 @@ class Updater:
         ]
 
     def _micro_batches(self, experience: Experience, numbers: range) -> Iterator[MicroBatch]:
-        ordered = sorted(numbers, key=lambda number: -self._policy.size(experience.samples[number]))
+        ordered = [numbers[place] for place in self._policy.order([experience.samples[number] for number in numbers])]
         for start in range(0, len(ordered), self._settings.micro_batch_size):
             chosen = ordered[start : start + self._settings.micro_batch_size]
             micro_batch = self._policy.collate([experience.samples[number] for number in chosen])

@@ -17,7 +17,8 @@ from verl_ext.config.evaluation import check_evaluation_keys
 from verl_ext.config.inputs import check_data, check_model
 from verl_ext.config.preemption import check_preemption
 from verl_ext.errors import UserError
-from verl_ext.launch.grpo_check import check_grpo, settle_model
+from verl_ext.launch.grpo_check import check_grpo
+from verl_ext.launch.grpo_model import settle_model
 from verl_ext.metrics.names import describe
 
 

@@ -1,4 +1,4 @@
-"""What the stage grpo can refuse before torchrun starts, and the model that it goes on from."""
+"""What the stage grpo can refuse before torchrun starts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import json
 import math
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from verl_ext.checkpoint.layout import BEST, EXPORT
-from verl_ext.config.checks import check_choices, check_ranges
+from verl_ext.config.checks import check_choices, check_ranges, value_of
 from verl_ext.errors import UserError
 from verl_ext.grpo.rewards.registry import wanted_rewards
-from verl_ext.tell import tell
 
 _KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -43,6 +41,7 @@ RANGES = {  # lowest and highest value allowed
     "rollout.top_p": (1e-6, 1),
     "rollout.top_k": (-1, math.inf),
     "rollout.max_num_seqs": (1, math.inf),
+    "rollout.tensor_model_parallel_size": (1, math.inf),
     "rollout.gpu_memory_utilization": (0.01, 1),
     "rollout.update_weights_bucket_megabytes": (1, math.inf),
     "reward.time_limit_s": (1e-3, math.inf),
@@ -53,49 +52,13 @@ RANGES = {  # lowest and highest value allowed
     "trainer.log_samples_every": (0, math.inf),
     "trainer.samples_per_table": (1, math.inf),
 }
-
-
-def settle_model(config: DictConfig) -> None:
-    """Fill in `model.partial_pretrain` where it is null: the SFT run's best checkpoint, or what this run began from.
-
-    Raises:
-        UserError: there is no such checkpoint, or it has no export.
-    """
-    if config.model.partial_pretrain is not None:
-        if config.model.sft_run is not None:
-            tell(f"model.partial_pretrain={config.model.partial_pretrain} goes before model.sft_run, which is not used")
-        return
-    if config.model.sft_run is None:
-        raise UserError("say what to go on from: model.sft_run=RUN_DIRECTORY of an SFT run, or model.partial_pretrain")
-    begun = Path(config.trainer.default_local_dir) / "config.yaml"
-    former = OmegaConf.load(begun).model if begun.is_file() else {}
-    if former.get("sft_run") == config.model.sft_run and former.get("partial_pretrain"):
-        config.model.partial_pretrain = former.partial_pretrain  # whatever is the best by now
-        return
-    config.model.partial_pretrain = str(best_export(Path(config.model.sft_run).expanduser()))
-
-
-def best_export(run_dir: Path) -> Path:
-    """The export of a run's best checkpoint.
-
-    Raises:
-        UserError: nothing was chosen there, or it has no export.
-    """
-    path = run_dir / BEST
-    try:
-        name = json.loads(path.read_text())["checkpoint"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} does not tell the best checkpoint ({type(error).__name__}); train with eval.watch=true, run "
-            f"`bash eval_pipeline/run.sh watch {run_dir}`, or give model.partial_pretrain"
-        ) from error
-    export = run_dir / str(name) / EXPORT
-    if not (export / "config.json").is_file():
-        raise UserError(
-            f"the best checkpoint {run_dir / str(name)} has no export; make it by `python -m verl_ext.checkpoint "
-            f"export {run_dir / str(name)}`, or give model.partial_pretrain"
-        )
-    return export
+_OF_CHATS = {  # settings of the stage sft: the value they must keep here
+    "data.truncation": "error",
+    "data.balance_dp_token": False,
+    "data.multiturn.enable": False,
+    "data.custom_cls.path": None,
+    "use_remove_padding": False,
+}
 
 
 def check_grpo(config: DictConfig, world_size: int) -> None:
@@ -117,8 +80,11 @@ def check_values(config: DictConfig) -> None:
     check_choices(config, CHOICES)
     check_ranges(config, RANGES)
     check_ranges(config, {"reward.length_buffer": (1, config.data.max_response_length)})
-    if config.data.custom_cls.path is not None:
-        raise UserError("data.custom_cls has no effect in this stage; prepare the prompts as parquet instead")
+    for key, unused in _OF_CHATS.items():
+        if value_of(config, key) != unused:
+            raise UserError(f"{key} has no effect in this stage, whose data are prompts; leave it at {unused}")
+    if config.trainer.test_freq != config.data.eval_every_steps:
+        raise UserError("trainer.test_freq is data.eval_every_steps in this stage; set that instead")
     if config.rollout.n < 2:
         raise UserError(f"rollout.n is {config.rollout.n}; a group needs 2 completions or more to be compared")
 
@@ -130,6 +96,11 @@ def check_batches(config: DictConfig, world_size: int) -> None:
         raise UserError(
             f"actor.ppo_mini_batch_size is {mini}; it must divide data.train_batch_size={batch} and be a multiple of "
             f"the {world_size} ranks"
+        )
+    if world_size % config.rollout.tensor_model_parallel_size:
+        raise UserError(
+            f"rollout.tensor_model_parallel_size is {config.rollout.tensor_model_parallel_size}, which does not divide "
+            f"the {world_size} ranks; take a divisor"
         )
     if config.ulysses_sequence_parallel_size > 1:
         raise UserError("this stage does not split sequences over ranks; leave ulysses_sequence_parallel_size at 1")

@@ -13,6 +13,7 @@ from verl_ext.checkpoint.lock import exclusive
 from verl_ext.config.digest import config_digest
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import checkpoint_that_suits
+from verl_ext.launch.grpo_model import holding_model
 from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped
 from verl_ext.launch.ranks import RANK_MODULE, run_ranks
 from verl_ext.launch.report import report
@@ -60,7 +61,7 @@ def run_to_the_end(
     with exclusive(run_dir) if leads else nullcontext():
         launch = Launch(config, signals, record if leads else None, module)
         launch.mark_waiting()  # before the watcher looks: the record may still say that a shorter run is finished
-        with watching(config, leads) as watcher:
+        with holding_model(config), watching(config, leads) as watcher:
             code = report(launch.run(restarts, first_pause_s), config, launch.record)
             return watcher.finish(signals) if code == 0 else code
 

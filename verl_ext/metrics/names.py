@@ -67,6 +67,7 @@ def _rewards(kind: str) -> dict[str, Metric]:
         **_spread(f"{kind}/seq_prompt_len", "length of a prompt", "mean", "max", unit="token"),
         **_spread(f"{kind}/seq_completion_len", "length of a completion", "mean", "max", unit="token"),
         **_spread(f"{kind}/seq_total_len", "length of prompt and completion", "mean", "max", unit="token"),
+        f"{kind}/total_valid_token_count": Metric("token", "Tokens of all completions.", _SUM),
     }
 
 
@@ -87,12 +88,12 @@ GRPO: dict[str, Metric] = {
     "train/ratio_deviation_max": Metric(
         "1", "Largest distance of a ratio from 1 at the step's first update.", _LARGEST
     ),
-    "train/total_valid_token_count": Metric("token", "Tokens of all completions.", _SUM),
     "train/groups_without_signal": Metric("group", "Groups whose rewards are all the same.", _SUM),
     "train/groups_replaced": Metric("group", "Groups that dynamic sampling put in the place of such.", _SUM),
     **_rewards("eval"),
     "throughput/train/valid_tokens_per_s": Metric("token/s", "Tokens of completions per second of the step.", _RATE),
     "throughput/train/valid_tokens_per_s_update": Metric("token/s", "The same per second of the updates.", _RATE),
+    "throughput/eval/valid_tokens_per_s": Metric("token/s", "Tokens of completions per second measured.", _RATE),
     "time/train/rollout_s": Metric("s", "Drawing completions.", _LARGEST),
     "time/train/reward_s": Metric("s", "Waiting for rewards after the last completion.", _LARGEST),
     "time/train/advantages_s": Metric("s", "Comparing rewards within groups.", _LARGEST),

@@ -20,11 +20,10 @@ from verl_ext.grpo.update import Updater, UpdateSettings
 from verl_ext.metrics.notice import warn
 from verl_ext.metrics.reduce import reduce_over_ranks
 from verl_ext.trainer.grpo_parts import make_environment, make_policy
+from verl_ext.trainer.grpo_report import GRPOReport
 from verl_ext.trainer.hardware import peak_memory
 from verl_ext.trainer.loop import Metrics, PipelineTrainer
-
-MOST_WARNINGS = 3
-"""Of failed rewards, in one step on one rank."""
+from verl_ext.trainer.model import disable_dropout
 
 
 class GRPOTrainer(PipelineTrainer):
@@ -49,8 +48,13 @@ class GRPOTrainer(PipelineTrainer):
         self.updater = Updater(
             self.policy, settings, dist.get_world_size(), self.optimizer_step, self.timer, self.device_name
         )
+        self.report = GRPOReport(self.policy, self.environment.names, self.device_name)
         rounds = algorithm.dynamic_sampling.max_rounds
         self.replacement = Replacement(rounds, self.further_prompts) if rounds else None
+
+    def _build_model_optimizer(self) -> None:
+        super()._build_model_optimizer()
+        disable_dropout(self.fsdp_model)  # else a ratio would tell of dropout's noise before it tells of an update
 
     def make_environment(self) -> Environment:
         """What rewards: the reward functions of the recipe."""
@@ -127,12 +131,11 @@ class GRPOTrainer(PipelineTrainer):
             **{f"train/{name}": value for name, value in updated.means.items() if name != "rollout_logprob_diff"},
             "train/rollout_logprob_diff_mean": updated.means["rollout_logprob_diff"],
             **{f"train/{name}_max": value for name, value in updated.maxima.items()},
-            **self.rewards_and_lengths("train", experience.samples, experience.rewards),
             **advantages.named("train/adv", "mean", "std", "min", "max"),
             **reduce_over_ranks(sums=counts, device=self.device_name),
             **weights,
             **({"weights/version": float(self.global_step - 1)} if weights else {}),
-            **self.measure_step(experience.samples),
+            **self.measure_step(self.report.figures("train", experience.samples, experience.rewards)),
         }
 
     @torch.no_grad()
@@ -147,17 +150,21 @@ class GRPOTrainer(PipelineTrainer):
         self.policy.begin_drawing(self.global_step)
         for prompts in batches:
             self.preemption.check()
+            begun = time.perf_counter()
             more_samples, more_rewards = self.collector.rewarded(prompts, self.global_step, 1, greedy=True)
+            if self.preemption.longest_step_s:  # it may be longer than a step, and stops no run that made none
+                self.preemption.note(step_s=time.perf_counter() - begun)
             samples += more_samples
             rewards += more_rewards
         self.policy.end_drawing()
         self.tell_failures(samples, rewards)
         parts = {f"time/eval/{name}_s": seconds for name, seconds in self.timer.pop().items()}
         parts["time/eval/step_s"] = time.perf_counter() - start
-        return {
-            **self.rewards_and_lengths("eval", samples, rewards),
-            **reduce_over_ranks(maxima=parts, device=self.device_name),
-        }
+        found = self.report.figures("eval", samples, rewards)
+        found |= reduce_over_ranks(maxima=parts, device=self.device_name)
+        tokens = found["eval/total_valid_token_count"]
+        found["throughput/eval/valid_tokens_per_s"] = tokens / found["time/eval/step_s"]
+        return found
 
     def measured_prompts(self) -> list[list[Prompt]]:
         """This rank's share of the prompts that are measured, as many batches on every rank; a share may be empty."""
@@ -181,21 +188,6 @@ class GRPOTrainer(PipelineTrainer):
         fresh = [row for row in order if row not in self.rows_of_step][(number - 1) * size : number * size]
         return prompts_of([self.train_dataset[row] for row in fresh[self.dp_rank :: self.dp_size][:count]])
 
-    def rewards_and_lengths(self, kind: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> Metrics:
-        """Figures of the samples of all ranks; `kind` is train or eval."""
-        columns = {f"{name}": [reward.parts[name] for reward in rewards] for name in self.environment.names}
-        columns["reward_total"] = [reward.total for reward in rewards]
-        measured = [self.policy.measure(sample) for sample in samples]
-        sizes = {name: [figures[name] for figures in measured] for name in self.policy.figures}
-        found = spreads({**columns, **sizes}, self.device_name)
-        figures = {f"{name}_mean": found[name].mean for name in columns}
-        figures |= found["reward_total"].named("reward_total", "std", "min", "max")
-        for name in sizes:
-            figures |= found[name].named(name, "mean", "max")
-        failures = sum(len(reward.failures) for reward in rewards)
-        figures |= reduce_over_ranks(sums={"reward_failures": failures}, device=self.device_name)
-        return {f"{kind}/{name}": value for name, value in figures.items()}
-
     def trace_update(self, samples: Sequence[Sample], start: float) -> None:
         """The last part of each sample's life."""
         if self.trace is not None:
@@ -204,48 +196,25 @@ class GRPOTrainer(PipelineTrainer):
                 self.trace.life(identity, "update", start, time.perf_counter())
 
     def show_samples(self, experience: Experience) -> None:
-        """Write some of rank 0's samples with their rewards and advantages, every so many steps."""
+        """Write some of rank 0's samples, every so many steps."""
         trainer = self.config.trainer
-        if not trainer.log_samples_every or self.global_step % trainer.log_samples_every:
-            return
-        every = list(zip(experience.samples, experience.rewards, experience.advantages.values.tolist()))
-        chosen = sorted(every, key=lambda item: item[0].number)  # of every prompt one, then of every prompt another
-        rows = [
-            {
-                "sample_id": sample.prompt.sample_id,
-                "number": sample.number,
-                **self.policy.row(sample),
-                **reward.parts,
-                "reward_total": reward.total,
-                "advantage": advantage,
-            }
-            for sample, reward, advantage in chosen[: trainer.samples_per_table]
-        ]
-        self.attempt.log_samples(self.global_step, rows)
+        if trainer.log_samples_every and self.global_step % trainer.log_samples_every == 0:
+            self.attempt.log_samples(self.global_step, self.report.rows(experience, trainer.samples_per_table))
 
     def tell_failures(self, samples: Sequence[Sample], rewards: Sequence[Reward]) -> None:
         """Warn of some samples that lost a part of their reward."""
-        failed = [(sample, reward) for sample, reward in zip(samples, rewards) if reward.failures]
-        for sample, reward in failed[:MOST_WARNINGS]:
-            name, reason = next(iter(reward.failures.items()))
-            warn(
-                f"step {self.global_step}: the reward {name} failed for sample {sample.number} of "
-                f"{sample.prompt.sample_id}, which gets none: {reason}"
-            )
+        for sentence in self.report.failures(samples, rewards):
+            warn(f"step {self.global_step}: {sentence}")
 
-    def measure_step(self, samples: Sequence[Sample]) -> Metrics:
-        """Where the step's time went: the slowest rank's seconds, all ranks' throughput."""
-        seconds = time.perf_counter() - self.step_start
+    def measure_step(self, figures: Metrics) -> Metrics:
+        """The figures of a step with where its time went: the slowest rank's seconds, all ranks' throughput."""
         parts = {f"time/train/{part}_s": value for part, value in self.timer.pop().items()}
-        found = reduce_over_ranks(
-            sums={"decisions": sum(map(self.policy.num_decisions, samples))},
-            maxima={**parts, "time/train/step_s": seconds, **peak_memory(self.device_name)},
-            device=self.device_name,
-        )
-        decisions = found.pop("decisions")
-        found["train/total_valid_token_count"] = decisions
-        found["throughput/train/valid_tokens_per_s"] = decisions / found["time/train/step_s"]
-        found["throughput/train/valid_tokens_per_s_update"] = decisions / found["time/train/update_s"]
+        parts["time/train/step_s"] = time.perf_counter() - self.step_start
+        maxima = {**parts, **peak_memory(self.device_name)}
+        found = {**figures, **reduce_over_ranks(maxima=maxima, device=self.device_name)}
+        tokens = found["train/total_valid_token_count"]
+        found["throughput/train/valid_tokens_per_s"] = tokens / found["time/train/step_s"]
+        found["throughput/train/valid_tokens_per_s_update"] = tokens / found["time/train/update_s"]
         return found
 
 

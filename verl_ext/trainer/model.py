@@ -84,6 +84,16 @@ def load_model(config: DictConfig, device_mesh: DeviceMesh, device_name: str) ->
         ) from error
 
 
+def disable_dropout(model: PreTrainedModel) -> None:
+    """Have forward passes in training mode leave nothing out; the model's configuration stays what it is."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):  # a share that attention is called with
+                setattr(module, name, 0.0)
+
+
 def patch_model(model: PreTrainedModel, config: DictConfig) -> None:
     """Apply verl's patches for Ulysses and padding removal, and Liger's kernels, where the configuration asks."""
     if config.use_remove_padding or config.ulysses_sequence_parallel_size > 1:

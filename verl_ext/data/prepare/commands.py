@@ -6,7 +6,7 @@ import argparse
 from types import ModuleType
 from typing import NoReturn
 
-from verl_ext.data.prepare import chat, gsm8k, smollm2, stdlib
+from verl_ext.data.prepare import chat, gsm8k, problems, smollm2, stdlib
 from verl_ext.data.prepare.quickstart import command as quickstart
 from verl_ext.errors import UserError
 
@@ -16,6 +16,7 @@ COMMANDS: dict[str, ModuleType] = {
     "chat": chat,
     "stdlib": stdlib,
     "gsm8k": gsm8k,
+    "problems": problems,
     "quickstart": quickstart,
     "smollm2": smollm2,
 }

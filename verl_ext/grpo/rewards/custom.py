@@ -19,6 +19,7 @@ from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.custom_process import SIZE
 
 _ROOT = Path(__file__).resolve().parents[3]
+_KILL_GROUP_AT_END_OF_INPUT = ("/bin/sh", "-c", 'read -r line; kill -KILL "-$1"', "sh")
 _START_S = 120.0
 """Importing the user's file may take long; it is not the function's time."""
 
@@ -91,6 +92,13 @@ class _Process:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
         self.is_alive = True
+        # when this rank is killed, what the function has started goes too
+        self._guard = subprocess.Popen(
+            [*_KILL_GROUP_AT_END_OF_INPUT, str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         _, failure = self._reply(_START_S)
         if failure is not None:
             self.kill()
@@ -117,6 +125,9 @@ class _Process:
     def kill(self) -> None:
         """End it with all that it started."""
         self.is_alive = False
+        self._guard.kill()  # first: the number of the group may soon be another's
+        self._guard.wait()
+        self._guard.stdin.close()
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:

@@ -144,7 +144,9 @@ class TextEnvironment(Environment):
 
     def _start_judge(self, settings: RewardSettings, num_workers: int) -> Judged:
         limits = Limits(cpu_s=settings.cpu_s, wall_s=settings.wall_s, memory_mb=settings.memory_mb)
-        judged = Judged(lambda: JudgeServer(settings.isolation, num_workers, limits, settings.packages))
+        make_server = lambda: JudgeServer(settings.isolation, num_workers, limits, settings.packages)  # noqa: E731
+        # a run that the wall clock stopped is run once more; the rest is what a busy machine may add
+        judged = Judged(make_server, 2 * settings.wall_s + 30)
         self._closing.callback(judged.close)
         return judged
 

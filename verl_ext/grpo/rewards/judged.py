@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import TimeoutError as FutureTimeout
 
 from eval_pipeline.judge.client import JudgeServer, JudgeServerError
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.judge.wire import num_tests_of
 from eval_pipeline.problems.extract import extract_program
-from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer, Tests
-from verl_ext.errors import UserError
+from eval_pipeline.problems.problem import Problem
+from eval_pipeline.problems.verl_rl import read_tests
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 
 OF_VERDICTS: dict[str, Callable[[Verdict], float]] = {
@@ -26,13 +26,18 @@ OF_VERDICTS: dict[str, Callable[[Verdict], float]] = {
 class Judged:
     """Has answers judged, each once: samples of one prompt often say the same."""
 
-    def __init__(self, make_server: Callable[[], JudgeServer]) -> None:
-        """Start a server; one that dies is replaced by another.
+    def __init__(self, make_server: Callable[[], JudgeServer], patience_s: float) -> None:
+        """Start a server; one that dies or gives no verdict any more is replaced by another.
+
+        Args:
+            make_server: makes one.
+            patience_s: the longest that one test may take, and so a server be silent; times the tests of an answer.
 
         Raises:
             UserError: the wanted isolation does not work on this machine.
         """
-        self._make_server = make_server
+        self._make_server, self._patience_s = make_server, patience_s
+        self._num_verdicts = 0
         self._server = make_server().__enter__()
         self._futures: dict[Submission, Future[Verdict]] = {}
         self._submissions: dict[Future[Verdict], Submission] = {}
@@ -44,7 +49,7 @@ class Judged:
             problem = Problem(answer.sample_id, "", read_tests(answer.ground_truth, answer.sample_id))
             submission = Submission(extract_program(problem, answer.text), problem.tests)
             if submission not in self._futures:
-                self._futures[submission] = self._running_server().submit(submission)
+                self._futures[submission] = self._submitted(submission)
         except Exception as error:  # it is told where the verdict is asked for
             failed.set_exception(error)
             return failed
@@ -60,9 +65,12 @@ class Judged:
             RuntimeError: the judge failed, not the answer.
         """
         try:
-            verdict = future.result()
+            verdict = self._awaited(future)
         except JudgeServerError:
-            verdict = self._running_server().submit(self._submissions[future]).result()
+            submission = self._submissions[future]
+            again = self._submitted(submission)
+            self._submissions[again] = submission
+            verdict = self._awaited(again)
         if verdict.error_type == "api_error":
             raise RuntimeError(f"the judge failed: {verdict.message}")
         return verdict
@@ -76,43 +84,27 @@ class Judged:
         """End the server."""
         self._server.__exit__(None, None, None)
 
+    def _submitted(self, submission: Submission) -> Future[Verdict]:
+        future = self._running_server().submit(submission)
+        future.add_done_callback(self._count)
+        return future
+
+    def _count(self, future: Future[Verdict]) -> None:
+        self._num_verdicts += 1
+
+    def _awaited(self, future: Future[Verdict]) -> Verdict:
+        """The verdict; a `JudgeServerError` when the server has been silent for longer than a judgement can take."""
+        tests = max((num_tests_of(submission.tests) for submission in self._submissions.values()), default=1)
+        while True:
+            num_verdicts = self._num_verdicts
+            try:
+                return future.result(self._patience_s * tests)
+            except FutureTimeout:
+                if num_verdicts == self._num_verdicts:
+                    self._server.__exit__(None, None, None)  # what waits for it fails
+
     def _running_server(self) -> JudgeServer:
         if self._server.ended:
             self._server.__exit__(None, None, None)
             self._server = self._make_server().__enter__()
         return self._server
-
-
-def read_tests(ground_truth: Any, sample_id: str) -> Tests:
-    """What an answer is judged by.
-
-    A mapping, also as JSON, with `entry_point` and `tests` (a list of Python sources; `preamble` as an option) is of a
-    function, one with `inputs` and `outputs` (verl's format for code) of a program. Any other text or number is the
-    right answer itself.
-
-    Raises:
-        UserError: there is none, or a mapping that is neither.
-    """
-    fields = ground_truth
-    if isinstance(ground_truth, str):
-        try:
-            fields = json.loads(ground_truth)
-        except ValueError:
-            fields = None
-    if not isinstance(fields, dict) and isinstance(ground_truth, (str, int, float)):
-        return ReferenceAnswer(str(ground_truth))
-    if not isinstance(fields, dict):
-        raise UserError(f"{sample_id} has no reward_model.ground_truth that is a text, a number or tests")
-    if _is_list_of_text(fields.get("tests")) and isinstance(fields.get("entry_point"), str):
-        return FunctionTests(fields["entry_point"], tuple(fields["tests"]), str(fields.get("preamble") or ""))
-    if _is_list_of_text(fields.get("inputs")) and _is_list_of_text(fields.get("outputs")) and "fn_name" not in fields:
-        if len(fields["inputs"]) == len(fields["outputs"]):
-            return ProgramTests(tuple(map(Case, fields["inputs"], fields["outputs"])))
-    raise UserError(
-        f"the tests of {sample_id} (reward_model.ground_truth) cannot be read; give a JSON object with entry_point and "
-        "tests, or with inputs and outputs of the same length"
-    )
-
-
-def _is_list_of_text(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(isinstance(item, str) for item in value)

@@ -8,17 +8,12 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from verl_ext.grpo.rollout.choosing import choose, uniform_numbers
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.engine import RolloutEngine
+from verl_ext.grpo.tokens.model import base_of, logits_of_last
 
 
 class HfRollout(RolloutEngine):
@@ -48,7 +43,7 @@ class HfRollout(RolloutEngine):
         """See `RolloutEngine.draw`; prompts of like length share a batch. All ranks begin and end together."""
         was_training = self._model.training
         self._model.eval()
-        order = sorted(range(len(draws)), key=lambda number: -len(draws[number].prompt_ids))
+        order = sorted(range(len(draws)), key=lambda number: (-len(draws[number].prompt_ids), draws[number].prompt_ids))
         try:
             with whole_layers(self._model), self._precision():
                 for start in range(0, len(order), self._batch_size):
@@ -65,11 +60,13 @@ class HfRollout(RolloutEngine):
         longest = max(len(draw.prompt_ids) for draw in draws)
         padding = [longest - len(draw.prompt_ids) for draw in draws]
         prompts = [[self._pad] * pad + list(draw.prompt_ids) for draw, pad in zip(draws, padding)]
-        mask = torch.arange(longest) >= torch.tensor(padding)[:, None]
+        input_ids = torch.tensor(prompts, device=device)
+        attention_mask = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long().to(device)
         drawing = Drawing([draw.seed for draw in draws], sampling)
         tokens = self._model.generate(
-            input_ids=torch.tensor(prompts, device=device),
-            attention_mask=mask.long().to(device),
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=self._cache_of_prompts(draws, input_ids, attention_mask),
             logits_processor=LogitsProcessorList([drawing]),
             # not the model's own settings, which may forbid repetitions and the like
             use_model_defaults=False,
@@ -83,6 +80,28 @@ class HfRollout(RolloutEngine):
         )[:, longest:]
         return [self._completion(row, probs) for row, probs in zip(tokens.tolist(), drawing.log_probs())]
 
+    def _cache_of_prompts(
+        self, draws: Sequence[Draw], input_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> DynamicCache | None:
+        """Keys and values of all but the prompts' last tokens, computed once for each prompt and not for each draw."""
+        first = {draw.prompt_ids: row for row, draw in reversed(list(enumerate(draws)))}
+        model = base_of(self._model)
+        if len(first) == len(draws) or input_ids.shape[1] == 1 or not model._supports_default_dynamic_cache():
+            return None
+        rows = torch.tensor(sorted(first.values()), device=input_ids.device)
+        cache, mask = DynamicCache(config=model.config), attention_mask[rows, :-1]
+        self._model(
+            input_ids=input_ids[rows, :-1],
+            attention_mask=mask,
+            position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+            past_key_values=cache,
+            use_cache=True,
+            **logits_of_last(model, 1),
+        )
+        places = {int(row): place for place, row in enumerate(rows)}
+        cache.reorder_cache(torch.tensor([places[first[draw.prompt_ids]] for draw in draws], device=input_ids.device))
+        return cache
+
     def _completion(self, tokens: list[int], log_probs: torch.Tensor) -> Completion:
         ends = [place for place, token in enumerate(tokens) if token in self._eos]
         length = ends[0] + 1 if ends else len(tokens)
@@ -94,38 +113,19 @@ class Drawing(LogitsProcessor):
 
     def __init__(self, seeds: Sequence[int], sampling: Sampling) -> None:
         """One seed for each row of the batch."""
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        rows = [torch.rand(sampling.max_tokens, generator=generator, dtype=torch.float64) for generator in generators]
-        self._uniform = torch.stack(rows)
-        self._temperature = sampling.temperature
-        self._warpers = LogitsProcessorList()
-        if sampling.top_k > 0:
-            self._warpers.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1:
-            self._warpers.append(TopPLogitsWarper(sampling.top_p))
+        self._uniform = torch.stack([uniform_numbers(seed, sampling.max_tokens) for seed in seeds])
+        self._sampling = sampling
         self._log_probs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """(rows, vocabulary) scores, all but the chosen token's minus infinity."""
-        scores = scores.float()
-        if self._temperature > 0:
-            scores = self._warpers(input_ids, scores / self._temperature)
-        log_probs = scores.log_softmax(-1)
-        chosen = log_probs.argmax(-1, keepdim=True) if self._temperature == 0 else self._drawn(log_probs)
-        self._log_probs.append(log_probs.gather(1, chosen)[:, 0])
-        return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
+        tokens, log_probs = choose(scores, self._uniform[:, len(self._log_probs)], self._sampling, input_ids)
+        self._log_probs.append(log_probs[:, 0])
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
     def log_probs(self) -> torch.Tensor:
         """(rows, tokens) of what was chosen, on the CPU."""
         return torch.stack(self._log_probs, 1).cpu()
-
-    def _drawn(self, log_probs: torch.Tensor) -> torch.Tensor:
-        """Where the sum of the probabilities passes a uniform number; never a token of no probability."""
-        sums = log_probs.double().exp().cumsum(-1)
-        uniform = self._uniform[:, len(self._log_probs), None].to(sums.device)
-        place = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)
-        last = (log_probs > -torch.inf).long().cumsum(-1).argmax(-1, keepdim=True)
-        return torch.minimum(place, last)
 
 
 @contextmanager

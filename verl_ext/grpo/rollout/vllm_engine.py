@@ -11,6 +11,7 @@ import torch
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.engine import WeightKeeper
+from verl_ext.grpo.rollout.team import Team
 from verl_ext.vllm_environment import pick_dtype, prepare_environment
 
 
@@ -27,6 +28,7 @@ class VllmSettings:
         max_num_seqs: completions under way at a time.
         gpu_memory_utilization: share of a GPU's memory that vLLM may take.
         free_cache_engine: give a GPU's memory back while the weights are updated.
+        tensor_parallel_size: ranks that hold one engine's weights together.
         arguments: further ones of vllm.LLM.
     """
 
@@ -38,6 +40,7 @@ class VllmSettings:
     max_num_seqs: int
     gpu_memory_utilization: float
     free_cache_engine: bool
+    tensor_parallel_size: int = 1
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -53,31 +56,37 @@ class VllmRollout(WeightKeeper):
         on_gpu = prepare_environment() != "cpu"
         try:
             from vllm import LLM
+
+            from verl_ext.grpo.rollout.vllm_choosing import Choosing, sampling_params
         except ImportError as error:
             raise UserError(
                 f"rollout.engine=vllm needs vLLM, which cannot be imported ({first_line_of(error)}); install it, or "
                 "take rollout.engine=hf"
             ) from error
+        if settings.tensor_parallel_size > 1 and not on_gpu:
+            raise UserError("rollout.tensor_model_parallel_size above 1 needs GPUs; leave it at 1 on CPUs")
         self.forgets_in_sleep = settings.free_cache_engine and on_gpu
         self.dtype = getattr(torch, pick_dtype(settings.dtype, on_gpu))
         try:
-            self._llm = LLM(**_arguments(settings, on_gpu, self.forgets_in_sleep))
+            self._llm = LLM(**_arguments(settings, on_gpu, self.forgets_in_sleep, Choosing))
         except Exception as error:  # vLLM and transformers have no exception in common
             raise UserError(f"vLLM cannot use {settings.model}: {first_line_of(error)}") from error
         self._engine = self._llm.llm_engine
+        self._team = Team.of(settings.tensor_parallel_size)
         self._missing = self._parameters()
-        self._end_tokens = settings.end_tokens
+        self._end_tokens, self._sampling_params = settings.end_tokens, sampling_params
 
     def draw(self, draws: Sequence[Draw], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """See `RolloutEngine.draw`."""
+        """See `RolloutEngine.draw`; ranks that share an engine begin and end together."""
+        draws, own = self._team.together(draws)
         try:
             for number, draw in enumerate(draws):
                 prompt = {"prompt_token_ids": list(draw.prompt_ids)}
-                self._engine.add_request(str(number), prompt, self._params(draw, sampling))
+                self._engine.add_request(str(number), prompt, self._sampling_params(draw, sampling, self._end_tokens))
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
-                    if output.finished:
-                        yield int(output.request_id), _completion(output.outputs[0])
+                    if output.finished and int(output.request_id) in own:
+                        yield int(output.request_id) - own.start, _completion(output.outputs[0])
         finally:
             self._engine.abort_request([str(number) for number in range(len(draws))])
 
@@ -111,22 +120,6 @@ class VllmRollout(WeightKeeper):
         """See `RolloutEngine.close`."""
         self._engine.engine_core.shutdown()
 
-    def _params(self, draw: Draw, sampling: Sampling) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            seed=draw.seed if sampling.temperature > 0 else None,
-            logprobs=0,
-            stop_token_ids=self._end_tokens,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-
     def _parameters(self) -> set[str]:
         (names,) = {frozenset(names) for names in self._llm.apply_model(_names_of)}
         return set(names)
@@ -136,14 +129,14 @@ def _names_of(model: torch.nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters()]
 
 
-def _arguments(settings: VllmSettings, on_gpu: bool, sleeps: bool) -> dict[str, Any]:
+def _arguments(settings: VllmSettings, on_gpu: bool, sleeps: bool, choosing: type) -> dict[str, Any]:
     return {
         "enforce_eager": not on_gpu,
         "seed": 0,
         "max_num_seqs": settings.max_num_seqs,
         "use_tqdm_on_load": False,
-        # vLLM 0.12 rewinds a request's random numbers after part of its prompt, which a CPU's generator cannot do
-        "enable_chunked_prefill": None if on_gpu else False,
+        # a group's prompts share whole blocks alone, and a CPU's are of 128 tokens unless told otherwise
+        "block_size": None if on_gpu else 32,
         **settings.arguments,
         "model": settings.model,
         "skip_tokenizer_init": True,
@@ -152,11 +145,13 @@ def _arguments(settings: VllmSettings, on_gpu: bool, sleeps: bool) -> dict[str, 
         "dtype": pick_dtype(settings.dtype, on_gpu),
         "max_model_len": settings.max_model_len,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "tensor_parallel_size": settings.tensor_parallel_size,
         # it takes the GPU of LOCAL_RANK; the default executor would put every rank's engine on the first one
         "distributed_executor_backend": "external_launcher" if on_gpu else None,
         "enable_sleep_mode": sleeps,
-        # of the distribution that tokens are drawn from, temperature and all
-        "logprobs_mode": "processed_logprobs",
+        "logits_processors": [choosing],
+        "logprobs_mode": "processed_logits",
+        "async_scheduling": False,  # it would choose a token before it knows the last
     }
 
 

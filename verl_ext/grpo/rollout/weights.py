@@ -24,12 +24,18 @@ class _Slot:
 
     weight: Weight
     shape: torch.Size
+    dtype: torch.dtype
     rows_per_rank: int
 
     @property
     def numel(self) -> int:
         """Elements of one rank's part, padding included."""
         return self.rows_per_rank * self.shape[1:].numel() if self.shape else 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor."""
+        return self.shape.numel() * self.dtype.itemsize
 
 
 class WeightSource:
@@ -40,7 +46,7 @@ class WeightSource:
 
         Args:
             model: as FSDP2 modules over all ranks.
-            dtype: that the tensors are sent in.
+            dtype: that the tensors are sent in; whole numbers stay what they are.
             device: of the sent tensors.
             bucket_bytes: a bucket is closed before it exceeds this, but holds at least one tensor.
         """
@@ -51,35 +57,41 @@ class WeightSource:
     @property
     def num_bytes(self) -> int:
         """That an engine receives in all."""
-        slots = [slot for bucket in self._buckets for slot in bucket]
-        return sum(slot.shape.numel() for slot in slots) * self._dtype.itemsize
+        return sum(slot.num_bytes for bucket in self._buckets for slot in bucket)
 
     @torch.no_grad()
     def buckets(self) -> Iterator[Bucket]:
         """Names and whole tensors, which are valid until the next bucket; collective."""
         state = self._model.state_dict()
         for slots in self._buckets:
-            yield self._gathered(slots, state)
+            yield self._gathered(slots, state) if self._num_ranks > 1 else self._own(slots, state)
 
     def _planned(self, weights: list[Weight], bucket_bytes: int) -> Iterator[list[_Slot]]:
         state, bucket, size = self._model.state_dict(), [], 0
         for weight in weights:
-            shape = state[weight.source].shape
-            slot = _Slot(weight, shape, -(-shape[0] // self._num_ranks) if shape else 1)
-            num_bytes = slot.numel * self._num_ranks * self._dtype.itemsize
-            if bucket and size + num_bytes > bucket_bytes:
+            shape, dtype = state[weight.source].shape, state[weight.source].dtype
+            rows_per_rank = -(-shape[0] // self._num_ranks) if shape else 1
+            slot = _Slot(weight, shape, self._dtype if dtype.is_floating_point else dtype, rows_per_rank)
+            num_bytes = slot.numel * self._num_ranks * slot.dtype.itemsize
+            if bucket and (size + num_bytes > bucket_bytes or slot.dtype != bucket[-1].dtype):
                 yield bucket
                 bucket, size = [], 0
             bucket.append(slot)
             size += num_bytes
         yield bucket
 
+    def _own(self, slots: list[_Slot], state: dict[str, torch.Tensor]) -> Bucket:
+        """Where there is no other rank: nothing is copied that need not be."""
+        rows = [self._own_rows(slot, state) for slot in slots]
+        return [(slot.weight.name, part.to(self._device, slot.dtype)) for slot, part in zip(slots, rows)]
+
     def _gathered(self, slots: list[_Slot], state: dict[str, torch.Tensor]) -> Bucket:
-        own = torch.zeros(sum(slot.numel for slot in slots), dtype=self._dtype, device=self._device)
+        dtype = slots[0].dtype
+        own = torch.empty(sum(slot.numel for slot in slots), dtype=dtype, device=self._device)
         for slot, part in zip(slots, own.split([slot.numel for slot in slots])):
             rows = self._own_rows(slot, state)
             part[: rows.numel()].copy_(rows.reshape(-1))
-        everyone = torch.empty(self._num_ranks, own.numel(), dtype=self._dtype, device=self._device)
+        everyone = torch.empty(self._num_ranks, own.numel(), dtype=dtype, device=self._device)
         dist.all_gather_into_tensor(everyone.view(-1), own)
         parts = everyone.split([slot.numel for slot in slots], dim=1)
         return [(slot.weight.name, self._whole(slot, part)) for slot, part in zip(slots, parts)]

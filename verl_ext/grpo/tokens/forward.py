@@ -2,50 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
-
 import torch
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 
-from verl_ext.grpo.policy import LogProbs, MicroBatch, Sample
-
-_KEEP = "logits_to_keep"
-
-
-def padded(samples: Sequence[Sample], pad_token_id: int) -> MicroBatch:
-    """Prompts padded on their left and completions on their right, so that all completions begin at one place.
-
-    Returns:
-        `input_ids`, `attention_mask` and `position_ids` of (samples, prompt + completion); `mask` and
-        `rollout_log_probs` of (samples, completion).
-    """
-    prompts = [torch.tensor(sample.prompt.content["prompt_ids"]) for sample in samples]
-    completions = [torch.tensor(sample.action.token_ids) for sample in samples]
-    longest = max(map(len, prompts))
-    input_ids = torch.cat(
-        [
-            torch.stack([F.pad(ids, (longest - len(ids), 0), value=pad_token_id) for ids in prompts]),
-            _right(completions, pad_token_id),
-        ],
-        dim=1,
-    )
-    mask = _right([torch.ones(len(ids), dtype=torch.long) for ids in completions], 0)
-    before = torch.arange(longest) >= longest - torch.tensor([len(ids) for ids in prompts])[:, None]
-    attention_mask = torch.cat([before.long(), mask], dim=1)
-    return {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
-        "mask": mask,
-        "rollout_log_probs": _right([sample.action.log_probs for sample in samples], 0),
-    }
-
-
-def _right(rows: Sequence[torch.Tensor], value: int) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
+from verl_ext.grpo.policy import LogProbs, MicroBatch
+from verl_ext.grpo.tokens.layout import PADDING, PROMPT
+from verl_ext.grpo.tokens.model import logits_of_last
 
 
 def completion_log_probs(
@@ -55,27 +18,50 @@ def completion_log_probs(
 
     Args:
         model: takes part with all ranks.
-        micro_batch: see `padded`; on the model's device.
+        micro_batch: see `Layout.micro_batch`; on the model's device.
         temperature: logits are divided by it.
         entropy_gradient: whether the entropy is differentiated too, which takes as much memory again.
     """
     mask = micro_batch["mask"].bool()
-    inputs = {name: micro_batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    length = mask.shape[1]
-    if _KEEP in inspect.signature(type(_base_of(model)).forward).parameters:
-        inputs[_KEEP] = length + 1
-    logits = model(**inputs, use_cache=False).logits[:, -length - 1 : -1][mask]  # (tokens, vocabulary)
-    logits = logits.float() / temperature
-    tokens = micro_batch["input_ids"][:, -length:][mask]
+    num_rows, width = micro_batch["input_ids"].shape
+    places = micro_batch["predicted_at"][mask]
+    first = int((places % width).min())
+    inputs = {name: micro_batch[name] for name in ("input_ids", "position_ids")}
+    logits = model(
+        **inputs,
+        attention_mask=attention_mask(micro_batch["segments"]),
+        use_cache=False,
+        **logits_of_last(model, width - first),
+    ).logits[:, first - width :]
+    logits = logits.flatten(0, 1)[places // width * (width - first) + places % width - first]  # (tokens, vocabulary)
+    logits = logits.float()
+    if temperature != 1:
+        logits = logits / temperature
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = entropy_from_logits(logits)
     # in place flash-attention's kernel would write its gradient over logits that the entropy's needs
+    tokens = micro_batch["completion_ids"][mask]
     values = logprobs_from_logits(logits[None], tokens[None], inplace_backward=not entropy_gradient)[0]
     return LogProbs(_spread(values, mask), _spread(entropy, mask))
 
 
-def _base_of(model: PreTrainedModel) -> torch.nn.Module:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+def attention_mask(segments: torch.Tensor) -> torch.Tensor:
+    """What each token of each row sees: what came before it of its own segment and of the prompt.
+
+    Args:
+        segments: (rows, tokens), see `Layout`.
+
+    Returns:
+        (rows, tokens), 1 but for padding, where the model's own causal mask does the rest. With several completions in
+        a row (rows, 1, tokens, tokens): true where a token sees another.
+    """
+    if int(segments.max()) <= 1:
+        return (segments != PADDING).long()
+    position = torch.arange(segments.shape[1], device=segments.device)
+    seen, own = segments[:, None, :], segments[:, :, None]
+    sees = ((seen == PROMPT) | (seen == own)) & (position[None, :] <= position[:, None])
+    sees &= (seen != PADDING) | (position[None, :] == position[:, None])  # a row of nothing seen would be no number
+    return sees[:, None]
 
 
 def _spread(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

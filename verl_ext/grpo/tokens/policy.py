@@ -15,7 +15,8 @@ from verl_ext.grpo.policy import LogProbs, MicroBatch, Policy, Prompt, Sample
 from verl_ext.grpo.rollout.completion import Draw, Sampling
 from verl_ext.grpo.rollout.engine import RolloutEngine, WeightKeeper
 from verl_ext.grpo.rollout.weights import WeightSource
-from verl_ext.grpo.tokens.forward import completion_log_probs, padded
+from verl_ext.grpo.tokens.forward import completion_log_probs
+from verl_ext.grpo.tokens.layout import Layout, length_of
 from verl_ext.grpo.tokens.seeds import seed_of
 
 
@@ -29,6 +30,7 @@ class TokenModel:
         precision: makes the context of a forward pass.
         device: of its inputs.
         entropy_gradient: whether the entropy is part of the loss.
+        layout: of its rows.
     """
 
     trained: PreTrainedModel
@@ -36,6 +38,7 @@ class TokenModel:
     precision: Callable[[], AbstractContextManager[Any]]
     device: str
     entropy_gradient: bool
+    layout: Layout
 
 
 class TokenPolicy(Policy):
@@ -101,7 +104,7 @@ class TokenPolicy(Policy):
 
     def collate(self, samples: Sequence[Sample]) -> MicroBatch:
         """See `Policy.collate`."""
-        return padded(samples, self._tokenizer.pad_token_id)
+        return self._model.layout.micro_batch(samples)
 
     def log_probs(self, micro_batch: MicroBatch) -> LogProbs:
         """See `Policy.log_probs`."""
@@ -112,14 +115,14 @@ class TokenPolicy(Policy):
         """See `Policy.reference_log_probs`."""
         return self._model.reference(lambda model: self._evaluated(model, micro_batch)).values
 
-    def size(self, sample: Sample) -> int:
-        """See `Policy.size`: its tokens."""
-        return len(sample.prompt.content["prompt_ids"]) + len(sample.action.token_ids)
+    def order(self, samples: Sequence[Sample]) -> list[int]:
+        """See `Policy.order`."""
+        return self._model.layout.order(samples)
 
     def measure(self, sample: Sample) -> dict[str, float]:
         """See `Policy.measure`: lengths in tokens."""
-        prompt, completion = len(sample.prompt.content["prompt_ids"]), len(sample.action.token_ids)
-        return dict(zip(self.figures, (prompt, completion, prompt + completion)))
+        total, completion = length_of(sample), len(sample.action.token_ids)
+        return dict(zip(self.figures, (total - completion, completion, total)))
 
     def num_decisions(self, sample: Sample) -> int:
         """See `Policy.num_decisions`."""

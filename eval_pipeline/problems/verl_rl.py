@@ -1,0 +1,89 @@
+"""verl's RL format, which GRPO learns from: so an evaluation asks what training asked, and judges as it rewarded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer, Tests
+from eval_pipeline.problems.record import Record
+from verl_ext.errors import UserError
+
+_OF_FUNCTIONS = ("preamble", "code_prompt")
+
+
+def parse_problem(record: Record) -> Problem:
+    """The problem of one row: `prompt`, `reward_model.ground_truth`, and a name in `extra_info.problem_id` if wanted.
+
+    Raises:
+        UserError: the prompt is not one turn of the user's, or there are no tests.
+    """
+    extra = record.fields.get("extra_info")
+    named = extra.get("problem_id") if isinstance(extra, Mapping) else None
+    problem_id = f"{record.number}" if named is None else str(named)
+    judged_by = record.fields.get("reward_model")
+    ground_truth = judged_by.get("ground_truth") if isinstance(judged_by, Mapping) else None
+    try:
+        tests = read_tests(ground_truth, problem_id)
+    except UserError as error:
+        raise record.error(str(error)) from error
+    return Problem(problem_id, _prompt(record), tests)
+
+
+def _prompt(record: Record) -> str:
+    turns = record.fields.get("prompt")
+    if isinstance(turns, list) and len(turns) == 1 and isinstance(turns[0], Mapping) and turns[0].get("role") == "user":
+        return Record(record.where, record.number, {"prompt": turns[0].get("content")}).text("prompt")
+    if isinstance(turns, str):
+        return record.text("prompt")
+    raise record.error("'prompt' must be a text or a list of one turn, the user's; an evaluation asks no other")
+
+
+def read_tests(ground_truth: Any, problem_id: str) -> Tests:
+    """What an answer is judged by.
+
+    A mapping, also as JSON, with `entry_point` and `tests` (a list of Python sources; `preamble` and `code_prompt` as
+    options) is of a function, one with `inputs` and `outputs` (verl's format for code; `tolerance` as an option) of a
+    program. Any other text or number is the right answer itself.
+
+    Raises:
+        UserError: there is none, or a mapping that is neither.
+    """
+    fields = ground_truth
+    if isinstance(ground_truth, str):
+        try:
+            fields = json.loads(ground_truth)
+        except ValueError:
+            fields = None
+    if not isinstance(fields, dict) and isinstance(ground_truth, (str, int, float)):
+        return ReferenceAnswer(str(ground_truth))
+    if not isinstance(fields, dict):
+        raise UserError(f"{problem_id} has no reward_model.ground_truth that is a text, a number or tests")
+    if _is_list_of_text(fields.get("tests")) and isinstance(fields.get("entry_point"), str):
+        more = {key: str(fields.get(key) or "") for key in _OF_FUNCTIONS}
+        return FunctionTests(fields["entry_point"], tuple(fields["tests"]), **more)
+    if _is_list_of_text(fields.get("inputs")) and _is_list_of_text(fields.get("outputs")) and "fn_name" not in fields:
+        if len(fields["inputs"]) == len(fields["outputs"]):
+            cases, tolerance = map(Case, fields["inputs"], fields["outputs"]), fields.get("tolerance")
+            return ProgramTests(tuple(cases), None if tolerance is None else float(tolerance))
+    raise UserError(
+        f"the tests of {problem_id} (reward_model.ground_truth) cannot be read; give a JSON object with entry_point "
+        "and tests, or with inputs and outputs of the same length"
+    )
+
+
+def ground_truth_of(tests: Tests) -> str:
+    """What `read_tests` reads as these tests."""
+    if isinstance(tests, ReferenceAnswer):
+        return tests.answer
+    if isinstance(tests, FunctionTests):
+        more = {key: getattr(tests, key) for key in _OF_FUNCTIONS if getattr(tests, key)}
+        return json.dumps({"entry_point": tests.entry_point, "tests": list(tests.tests), **more})
+    inputs, outputs = [case.stdin for case in tests.cases], [case.expected for case in tests.cases]
+    tolerance = {} if tests.tolerance is None else {"tolerance": tests.tolerance}
+    return json.dumps({"inputs": inputs, "outputs": outputs, **tolerance})
+
+
+def _is_list_of_text(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(item, str) for item in value)

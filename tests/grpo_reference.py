@@ -1,0 +1,141 @@
+"""GRPO's updates by the papers' formulas, in float64, sample by sample, with nothing of verl's or of the product's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from verl_ext.grpo.loss import LossSettings
+from verl_ext.grpo.policy import Prompt, Sample
+from verl_ext.grpo.rollout.completion import Completion, Sampling
+
+REFERENCE = 0.02
+"""Distance of the frozen model from the trained one."""
+SAMPLING = Sampling(0.9, 1.0, -1, 12)
+NUM_PROMPTS, GROUP_SIZE = 4, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """How one step's rollouts are gone through."""
+
+    loss: LossSettings
+    num_mini_batches: int = 1
+    num_epochs: int = 1
+    micro_batch_size: int = 3
+    share_prompts: bool = True
+    lr: float = 3.0
+
+    @staticmethod
+    def of(fields: dict[str, Any]) -> Case:
+        """From `asdict`."""
+        return Case(**{**fields, "loss": LossSettings(**fields["loss"])})
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+
+def make_model(distance: float = 0.0) -> PreTrainedModel:
+    """Small, with probabilities that are far from even; another one at a distance."""
+    config = Qwen2Config(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False, bos_token_id=None, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.15 * torch.randn_like(parameter)
+        for parameter in model.parameters():
+            parameter += distance * torch.randn_like(parameter)
+    return model
+
+
+def samples_of() -> tuple[list[Sample], list[float], list[int]]:
+    """Ragged samples, their rewards, and the numbers of their groups; one group has equal rewards."""
+    generator = torch.Generator().manual_seed(5)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, 40, (count,), generator=generator).tolist())
+
+    samples, groups = [], []
+    for group in range(NUM_PROMPTS):
+        prompt = Prompt(f"p{group}", group, {"prompt_ids": tokens(4 + 3 * group)})
+        for number in range(GROUP_SIZE):
+            length = int(torch.randint(1, 12, (1,), generator=generator))
+            samples.append(Sample(prompt, number, Completion(tokens(length), torch.zeros(length), False)))
+            groups.append(group)
+    rewards = torch.rand(len(samples), generator=generator).tolist()
+    rewards[GROUP_SIZE : 2 * GROUP_SIZE] = [0.5] * GROUP_SIZE
+    return samples, rewards, groups
+
+
+def reference_update(case: Case) -> dict[str, torch.Tensor]:
+    """The parameters after the updates, by plain gradient descent in float64."""
+    model, frozen = make_model().double(), make_model(REFERENCE).double()
+    samples, rewards, _ = samples_of()
+    advantages = _advantages(rewards)
+    with torch.no_grad():
+        old = [_said(model, sample)[0] for sample in samples]
+        reference = [_said(frozen, sample)[0] for sample in samples]
+    size = len(samples) // case.num_mini_batches
+    for _ in range(case.num_epochs):
+        for start in range(0, len(samples), size):
+            numbers = range(start, start + size)
+            terms = [_terms(model, samples[n], old[n], reference[n], advantages[n], case.loss) for n in numbers]
+            model.zero_grad()
+            _aggregated(terms, case.loss).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= case.lr * parameter.grad
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _advantages(rewards: list[float]) -> list[float]:
+    """Reward minus the group's mean, over its standard deviation (arXiv 2402.03300, section 4.1.2)."""
+    found: list[float] = []
+    for start in range(0, len(rewards), GROUP_SIZE):
+        group = torch.tensor(rewards[start : start + GROUP_SIZE], dtype=torch.float64)
+        flat = bool((group == group[0]).all())
+        found += [0.0] * GROUP_SIZE if flat else ((group - group.mean()) / (group.std() + 1e-6)).tolist()
+    return found
+
+
+def _said(model: PreTrainedModel, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability and entropy of each token, from a forward pass of this sample alone."""
+    prompt, tokens = sample.prompt.content["prompt_ids"], sample.action.token_ids
+    logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1] / SAMPLING.temperature
+    log_probs = logits.log_softmax(-1)
+    return log_probs.gather(1, torch.tensor(tokens)[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
+
+
+def _terms(
+    model: PreTrainedModel,
+    sample: Sample,
+    old: torch.Tensor,
+    reference: torch.Tensor,
+    advantage: float,
+    loss: LossSettings,
+) -> torch.Tensor:
+    """Each token's: clipped (arXiv 1707.06347) and dual-clipped (1912.09729) ratio, KL by k3 (2402.03300), entropy."""
+    log_probs, entropy = _said(model, sample)
+    ratio = (log_probs - old).exp()
+    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - loss.clip_ratio_low, 1 + loss.clip_ratio_high) * advantage)
+    if advantage < 0:
+        gain = gain.clamp(min=loss.clip_ratio_c * advantage)
+    kl = (reference - log_probs).exp() - (reference - log_probs) - 1
+    return -gain + loss.kl_loss_coef * kl - loss.entropy_coeff * entropy
+
+
+def _aggregated(terms: list[torch.Tensor], loss: LossSettings) -> torch.Tensor:
+    """`token-mean` is TRL's `dapo`, `seq-mean-token-mean` its `grpo`, `seq-mean-token-sum-norm` its `dr_grpo`."""
+    if loss.loss_agg_mode == "token-mean":
+        return torch.cat(terms).mean()
+    if loss.loss_agg_mode == "seq-mean-token-mean":
+        return torch.stack([term.mean() for term in terms]).mean()
+    sums = torch.stack([term.sum() for term in terms]).mean()
+    return sums if loss.loss_agg_mode == "seq-mean-token-sum" else sums / loss.loss_scale_factor

@@ -1,0 +1,110 @@
+"""A group's prompt computed once: what each completion is told is what it would be told alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from verl_ext.grpo.policy import Prompt, Sample
+from verl_ext.grpo.rollout.completion import Completion
+from verl_ext.grpo.tokens.forward import completion_log_probs
+from verl_ext.grpo.tokens.layout import Layout
+from verl_ext.grpo.tokens.model import _CAN_SHARE, forward_cost
+
+ALWAYS = Layout(0, lambda rows, length: rows)
+NEVER = Layout(0)
+LENGTHS = {"a": (7, [3, 9, 1]), "b": (12, [5, 5]), "c": (2, [8])}
+"""By prompt: its length, and those of its completions."""
+
+
+def model_of(model_type: str, implementation: str = "sdpa", **settings: object) -> PreTrainedModel:
+    """A small one with random weights in float64."""
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **{"sliding_window": None, **settings},
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def samples_of(lengths: dict[str, tuple[int, list[int]]]) -> list[Sample]:
+    """Random tokens."""
+    torch.manual_seed(1)
+    found = []
+    for row, (name, (length, completions)) in enumerate(lengths.items()):
+        prompt = Prompt(name, row, {"prompt_ids": tuple(torch.randint(3, 64, (length,)).tolist())})
+        for number, size in enumerate(completions):
+            tokens = tuple(torch.randint(3, 64, (size,)).tolist())
+            found.append(Sample(prompt, number, Completion(tokens, torch.zeros(size), False)))
+    return found
+
+
+def evaluated(model: PreTrainedModel, layout: Layout, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities, and the gradient of a sum of them with a weight for each."""
+    model.zero_grad()
+    said = completion_log_probs(model, layout.micro_batch(samples), 0.7, entropy_gradient=True)
+    weights = torch.arange(said.values.numel()).reshape(said.values.shape)
+    (said.values * weights + 0.1 * said.entropy).sum().backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return said.values.detach(), gradient
+
+
+@pytest.mark.parametrize("model_type", _CAN_SHARE)
+def test_sharing_changes_nothing(model_type: str) -> None:
+    """Values and gradients, for each architecture that is let share."""
+    model, samples = model_of(model_type), samples_of(LENGTHS)
+    shared, alone = ALWAYS.micro_batch(samples), NEVER.micro_batch(samples)
+    assert shared["input_ids"].shape == (3, 12 + 13) and alone["input_ids"].shape == (6, 12 + 9)
+    values, gradient = evaluated(model, ALWAYS, samples)
+    expected, expected_gradient = evaluated(model, NEVER, samples)
+    # the logits are float32 where probabilities are made of them
+    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
+    assert (gradient - expected_gradient).norm() < 1e-5 * expected_gradient.norm()
+    assert not torch.equal(values, torch.zeros_like(values))
+
+
+def test_the_cheaper_way_is_taken() -> None:
+    """A long prompt is shared; of long completions, which would look at one another in vain, each has a row."""
+    model = model_of("llama")
+    layout = Layout(0, forward_cost(model))
+    assert len(layout.rows(samples_of({"a": (40, [2, 2, 2, 2])}))) == 1
+    assert len(layout.rows(samples_of({"a": (2, [4000] * 4)}))) == 4
+    assert layout.shares(samples_of(LENGTHS)) and not layout.shares(samples_of({"a": (5, [3]), "b": (6, [3])}))
+
+
+def test_order_keeps_prompts_together_where_they_are_shared() -> None:
+    """Else samples of like length share a forward pass."""
+    samples = samples_of(LENGTHS)
+    mixed = [samples[number] for number in (5, 3, 0, 4, 2, 1)]
+    assert [mixed[n].prompt.sample_id for n in ALWAYS.order(mixed)] == ["b", "b", "a", "a", "a", "c"]
+    lengths = [len(mixed[n].prompt.content["prompt_ids"]) + len(mixed[n].action.token_ids) for n in NEVER.order(mixed)]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "implementation", "settings"),
+    [
+        ("llama", "eager", {}),
+        ("gpt_neox", "sdpa", {}),
+        ("mistral", "sdpa", {"sliding_window": 8}),
+        ("qwen2", "sdpa", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    ],
+)
+def test_models_that_cannot_share(model_type: str, implementation: str, settings: dict[str, object]) -> None:
+    """Another attention, an architecture that is not on the list, and windows."""
+    assert forward_cost(model_of(model_type, implementation, **settings)) is None

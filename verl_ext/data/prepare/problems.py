@@ -1,0 +1,68 @@
+"""`problems`: what an evaluation asks and judges becomes prompts that GRPO learns from."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from eval_pipeline.problems.dataset import FORMATS, load_problems
+from eval_pipeline.problems.problem import FunctionTests, Problem, ProgramTests, Tests
+from eval_pipeline.problems.source import DatasetSource
+from eval_pipeline.problems.verl_rl import ground_truth_of
+from verl_ext.data.prepare.files import Row, write_parquet
+from verl_ext.data.prepare.stamp import Prepared
+from verl_ext.errors import UserError
+
+HELP = "turn problems in a format of the evaluation (MBPP, CodeContests, HumanEval, GSM8K) into prompts for GRPO"
+EXAMPLE = "problems --format mbpp --source google-research-datasets/mbpp --subset full --split train --output data/mbpp"
+VERSION = 1
+PROMPTS_NAME = "prompts.parquet"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `problems`."""
+    parser.add_argument("--format", required=True, choices=sorted(FORMATS), help="see docs/evaluation.md")
+    parser.add_argument("--source", required=True, help="a local file or directory, or a name for `datasets`")
+    parser.add_argument("--subset", help="configuration of a data set from the hub")
+    parser.add_argument("--split", help="of a data set that has splits")
+    parser.add_argument("--limit", type=int, help="take this many problems from the top (default all)")
+    parser.add_argument(
+        "--max-tests", type=int, default=16, help="tests of each problem, from the top (default 16): each is run anew"
+    )
+
+
+def run(arguments: argparse.Namespace) -> Prepared:
+    """Write `prompts.parquet` in verl's RL format.
+
+    Raises:
+        UserError: the problems cannot be loaded.
+    """
+    if arguments.max_tests < 1:
+        raise UserError(f"--max-tests is {arguments.max_tests}; it must be at least 1")
+    name = f"{arguments.format}/{arguments.split}" if arguments.split else arguments.format
+    source = DatasetSource(name, arguments.format, arguments.source, arguments.split, arguments.subset, arguments.limit)
+    problems = load_problems(source)
+    rows = [to_prompt(problem, name, arguments.max_tests) for problem in problems]
+    write_parquet(Path(arguments.output) / PROMPTS_NAME, rows)
+    return Prepared([PROMPTS_NAME], {"prompts": len(rows)})
+
+
+def to_prompt(problem: Problem, data_source: str, max_tests: int) -> Row:
+    """One problem as a row."""
+    ground_truth = ground_truth_of(_first(problem.tests, max_tests))
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": problem.prompt}],
+        "ability": "code" if isinstance(problem.tests, FunctionTests | ProgramTests) else "math",
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": {"problem_id": problem.problem_id},
+    }
+
+
+def _first(tests: Tests, count: int) -> Tests:
+    if isinstance(tests, FunctionTests):
+        return replace(tests, tests=tests.tests[:count])
+    if isinstance(tests, ProgramTests):
+        return replace(tests, cases=tests.cases[:count])
+    return tests

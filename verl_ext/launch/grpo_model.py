@@ -1,0 +1,86 @@
+"""The model that a run of the stage grpo goes on from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.checkpoint.layout import BEST, EXPORT, step_of
+from verl_ext.checkpoint.lease import leased
+from verl_ext.errors import UserError
+from verl_ext.tell import tell
+
+
+def settle_model(config: DictConfig) -> None:
+    """Fill in `model.partial_pretrain` where it is null: the SFT run's best checkpoint, or what this run began from.
+
+    Raises:
+        UserError: there is no such checkpoint, or it has no export.
+    """
+    model = config.model
+    if model.partial_pretrain is not None:
+        if model.sft_run is not None:
+            tell(f"model.partial_pretrain={model.partial_pretrain} goes before model.sft_run, which is not used")
+        return
+    if model.sft_run is None:
+        raise UserError("say what to go on from: model.sft_run=RUN_DIRECTORY of an SFT run, or model.partial_pretrain")
+    sft_run = Path(model.sft_run).expanduser()
+    model.partial_pretrain = _begun_from(config, sft_run) or str(best_export(sft_run))
+
+
+def _begun_from(config: DictConfig, sft_run: Path) -> str | None:
+    """What this run began from, whatever is the best by now; None for one that begins."""
+    begun = Path(config.trainer.default_local_dir) / "config.yaml"
+    if config.trainer.resume_mode == "disable" or not begun.is_file():
+        return None
+    former = OmegaConf.load(begun).model
+    if not former.get("sft_run") or Path(former.sft_run).expanduser().resolve() != sft_run.resolve():
+        return None
+    if former.partial_pretrain and not (Path(former.partial_pretrain) / "config.json").is_file():
+        raise UserError(
+            f"this run began from {former.partial_pretrain}, which is gone; give a copy of it as "
+            "model.partial_pretrain, or begin anew under another trainer.experiment_name"
+        )
+    return former.partial_pretrain
+
+
+def best_export(run_dir: Path) -> Path:
+    """The export of a run's best checkpoint.
+
+    Raises:
+        UserError: nothing was chosen there, or it has no export.
+    """
+    path = run_dir / BEST
+    try:
+        name = json.loads(path.read_text())["checkpoint"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} does not tell the best checkpoint ({type(error).__name__}); train with eval.watch=true, run "
+            f"`bash eval_pipeline/run.sh watch {run_dir}`, or give model.partial_pretrain"
+        ) from error
+    export = run_dir / str(name) / EXPORT
+    if not (export / "config.json").is_file():
+        raise UserError(
+            f"the best checkpoint {run_dir / str(name)} has no export; make it by `python -m verl_ext.checkpoint "
+            f"export {run_dir / str(name)}`, or give model.partial_pretrain"
+        )
+    return export
+
+
+@contextmanager
+def holding_model(config: DictConfig) -> Iterator[None]:
+    """Keep the checkpoint that the run begins from out of its own run's rotation meanwhile."""
+    export = Path(str(config.model.partial_pretrain)).expanduser()
+    if config.stage != "grpo" or export.name != EXPORT or step_of(export.parent) is None:
+        yield
+        return
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(leased(export.parent))
+        except OSError as error:  # another user's, say
+            tell(f"{export.parent} cannot be kept from being removed ({error.strerror}); a resume will need it")
+        yield

@@ -1,0 +1,77 @@
+"""What a GRPO run tells of its samples: figures over all ranks, rows to read, and rewards that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from verl_ext.grpo.environment import Reward
+from verl_ext.grpo.experience import Experience
+from verl_ext.grpo.figures import spreads
+from verl_ext.grpo.policy import Policy, Sample
+from verl_ext.metrics.reduce import reduce_over_ranks
+from verl_ext.metrics.samples import SampleRow
+
+MOST_WARNINGS = 3
+"""Of failed rewards, in one step on one rank."""
+_MOST_CHARACTERS = 300
+"""Of a sample in a warning."""
+
+
+@dataclass(frozen=True)
+class GRPOReport:
+    """Figures are collective, and the same on every rank.
+
+    Attributes:
+        policy: measures samples.
+        reward_names: of the parts of each reward.
+        device: for reductions over ranks.
+    """
+
+    policy: Policy
+    reward_names: Sequence[str]
+    device: str
+
+    def figures(self, kind: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, float]:
+        """Of rewards and lengths; `kind` is train or eval."""
+        columns = {name: [reward.parts[name] for reward in rewards] for name in self.reward_names}
+        columns["reward_total"] = [reward.total for reward in rewards]
+        measured = [self.policy.measure(sample) for sample in samples]
+        sizes = {name: [figures[name] for figures in measured] for name in self.policy.figures}
+        found = spreads({**columns, **sizes}, self.device)
+        figures = {f"{name}_mean": found[name].mean for name in columns}
+        figures |= found["reward_total"].named("reward_total", "std", "min", "max")
+        for name in sizes:
+            figures |= found[name].named(name, "mean", "max")
+        counts = {
+            "reward_failures": sum(len(reward.failures) for reward in rewards),
+            "total_valid_token_count": sum(map(self.policy.num_decisions, samples)),
+        }
+        figures |= reduce_over_ranks(sums=counts, device=self.device)
+        return {f"{kind}/{name}": value for name, value in figures.items()}
+
+    def rows(self, experience: Experience, count: int) -> list[SampleRow]:
+        """Some of this rank's samples with their rewards and advantages: of every prompt one, then another."""
+        every = list(zip(experience.samples, experience.rewards, experience.advantages.values.tolist()))
+        return [
+            {
+                "sample_id": sample.prompt.sample_id,
+                "number": sample.number,
+                **self.policy.row(sample),
+                **reward.parts,
+                "reward_total": reward.total,
+                "advantage": advantage,
+            }
+            for sample, reward, advantage in sorted(every, key=lambda item: item[0].number)[:count]
+        ]
+
+    def failures(self, samples: Sequence[Sample], rewards: Sequence[Reward]) -> Iterator[str]:
+        """What is to be said of some samples that lost a part of their reward."""
+        failed = [(sample, reward) for sample, reward in zip(samples, rewards) if reward.failures]
+        for sample, reward in failed[:MOST_WARNINGS]:
+            name, reason = next(iter(reward.failures.items()))
+            shown = " | ".join(f"{column}: {text!r}" for column, text in self.policy.row(sample).items())
+            yield (
+                f"the reward {name} failed for sample {sample.number} of {sample.prompt.sample_id}, which gets none: "
+                f"{reason} ({shown[:_MOST_CHARACTERS]})"
+            )
