@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from verl_ext.errors import STOPPED_EXIT_CODE
 from verl_ext.metrics.jsonl import read_metrics
 
 TIMEOUT_S = 600
@@ -30,6 +31,7 @@ EVALUATED = (
     *(f"eval/reward_total_{figure}" for figure in ("mean", "std", "min", "max")),
     *("eval/exec_success_mean", "eval/length_penalty_mean"),
     *(f"time/eval/{part}_s" for part in ("rollout", "reward", "step")),
+    *("eval/total_valid_token_count", "throughput/eval/valid_tokens_per_s"),
 )
 
 
@@ -138,19 +140,33 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(undisturbed: Path, quickstar
     assert found[4]["eval/reward_total_mean"] == expected[4]["eval/reward_total_mean"]
 
 
-def test_other_engine_and_all_terms(quickstart: Path, tmp_path: Path) -> None:
-    """transformers for the rollouts, KL to a frozen reference, entropy, correction, replaced groups and two passes."""
-    run(
-        quickstart,
-        tmp_path / "run",
+def test_a_stopped_run_with_everything_on(quickstart: Path, tmp_path: Path) -> None:
+    """transformers for the rollouts, adapters, KL to a frozen reference, entropy, correction, replaced groups and two
+    passes; asked to stop within a step it saves, and goes on as if it had not been asked."""
+    settings = (
         *("rollout.engine=hf", "actor.use_kl_loss=true", "actor.kl_loss_coef=0.1", "actor.entropy_coeff=0.01"),
         *("algorithm.rollout_correction.rollout_is=token", "algorithm.dynamic_sampling.max_rounds=1"),
-        *("actor.ppo_epochs=2", "trainer.total_training_steps=2", "data.eval_every_steps=0", "optim.lr=1e-6"),
+        *("actor.ppo_epochs=2", "trainer.total_training_steps=6", "data.eval_every_steps=0", "model.lora_rank=4"),
     )
-    rows = by_step(tmp_path / "run")
-    assert rows[1]["train/kl"] == pytest.approx(0, abs=1e-3) and rows[2]["train/kl"] == pytest.approx(0, abs=1e-3)
-    assert "weights/sync_s" not in rows[1] and "eval/reward_total_mean" not in rows[2]
-    assert rows[1]["train/rollout_logprob_diff_max"] < 1e-4 and "train/groups_replaced" in rows[1]
+    run(quickstart, tmp_path / "whole", *settings, "trainer.save_freq=-1")
+    run_dir = tmp_path / "stopped"
+    metrics = run_dir / "metrics.jsonl"
+    command = words(quickstart, run_dir, *settings, "trainer.save_freq=-1")
+    with subprocess.Popen(command, env=environment(), start_new_session=True) as process:
+        end = time.monotonic() + TIMEOUT_S
+        while '"train/loss"' not in (metrics.read_text() if metrics.is_file() else ""):
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == STOPPED_EXIT_CODE
+    run(quickstart, run_dir, *settings, "trainer.save_freq=-1")
+    expected, found = by_step(tmp_path / "whole"), by_step(run_dir)
+    names = ("train/loss", "train/grad_norm", "train/reward_total_mean", "train/kl", "train/groups_replaced")
+    for step in range(1, 7):
+        assert {name: found[step][name] for name in names} == {name: expected[step][name] for name in names}
+    assert expected[1]["train/kl"] == pytest.approx(0, abs=1e-3) and expected[6]["train/kl"] > 0
+    assert "weights/sync_s" not in found[1] and "eval/reward_total_mean" not in found[2]
+    assert found[1]["train/rollout_logprob_diff_max"] < 1e-4
 
 
 def test_bad_input_is_one_sentence(quickstart: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,18 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.source import DatasetSource
 from eval_pipeline.problems.verl_rl import read_tests
+from tests.conftest import ROOT
+from verl_ext.checkpoint.lease import lease_holders
 from verl_ext.config.compose import compose_config
 from verl_ext.config.recipes import RECIPES, recipe_summaries
 from verl_ext.data.prepare import prepare
 from verl_ext.data.prompts import PromptBatch, PromptDataset
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import check_config
-from verl_ext.launch.grpo_model import best_export, settle_model
+from verl_ext.launch.grpo_model import best_export, holding_model, settle_model
 
 GSM8K = {"question": "What is 40 + 2?", "answer": "It is <<40+2=42>>42.\n#### 42"}
 
@@ -72,6 +78,9 @@ def test_good_settings(quickstart: Path, tmp_path: Path) -> None:
         ("data.max_response_length=100000", "more than the model's context"),
         ("data.prompt_key=question", "no column 'question'"),
         ("ulysses_sequence_parallel_size=2", "ulysses"),
+        ("rollout.tensor_model_parallel_size=3", "does not divide the 2 ranks"),
+        ("data.truncation=left", "data.truncation has no effect in this stage"),
+        ("trainer.test_freq=3", "set that instead"),
     ],
 )
 def test_bad_settings(quickstart: Path, tmp_path: Path, override: str, says: str) -> None:
@@ -100,6 +109,37 @@ def test_model_of_the_sft_run(quickstart: Path, tmp_path: Path) -> None:
     settle_model(config)
     assert config.model.partial_pretrain.endswith("global_step_10/huggingface")
     assert best_export(sft_run).parent.name == "global_step_20"
+
+
+def test_a_run_keeps_the_model_it_began_from(quickstart: Path, tmp_path: Path) -> None:
+    """However its SFT run is spelled, unless it begins anew; one that is gone is told, and none goes meanwhile."""
+    sft_run = tmp_path / "sft"
+    for step in (10, 20):
+        export = sft_run / f"global_step_{step}" / "huggingface"
+        export.mkdir(parents=True)
+        (export / "config.json").write_text("{}")
+    (sft_run / "best_checkpoint.json").write_text(json.dumps({"checkpoint": "global_step_20"}))
+    begun = f"{sft_run}/global_step_10/huggingface"
+    (tmp_path / "run").mkdir()
+    former = {"model": {"sft_run": f"{tmp_path}/other/../sft", "partial_pretrain": begun}}
+    (tmp_path / "other").mkdir()
+    OmegaConf.save(former, tmp_path / "run" / "config.yaml")
+
+    def settled(*overrides: str) -> DictConfig:
+        config = config_with(
+            quickstart, tmp_path, "model.partial_pretrain=null", f"model.sft_run={sft_run}", *overrides
+        )
+        settle_model(config)
+        return config
+
+    assert settled().model.partial_pretrain == begun
+    assert settled("trainer.resume_mode=disable").model.partial_pretrain.endswith("global_step_20/huggingface")
+    with holding_model(settled()):
+        assert lease_holders(sft_run / "global_step_10") and not lease_holders(sft_run / "global_step_20")
+    assert not lease_holders(sft_run / "global_step_10")
+    shutil.rmtree(sft_run / "global_step_10")
+    with pytest.raises(UserError, match="which is gone"):
+        settled()
 
 
 @pytest.mark.parametrize(
@@ -170,3 +210,36 @@ def test_prompts_that_are_refused(
     pd.DataFrame({"prompt": [[{"role": "user", "content": "fine"}], prompt]}).to_parquet(path)
     with pytest.raises(UserError, match=f"prompts.parquet row 1 .*{says}"):
         PromptDataset(str(path), tokenizer, config_with(quickstart, tmp_path).data)
+
+
+def test_prompts_that_are_too_long_or_of_one_name(
+    quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Too long ones are left out where that is asked; equal names are told apart, for seeds derive from them."""
+    frame = pd.read_parquet(quickstart / "val_prompts.parquet").head(4)
+    frame.at[1, "prompt"] = [{"role": "user", "content": "long " * 500}]
+    frame["extra_info"] = [{"problem_id": "same"}] * 4
+    frame.to_parquet(tmp_path / "prompts.parquet")
+    files = [f"{tmp_path}/prompts.parquet"] * 2
+    with pytest.raises(UserError, match="filter_overlong_prompts=true"):
+        PromptDataset(files, tokenizer, config_with(quickstart, tmp_path).data)
+    data = config_with(quickstart, tmp_path, "data.filter_overlong_prompts=true").data
+    found = PromptDataset(files, tokenizer, data)
+    assert [found[n]["sample_id"] for n in range(len(found))] == ["same", *(f"same#{n}" for n in range(2, 7))]
+    assert [found[n]["row"] for n in range(6)] == [*range(6)]
+    data.max_prompt_length = 1
+    with pytest.raises(UserError, match="no prompt of"):
+        PromptDataset(files, tokenizer, data)
+
+
+@pytest.mark.parametrize("name", ["mbpp", "codecontests"])
+def test_problems_become_prompts(name: str, tmp_path: Path) -> None:
+    """Training asks and judges what the evaluation would; of many tests the first ones."""
+    source = ROOT / "tests" / "assets" / f"{name}_small.jsonl"
+    prepare(["problems", "--format", name, "--source", str(source), "--max-tests", "2", "--output", str(tmp_path)])
+    expected = load_problems(DatasetSource(name, name, str(source)))
+    found = load_problems(DatasetSource(name, "verl", str(tmp_path / "prompts.parquet")))
+    assert [(p.problem_id, p.prompt) for p in found] == [(p.problem_id, p.prompt) for p in expected]
+    for ours, theirs in zip(found, expected):
+        field = "tests" if hasattr(theirs.tests, "tests") else "cases"
+        assert ours.tests == replace(theirs.tests, **{field: getattr(theirs.tests, field)[:2]})

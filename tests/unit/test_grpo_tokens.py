@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from verl_ext.grpo.policy import Prompt, Sample
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
@@ -16,6 +24,7 @@ from verl_ext.grpo.rollout.hf_engine import Drawing, HfRollout
 from verl_ext.grpo.tokens.forward import completion_log_probs
 from verl_ext.grpo.tokens.layout import Layout
 from verl_ext.grpo.tokens.seeds import seed_of
+from verl_ext.trainer.model import disable_dropout
 
 SAMPLING = Sampling(0.8, 1.0, -1, 12)
 
@@ -135,3 +144,41 @@ def test_tokens_are_drawn_by_their_probabilities() -> None:
         found = torch.bincount(chosen, minlength=5) / 20_000
         assert (found - expected).abs().max() < 0.02 and found[expected == 0].eq(0).all()
         torch.testing.assert_close(drawing.log_probs()[:, 0], expected.log()[chosen], rtol=1e-4, atol=1e-4)
+
+
+def test_a_groups_prompt_is_computed_once(model: PreTrainedModel, pad: int) -> None:
+    """And its completions are those that each draw has alone."""
+    wanted = [Draw(prompt_of(length), seed) for length in (9, 14, 3) for seed in (1, 2, 3)]
+    engine, rows = engine_of(model, pad, batch_size=9), []
+    hook = model.register_forward_pre_hook(lambda *a: rows.append(tuple(a[2]["input_ids"].shape)), with_kwargs=True)
+    together = drawn(engine, wanted)
+    hook.remove()
+    assert rows[:2] == [(3, 13), (9, 1)]
+    alone = drawn(engine_of(model, pad, batch_size=1), wanted)
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    for one, other in zip(together, alone):
+        torch.testing.assert_close(one.log_probs, other.log_probs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_models_own_generation_settings_count_for_nothing(model: PreTrainedModel, pad: int) -> None:
+    """They would be drawn by another distribution than the trainer's."""
+    expected = [completion.token_ids for completion in drawn(engine_of(model, pad), draws(5, 20))]
+    model.generation_config.update(repetition_penalty=5.0, do_sample=True, top_k=2, no_repeat_ngram_size=1)
+    try:
+        assert [completion.token_ids for completion in drawn(engine_of(model, pad), draws(5, 20))] == expected
+    finally:
+        model.generation_config = GenerationConfig()
+
+
+def test_dropout_is_off() -> None:
+    """Of modules and of attention's calls; the configuration that is exported stays."""
+    config = Qwen2Config(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, attention_dropout=0.5,
+    )  # fmt: skip
+    model = get_peft_model(Qwen2ForCausalLM(config), LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.5, r=2)).train()
+    ids = torch.arange(20)[None]
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    disable_dropout(model)
+    assert torch.equal(model(ids).logits, model(ids).logits) and model.training
+    assert model.config.attention_dropout == 0.5
