@@ -10,6 +10,7 @@ from verl_ext.errors import UserError
 from verl_ext.metrics.csv_history import TRAINING_FILE, VALIDATION_FILE, CsvHistory
 from verl_ext.metrics.jsonl import MetricsFile, read_metrics
 from verl_ext.metrics.row import Row
+from verl_ext.metrics.trace import Trace
 
 
 def write_row(path, attempt=1, step=1, **metrics):
@@ -151,3 +152,14 @@ def test_a_torn_csv_header_begins_a_new_table(tmp_path):
     (tmp_path / TRAINING_FILE).write_text("step,attem")
     CsvHistory(tmp_path).write(Row(1, 1, 10.0, {"train/loss": 2.0}))
     assert [row["train/loss"] for row in read_csv(tmp_path / TRAINING_FILE)] == ["2.0"]
+
+
+def test_a_trace_that_the_disk_refuses_ends_alone(tmp_path, capsys):
+    """The run goes on; it is told once."""
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "attempt_2_rank_0.json").symlink_to("/dev/full")  # its own name counts as an attempt
+    trace = Trace(tmp_path, 0)
+    trace.part("step", 0.0, 1.0)
+    trace.life("1/p/0", "rollout", 0.0, 1.0)
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("the trace of rank 0 ends here") == 1

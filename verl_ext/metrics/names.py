@@ -44,7 +44,7 @@ TRAINING: dict[str, Metric] = {
     "train/num_loss_tokens": Metric("token", "Tokens of the global batch that have a loss.", _SUM),
     "train/epoch": Metric("epoch", "Passes over the training data since the run began, with its fraction.", _SAME),
     "train/skipped_steps": Metric(
-        "step", "Steps since the run began whose update was left out: loss or gradient was not finite.", _SAME
+        "step", "Updates since the run began that were left out: loss or gradient was not finite.", _SAME
     ),
     "train/time(s)": Metric("s", "Forward, backward and update, without the wait for data; verl's name.", _LARGEST),
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.metrics.lines import LineWriter
+from verl_ext.metrics.notice import warn
 
 TRACE_DIRECTORY = "trace"
 
@@ -25,8 +26,8 @@ class Trace:
         directory.mkdir(parents=True, exist_ok=True)
         number = 1 + len(list(directory.glob(f"attempt_*_rank_{rank}.json")))
         self._writer = LineWriter(directory / f"attempt_{number}_rank_{rank}.json")
-        self._rank = rank
-        self._writer.write("[")
+        self._rank, self._refused = rank, False
+        self._write("[")
         self._event("M", "process_name", 0.0, args={"name": f"rank {rank}"})
 
     def part(self, name: str, start: float, end: float, **arguments: Any) -> None:
@@ -41,4 +42,13 @@ class Trace:
     def _event(self, kind: str, name: str, moment: float, args: Mapping[str, Any] | None = None, **more: Any) -> None:
         # perf_counter is one clock for all processes of a machine, and not of several
         event = {"ph": kind, "name": name, "pid": self._rank, "ts": moment * 1e6, **more}
-        self._writer.write(json.dumps({**event, "args": dict(args or {})}) + ",")
+        self._write(json.dumps({**event, "args": dict(args or {})}) + ",")
+
+    def _write(self, line: str) -> None:
+        """A run is worth more than its trace: where the disk refuses it, the trace ends here."""
+        if not self._refused:
+            try:
+                self._writer.write(line)
+            except OSError as error:
+                self._refused = True
+                warn(f"the trace of rank {self._rank} ends here: {error.strerror}")

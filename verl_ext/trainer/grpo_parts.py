@@ -101,7 +101,8 @@ def make_engine(
     """What `rollout.engine` names; collective."""
     rollout, path = config.rollout, local_model_path(config)
     if rollout.engine == "hf":
-        return HfRollout(model, tokenizer.pad_token_id, end_tokens(path, tokenizer), rollout.max_num_seqs, precision)
+        ends, batch_size = end_tokens(path, tokenizer), rollout.max_num_seqs
+        return HfRollout(model, tokenizer.pad_token_id, ends, batch_size, precision, config.trainer.device)
     if importlib.util.find_spec("vllm") is None:
         raise UserError("rollout.engine=vllm needs vLLM, which is not installed; install it, or set rollout.engine=hf")
     settings = VllmSettings(

@@ -20,7 +20,13 @@ class HfRollout(RolloutEngine):
     """Draws in batches of prompts, each rank by itself: its layers are whole meanwhile."""
 
     def __init__(
-        self, model: PreTrainedModel, pad_token_id: int, eos_token_ids: Sequence[int], batch_size: int, precision: Any
+        self,
+        model: PreTrainedModel,
+        pad_token_id: int,
+        eos_token_ids: Sequence[int],
+        batch_size: int,
+        precision: Any,
+        device: str = "cpu",
     ) -> None:
         """Draw from a model; collective.
 
@@ -30,12 +36,12 @@ class HfRollout(RolloutEngine):
             eos_token_ids: end a completion.
             batch_size: completions at a time.
             precision: makes the context of its forward passes.
+            device: of its inputs; offloaded parameters lie elsewhere.
         """
         self._model, self._pad, self._eos = model, pad_token_id, list(eos_token_ids)
-        self._batch_size, self._precision = batch_size, precision
+        self._batch_size, self._precision, self._device = batch_size, precision, device
         with torch.no_grad(), precision():
             # FSDP finds its outermost module at the first forward pass, and `generate` of an adapted model passes it by
-            device = next(model.parameters()).device
             model(input_ids=torch.tensor([[pad_token_id]], device=device), use_cache=False)
 
     @torch.no_grad()
@@ -56,7 +62,7 @@ class HfRollout(RolloutEngine):
         """See `RolloutEngine.close`; the model is the trainer's."""
 
     def _batch(self, draws: Sequence[Draw], sampling: Sampling) -> list[Completion]:
-        device = next(self._model.parameters()).device
+        device = self._device
         longest = max(len(draw.prompt_ids) for draw in draws)
         padding = [longest - len(draw.prompt_ids) for draw in draws]
         prompts = [[self._pad] * pad + list(draw.prompt_ids) for draw, pad in zip(draws, padding)]
