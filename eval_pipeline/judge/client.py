@@ -115,6 +115,10 @@ class JudgeServer:
             self._reader.join()
         self._process.stdout.close()
 
+    def kill(self) -> None:
+        """End its process at once, also when it neither reads nor answers any more; what waits for it fails."""
+        self._process.kill()
+
     @property
     def ended(self) -> bool:
         """Whether it judges no more: it was closed, or its process has ended."""
@@ -139,6 +143,7 @@ class JudgeServer:
             number = self._num_submitted = self._num_submitted + 1
             self._futures[number] = future
             taken = not self._ended and self._send({"id": number, **message})
+            self._ended = not taken  # what no longer takes answers is at its end, whoever notices it first
         if not taken:
             self._fail_all()
         return future

@@ -63,7 +63,11 @@ def read_tests(ground_truth: Any, problem_id: str) -> Tests:
     if _is_list_of_text(fields.get("tests")) and isinstance(fields.get("entry_point"), str):
         more = {key: str(fields.get(key) or "") for key in _OF_FUNCTIONS}
         return FunctionTests(fields["entry_point"], tuple(fields["tests"]), **more)
-    if _is_list_of_text(fields.get("inputs")) and _is_list_of_text(fields.get("outputs")) and "fn_name" not in fields:
+    if (
+        _is_list_of_text(fields.get("inputs"))
+        and _is_list_of_text(fields.get("outputs"))
+        and fields.get("fn_name") is None
+    ):
         if len(fields["inputs"]) == len(fields["outputs"]):
             cases, tolerance = map(Case, fields["inputs"], fields["outputs"]), fields.get("tolerance")
             return ProgramTests(tuple(cases), None if tolerance is None else float(tolerance))

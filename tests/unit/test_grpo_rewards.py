@@ -230,12 +230,15 @@ def test_a_judge_that_dies_is_replaced(opened: TextEnvironment) -> None:
 def test_a_judge_that_hangs_is_replaced(opened: TextEnvironment) -> None:
     """A rank does not wait for it for ever."""
     assert opened._judged is not None
-    opened._judged._patience_s = 3.0
+    opened._judged._patience_s = 10.0
     process = opened._judged._server._process
     opened.submit(sample("def double(x): return 2 * x", TESTS))
     os.kill(process.pid, signal.SIGSTOP)
     opened.submit(sample("def double(x): return 0", TESTS))
-    assert [reward.total for reward in opened.collect()] == [1.0, 0.0]
+    long = "x" * 200_000  # more than a pipe holds
+    opened.submit(sample(f"def double(x): return 2 * x  # {long}", TESTS))
+    found = opened.collect()
+    assert [reward.total for reward in found] == [1.0, 0.0, 1.0], [reward.failures for reward in found]
     assert process.poll() is not None
 
 

@@ -18,7 +18,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from verl_ext.errors import UserError
 from verl_ext.grpo.policy import Prompt, Sample
+from verl_ext.grpo.rollout.choosing import choose
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.hf_engine import Drawing, HfRollout
 from verl_ext.grpo.tokens.forward import completion_log_probs
@@ -182,3 +184,10 @@ def test_dropout_is_off() -> None:
     disable_dropout(model)
     assert torch.equal(model(ids).logits, model(ids).logits) and model.training
     assert model.config.attention_dropout == 0.5
+
+
+def test_logits_that_are_no_numbers_are_told() -> None:
+    """Instead of an index out of range."""
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(UserError, match="rollout.dtype"):
+            choose(torch.tensor([[0.0, bad]]), torch.tensor([0.5], dtype=torch.float64), SAMPLING)

@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", required=True, help="a local file or directory, or a name for `datasets`")
     parser.add_argument("--subset", help="configuration of a data set from the hub")
     parser.add_argument("--split", help="of a data set that has splits")
-    parser.add_argument("--limit", type=int, help="take this many problems from the top (default all)")
+    parser.add_argument("--skip", type=int, default=0, help="leave out this many problems at the top (default 0)")
+    parser.add_argument("--limit", type=int, help="take this many problems behind them (default all)")
     parser.add_argument(
         "--max-tests", type=int, default=16, help="tests of each problem, from the top (default 16): each is run anew"
     )
@@ -40,9 +41,14 @@ def run(arguments: argparse.Namespace) -> Prepared:
     """
     if arguments.max_tests < 1:
         raise UserError(f"--max-tests is {arguments.max_tests}; it must be at least 1")
+    if arguments.skip < 0:
+        raise UserError(f"--skip is {arguments.skip}; it must not be below 0")
     name = f"{arguments.format}/{arguments.split}" if arguments.split else arguments.format
-    source = DatasetSource(name, arguments.format, arguments.source, arguments.split, arguments.subset, arguments.limit)
-    problems = load_problems(source)
+    read = None if arguments.limit is None else arguments.skip + arguments.limit
+    source = DatasetSource(name, arguments.format, arguments.source, arguments.split, arguments.subset, read)
+    problems = load_problems(source)[arguments.skip :]
+    if not problems:
+        raise UserError(f"--skip {arguments.skip} leaves no problem of {arguments.source}")
     rows = [to_prompt(problem, name, arguments.max_tests) for problem in problems]
     write_parquet(Path(arguments.output) / PROMPTS_NAME, rows)
     return Prepared([PROMPTS_NAME], {"prompts": len(rows)})

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,8 @@ class _Process:
         except ProcessLookupError:
             pass  # it has ended by itself
         self._process.wait()
-        self._process.stdin.close()
+        with suppress(OSError):  # what it has not taken
+            self._process.stdin.close()
         self._process.stdout.close()
 
     def _reply(self, time_limit_s: float) -> tuple[float, str | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 
 from eval_pipeline.judge.client import JudgeServer, JudgeServerError
@@ -38,6 +38,7 @@ class Judged:
         """
         self._make_server, self._patience_s = make_server, patience_s
         self._num_verdicts = 0
+        self._sender = ThreadPoolExecutor(1)
         self._server = make_server().__enter__()
         self._futures: dict[Submission, Future[Verdict]] = {}
         self._submissions: dict[Future[Verdict], Submission] = {}
@@ -48,6 +49,7 @@ class Judged:
         try:
             problem = Problem(answer.sample_id, "", read_tests(answer.ground_truth, answer.sample_id))
             submission = Submission(extract_program(problem, answer.text), problem.tests)
+            self._submissions[failed] = submission
             if submission not in self._futures:
                 self._futures[submission] = self._submitted(submission)
         except Exception as error:  # it is told where the verdict is asked for
@@ -82,10 +84,17 @@ class Judged:
 
     def close(self) -> None:
         """End the server."""
+        self._sender.shutdown()
         self._server.__exit__(None, None, None)
 
     def _submitted(self, submission: Submission) -> Future[Verdict]:
-        future = self._running_server().submit(submission)
+        server = self._running_server()
+        handed_in = self._sender.submit(server.submit, submission)
+        try:
+            future = handed_in.result(self._patience_s)
+        except FutureTimeout:  # it no longer reads what it is sent
+            server.kill()
+            future = handed_in.result()
         future.add_done_callback(self._count)
         return future
 
@@ -101,7 +110,7 @@ class Judged:
                 return future.result(self._patience_s * tests)
             except FutureTimeout:
                 if num_verdicts == self._num_verdicts:
-                    self._server.__exit__(None, None, None)  # what waits for it fails
+                    self._server.kill()  # what waits for it fails
 
     def _running_server(self) -> JudgeServer:
         if self._server.ended:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
+from verl_ext.errors import UserError
 from verl_ext.grpo.rollout.completion import Sampling
 
 _BELOW_ONE = 1.0 - 2.0**-40
@@ -29,6 +30,9 @@ def choose(
 
     Returns:
         (rows, 1) tokens, and (rows, 1) their log-probabilities in the distribution that they were drawn from.
+
+    Raises:
+        UserError: the scores give no probabilities.
     """
     scores = scores.float()
     if sampling.temperature == 0:
@@ -38,6 +42,10 @@ def choose(
         scores = scores / sampling.temperature
     log_probs = _warpers(sampling)(input_ids, scores).log_softmax(-1)
     sums = log_probs.exp().cumsum(-1, dtype=torch.float64)
+    if not bool(sums[:, -1].isfinite().all()):
+        raise UserError(
+            "the model's logits are not finite; set rollout.dtype=bfloat16 or float32, or check its weights"
+        )
     # the first sum above a number below the last one: so it is a token of some probability
     tokens = torch.searchsorted(sums, uniform.to(sums.device)[:, None] * sums[:, -1:], right=True)
     return tokens, log_probs.gather(1, tokens)

@@ -64,7 +64,7 @@ class Choosing(LogitsProcessor):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """See vLLM's class; (requests, vocabulary)."""
         if not self._requests:
-            return logits  # vLLM measures its memory by made-up ones
+            return logits  # requests that are not this project's
         requests = [self._requests[row] for row in range(len(logits))]
         # a request whose prompt is not yet whole gets a token that vLLM throws away
         uniform = torch.stack([request.uniform[len(request.outputs)] for request in requests])

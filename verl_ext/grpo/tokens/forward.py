@@ -23,7 +23,7 @@ def completion_log_probs(
         entropy_gradient: whether the entropy is differentiated too, which takes as much memory again.
     """
     mask = micro_batch["mask"].bool()
-    num_rows, width = micro_batch["input_ids"].shape
+    width = micro_batch["input_ids"].shape[1]
     places = micro_batch["predicted_at"][mask]
     first = int((places % width).min())
     inputs = {name: micro_batch[name] for name in ("input_ids", "position_ids")}
