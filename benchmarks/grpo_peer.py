@@ -62,7 +62,7 @@ class Watch(TrainerCallback):
 
     def __init__(self) -> None:
         """See `attach`."""
-        self._clock, self._lengths = Clock(), []
+        self._clock = Clock()
         self._begun = 0.0
 
     def attach(self, trainer: GRPOTrainer) -> None:

@@ -143,7 +143,6 @@ class JudgeServer:
             number = self._num_submitted = self._num_submitted + 1
             self._futures[number] = future
             taken = not self._ended and self._send({"id": number, **message})
-            self._ended = not taken  # what no longer takes answers is at its end, whoever notices it first
         if not taken:
             self._fail_all()
         return future
@@ -172,6 +171,7 @@ class JudgeServer:
             self._process.stdin.write(frames.pack(message))
             self._process.stdin.flush()
         except OSError:
+            self._ended = True  # whoever notices it first
             return False
         return True
 

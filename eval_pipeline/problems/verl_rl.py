@@ -63,14 +63,8 @@ def read_tests(ground_truth: Any, problem_id: str) -> Tests:
     if _is_list_of_text(fields.get("tests")) and isinstance(fields.get("entry_point"), str):
         more = {key: str(fields.get(key) or "") for key in _OF_FUNCTIONS}
         return FunctionTests(fields["entry_point"], tuple(fields["tests"]), **more)
-    if (
-        _is_list_of_text(fields.get("inputs"))
-        and _is_list_of_text(fields.get("outputs"))
-        and fields.get("fn_name") is None
-    ):
-        if len(fields["inputs"]) == len(fields["outputs"]):
-            cases, tolerance = map(Case, fields["inputs"], fields["outputs"]), fields.get("tolerance")
-            return ProgramTests(tuple(cases), None if tolerance is None else float(tolerance))
+    if _is_program(fields):
+        return ProgramTests(tuple(map(Case, fields["inputs"], fields["outputs"])), fields.get("tolerance"))
     raise UserError(
         f"the tests of {problem_id} (reward_model.ground_truth) cannot be read; give a JSON object with entry_point "
         "and tests, or with inputs and outputs of the same length"
@@ -87,6 +81,18 @@ def ground_truth_of(tests: Tests) -> str:
     inputs, outputs = [case.stdin for case in tests.cases], [case.expected for case in tests.cases]
     tolerance = {} if tests.tolerance is None else {"tolerance": tests.tolerance}
     return json.dumps({"inputs": inputs, "outputs": outputs, **tolerance})
+
+
+def _is_program(fields: Mapping[str, Any]) -> bool:
+    """Not one that calls a function by `fn_name`."""
+    inputs, outputs, tolerance = (fields.get(key) for key in ("inputs", "outputs", "tolerance"))
+    return (
+        _is_list_of_text(inputs)
+        and _is_list_of_text(outputs)
+        and len(inputs) == len(outputs)
+        and isinstance(tolerance, int | float | None)
+        and fields.get("fn_name") is None
+    )
 
 
 def _is_list_of_text(value: Any) -> bool:

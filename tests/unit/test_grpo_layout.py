@@ -10,7 +10,7 @@ from verl_ext.grpo.policy import Prompt, Sample
 from verl_ext.grpo.rollout.completion import Completion
 from verl_ext.grpo.tokens.forward import completion_log_probs
 from verl_ext.grpo.tokens.layout import Layout
-from verl_ext.grpo.tokens.model import _CAN_SHARE, forward_cost
+from verl_ext.grpo.tokens.model import CAN_SHARE, forward_cost
 
 ALWAYS = Layout(0, lambda rows, length: rows)
 NEVER = Layout(0)
@@ -64,7 +64,7 @@ def evaluated(model: PreTrainedModel, layout: Layout, samples: list[Sample]) -> 
     return said.values.detach(), gradient
 
 
-@pytest.mark.parametrize("model_type", _CAN_SHARE)
+@pytest.mark.parametrize("model_type", CAN_SHARE)
 def test_sharing_changes_nothing(model_type: str) -> None:
     """Values and gradients, for each architecture that is let share."""
     model, samples = model_of(model_type), samples_of(LENGTHS)

@@ -104,7 +104,15 @@ def test_tests_of() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["{}", None, ["a"], '{"inputs": ["1"], "outputs": []}', '{"tests": ["x"]}', '{"entry_point": "f", "tests": [1]}'],
+    [
+        "{}",
+        None,
+        ["a"],
+        '{"inputs": ["1"], "outputs": []}',
+        '{"inputs": ["1"], "outputs": ["1"], "tolerance": "x"}',
+        '{"tests": ["x"]}',
+        '{"entry_point": "f", "tests": [1]}',
+    ],
 )
 def test_tests_that_cannot_be_read(text: str) -> None:
     """They name their sample."""

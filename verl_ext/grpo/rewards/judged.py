@@ -44,20 +44,15 @@ class Judged:
         self._submissions: dict[Future[Verdict], Submission] = {}
 
     def submit(self, answer: RewardedAnswer) -> Future[Verdict]:
-        """The verdict on one answer, some time later; see `verdict`."""
-        failed: Future[Verdict] = Future()
+        """The verdict on one answer, some time later; see `verdict`, which also tells why there can be none."""
         try:
             problem = Problem(answer.sample_id, "", read_tests(answer.ground_truth, answer.sample_id))
             submission = Submission(extract_program(problem, answer.text), problem.tests)
-            self._submissions[failed] = submission
-            if submission not in self._futures:
-                self._futures[submission] = self._submitted(submission)
-        except Exception as error:  # it is told where the verdict is asked for
-            failed.set_exception(error)
-            return failed
-        future = self._futures[submission]
-        self._submissions[future] = submission
-        return future
+        except Exception as error:  # extraction meets whatever a model writes
+            return _failed(error)
+        if submission not in self._futures:
+            self._futures[submission] = self._submitted(submission)
+        return self._futures[submission]
 
     def verdict(self, future: Future[Verdict]) -> Verdict:
         """What `submit` promised; once more by another server where the first one died.
@@ -69,10 +64,7 @@ class Judged:
         try:
             verdict = self._awaited(future)
         except JudgeServerError:
-            submission = self._submissions[future]
-            again = self._submitted(submission)
-            self._submissions[again] = submission
-            verdict = self._awaited(again)
+            verdict = self._awaited(self._submitted(self._submissions[future]))
         if verdict.error_type == "api_error":
             raise RuntimeError(f"the judge failed: {verdict.message}")
         return verdict
@@ -88,15 +80,22 @@ class Judged:
         self._server.__exit__(None, None, None)
 
     def _submitted(self, submission: Submission) -> Future[Verdict]:
-        server = self._running_server()
-        handed_in = self._sender.submit(server.submit, submission)
         try:
-            future = handed_in.result(self._patience_s)
+            future = self._handed_in(submission)
+            future.add_done_callback(self._count)
+        except Exception as error:  # no server comes up any more
+            future = _failed(error)
+        self._submissions[future] = submission
+        return future
+
+    def _handed_in(self, submission: Submission) -> Future[Verdict]:
+        server = self._running_server()
+        handing = self._sender.submit(server.submit, submission)
+        try:
+            return handing.result(self._patience_s)
         except FutureTimeout:  # it no longer reads what it is sent
             server.kill()
-            future = handed_in.result()
-        future.add_done_callback(self._count)
-        return future
+            return handing.result()
 
     def _count(self, future: Future[Verdict]) -> None:
         self._num_verdicts += 1
@@ -117,3 +116,9 @@ class Judged:
             self._server.__exit__(None, None, None)
             self._server = self._make_server().__enter__()
         return self._server
+
+
+def _failed(error: Exception) -> Future[Verdict]:
+    future: Future[Verdict] = Future()
+    future.set_exception(error)
+    return future

@@ -17,16 +17,13 @@ def uniform_numbers(seed: int, count: int) -> torch.Tensor:
     return numbers.clamp(max=_BELOW_ONE)  # a product with it must stay below the other factor
 
 
-def choose(
-    scores: torch.Tensor, uniform: torch.Tensor, sampling: Sampling, input_ids: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(scores: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
     """The next token of each row: where the sum of the probabilities passes the row's random number.
 
     Args:
         scores: (rows, vocabulary) logits.
         uniform: (rows,) float64, of `uniform_numbers`; not used where the likeliest token is taken.
         sampling: of all rows.
-        input_ids: handed to the warpers of transformers, none of which looks at it.
 
     Returns:
         (rows, 1) tokens, and (rows, 1) their log-probabilities in the distribution that they were drawn from.
@@ -40,7 +37,8 @@ def choose(
         return tokens, scores.gather(1, tokens) - scores.logsumexp(-1, keepdim=True)
     if sampling.temperature != 1:
         scores = scores / sampling.temperature
-    log_probs = _warpers(sampling)(input_ids, scores).log_softmax(-1)
+    # these warpers do not look at the tokens so far
+    log_probs = _warpers(sampling)(None, scores).log_softmax(-1)
     sums = log_probs.exp().cumsum(-1, dtype=torch.float64)
     if not bool(sums[:, -1].isfinite().all()):
         raise UserError(

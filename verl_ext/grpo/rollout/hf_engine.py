@@ -62,12 +62,11 @@ class HfRollout(RolloutEngine):
         """See `RolloutEngine.close`; the model is the trainer's."""
 
     def _batch(self, draws: Sequence[Draw], sampling: Sampling) -> list[Completion]:
-        device = self._device
         longest = max(len(draw.prompt_ids) for draw in draws)
         padding = [longest - len(draw.prompt_ids) for draw in draws]
         prompts = [[self._pad] * pad + list(draw.prompt_ids) for draw, pad in zip(draws, padding)]
-        input_ids = torch.tensor(prompts, device=device)
-        attention_mask = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long().to(device)
+        input_ids = torch.tensor(prompts, device=self._device)
+        attention_mask = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long().to(self._device)
         drawing = Drawing([draw.seed for draw in draws], sampling)
         tokens = self._model.generate(
             input_ids=input_ids,
@@ -90,11 +89,12 @@ class HfRollout(RolloutEngine):
         self, draws: Sequence[Draw], input_ids: torch.Tensor, attention_mask: torch.Tensor
     ) -> DynamicCache | None:
         """Keys and values of all but the prompts' last tokens, computed once for each prompt and not for each draw."""
-        first = {draw.prompt_ids: row for row, draw in reversed(list(enumerate(draws)))}
+        places: dict[tuple[int, ...], int] = {}
+        of_draw = [places.setdefault(draw.prompt_ids, len(places)) for draw in draws]
         model = base_of(self._model)
-        if len(first) == len(draws) or input_ids.shape[1] == 1 or not model._supports_default_dynamic_cache():
+        if len(places) == len(draws) or input_ids.shape[1] == 1 or not model._supports_default_dynamic_cache():
             return None
-        rows = torch.tensor(sorted(first.values()), device=input_ids.device)
+        rows = [of_draw.index(place) for place in range(len(places))]
         cache, mask = DynamicCache(config=model.config), attention_mask[rows, :-1]
         self._model(
             input_ids=input_ids[rows, :-1],
@@ -104,8 +104,7 @@ class HfRollout(RolloutEngine):
             use_cache=True,
             **logits_of_last(model, 1),
         )
-        places = {int(row): place for place, row in enumerate(rows)}
-        cache.reorder_cache(torch.tensor([places[first[draw.prompt_ids]] for draw in draws], device=input_ids.device))
+        cache.reorder_cache(torch.tensor(of_draw, device=input_ids.device))
         return cache
 
     def _completion(self, tokens: list[int], log_probs: torch.Tensor) -> Completion:
@@ -125,7 +124,7 @@ class Drawing(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """(rows, vocabulary) scores, all but the chosen token's minus infinity."""
-        tokens, log_probs = choose(scores, self._uniform[:, len(self._log_probs)], self._sampling, input_ids)
+        tokens, log_probs = choose(scores, self._uniform[:, len(self._log_probs)], self._sampling)
         self._log_probs.append(log_probs[:, 0])
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 

@@ -21,7 +21,7 @@ def logits_of_last(model: PreTrainedModel | PeftModel, length: int) -> dict[str,
     return {_KEEP: length} if _KEEP in inspect.signature(type(base_of(model)).forward).parameters else {}
 
 
-_CAN_SHARE = ("gemma", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
+CAN_SHARE = ("gemma", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
 """Architectures whose attention is all by the mask and the positions that they are given; a test holds each to it."""
 
 
@@ -35,7 +35,7 @@ def forward_cost(model: PreTrainedModel | PeftModel) -> Callable[[int, int], flo
         None for a model that takes no mask of one's own, or that sees only some of the tokens before.
     """
     config = base_of(model).config
-    takes_mask = config._attn_implementation == "sdpa" and config.model_type in _CAN_SHARE
+    takes_mask = config._attn_implementation == "sdpa" and config.model_type in CAN_SHARE
     if not takes_mask or any(kind != "full_attention" for kind in _layer_types(config)):
         return None
     per_token = 2 * base_of(model).num_parameters(exclude_embeddings=True)
