@@ -23,7 +23,7 @@ LASTING_PER_WORKER = 9
 that is first in the namespace of the latter, a supervisor and a tester."""
 AMPLE = Limits(cpu_s=20, wall_s=120, memory_mb=512)
 """For answers whose verdict comes after some work."""
-NEEDS_AMPLE = ("scan of memory", "deep recursion")
+NEEDS_AMPLE = ("scan of memory", "deep recursion", "deep result", "huge result")
 
 
 @pytest.fixture(scope="module")

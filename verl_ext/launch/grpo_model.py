@@ -74,8 +74,8 @@ def best_export(run_dir: Path) -> Path:
 @contextmanager
 def holding_model(config: DictConfig) -> Iterator[None]:
     """Keep the checkpoint that the run begins from out of its own run's rotation meanwhile."""
-    export = Path(str(config.model.partial_pretrain)).expanduser()
-    if config.stage != "grpo" or export.name != EXPORT or step_of(export.parent) is None:
+    export = Path(str(config.model.partial_pretrain)).expanduser() if config.stage == "grpo" else None
+    if export is None or export.name != EXPORT or step_of(export.parent) is None:
         yield
         return
     with ExitStack() as stack:
