@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,12 @@ class ChatDataset(Dataset):
             "loss_mask": torch.from_numpy(self.loss_mask[part].astype(np.int64)),
             "row": int(index),
         }
+
+    def turn_ends(self) -> Counter[int]:
+        """How many samples have each token as their last learnt one."""
+        learnt = np.flatnonzero(self.loss_mask)
+        last = learnt[np.searchsorted(learnt, self.offsets[1:]) - 1]  # at or before each sample's end
+        return Counter(self.input_ids[last[last >= self.offsets[:-1]]].tolist())
 
     def describe(self, indices: Iterable[int]) -> str:
         """Files and rows of samples, as messages name them."""

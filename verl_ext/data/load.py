@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -72,7 +73,12 @@ class Unpadded(Dataset):
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
-        self.lengths = np.array([len(self[index]["input_ids"]) for index in range(len(dataset))], dtype=np.int64)
+        self.ends: Counter[int] = Counter()
+        lengths = []
+        for sample in (self[index] for index in range(len(dataset))):
+            lengths.append(len(sample["input_ids"]))
+            self.ends.update(sample["input_ids"][sample["loss_mask"].bool()][-1:].tolist())
+        self.lengths = np.array(lengths, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -82,6 +88,10 @@ class Unpadded(Dataset):
         real = sample["attention_mask"].bool()
         tokens = {name: torch.as_tensor(sample[name])[real].long() for name in ("input_ids", "loss_mask")}
         return {**tokens, "row": index}
+
+    def turn_ends(self) -> Counter[int]:
+        """How many samples have each token as their last learnt one."""
+        return self.ends
 
     def describe(self, indices: Iterable[int]) -> str:
         """How messages name samples."""

@@ -30,6 +30,7 @@ from verl_ext.native_output import quiet_native_stdout
 from verl_ext.trainer.hardware import autocast, pick_precision
 from verl_ext.trainer.lora import uses_lora
 from verl_ext.trainer.model import build_model, local_model_path
+from verl_ext.trainer.turn_end import end_tokens
 
 MB = 1 << 20
 CPU_BUCKET_MB = 4
@@ -100,9 +101,9 @@ def make_engine(
 ) -> RolloutEngine:
     """What `rollout.engine` names; collective."""
     rollout, path = config.rollout, local_model_path(config)
+    ends = end_tokens(generation_settings(path), tokenizer)
     if rollout.engine == "hf":
-        ends, batch_size = end_tokens(path, tokenizer), rollout.max_num_seqs
-        return HfRollout(model, tokenizer.pad_token_id, ends, batch_size, precision, config.trainer.device)
+        return HfRollout(model, tokenizer.pad_token_id, ends, rollout.max_num_seqs, precision, config.trainer.device)
     if importlib.util.find_spec("vllm") is None:
         raise UserError("rollout.engine=vllm needs vLLM, which is not installed; install it, or set rollout.engine=hf")
     settings = VllmSettings(
@@ -110,7 +111,7 @@ def make_engine(
         trust_remote_code=config.model.trust_remote_code,
         dtype=rollout.dtype,
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,
-        end_tokens=end_tokens(path, tokenizer),
+        end_tokens=ends,
         max_num_seqs=rollout.max_num_seqs,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         free_cache_engine=rollout.free_cache_engine,
@@ -121,14 +122,12 @@ def make_engine(
         return on_every_rank(lambda: VllmRollout(settings))
 
 
-def end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What ends a completion: the tokenizer's end of text, and what the model's generation settings name."""
+def generation_settings(path: str) -> GenerationConfig | None:
+    """Those that come with a model, if any do."""
     try:
-        named = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # a model without generation settings
-        named = None
-    more = named if isinstance(named, list) else [named]
-    return sorted({token for token in (tokenizer.eos_token_id, *more) if token is not None})
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None
 
 
 def make_reference(

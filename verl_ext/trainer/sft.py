@@ -14,6 +14,7 @@ from verl_ext.data.batching import Batch, MicroBatch, validation_micro_batches
 from verl_ext.metrics.reduce import reduce_over_ranks
 from verl_ext.trainer.hardware import autocast, peak_memory, pick_precision
 from verl_ext.trainer.loop import Metrics, PipelineTrainer
+from verl_ext.trainer.turn_end import stop_at_turn_end
 
 
 def perplexity(loss: float) -> float:
@@ -23,6 +24,10 @@ def perplexity(loss: float) -> float:
 
 class SFTTrainer(PipelineTrainer):
     """Trains on chats: every assistant token of the global batch weighs the same."""
+
+    def _build_model_optimizer(self) -> None:
+        super()._build_model_optimizer()
+        stop_at_turn_end(self.model, self.tokenizer, self.train_dataset.turn_ends(), self.is_main)
 
     def training_step(self, batch: Batch) -> Metrics:
         """One optimizer step; see `PipelineTrainer.training_step`."""

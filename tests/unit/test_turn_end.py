@@ -1,0 +1,80 @@
+"""A model that was trained to end its turns is made to stop there by whoever loads its export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.training import make_trainer, small_config
+from tests.unit.test_data import CHAT, dataset_of
+from verl_ext.trainer.grpo_parts import generation_settings
+from verl_ext.trainer.turn_end import end_tokens, unnamed_turn_end
+
+END_OF_TEXT, TURN_END = 0, 2  # of the quickstart's tokenizer
+EXPORT = "trainer.checkpoint.save_contents=[model,hf_model]"
+
+
+@pytest.fixture
+def base_model(quickstart: Path, tmp_path: Path) -> Path:
+    """The quickstart's model as Qwen2.5's base models are: text ends with another token than turns do."""
+    model = tmp_path / "base_model"
+    shutil.copytree(quickstart / "model", model)
+    for name, key, value in (
+        ("tokenizer_config.json", "eos_token", "<|endoftext|>"),
+        ("special_tokens_map.json", "eos_token", "<|endoftext|>"),
+        ("generation_config.json", "eos_token_id", END_OF_TEXT),
+    ):
+        path = model / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    return model
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("lora", [(), ("model.lora_rank=4",)])
+def test_an_export_stops_where_its_training_data_end_turns(
+    lora: tuple[str, ...], base_model: Path, quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config(quickstart, tmp_path, EXPORT, *lora, f"model.partial_pretrain={base_model}")
+    make_trainer(config).save_checkpoint(1)
+    export = tmp_path / "global_step_1/huggingface"
+    assert AutoModelForCausalLM.from_pretrained(export).generation_config.eos_token_id == [TURN_END, END_OF_TEXT]
+    assert set(end_tokens(generation_settings(str(export)), AutoTokenizer.from_pretrained(export))) == {0, 2}
+    assert "Turns end with <|im_end|>" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_that_stops_there_already_is_left_alone(
+    quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(small_config(quickstart, tmp_path))
+    assert trainer.model.generation_config.eos_token_id == TURN_END
+    assert "urns" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_turns_without_an_end_are_told(quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}Bot:"
+    )
+    path = tmp_path / "rows.parquet"
+    pd.DataFrame([{"messages": CHAT[:2]}] * 8).to_parquet(path)
+    overrides = [f"data.train_files={path}", "data.val_files=null", "trainer.test_freq=-1"]
+    make_trainer(small_config(quickstart, tmp_path, *overrides, f"data.chat_template={template}"))
+    assert "answers will go on until they are cut" in capsys.readouterr().err
+
+
+def test_the_last_learnt_token_of_each_sample_is_counted(quickstart: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
+    rows = [{"messages": CHAT[:2]}, {"messages": CHAT}, {"messages": CHAT[:2]}]
+    whole = dataset_of(rows, tokenizer, tmp_path).turn_ends()
+    assert whole == {TURN_END: 3}
+    cut = dataset_of(rows, tokenizer, tmp_path, "data.max_length=40", "data.truncation=right").turn_ends()
+    assert cut[TURN_END] == 2 and cut.total() == 3
+    assert unnamed_turn_end(cut, [END_OF_TEXT], tokenizer) == TURN_END
+    assert unnamed_turn_end(cut, [TURN_END], tokenizer) is None
