@@ -1,0 +1,265 @@
+"""Small vision-language models of each architecture, with random weights and processors of their own."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import pre_tokenizers
+from torch import nn
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2TokenizerFast,
+    Qwen2VLImageProcessorFast,
+    Qwen2VLVideoProcessor,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+SPECIAL += ["<|video_pad|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VOCABULARY = 288
+
+
+def tokenizer() -> Qwen2TokenizerFast:
+    """Single bytes and the special tokens of the Qwen family."""
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    with tempfile.TemporaryDirectory() as name:
+        vocabulary, merges = Path(name, "vocab.json"), Path(name, "merges.txt")
+        vocabulary.write_text(json.dumps(letters))
+        merges.write_text("#version: 0.2\n")
+        return Qwen2TokenizerFast(
+            str(vocabulary), str(merges), unk_token=None, eos_token="<|im_end|>", additional_special_tokens=SPECIAL
+        )
+
+
+def qwen3_vl_moe(seed: int = 0, **text: Any) -> tuple[nn.Module, Qwen3VLProcessor]:
+    """Four blocks with eight experts each, four of them for a token."""
+    torch.manual_seed(seed)
+    config = Qwen3VLMoeConfig(
+        text_config={
+            **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16},
+            **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+            **{"num_experts": 8, "num_experts_per_tok": 4, "max_position_embeddings": 4096},
+            "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+            **text,
+        },
+        vision_config={
+            **{"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32},
+            **{"patch_size": 8, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        },
+        **special_ids(),
+    )
+    images = Qwen2VLImageProcessorFast(patch_size=8, size={"shortest_edge": 256, "longest_edge": 65536})
+    videos = Qwen3VLVideoProcessor(patch_size=8)
+    processor = Qwen3VLProcessor(images, tokenizer(), videos, chat_template=TEMPLATE)
+    return loud(Qwen3VLMoeForConditionalGeneration(config)), processor
+
+
+def qwen2_5_vl(seed: int = 0, **text: Any) -> tuple[nn.Module, Qwen2_5_VLProcessor]:
+    """Four dense blocks."""
+    torch.manual_seed(seed)
+    config = Qwen2_5_VLConfig(
+        text_config={
+            **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4},
+            **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096},
+            "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [2, 1, 1]},
+            **text,
+        },
+        vision_config={
+            **{"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32},
+            **{"patch_size": 8, "window_size": 32, "fullatt_block_indexes": [1]},
+        },
+        **special_ids(),
+    )
+    images = Qwen2VLImageProcessorFast(patch_size=8, size={"shortest_edge": 256, "longest_edge": 65536})
+    videos = Qwen2VLVideoProcessor(patch_size=8)
+    processor = Qwen2_5_VLProcessor(images, tokenizer(), videos, chat_template=TEMPLATE)
+    return loud(Qwen2_5_VLForConditionalGeneration(config)), processor
+
+
+def special_ids() -> dict[str, int]:
+    """Where a configuration of the Qwen family finds its special tokens."""
+    ids = tokenizer().convert_tokens_to_ids
+    names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+    names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+    return {key: ids(token) for key, token in names.items()}
+
+
+def loud(model: nn.Module) -> nn.Module:
+    """The model with weights large enough for every part of it to matter to its logits."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.3 if "embed" not in name else 1.0)
+    return model.eval()
+
+
+class StandInConfig:
+    """What an adapter asks of a configuration."""
+
+    model_type = "molmo"
+
+
+class StandInMLP(nn.Module):
+    """One expert."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(width, 24), nn.Linear(24, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(nn.functional.silu(self.up_proj(x)))
+
+
+class StandInMixture(nn.Module):
+    """A mixture by the names of `MolmoeSparseMoeBlock`, which counts the tokens that its experts see."""
+
+    def __init__(self, width: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.num_experts, self.top_k, self.num_runs = num_experts, top_k, 0
+        self.gate = nn.Linear(width, num_experts, bias=False)
+        self.experts = nn.ModuleList(StandInMLP(width) for _ in range(num_experts))
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.gate(hidden_states)
+        weights, chosen = logits.softmax(-1).topk(self.top_k, dim=-1)
+        total = torch.zeros_like(hidden_states)
+        for number, expert in enumerate(self.experts):
+            share = (weights * (chosen == number)).sum(-1)
+            if (tokens := share > 0).any():
+                self.num_runs += int(tokens.sum())
+                total[tokens] += share[tokens][:, None] * expert(hidden_states[tokens])
+        return total, logits
+
+
+class StandInBlock(nn.Module):
+    """A block by the signature of `MolmoDecoderLayer`: one head, a cache of its own, experts or none."""
+
+    def __init__(self, width: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.attn = nn.ModuleDict({name: nn.Linear(width, width) for name in ("q", "k", "v", "out")})
+        self.mlp = StandInMixture(width, num_experts, top_k) if num_experts else StandInMLP(width)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        attention_bias: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        drop_mask: torch.Tensor | None = None,
+        layer_past: tuple[torch.Tensor, torch.Tensor] | None = None,
+        use_cache: bool = False,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        q, k, v = (self.attn[name](x) for name in "qkv")
+        if layer_past is not None:
+            k, v = torch.cat([layer_past[0], k], dim=-2), torch.cat([layer_past[1], v], dim=-2)
+        scores = q @ k.transpose(-1, -2) / x.shape[-1] ** 0.5 + attention_bias
+        x = x + self.attn["out"](scores.softmax(-1) @ v)
+        found = self.mlp(x)
+        return x + (found[0] if isinstance(found, tuple) else found), (k, v) if use_cache else None
+
+
+class StandInMolmoModel(nn.Module):
+    """The inner model by the names of `Molmo`: `transformer.wte`, `transformer.blocks`, `vision_backbone`."""
+
+    def __init__(self, width: int, num_blocks: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        blocks = nn.ModuleList(StandInBlock(width, num_experts, top_k) for _ in range(num_blocks))
+        self.transformer = nn.ModuleDict({"wte": nn.Embedding(VOCABULARY, width), "blocks": blocks})
+        self.positions = nn.Embedding(512, width)
+        self.vision_backbone = StandInVision(width)
+
+
+class StandInVision(nn.Module):
+    """(1, crops, patches, pixels) to features (1, crops, patches, width) and no class embedding."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(12, width)
+
+    def forward(self, images: torch.Tensor, image_masks: torch.Tensor | None) -> tuple[torch.Tensor, None]:
+        return self.project(images), None
+
+
+class StandInMolmo(nn.Module):
+    """`MolmoForCausalLM` by its signature, on one head and one projection; legacy caches as it has them."""
+
+    def __init__(self, num_experts: int = 8, top_k: int = 4, num_blocks: int = 4, width: int = 32) -> None:
+        super().__init__()
+        self.config, self.device = StandInConfig(), torch.device("cpu")
+        self.model = StandInMolmoModel(width, num_blocks, num_experts, top_k)
+        self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.transformer.wte
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        images: torch.Tensor | None = None,
+        image_masks: torch.Tensor | None = None,
+        image_input_idx: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: list | None = None,
+        use_cache: bool = False,
+        last_logits_only: bool = False,
+    ) -> CausalLMOutputWithPast:
+        past = 0 if past_key_values is None else past_key_values[0][0].size(-2)
+        if past:
+            assert attention_mask.shape == (1, past + 1) and len(past_key_values) == len(self.model.transformer.blocks)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        x = self.model.transformer.wte(input_ids) + self.model.positions(position_ids)
+        if images is not None:
+            features, _ = self.model.vision_backbone(images, image_masks)
+            x = x.index_add(1, image_input_idx.flatten(), features.flatten(1, 2))
+        bias = torch.full((input_ids.shape[1], past + input_ids.shape[1]), float("-inf")).triu(past + 1)
+        caches = []
+        for number, block in enumerate(self.model.transformer.blocks):
+            layer_past = None if past_key_values is None else past_key_values[number]
+            x, cache = block(x, attention_bias=bias, layer_past=layer_past, use_cache=use_cache)
+            if use_cache:
+                assert cache is not None
+                caches.append(cache)
+        logits = self.lm_head(x[:, -1:] if last_logits_only else x)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=caches if use_cache else None)
+
+
+class StandInProcessor:
+    """`MolmoProcessor` by its `process`: a global crop, and as many more as `max_crops` and the image allow."""
+
+    def __init__(self) -> None:
+        self.tokenizer = tokenizer()
+
+    def process(self, images: list, text: str, images_kwargs: dict[str, int]) -> dict[str, torch.Tensor]:
+        crops = 1 + min(images_kwargs["max_crops"], images[0].width // 16)
+        pixels = torch.linspace(0, 1, crops * 4 * 12).view(crops, 4, 12)
+        tokens = self.tokenizer(text)["input_ids"]
+        places = torch.arange(crops * 4).view(crops, 4)
+        return {
+            "input_ids": torch.tensor([0] * crops * 4 + tokens),
+            "images": pixels,
+            "image_masks": torch.ones(crops, 4),
+            "image_input_idx": places,
+        }
+
+
+def molmo(seed: int = 0, **arguments: int) -> tuple[nn.Module, StandInProcessor]:
+    """The stand-in with experts, or without by `num_experts=0`."""
+    torch.manual_seed(seed)
+    return loud(StandInMolmo(**arguments)), StandInProcessor()

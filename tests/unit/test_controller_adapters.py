@@ -1,0 +1,187 @@
+"""A configuration runs what it says and nothing else, in each architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests import tiny_vlms
+from verl_ext.controller.adapters.base import VLMAdapter
+from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.controller.configuration import Configuration
+from verl_ext.controller.latency import LatencyMeter
+from verl_ext.errors import UserError
+
+MODELS: dict[str, tuple[Callable, tuple[int, ...]]] = {
+    "qwen3_vl_moe": (tiny_vlms.qwen3_vl_moe, (1024, 4096, 16384)),
+    "qwen2_5_vl": (tiny_vlms.qwen2_5_vl, (1024, 4096, 16384)),
+    "molmo": (tiny_vlms.molmo, (3, 6, 12)),
+}
+WITH_EXPERTS = ["qwen3_vl_moe", "molmo"]
+QUESTION = "what is the number ?"
+
+
+def make(name: str) -> VLMAdapter:
+    build, sizes = MODELS[name]
+    return adapter_of(*build(), sizes)
+
+
+def configuration_of(
+    adapter: VLMAdapter, blocks: str = "1111", topk: int | None = None, tier: int = 2
+) -> Configuration:
+    choices = (1, 2, adapter.trained_topk) if adapter.trained_topk else ()
+    return adapter.space(1, 4, choices).configuration(tier, [each == "1" for each in blocks], topk)
+
+
+def logits_of(adapter: VLMAdapter, tier: int = 2) -> torch.Tensor:
+    with torch.no_grad():
+        return adapter.begin(adapter.inputs(image(), QUESTION, tier)).logits
+
+
+def image(side: int = 192) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (side, side, 3), dtype=np.uint8))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def adapter(request: pytest.FixtureRequest) -> VLMAdapter:
+    return make(request.param)
+
+
+def test_the_full_configuration_is_the_released_model_to_the_bit(adapter: VLMAdapter) -> None:
+    plain = logits_of(adapter)
+    with adapter.configured(configuration_of(adapter)):
+        assert torch.equal(logits_of(adapter), plain)
+    with adapter.configured(configuration_of(adapter), exact=False):
+        torch.testing.assert_close(logits_of(adapter), plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("blocks", ["1011", "1000", "1101"])
+def test_skipped_blocks_are_those_of_a_model_without_them(adapter: VLMAdapter, blocks: str) -> None:
+    """Decoding too, against the whole sequence at once without a cache."""
+    configuration = configuration_of(adapter, blocks)
+    ran: list[int] = []
+    hooks = [
+        block.register_forward_hook(lambda *_, number=number: ran.append(number))
+        for number, block in enumerate(adapter.blocks)
+    ]
+    inputs = adapter.inputs(image(), QUESTION, 0)
+    with torch.no_grad(), adapter.configured(configuration):
+        tokens = adapter.generate(inputs, 4, [])
+        decoding = adapter.begin(inputs)
+        for token in tokens:
+            decoding = adapter.go_on(decoding, torch.tensor([[token]]))
+        whole = {**inputs, "input_ids": torch.cat([inputs["input_ids"], torch.tensor([tokens])], dim=1)}
+        if "attention_mask" in inputs:
+            whole["attention_mask"] = torch.ones_like(whole["input_ids"])
+        at_once = adapter.begin(whole)
+    for hook in hooks:
+        hook.remove()
+    assert set(ran) == {number for number, runs in enumerate(blocks) if runs == "1"}
+    torch.testing.assert_close(decoding.logits, at_once.logits, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits_of(adapter), with_configuration(adapter, configuration), atol=1e-2)
+    caches = decoding.cache if isinstance(decoding.cache, list) else [layer.keys for layer in decoding.cache.layers]
+    assert [cache is not None and len(cache) > 0 for cache in caches] == [runs == "1" for runs in blocks]
+
+
+def with_configuration(adapter: VLMAdapter, configuration: Configuration) -> torch.Tensor:
+    with adapter.configured(configuration):
+        return logits_of(adapter, configuration.tier)
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_topk_is_what_the_released_code_computes_with_it(name: str) -> None:
+    adapter = make(name)
+    for k in (1, 2):
+        configuration = configuration_of(adapter, topk=k)
+        assert configuration.topk == (4, k, k, k)
+        found = with_configuration(adapter, configuration)
+        for block, each in zip(adapter.blocks, configuration.topk, strict=True):
+            block.mlp.top_k = each
+        torch.testing.assert_close(found, logits_of(adapter), rtol=1e-4, atol=1e-4)
+        for block in adapter.blocks:
+            block.mlp.top_k = 4
+        assert not torch.allclose(found, logits_of(adapter), atol=1e-3)
+
+
+def flops(adapter: VLMAdapter, configuration: Configuration) -> int:
+    """Floating-point operations of matrix products and attention."""
+    inputs = adapter.inputs(image(), QUESTION, configuration.tier)
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), adapter.configured(configuration, exact=False):
+        adapter.begin(inputs)
+    return counter.get_total_flops()
+
+
+def test_each_knob_alone_saves_work(adapter: VLMAdapter) -> None:
+    knobs = {
+        "tier": [configuration_of(adapter, tier=tier) for tier in (0, 1, 2)],
+        "blocks": [configuration_of(adapter, blocks) for blocks in ("1000", "1010", "1110", "1111")],
+    }
+    if adapter.trained_topk:
+        knobs["topk"] = [configuration_of(adapter, topk=k) for k in (1, 2, 4)]
+    for knob, configurations in knobs.items():
+        work = [flops(adapter, each) for each in configurations]
+        assert work == sorted(set(work)), knob
+
+
+def test_the_model_is_as_before_also_when_it_fails(adapter: VLMAdapter) -> None:
+    plain, modules = logits_of(adapter), dict(adapter.model.named_modules())
+    with pytest.raises(KeyError), adapter.configured(configuration_of(adapter, "1010", 1)):
+        raise KeyError
+    assert dict(adapter.model.named_modules()) == modules
+    assert torch.equal(logits_of(adapter), plain)
+
+
+def test_an_encoding_serves_in_place_of_the_image(adapter: VLMAdapter) -> None:
+    inputs = adapter.inputs(image(), QUESTION, 1)
+    encoding = adapter.encode(inputs)
+    with torch.no_grad():
+        plain = adapter.begin(inputs).logits
+        with LatencyMeter(adapter) as alone:
+            adapter.generate(inputs, 3, [])
+        with adapter.seeing(encoding), LatencyMeter(adapter) as seen:
+            again = adapter.begin(inputs).logits
+    assert torch.equal(again, plain)
+    assert seen.latency.num_decoded == 0 and alone.latency.num_decoded == 2
+    assert alone.latency.vision_ms > 0 and alone.latency.prefill_ms > 0 and alone.latency.decode_ms > 0
+    assert adapter.pooled_vision(encoding).shape == adapter.pooled_language(QUESTION).shape == (32,)
+
+
+def test_generation_is_that_of_transformers() -> None:
+    for name in ("qwen3_vl_moe", "qwen2_5_vl"):
+        adapter = make(name)
+        inputs = adapter.inputs(image(), QUESTION, 2)
+        wanted = adapter.model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert adapter.generate(inputs, 6, []) == wanted[0, inputs["input_ids"].shape[1] :].tolist()
+        end = adapter.generate(inputs, 6, [])[3]
+        assert end not in adapter.generate(inputs, 6, [end])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("qwen2_5_vl", 1, 4, (1, 2)), "has no experts; set it to"),
+        (("qwen3_vl_moe", 1, 4, ()), "must end with 4"),
+        (("molmo", 1, 4, (1, 2)), "must end with 4"),
+        (("molmo", 1, 5, (1, 4)), "the model's 4 blocks"),
+    ],
+)
+def test_a_space_that_the_model_does_not_have_is_refused(arguments: tuple, message: str) -> None:
+    name, *rest = arguments
+    with pytest.raises(UserError, match=message):
+        make(name).space(*rest)
+
+
+def test_models_that_cannot_be_adapted_are_refused() -> None:
+    model, processor = tiny_vlms.qwen2_5_vl(use_sliding_window=True, max_window_layers=2)
+    with pytest.raises(UserError, match="set use_sliding_window to false"):
+        adapter_of(model, processor, (1024,))
+    with pytest.raises(UserError, match="ascending numbers of pixels"):
+        adapter_of(*tiny_vlms.qwen2_5_vl(), (4096, 1024))
+    model.config.model_type = "llava"
+    with pytest.raises(UserError, match="type llava; it knows qwen2_5_vl"):
+        adapter_of(model, processor, (1024,))

@@ -1,0 +1,190 @@
+"""The distribution over configurations, held to the enumeration of every one that a small model has."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_ext.controller.configuration import Configuration, ConfigurationSpace
+from verl_ext.controller.distribution import Choices, ConfigurationDistribution, number_of_decisions
+from verl_ext.controller.masks import BlockMasks
+from verl_ext.controller.network import BudgetController, BudgetControllerConfig
+from verl_ext.errors import UserError
+
+SPACES = {
+    "experts": ConfigurationSpace(("low", "high"), 5, 2, 4, (1, 2)),
+    "one number of blocks": ConfigurationSpace(("low", "medium", "high"), 5, 3, 3, (4, 6, 8)),
+    "block 0 alone": ConfigurationSpace(("low", "high"), 4, 1, 1, (1, 2)),
+    "all blocks": ConfigurationSpace(("only",), 4, 4, 4, (1, 2, 4)),
+    "dense": ConfigurationSpace(("low", "medium", "high"), 6, 1, 6),
+}
+
+
+def every(space: ConfigurationSpace) -> list[Configuration]:
+    """All configurations of a space, each once."""
+    found = set()
+    for mask in itertools.product([False, True], repeat=space.num_blocks - 1):
+        if space.min_active <= 1 + sum(mask) <= space.max_active:
+            for tier, topk in itertools.product(
+                range(len(space.tiers)), itertools.product(space.topk_choices or (0,), repeat=space.num_blocks - 1)
+            ):
+                found.add(space.configuration(tier, (True, *mask), (0, *topk)))
+    return sorted(found, key=lambda each: (each.tier, each.blocks, each.topk))
+
+
+def distribution_of(
+    space: ConfigurationSpace, rows: int, seed: int = 0, scale: float = 2.0
+) -> tuple[ConfigurationDistribution, list[torch.Tensor]]:
+    """A distribution with random logits, the same in each row, and the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(len(space.tiers),), (space.num_blocks - 1,), (space.num_blocks, len(space.topk_choices))]
+    logits = [(scale * torch.randn(1, *shape, generator=generator)).requires_grad_() for shape in shapes]
+    return ConfigurationDistribution(space, *(part.expand(rows, *part.shape[1:]) for part in logits)), logits
+
+
+@pytest.fixture(params=SPACES)
+def space(request: pytest.FixtureRequest) -> ConfigurationSpace:
+    return SPACES[request.param]
+
+
+def test_probabilities_of_all_configurations_sum_to_one(space: ConfigurationSpace) -> None:
+    configurations = every(space)
+    distribution, _ = distribution_of(space, len(configurations))
+    choices = Choices.of(configurations, space)
+    assert choices.configurations(space) == configurations
+    assert float(distribution.log_prob(choices).detach().exp().sum()) == pytest.approx(1, abs=1e-12)
+
+
+def test_entropy_and_its_gradient_are_those_of_the_enumeration(space: ConfigurationSpace) -> None:
+    configurations = every(space)
+    distribution, logits = distribution_of(space, len(configurations))
+    log_probs = distribution.log_prob(Choices.of(configurations, space))
+    enumerated = -(log_probs.exp() * log_probs).sum()
+    entropy = distribution.entropy()[0]
+    torch.testing.assert_close(entropy, enumerated, rtol=1e-10, atol=1e-10)
+    wanted = torch.autograd.grad(enumerated, logits, retain_graph=True, allow_unused=True)
+    found = torch.autograd.grad(entropy, logits, allow_unused=True)
+    for one, other in zip(found, wanted, strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_draws_have_their_probabilities(space: ConfigurationSpace) -> None:
+    configurations, rows = every(space), 40_000
+    exact = distribution_of(space, len(configurations))[0].log_prob(Choices.of(configurations, space)).exp().detach()
+    generator = torch.Generator().manual_seed(1)
+    uniform = torch.rand(rows, number_of_decisions(space), generator=generator, dtype=torch.float64)
+    drawn = distribution_of(space, rows)[0].sample_by(uniform).configurations(space)
+    assert set(drawn) <= set(configurations)
+    counts = torch.tensor([drawn.count(each) for each in set(drawn)])
+    expected = torch.tensor([float(exact[configurations.index(each)]) * rows for each in set(drawn)])
+    often = expected >= 5  # Pearson's statistic is that of a normal one only there
+    statistic = float(((counts - expected)[often] ** 2 / expected[often]).sum())
+    cells = int(often.sum())
+    assert statistic < cells + 5 * (2 * cells) ** 0.5 + 5
+
+
+def test_the_mode_is_the_likeliest_of_all(space: ConfigurationSpace) -> None:
+    configurations = every(space)
+    choices = Choices.of(configurations, space)
+    for seed in range(20):
+        distribution, _ = distribution_of(space, len(configurations), seed)
+        best = configurations[int(distribution.log_prob(choices).argmax())]
+        assert distribution.mode().configurations(space)[0] == best
+
+
+def test_extreme_logits_give_numbers(space: ConfigurationSpace) -> None:
+    configurations = every(space)
+    distribution, logits = distribution_of(space, len(configurations), scale=300.0)
+    log_probs = distribution.log_prob(Choices.of(configurations, space))
+    assert float(log_probs.detach().exp().sum()) == pytest.approx(1, abs=1e-9)
+    (log_probs.sum() + distribution.entropy().sum()).backward()
+    assert all(part.grad is None or bool(part.grad.isfinite().all()) for part in logits)
+
+
+def test_what_blocks_that_do_not_run_would_route_to_does_not_count() -> None:
+    space = SPACES["experts"]
+    distribution, logits = distribution_of(space, 1)
+    masks = torch.tensor([[True, False, False, True]])
+    one, other = (Choices(torch.tensor([0]), masks, torch.tensor([[1, k, k, 0]])) for k in (0, 1))
+    assert torch.equal(distribution.log_prob(one), distribution.log_prob(other))
+    assert one.configurations(space) == other.configurations(space)
+    distribution.log_prob(one).sum().backward()
+    assert not logits[2].grad[0, [0, 2, 3]].any() and logits[2].grad[0, [1, 4]].any()
+
+
+def test_many_blocks_are_no_matter() -> None:
+    masks = BlockMasks(torch.linspace(-3, 3, 64).expand(2, 64), 30, 40)
+    drawn = masks.sample_by(torch.rand(2, 64, dtype=torch.float64))
+    assert bool(((drawn.sum(1) >= 30) & (drawn.sum(1) <= 40)).all())
+    assert bool((masks.log_prob(drawn) < 0).all())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((), 4, 1, 4), "at least one tier"),
+        ((("low",), 4, 0, 4), "min_active=0"),
+        ((("low",), 4, 3, 2), "not above the second"),
+        ((("low",), 4, 1, 5), "the model's 4 blocks"),
+        ((("low",), 4, 1, 4, (4, 2)), "ascending"),
+        ((("low",), 4, 1, 4, (0, 2)), "from 1 on"),
+    ],
+)
+def test_a_space_that_cannot_be_is_refused(arguments: tuple, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ConfigurationSpace(*arguments)
+
+
+def controller_of(space: ConfigurationSpace) -> BudgetController:
+    knobs = (space.tiers, space.num_blocks, space.min_active, space.max_active, space.topk_choices)
+    return BudgetController(BudgetControllerConfig(*knobs, 12, 16, 10.0, 60.0)).eval()
+
+
+def test_a_saved_controller_decides_as_before(space: ConfigurationSpace, tmp_path: Path) -> None:
+    controller = controller_of(space)
+    for parameter in controller.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    controller.save_pretrained(tmp_path)
+    loaded = BudgetController.from_pretrained(tmp_path)
+    assert loaded.space == space
+    inputs = torch.randn(3, 12), torch.randn(3, 16), torch.tensor([10.0, 30.0, 60.0])
+    for one, other in zip(loaded(*inputs), controller(*inputs), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_fresh_controller_prefers_nothing_and_learns_from_every_input() -> None:
+    space = SPACES["experts"]
+    controller = controller_of(space)
+    inputs = [torch.randn(3, 12), torch.randn(3, 16), torch.tensor([10.0, 30.0, 60.0])]
+    tier_logits, block_logits, topk_logits = controller(*inputs)
+    assert (tier_logits.shape, block_logits.shape, topk_logits.shape) == ((3, 2), (3, 4), (3, 5, 2))
+    configurations = every(space)
+    of_masks = {each.blocks: 0.0 for each in configurations}
+    rows = [part[:1].expand(len(configurations), -1) for part in inputs[:2]]
+    distribution = controller.distribution(*rows, torch.full((len(configurations),), 20.0))
+    for each, log_prob in zip(configurations, distribution.log_prob(Choices.of(configurations, space)), strict=True):
+        of_masks[each.blocks] += float(log_prob.exp())
+    assert max(of_masks.values()) == pytest.approx(min(of_masks.values()))
+    for parameter in controller.parameters():  # heads begin at zero and would hide what lies below them
+        torch.nn.init.normal_(parameter, std=0.1)
+    sum(part.sum() for part in controller(*inputs)).backward()
+    assert all(parameter.grad is not None for parameter in controller.parameters())
+    assert not torch.allclose(
+        *(controller(*(part[[0]] for part in inputs[:2]), torch.tensor([b]))[0] for b in (20.0, 21.0))
+    )
+
+
+def test_complexity_grows_with_each_knob() -> None:
+    space = SPACES["one number of blocks"]
+    base = space.configuration(0, [True, True, True, False, False], 4)
+    for more in (
+        space.configuration(1, base.blocks, 4),
+        space.configuration(0, [True] * 4 + [False], 4),
+        space.configuration(0, base.blocks, 6),
+    ):
+        assert space.complexity(more) > space.complexity(base)
+    assert space.complexity(space.full) == 1

@@ -1,0 +1,1 @@
+"""How a configuration changes what a vision-language model runs, for each architecture."""

@@ -1,0 +1,48 @@
+"""The experts of a mixture, of which only those run that a token was routed to."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class RoutedExperts(nn.Module):
+    """In place of `Qwen3VLMoeTextExperts`, which runs every expert on every token unless it is being trained.
+
+    Tokens are sorted by expert, so that each expert sees its own in one piece. Sums over a token's experts are in the
+    order of the router's, whatever the batch, so results repeat on a GPU too.
+
+    Args:
+        experts: whose weights `gate_up_proj` (experts, hidden, 2 * inner), `down_proj` (experts, inner, hidden) and
+            `act_fn` are used.
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "_experts", experts)  # not as a child: its parameters belong to the model
+
+    def forward(
+        self, hidden_states: torch.Tensor, routing_weights: torch.Tensor, router_indices: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum over each token's experts, shaped as the hidden states.
+
+        Args:
+            hidden_states: (batch, seq, hidden).
+            routing_weights: (batch * seq, experts), 0 for those that the token was not routed to.
+            router_indices: (batch * seq, k), the experts of each token.
+        """
+        experts, k = self._experts, router_indices.shape[1]
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        order = router_indices.flatten().argsort(stable=True)
+        sorted_inputs = tokens[order // k]
+        counts = torch.bincount(router_indices.flatten(), minlength=experts.gate_up_proj.shape[0]).tolist()
+        outputs = [self._run(expert, part) for expert, part in enumerate(sorted_inputs.split(counts)) if len(part)]
+        unsorted = torch.empty_like(sorted_inputs)
+        unsorted[order] = torch.cat(outputs)
+        weights = routing_weights.gather(1, router_indices)
+        return (unsorted.view(-1, k, tokens.shape[-1]) * weights[..., None]).sum(1).reshape(hidden_states.shape)
+
+    def _run(self, expert: int, inputs: torch.Tensor) -> torch.Tensor:
+        """One expert on (tokens, hidden)."""
+        gate, up = (inputs @ self._experts.gate_up_proj[expert]).chunk(2, dim=-1)
+        return (up * self._experts.act_fn(gate)) @ self._experts.down_proj[expert]

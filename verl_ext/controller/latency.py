@@ -1,0 +1,85 @@
+"""How long a model takes, in its parts, as hooks on its forward passes see it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl_ext.controller.adapters.base import VLMAdapter
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Milliseconds of one generation.
+
+    Attributes:
+        vision_ms: encoding the image; 0 when its encoding was at hand.
+        prefill_ms: the prompt, from the embeddings to the first token's logits.
+        decode_ms: all further tokens.
+        num_decoded: how many those were.
+    """
+
+    vision_ms: float
+    prefill_ms: float
+    decode_ms: float
+    num_decoded: int
+
+    @property
+    def total_ms(self) -> float:
+        """All of it."""
+        return self.vision_ms + self.prefill_ms + self.decode_ms
+
+
+class LatencyMeter:
+    """Times the forward passes inside a `with` block, by hooks on the model and its vision encoder.
+
+    Args:
+        adapter: of the model; one generation is timed at a time.
+    """
+
+    def __init__(self, adapter: VLMAdapter) -> None:
+        self._adapter = adapter
+        self._on_gpu = adapter.model.device.type == "cuda"
+        self._seconds: dict[str, list[float]] = {"vision": [], "model": []}
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> LatencyMeter:
+        self._seconds = {"vision": [], "model": []}
+        with ExitStack() as hooks:
+            for name, module in (("vision", self._adapter.vision_encoder), ("model", self._adapter.model)):
+                for remove in self._watch(module, self._seconds[name]):
+                    hooks.callback(remove)
+            self._hooks = hooks.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+
+    def _watch(self, module: nn.Module, seconds: list[float]) -> list[Callable[[], None]]:
+        started: list[float] = []
+
+        def begin(*_: Any) -> None:
+            started.append(self._now())
+
+        def end(*_: Any) -> None:
+            seconds.append(self._now() - started.pop())
+
+        return [module.register_forward_pre_hook(begin).remove, module.register_forward_hook(end).remove]
+
+    def _now(self) -> float:
+        """Seconds on a clock that waits for the GPU."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._adapter.model.device)
+        return time.perf_counter()
+
+    @property
+    def latency(self) -> Latency:
+        """Of the generation that the block saw."""
+        vision, (first, *further) = sum(self._seconds["vision"]), self._seconds["model"]
+        return Latency(1e3 * vision, 1e3 * (first - vision), 1e3 * sum(further), len(further))

@@ -1,0 +1,126 @@
+"""The controller itself: features of image, question and budget in, logits over configurations out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from verl_ext.controller.budget import LatencyBudgetEncoder
+from verl_ext.controller.configuration import ConfigurationSpace
+from verl_ext.controller.distribution import ConfigurationDistribution
+
+
+class BudgetControllerConfig(PretrainedConfig):
+    """What a saved controller needs to be built again.
+
+    Args:
+        tiers: see `ConfigurationSpace`, as the next four.
+        num_blocks: of the vision-language model.
+        min_active: fewest of them that run.
+        max_active: most of them that run.
+        topk_choices: numbers of experts; empty for a model without experts.
+        vision_width: of the mean-pooled patches of the global crop.
+        language_width: of the mean-pooled token embeddings, and of the budget's features.
+        low_ms: least budget that it is trained for, milliseconds.
+        high_ms: greatest budget that it is trained for, milliseconds.
+        hidden: width inside.
+        dropout: share of the inner features that training leaves out.
+    """
+
+    model_type = "budget_controller"
+
+    def __init__(
+        self,
+        tiers: tuple[str, ...] = ("low", "medium", "high"),
+        num_blocks: int = 16,
+        min_active: int = 12,
+        max_active: int = 16,
+        topk_choices: tuple[int, ...] = (4, 5, 6, 7, 8),
+        vision_width: int = 2048,
+        language_width: int = 2048,
+        low_ms: float = 170.0,
+        high_ms: float = 380.0,
+        hidden: int = 256,
+        dropout: float = 0.1,
+        **kwargs: Any,
+    ) -> None:
+        self.tiers, self.num_blocks, self.topk_choices = list(tiers), num_blocks, list(topk_choices)
+        self.min_active, self.max_active = min_active, max_active
+        self.vision_width, self.language_width = vision_width, language_width
+        self.low_ms, self.high_ms = low_ms, high_ms
+        self.hidden, self.dropout = hidden, dropout
+        super().__init__(**kwargs)
+
+    @property
+    def space(self) -> ConfigurationSpace:
+        """What the controller chooses from."""
+        return ConfigurationSpace(
+            tuple(self.tiers), self.num_blocks, self.min_active, self.max_active, tuple(self.topk_choices)
+        )
+
+
+class BudgetController(PreTrainedModel):
+    """A perceptron over three projections, with a head for each knob; saved and loaded as any model of transformers."""
+
+    config_class = BudgetControllerConfig
+    base_model_prefix = "controller"
+
+    def __init__(self, config: BudgetControllerConfig) -> None:
+        super().__init__(config)
+        self.space = config.space
+        hidden, choices = config.hidden, len(config.topk_choices)
+        self.budget_encoder = LatencyBudgetEncoder(config.language_width, config.low_ms, config.high_ms)
+        widths = {"vision": config.vision_width, "language": config.language_width, "budget": config.language_width}
+        # Features come as the model has them, of any scale; each kind is brought to one before it is projected.
+        self.projections = nn.ModuleDict(
+            {name: nn.Sequential(nn.LayerNorm(width), nn.Linear(width, hidden)) for name, width in widths.items()}
+        )
+        self.trunk = nn.Sequential(
+            nn.GELU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(len(widths) * hidden, hidden),
+            nn.GELU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(hidden, hidden),
+            nn.GELU(),
+        )
+        self.tier_head = nn.Linear(hidden, len(config.tiers))
+        self.block_head = nn.Linear(hidden, config.num_blocks - 1)
+        self.topk_head = nn.Linear(hidden, config.num_blocks * choices) if choices else None
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Torch's own, but for the heads: the first configurations are drawn evenly."""
+        if module in (self.tier_head, self.block_head, self.topk_head):
+            nn.init.zeros_(module.weight)
+            nn.init.zeros_(module.bias)
+
+    def forward(
+        self, vision: torch.Tensor, language: torch.Tensor, budgets_ms: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits `tier_logits` (batch, tiers), `block_logits` (batch, blocks - 1), `block_topk_logits` (batch, blocks,
+        choices), the last dimension of which is 0 for a model without experts.
+
+        Args:
+            vision: (batch, vision_width).
+            language: (batch, language_width).
+            budgets_ms: (batch,), milliseconds.
+        """
+        features = {"vision": vision, "language": language, "budget": self.budget_encoder(budgets_ms)}
+        hidden = self.trunk(torch.cat([self.projections[name](part) for name, part in features.items()], dim=-1))
+        batch, blocks = len(hidden), self.space.num_blocks
+        topk = hidden.new_zeros(batch, blocks, 0) if self.topk_head is None else self.topk_head(hidden)
+        return (
+            self.tier_head(hidden),
+            self.block_head(hidden),
+            topk.reshape(batch, blocks, len(self.space.topk_choices)),
+        )
+
+    def distribution(
+        self, vision: torch.Tensor, language: torch.Tensor, budgets_ms: torch.Tensor
+    ) -> ConfigurationDistribution:
+        """The distribution that the logits make; the arguments are those of `forward`."""
+        return ConfigurationDistribution(self.space, *self(vision, language, budgets_ms))

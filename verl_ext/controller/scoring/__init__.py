@@ -1,0 +1,1 @@
+"""How good an answer to a question about an image is."""
