@@ -23,9 +23,9 @@ from verl_ext.grpo.policy import Prompt, Sample
 from verl_ext.grpo.rollout.choosing import choose
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.hf_engine import Drawing, HfRollout
+from verl_ext.grpo.seeds import seed_of
 from verl_ext.grpo.tokens.forward import completion_log_probs
 from verl_ext.grpo.tokens.layout import Layout
-from verl_ext.grpo.tokens.seeds import seed_of
 from verl_ext.trainer.model import disable_dropout
 
 SAMPLING = Sampling(0.8, 1.0, -1, 12)

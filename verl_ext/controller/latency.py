@@ -79,7 +79,12 @@ class LatencyMeter:
         return time.perf_counter()
 
     @property
+    def vision_ms(self) -> float:
+        """Of encoding images in the block."""
+        return 1e3 * sum(self._seconds["vision"])
+
+    @property
     def latency(self) -> Latency:
         """Of the generation that the block saw."""
-        vision, (first, *further) = sum(self._seconds["vision"]), self._seconds["model"]
-        return Latency(1e3 * vision, 1e3 * (first - vision), 1e3 * sum(further), len(further))
+        first, *further = self._seconds["model"]
+        return Latency(self.vision_ms, 1e3 * first - self.vision_ms, 1e3 * sum(further), len(further))

@@ -17,11 +17,13 @@ class Reward:
         parts: weighted contribution of each reward function by its name.
         failures: what kept a function from giving its part, which is 0 then, by its name.
         finished: moment of `time.perf_counter` when the last part was there; 0 where that is not told.
+        figures: what else was measured on the way, by the names in the environment's `figures`.
     """
 
     parts: dict[str, float]
     failures: dict[str, str] = field(default_factory=dict)
     finished: float = 0.0
+    figures: dict[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -34,6 +36,8 @@ class Environment(ABC):
 
     names: Sequence[str]
     """Of the parts of every reward."""
+    figures: Sequence[str] = ()
+    """Of what else is measured for every sample."""
 
     @abstractmethod
     def submit(self, sample: Sample) -> None:

@@ -82,6 +82,10 @@ class VLMAdapter(ABC):
         """What the model reads of a sample at a tier, for a batch of one, on the model's device."""
 
     @abstractmethod
+    def num_patches(self, inputs: Inputs) -> int:
+        """How many patches the vision encoder sees of inputs."""
+
+    @abstractmethod
     def encode(self, inputs: Inputs) -> Any:
         """What the vision encoder returns for inputs; `seeing` takes it."""
 
@@ -172,6 +176,14 @@ class VLMAdapter(ABC):
         tokens = self.tokenizer(question, return_tensors="pt", add_special_tokens=False)["input_ids"]
         embed = self.model.get_input_embeddings()
         return embed(tokens.to(self.model.device))[0].mean(0)
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """What ends an answer: the tokens of the model's generation settings, and the tokenizer's end of text."""
+        settings = getattr(self.model, "generation_config", None)
+        named = settings.eos_token_id if settings is not None else None
+        listed = named if isinstance(named, list) else [named]
+        return sorted({token for token in (*listed, self.tokenizer.eos_token_id) if token is not None})
 
     @property
     def tokenizer(self) -> Any:

@@ -46,6 +46,10 @@ class MolmoAdapter(VLMAdapter):
         )
         return {name: tensor.unsqueeze(0).to(self.model.device) for name, tensor in found.items()}
 
+    def num_patches(self, inputs: Inputs) -> int:
+        """See `VLMAdapter`; images are (1, crops, patches, pixels)."""
+        return inputs["images"].shape[1] * inputs["images"].shape[2]
+
     @torch.no_grad()
     def encode(self, inputs: Inputs) -> Any:
         """See `VLMAdapter`."""

@@ -58,6 +58,10 @@ class QwenVLAdapter(VLMAdapter):
         found = self.processor(images=[image], text=[text], images_kwargs={"size": size}, return_tensors="pt")
         return {name: tensor.to(self.model.device) for name, tensor in found.items()}
 
+    def num_patches(self, inputs: Inputs) -> int:
+        """See `VLMAdapter`."""
+        return len(inputs["pixel_values"])
+
     @torch.no_grad()
     def encode(self, inputs: Inputs) -> Any:
         """See `VLMAdapter`."""

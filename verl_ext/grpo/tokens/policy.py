@@ -15,9 +15,9 @@ from verl_ext.grpo.policy import LogProbs, MicroBatch, Policy, Prompt, Sample
 from verl_ext.grpo.rollout.completion import Draw, Sampling
 from verl_ext.grpo.rollout.engine import RolloutEngine, WeightKeeper
 from verl_ext.grpo.rollout.weights import WeightSource
+from verl_ext.grpo.seeds import seed_of
 from verl_ext.grpo.tokens.forward import completion_log_probs
 from verl_ext.grpo.tokens.layout import Layout, length_of
-from verl_ext.grpo.tokens.seeds import seed_of
 
 
 @dataclass(frozen=True)

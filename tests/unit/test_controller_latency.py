@@ -1,0 +1,97 @@
+"""The latency model finds the coefficients of a machine that keeps to them; the reward has the documented parts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from verl_ext.controller.configuration import ConfigurationSpace
+from verl_ext.controller.latency import Latency
+from verl_ext.controller.latency_model import FEATURES, LatencyModel, Workload, explained, fit
+from verl_ext.controller.reward import NAMES, RewardWeights
+from verl_ext.errors import UserError
+
+SPACE = ConfigurationSpace(("low", "medium", "high"), 8, 3, 8, (1, 2, 4))
+TRUTH = {
+    "vision_ms": dict(zip(FEATURES["vision_ms"], (1.5, 0.01, 2e-5))),
+    "prefill_ms": dict(zip(FEATURES["prefill_ms"], (0.8, 0.003, 0.4, 0.01, 1e-5, 0.05, 0.004))),
+    "decode_ms": dict(zip(FEATURES["decode_ms"], (0.5, 0.3, 2e-4, 0.05))),
+}
+
+
+def workloads(count: int, seed: int = 0) -> list[Workload]:
+    rng = random.Random(seed)
+    found = []
+    for _ in range(count):
+        blocks = [True] + [False] * 7
+        for place in rng.sample(range(1, 8), rng.randint(2, 7)):
+            blocks[place] = True
+        tier = rng.randrange(3)
+        configuration = SPACE.configuration(tier, blocks, [0] + [rng.choice((1, 2, 4)) for _ in range(7)])
+        patches = (36, 144, 324)[tier]
+        found.append(Workload(configuration, patches, patches // 4 + rng.randint(5, 30), rng.randint(0, 6)))
+    return found
+
+
+def model(coefficients: dict[str, dict[str, float]]) -> LatencyModel:
+    return LatencyModel(coefficients, 1.0, "a machine", "a model")
+
+
+def test_a_machine_of_the_models_kind_is_found() -> None:
+    seen = workloads(300)
+    found = model(fit(seen, [model(TRUTH).predict(each) for each in seen]))
+    for each in workloads(50, seed=1):
+        assert found.predict(each).total_ms == pytest.approx(model(TRUTH).predict(each).total_ms, rel=1e-6)
+
+
+def test_noise_is_averaged_and_nothing_falls_below_zero() -> None:
+    rng, seen = random.Random(2), workloads(400)
+    noisy = []
+    for each in seen:
+        exact = model(TRUTH).predict(each)
+        parts = [getattr(exact, part) * rng.uniform(0.9, 1.1) for part in FEATURES]
+        noisy.append(Latency(*parts, each.num_decoded))
+    coefficients = fit(seen, noisy)
+    assert all(value >= 0 for part in coefficients.values() for value in part.values())
+    held = workloads(100, seed=3)
+    measured = [model(TRUTH).predict(each).total_ms for each in held]
+    assert explained([model(coefficients).predict(each).total_ms for each in held], measured) > 0.99
+
+
+def test_r2_is_one_for_the_truth_and_zero_for_the_mean() -> None:
+    assert explained([1.0, 2.0, 6.0], [1.0, 2.0, 6.0]) == 1
+    assert explained([3.0, 3.0, 3.0], [1.0, 2.0, 6.0]) == pytest.approx(0)
+
+
+def test_answers_of_one_token_decode_nothing() -> None:
+    seen = [Workload(each.configuration, each.num_patches, each.num_prompt_tokens, 0) for each in workloads(50)]
+    coefficients = fit(seen, [model(TRUTH).predict(each) for each in seen])
+    assert set(coefficients["decode_ms"].values()) == {0.0}
+
+
+def test_a_saved_model_predicts_as_before_and_another_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "latency.json"
+    model(TRUTH).save(path)
+    assert LatencyModel.load(path) == model(TRUTH)
+    for text in ("{", "[]", '{"coefficients": {}, "r2": 1, "machine": "", "model": ""}', '{"other": 1}'):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"latency.json is no latency model .*calibrate"):
+            LatencyModel.load(path)
+    with pytest.raises(UserError, match="is no latency model"):
+        LatencyModel.load(tmp_path / "none.json")
+
+
+def test_the_parts_of_a_reward() -> None:
+    weights = RewardWeights()
+    inside = weights.parts(accuracy=1.0, latency_ms=50.0, budget_ms=100.0, complexity=0.5)
+    assert tuple(inside) == NAMES
+    assert inside["accuracy"] == 1 and inside["budget_violation"] == 0 and inside["efficiency"] == 0.05
+    assert inside["complexity"] == -0.025 and inside["latency_penalty"] == pytest.approx(-0.5 / (1 + 2.718281828**5))
+    at = weights.parts(0.0, 100.0, 100.0, 1.0)
+    assert at["latency_penalty"] == -0.25 and at["efficiency"] == 0 == at["budget_violation"]
+    beyond = weights.parts(0.6, 150.0, 100.0, 1.0)
+    assert beyond["budget_violation"] == pytest.approx(-2.5) and beyond["accuracy"] == 0.6
+    assert weights.parts(0.0, 1e9, 1.0, 1.0)["latency_penalty"] == -0.5
+    assert weights.parts(0.0, 0.0, 1.0, 1.0)["latency_penalty"] == pytest.approx(-0.5 * 4.5398e-5, rel=1e-4)

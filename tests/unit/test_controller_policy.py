@@ -1,0 +1,130 @@
+"""The controller as a policy of the GRPO loop, on a tiny model of each kind as its environment."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests import tiny_vlms
+from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.controller.configuration import ConfigurationSpace
+from verl_ext.controller.environment import ModelEnvironment
+from verl_ext.controller.execution import Executor
+from verl_ext.controller.network import BudgetController, BudgetControllerConfig
+from verl_ext.controller.policy import ControllerPolicy
+from verl_ext.controller.reward import RewardWeights
+from verl_ext.controller.samples import ImageQuestion
+from verl_ext.controller.scoring.vqa import soft_accuracy
+from verl_ext.errors import UserError
+from verl_ext.grpo.policy import Prompt
+
+BUDGETS = (5.0, 50.0)
+
+
+def question(number: int) -> ImageQuestion:
+    pixels = np.random.default_rng(number).integers(0, 255, (96, 96, 3), dtype=np.uint8)
+    encoded = io.BytesIO()
+    Image.fromarray(pixels).save(encoded, "png")
+    return ImageQuestion(f"q{number}", encoded.getvalue(), "what is it ?", ("a cat",))
+
+
+@pytest.fixture(scope="module")
+def executor() -> Executor:
+    return Executor(adapter_of(*tiny_vlms.qwen3_vl_moe(), (1024, 4096, 9216)), max_new_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def space(executor: Executor) -> ConfigurationSpace:
+    return executor.adapter.space(2, 4, (1, 2, 4))
+
+
+@pytest.fixture
+def policy(executor: Executor, space: ConfigurationSpace) -> ControllerPolicy:
+    torch.manual_seed(0)
+    knobs = (space.tiers, space.num_blocks, space.min_active, space.max_active, space.topk_choices)
+    controller = BudgetController(BudgetControllerConfig(*knobs, 32, 32, *BUDGETS))
+    for parameter in controller.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return ControllerPolicy(controller, executor, BUDGETS, seed=7, device="cpu")
+
+
+def prompts(*numbers: int) -> list[Prompt]:
+    return [Prompt(f"q{number}", number, {"sample": question(number)}) for number in numbers]
+
+
+def test_a_draw_does_not_depend_on_what_is_drawn_beside_it(policy: ControllerPolicy) -> None:
+    both = list(policy.draw(prompts(0, 1), 3, num_samples=5))
+    alone = list(policy.draw(prompts(1), 3, num_samples=5))
+    assert [each.action.configuration for each in both[5:]] == [each.action.configuration for each in alone]
+    assert (
+        len({each.action.budget_ms for each in both[:5]}) == 1 and both[0].action.budget_ms != both[5].action.budget_ms
+    )
+    later = list(policy.draw(prompts(1), 4, num_samples=5))
+    assert later[0].action.budget_ms != alone[0].action.budget_ms
+    assert all(BUDGETS[0] <= each.action.budget_ms <= BUDGETS[1] for each in both + later)
+    assert len({each.action.configuration for each in both}) > 1
+
+
+def test_measurements_take_the_mode_at_budgets_that_stay(policy: ControllerPolicy) -> None:
+    one, other = (list(policy.draw(prompts(0, 1), step, num_samples=1, greedy=True)) for step in (1, 9))
+    assert [each.action.configuration for each in one] == [each.action.configuration for each in other]
+    assert [each.action.budget_ms for each in one] == [each.action.budget_ms for each in other]
+
+
+def test_what_was_drawn_is_as_likely_as_it_was_said_to_be(policy: ControllerPolicy) -> None:
+    policy._controller.eval()
+    samples = list(policy.draw(prompts(0, 1, 2), 1, num_samples=4))
+    found = policy.log_probs(policy.collate(samples))
+    assert found.values.shape == found.entropy.shape == (12, 1)
+    drawn = policy.collate(samples)["rollout_log_probs"]
+    assert float((found.values - drawn).detach().abs().max().exp()) == pytest.approx(1, abs=1e-5)
+    assert bool((found.entropy > 0).all())
+    assert policy.row(samples[0]).keys() == {"prompt", "budget_ms", "tier", "blocks", "topk"}
+    assert policy.measure(samples[0])["num_active"] == samples[0].action.configuration.num_active
+
+
+def test_a_rank_without_prompts_draws_nothing(policy: ControllerPolicy) -> None:
+    assert list(policy.draw([], 1, num_samples=5)) == []
+
+
+def test_a_sample_is_run_once_for_each_configuration(executor: Executor, space: ConfigurationSpace) -> None:
+    sample = question(40)
+    asked, found = executor.outcomes.num_asked, executor.outcomes.num_found
+    outcomes = [
+        executor.run(sample, space.configuration(1, [True, True, runs, True], 2)) for runs in (True, False, True)
+    ]
+    assert outcomes[0] is outcomes[2] and outcomes[0].workload.configuration != outcomes[1].workload.configuration
+    assert (executor.outcomes.num_asked - asked, executor.outcomes.num_found - found) == (3, 1)
+    assert outcomes[0].latency.vision_ms == outcomes[1].latency.vision_ms > 0  # encoded once
+    assert outcomes[0].workload.num_patches == 64 and outcomes[0].workload.num_prompt_tokens > 16
+
+
+def test_rewards_are_those_of_what_was_run(
+    policy: ControllerPolicy, executor: Executor, space: ConfigurationSpace
+) -> None:
+    told = iter([10.0, 30.0, 90.0, 90.0])
+    environment = ModelEnvironment(executor, space, RewardWeights(), soft_accuracy, lambda outcome: next(told))
+    samples = list(policy.draw(prompts(3), 1, num_samples=4))
+    for sample in samples:
+        environment.submit(sample)
+    rewards = environment.collect()
+    assert [reward.figures["latency_ms"] for reward in rewards] == [10.0, 30.0, 90.0, 90.0]
+    budget = samples[0].action.budget_ms
+    for reward in rewards:
+        assert tuple(reward.parts) == environment.names and reward.figures.keys() == set(environment.figures)
+        assert reward.figures["over_budget"] == (reward.figures["latency_ms"] > budget)
+        assert (reward.parts["budget_violation"] < 0) == (reward.figures["latency_ms"] > budget)
+    assert environment.collect() == []
+
+
+def test_an_image_that_is_none_is_told_with_its_name() -> None:
+    with pytest.raises(UserError, match="image of q1 cannot be read"):
+        ImageQuestion("q1", b"no image", "?", ("a",)).opened()
+    with pytest.raises(UserError, match="image of q2 cannot be read"):
+        ImageQuestion("q2", Path(os.devnull), "?", ("a",)).opened()
