@@ -19,8 +19,8 @@ from verl_ext.controller.execution import Executor
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.reward import RewardWeights
-from verl_ext.controller.samples import ImageQuestion
 from verl_ext.controller.scoring.vqa import soft_accuracy
+from verl_ext.data.questions import ImageQuestion
 from verl_ext.errors import UserError
 from verl_ext.grpo.policy import Prompt
 

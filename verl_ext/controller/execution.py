@@ -13,7 +13,7 @@ from verl_ext.controller.adapters.base import Inputs, VLMAdapter
 from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.latency import Latency, LatencyMeter
 from verl_ext.controller.latency_model import Workload
-from verl_ext.controller.samples import ImageQuestion
+from verl_ext.data.questions import ImageQuestion
 
 T = TypeVar("T")
 

@@ -1,0 +1,141 @@
+"""Questions about images in the schemas of each public data set, and what is said of rows that are none."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from verl_ext.data.question_sources import KNOWN, QuestionSource
+from verl_ext.data.questions import QuestionDataset
+from verl_ext.errors import UserError
+
+
+def png(colour: str = "red") -> bytes:
+    encoded = io.BytesIO()
+    Image.new("L" if colour == "grey" else "RGBA", (8, 6), colour).save(encoded, "png")
+    return encoded.getvalue()
+
+
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "text_vqa": [
+        {
+            "image": {"bytes": png(), "path": None},
+            "question": "what does it say?",
+            "question_id": 34602 + number,
+            "answers": ["stop"] * 9 + ["STOP"],
+        }
+        for number in range(3)
+    ],
+    "coco_2014_vqa": [
+        {
+            "image": {"bytes": png("grey"), "path": "x.jpg"},
+            "question": "Is it red?",
+            "question_id": 458752000,
+            "multiple_choice_answer": "no",
+            "answers": [{"answer": "no", "answer_confidence": "yes", "answer_id": n} for n in range(1, 11)],
+        }
+    ],
+    "okvqa": [{"image": {"bytes": png(), "path": None}, "question": "Why?", "question_id": 1, "answers": ["so"] * 10}],
+    "coco_caption": [
+        {"image": {"bytes": png(), "path": None}, "id": 7, "answer": ["A red square.", "A square that is red."]}
+    ],
+}
+
+
+def write(folder: Path, rows: list[dict[str, Any]], name: str = "train.parquet") -> str:
+    folder.mkdir(exist_ok=True)
+    parquet.write_table(pa.Table.from_pylist(rows), folder / name)
+    return str(folder)
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> dict[str, QuestionSource]:
+    return {name: QuestionSource(source=write(tmp_path / name, rows)) for name, rows in ROWS.items()}
+
+
+def test_every_public_schema_is_read(sources: dict[str, QuestionSource]) -> None:
+    assert set(sources) == set(KNOWN)
+    dataset = QuestionDataset(sources, "train", suffix=" In one word.")
+    samples = {item["sample_id"]: item["sample"] for item in (dataset[row] for row in range(len(dataset)))}
+    assert list(samples) == [
+        *(f"text_vqa/{34602 + number}" for number in range(3)),
+        "coco_2014_vqa/458752000",
+        "okvqa/1",
+        "coco_caption/7",
+    ]
+    assert samples["text_vqa/34602"].references == ("stop",) * 9 + ("STOP",)
+    assert samples["coco_2014_vqa/458752000"].references == ("no",) * 10
+    assert samples["coco_2014_vqa/458752000"].question == "Is it red? In one word."
+    assert samples["coco_caption/7"].scoring == "cider" and samples["okvqa/1"].scoring == "vqa"
+    assert samples["coco_caption/7"].question.startswith("Describe the image")
+    opened = samples["coco_2014_vqa/458752000"].opened()
+    assert (opened.mode, opened.size) == ("RGB", (8, 6))
+    assert dataset.describe([0, 5]) == "text_vqa/34602, coco_caption/7"
+
+
+def test_each_data_set_gives_as_many_rows_as_are_wanted(tmp_path: Path) -> None:
+    folder = write(tmp_path / "t", ROWS["text_vqa"])
+    write(tmp_path / "t", ROWS["text_vqa"][:2], "train-2.parquet")
+    other = write(tmp_path / "o", ROWS["okvqa"])
+    sizes = {(-1, -1): 6, (4, 0): 4, (2, 1): 3, (0, 1): 1}
+    for (one, two), wanted in sizes.items():
+        sources = {"text_vqa": QuestionSource(one, 0, folder), "okvqa": QuestionSource(two, 0, other)}
+        assert len(QuestionDataset(sources, "train")) == wanted
+    with pytest.raises(UserError, match=r"no question is left for val; give data.datasets.NAME.val a size"):
+        QuestionDataset(sources, "val")
+
+
+def test_images_may_lie_beside_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "x.png"
+    path.write_bytes(png())
+    folder = write(tmp_path / "mine", [{"image": str(path), "question": "?", "answers": "red"}])
+    sample = QuestionDataset({"mine": QuestionSource(source=folder)}, "train")[0]["sample"]
+    assert sample.opened().size == (8, 6) and sample.references == ("red",) and sample.sample_id == "mine/0"
+
+
+def test_unreadable_images_are_left_out_by_name_up_to_a_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [dict(row) for row in ROWS["text_vqa"]]
+    rows[1]["image"] = {"bytes": b"no image", "path": None}
+    rows.append({**rows[0], "image": {"bytes": png()[:40], "path": None}, "question_id": 9})
+    sources = {"text_vqa": QuestionSource(source=write(tmp_path / "t", rows))}
+    assert len(QuestionDataset(sources, "train", max_unreadable=2)) == 2
+    said = capsys.readouterr().err
+    assert "2 images cannot be read and are left out" in said and "text_vqa/34603" in said and "text_vqa/9" in said
+    with pytest.raises(UserError, match=r"2 images .* more than data.max_unreadable_images=1: .*text_vqa/34603"):
+        QuestionDataset(sources, "train", max_unreadable=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answers": []}, r"row 1 of text_vqa has no answer \(its answers are empty\)"),
+        ({"answers": ["", " "]}, "has no answer"),
+        ({"question": " "}, "row 1 of text_vqa has no question"),
+        ({"image": None}, "row 1 of text_vqa has no image"),
+    ],
+)
+def test_rows_that_are_no_questions_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    rows = [dict(row) for row in ROWS["text_vqa"]]
+    rows[1] |= change
+    with pytest.raises(UserError, match=message):
+        QuestionDataset({"text_vqa": QuestionSource(source=write(tmp_path / "t", rows))}, "train")
+
+
+def test_sources_that_are_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"source=.* has no train\*.parquet"):
+        QuestionDataset({"okvqa": QuestionSource(source=str(tmp_path))}, "train")
+    (tmp_path / "train.parquet").write_text("no parquet")
+    with pytest.raises(UserError, match="train.parquet is not a readable parquet file"):
+        QuestionDataset({"okvqa": QuestionSource(source=str(tmp_path))}, "train")
+    with pytest.raises(UserError, match="data.datasets.mine has no source and is none of text_vqa"):
+        QuestionDataset({"mine": QuestionSource()}, "train")
+    with pytest.raises(UserError, match="cannot be had from the hub as lmms-lab/OK-VQA .* set its source"):
+        QuestionDataset({"okvqa": QuestionSource()}, "train")  # tests have no network

@@ -1,0 +1,111 @@
+"""Where questions about images come from: the hub by `datasets`, or parquet files of the same schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_ext.errors import UserError, first_line_of
+
+
+@dataclass(frozen=True)
+class KnownQuestions:
+    """A public data set.
+
+    Attributes:
+        hub: its name there.
+        splits: what the hub calls train and val.
+        scoring: what an answer is measured by.
+        question: what is asked where the rows do not say.
+    """
+
+    hub: str
+    splits: Mapping[str, str]
+    scoring: str = "vqa"
+    question: str | None = None
+
+
+@dataclass(frozen=True)
+class QuestionSource:
+    """A data set as a recipe wants it.
+
+    Attributes:
+        train: rows to learn from; -1 for all, 0 for none.
+        val: rows to measure on, likewise.
+        source: a folder with `train*.parquet` and `val*.parquet`; None takes the hub.
+    """
+
+    train: int = -1
+    val: int = -1
+    source: str | None = None
+
+    def size(self, split: str) -> int:
+        """Rows of a split."""
+        return self.train if split == "train" else self.val
+
+
+_OWN = {"train": "train", "val": "validation"}
+KNOWN = {
+    "text_vqa": KnownQuestions("lmms-lab/textvqa", _OWN),
+    "coco_2014_vqa": KnownQuestions("lmms-lab/VQAv2", dict.fromkeys(_OWN, "validation")),
+    "okvqa": KnownQuestions("lmms-lab/OK-VQA", dict.fromkeys(_OWN, "val2014")),
+    "coco_caption": KnownQuestions(
+        "lmms-lab/COCO-Caption", dict.fromkeys(_OWN, "val"), "cider", "Describe the image in one sentence."
+    ),
+}
+SHARED = 5
+"""Where the hub has answers for one split only, each row of this many is for val, the others for train."""
+
+
+def records_of(name: str, source: QuestionSource, split: str) -> Iterator[Mapping[str, Any]]:
+    """Rows of a split, as many as are wanted, images as they are encoded.
+
+    Raises:
+        UserError: there is no such data set, or it cannot be read.
+    """
+    most = source.size(split)
+    rows = local_rows(name, Path(source.source).expanduser(), split) if source.source else hub_rows(name, split)
+    for row, record in enumerate(rows):
+        if row == most:
+            return
+        yield record
+
+
+def local_rows(name: str, folder: Path, split: str) -> Iterator[Mapping[str, Any]]:
+    """Rows of the parquet files of a folder."""
+    import pyarrow
+    from pyarrow import parquet
+
+    paths = sorted(folder.glob(f"{split}*.parquet"))
+    if not paths:
+        raise UserError(f"data.datasets.{name}.source={folder} has no {split}*.parquet; prepare it or correct the path")
+    for path in paths:
+        try:
+            for batch in parquet.ParquetFile(path).iter_batches(batch_size=64):
+                yield from batch.to_pylist()
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise UserError(f"{path} is not a readable parquet file ({first_line_of(error)})") from error
+
+
+def hub_rows(name: str, split: str) -> Iterator[Mapping[str, Any]]:
+    """Rows of a public data set, streamed."""
+    import datasets
+
+    known = KNOWN.get(name)
+    if known is None:
+        raise UserError(
+            f"data.datasets.{name} has no source and is none of {', '.join(KNOWN)}; give it a folder of parquet files"
+        )
+    try:
+        rows = datasets.load_dataset(known.hub, split=known.splits[split], streaming=True)
+        is_shared = known.splits["train"] == known.splits["val"]
+        for row, record in enumerate(rows.cast_column("image", datasets.Image(decode=False))):
+            if not is_shared or (row % SHARED == 0) == (split == "val"):
+                yield record
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(
+            f"data.datasets.{name} cannot be had from the hub as {known.hub} ({first_line_of(error)}); set its "
+            "source to a folder with train*.parquet and val*.parquet of the same schema"
+        ) from error
