@@ -107,13 +107,7 @@ class Executor:
     def seen(self, sample: ImageQuestion, tier: int) -> Seen:
         """A sample's image, encoded at a tier."""
 
-        def make() -> Seen:
-            inputs = self.adapter.inputs(sample.opened(), sample.question, tier)
-            with LatencyMeter(self.adapter) as meter:
-                encoding = self.adapter.encode(inputs)
-            return Seen(inputs, encoding, meter.vision_ms)
-
-        return self._seen.get((sample.sample_id, tier), make)
+        return self._seen.get((sample.sample_id, tier), lambda: self._see(sample, tier))
 
     def run(self, sample: ImageQuestion, configuration: Configuration) -> Outcome:
         """What a configuration gives for a sample.
@@ -121,10 +115,20 @@ class Executor:
         Raises:
             UserError: its image cannot be read.
         """
-        return self.outcomes.get((sample.sample_id, configuration), lambda: self._run(sample, configuration))
+        make = lambda: self._run(self.seen(sample, configuration.tier), configuration)  # noqa: E731
+        return self.outcomes.get((sample.sample_id, configuration), make)
 
-    def _run(self, sample: ImageQuestion, configuration: Configuration) -> Outcome:
-        seen = self.seen(sample, configuration.tier)
+    def run_anew(self, sample: ImageQuestion, configuration: Configuration) -> Outcome:
+        """The same with nothing taken from what ran before, and nothing kept."""
+        return self._run(self._see(sample, configuration.tier), configuration)
+
+    def _see(self, sample: ImageQuestion, tier: int) -> Seen:
+        inputs = self.adapter.inputs(sample.opened(), sample.question, tier)
+        with LatencyMeter(self.adapter) as meter:
+            encoding = self.adapter.encode(inputs)
+        return Seen(inputs, encoding, meter.vision_ms)
+
+    def _run(self, seen: Seen, configuration: Configuration) -> Outcome:
         with (
             self.adapter.configured(configuration, exact=False),
             self.adapter.seeing(seen.encoding),

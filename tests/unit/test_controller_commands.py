@@ -1,0 +1,142 @@
+"""Importance and calibration as a user runs them, on a tiny model that was saved and is loaded again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+from tests import tiny_vlms
+from tests.conftest import ROOT
+from tests.unit.test_controller_policy import question
+from verl_ext.controller.adapters.base import Inputs, VLMAdapter
+from verl_ext.controller.calibrate import calibrate
+from verl_ext.controller.importance import blocks_to_keep, load_importance, measure_importance
+from verl_ext.controller.latency_model import FEATURES, LatencyModel
+from verl_ext.controller.loading import fingerprint, load_adapter
+from verl_ext.errors import UserError
+
+SIZES = (1024, 4096, 9216)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with `model/` and `train.parquet`."""
+    directory = tmp_path_factory.mktemp("vlm")
+    model, processor = tiny_vlms.qwen3_vl_moe()
+    model.save_pretrained(directory / "model")
+    processor.save_pretrained(directory / "model")
+    rows = [
+        {"image": {"bytes": question(n).image, "path": None}, "question": f"what is {n} ?", "answers": ["a cat"] * 10}
+        for n in range(3)
+    ]
+    parquet.write_table(pa.Table.from_pylist(rows), directory / "train.parquet")
+    return directory
+
+
+def run(module: str, saved: Path, output: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"verl_ext.controller.{module}", "--model", str(saved / "model"), "--questions"]
+    command += [str(saved), "--tier-sizes", *map(str, SIZES), "--output", str(output), "--num-questions", "2", *more]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_importance_is_the_loss_of_leaving_a_block_out(saved: Path, tmp_path: Path) -> None:
+    done = run("importance", saved, tmp_path / "importance.json")
+    assert done.returncode == 0, done.stderr
+    adapter = load_adapter(str(saved / "model"), SIZES)
+    found = load_importance(tmp_path / "importance.json", adapter)
+    assert set(found.scores) == {1, 2, 3} and found.model == fingerprint(adapter.model)
+    inputs = [adapter.inputs(question(n).opened(), f"what is {n} ?", 2) for n in range(2)]
+    answer = adapter.tokenizer("a cat")["input_ids"]
+
+    def loss(blocks: list[bool]) -> float:
+        total = 0.0
+        with torch.no_grad(), adapter.configured(adapter.space(1, 4, (4,)).configuration(2, blocks)):
+            for each in inputs:
+                whole = torch.cat([each["input_ids"], torch.tensor([answer])], dim=1)
+                mask = torch.ones_like(whole)
+                logits = adapter.model(**{**each, "input_ids": whole, "attention_mask": mask}).logits[0, :-1]
+                wanted = whole[0, 1:]
+                total += float(torch.nn.functional.cross_entropy(logits[-len(answer) :], wanted[-len(answer) :]))
+        return total / 2
+
+    full = loss([True] * 4)
+    for block, score in found.scores.items():
+        assert score == pytest.approx(loss([each != block for each in range(4)]) - full, abs=1e-3)
+    assert f"block {max(found.scores, key=found.scores.get):>3}" == done.stdout.splitlines()[0][:9]
+
+
+def test_blocks_are_kept_by_importance_or_from_the_first(saved: Path, tmp_path: Path) -> None:
+    adapter, path = load_adapter(str(saved / "model"), SIZES), tmp_path / "scores.json"
+    assert blocks_to_keep(2, 4, None) == [True, True, False, False]
+    for content in ({"merged_scores": {"1": 0.1, "2": -1, "3": 0.5}}, {"1": 0.1, "2": -1, "3": 0.5}):
+        path.write_text(json.dumps(content))
+        assert blocks_to_keep(3, 4, load_importance(path, adapter)) == [True, True, False, True]
+        assert blocks_to_keep(1, 4, load_importance(path, adapter)) == [True, False, False, False]
+
+
+def test_scores_of_another_model_are_refused(saved: Path, tmp_path: Path) -> None:
+    adapter, path = load_adapter(str(saved / "model"), SIZES), tmp_path / "scores.json"
+    other = load_adapter(str(saved / "model"), SIZES)
+    with torch.no_grad():
+        other.model.model.language_model.embed_tokens.weight[0, 0] += 1
+    measure_importance(other, [question(0)]).save(path)
+    assert set(load_importance(path, other).scores) == {1, 2, 3}
+    with pytest.raises(UserError, match="is of another model"):
+        load_importance(path, adapter)
+    path.write_text(json.dumps({str(block): 1.0 for block in range(1, 7)}))
+    with pytest.raises(UserError, match="scores of 6 blocks, and this one has 4"):
+        load_importance(path, adapter)
+    path.write_text('{"importance_scores": [1, 2]}')
+    with pytest.raises(UserError, match="has no importance of blocks"):
+        load_importance(path, adapter)
+
+
+def test_a_calibration_is_written_with_how_good_it_is(saved: Path, tmp_path: Path) -> None:
+    more = ["--topk-choices", "1", "4", "--configurations", "10", "--repeats", "1", "--max-new-tokens", "2"]
+    done = run("calibrate", saved, tmp_path / "latency.json", *more)
+    assert done.returncode == 0, done.stderr
+    found = LatencyModel.load(tmp_path / "latency.json")
+    assert found.model == fingerprint(load_adapter(str(saved / "model"), SIZES).model)
+    assert f"not fitted: {found.r2:.4f}" in done.stdout
+    assert {part: tuple(weights) for part, weights in found.coefficients.items()} == FEATURES
+
+
+def test_the_same_seed_measures_the_same_configurations(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = load_adapter(str(saved / "model"), SIZES)
+    space, ran = adapter.space(2, 4, (1, 4)), []
+    generate = type(adapter).generate
+
+    def noted(self: VLMAdapter, inputs: Inputs, *more: Any) -> list[int]:
+        ran.append(len(inputs["pixel_values"]))
+        return generate(self, inputs, *more)
+
+    monkeypatch.setattr(type(adapter), "generate", noted)
+    for _ in range(2):
+        calibrate(adapter, space, [question(0), question(1)], 10, 2, 1, seed=5)
+    assert ran[: len(ran) // 2] == ran[len(ran) // 2 :] and len(set(ran)) == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--configurations", "3"], "--configurations must be at least 10"),
+        (["--topk-choices", "1", "2"], "must end with 4"),
+        (["--topk-choices", "4", "--min-active", "9"], "controller.min_active=9"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(more: list[str], message: str, saved: Path, tmp_path: Path) -> None:
+    done = run("calibrate", saved, tmp_path / "x.json", *more)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="vision-language model .* cannot be loaded .*give the directory of one"):
+        load_adapter(str(tmp_path), SIZES)
