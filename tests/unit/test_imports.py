@@ -33,6 +33,14 @@ ALLOWED = {
         "eval_pipeline.judge",
         "eval_pipeline.problems",
     },
+    "verl_ext.controller": BASE
+    | {
+        "verl_ext.data.questions",
+        "verl_ext.data.question_sources",
+        "verl_ext.grpo.environment",
+        "verl_ext.grpo.policy",
+        "verl_ext.grpo.seeds",
+    },
     "verl_ext.trainer": BASE | {"verl_ext.metrics", "verl_ext.data", "verl_ext.checkpoint", "verl_ext.grpo"},
     "verl_ext.launch": BASE
     | {"verl_ext.metrics", "verl_ext.data", "verl_ext.checkpoint", "verl_ext.grpo.rewards.registry"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from tqdm import tqdm
 
 from verl_ext.data.question_sources import KNOWN, QuestionSource, records_of
 from verl_ext.errors import UserError
-from verl_ext.metrics.notice import warn
+from verl_ext.tell import tell
 
 NAMES_TOLD = 5
 """Of images that cannot be read, in one message."""
@@ -125,7 +126,7 @@ def tell_of_unreadable(messages: Sequence[str], most: int) -> None:
             f"{len(messages)} images cannot be read, more than data.max_unreadable_images={most}: {shown}; "
             "mend them, or raise it"
         )
-    warn(f"{len(messages)} images cannot be read and are left out: {shown}")
+    tell(f"warning: {len(messages)} images cannot be read and are left out: {shown}", sys.stderr)
 
 
 def question_of(name: str, row: int, record: Mapping[str, Any], suffix: str) -> ImageQuestion:
