@@ -35,6 +35,7 @@ ALLOWED = {
     },
     "verl_ext.controller": BASE
     | {
+        "verl_ext.data.end_tokens",
         "verl_ext.data.questions",
         "verl_ext.data.question_sources",
         "verl_ext.grpo.environment",

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.training import make_trainer, small_config
 from tests.unit.test_data import CHAT, dataset_of
+from verl_ext.data.end_tokens import end_tokens
 from verl_ext.trainer.grpo_parts import generation_settings
-from verl_ext.trainer.turn_end import end_tokens, unnamed_turn_end
+from verl_ext.trainer.turn_end import unnamed_turn_end
 
 END_OF_TEXT, TURN_END = 0, 2  # of the quickstart's tokenizer
 EXPORT = "trainer.checkpoint.save_contents=[model,hf_model]"

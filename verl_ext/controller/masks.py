@@ -61,14 +61,8 @@ class BlockMasks:
         leave = torch.where(reachable, after[:, :-1] - here, IMPOSSIBLE)
         return run, leave
 
-    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """One mask for each row, (batch, blocks) bool, drawn block by block with their exact probabilities."""
-        batch, device = len(self.logits), self.logits.device
-        uniform = torch.rand(batch, self.num_blocks, generator=generator, dtype=torch.float64).to(device)
-        return self.sample_by(uniform)
-
     def sample_by(self, uniform: torch.Tensor) -> torch.Tensor:
-        """The mask that random numbers in [0, 1) give, (batch, blocks) bool.
+        """The mask that random numbers in [0, 1) give, (batch, blocks) bool, block by block with exact probabilities.
 
         Args:
             uniform: (batch, blocks), one number for each decision.

@@ -112,7 +112,7 @@ class ControllerPolicy(Policy):
 
     def reference_log_probs(self, micro_batch: MicroBatch) -> torch.Tensor:
         """See `Policy.reference_log_probs`: a controller begins from nothing that it should stay near to."""
-        raise NotImplementedError("a controller has no reference; actor.use_kl_loss is refused for it")
+        raise NotImplementedError("a controller has no frozen reference")
 
     def order(self, samples: Sequence[Sample]) -> list[int]:
         """See `Policy.order`: all cost the same."""

@@ -17,13 +17,11 @@ class KnownQuestions:
     Attributes:
         hub: its name there.
         splits: what the hub calls train and val.
-        scoring: what an answer is measured by.
         question: what is asked where the rows do not say.
     """
 
     hub: str
     splits: Mapping[str, str]
-    scoring: str = "vqa"
     question: str | None = None
 
 
@@ -52,7 +50,7 @@ KNOWN = {
     "coco_2014_vqa": KnownQuestions("lmms-lab/VQAv2", dict.fromkeys(_OWN, "validation")),
     "okvqa": KnownQuestions("lmms-lab/OK-VQA", dict.fromkeys(_OWN, "val2014")),
     "coco_caption": KnownQuestions(
-        "lmms-lab/COCO-Caption", dict.fromkeys(_OWN, "val"), "cider", "Describe the image in one sentence."
+        "lmms-lab/COCO-Caption", dict.fromkeys(_OWN, "val"), "Describe the image in one sentence."
     ),
 }
 SHARED = 5

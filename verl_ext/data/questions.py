@@ -30,14 +30,12 @@ class ImageQuestion:
         image: encoded, or the path of a file.
         question: as the model is asked.
         references: right answers, or captions.
-        scoring: what an answer is measured by: vqa or cider.
     """
 
     sample_id: str
     image: bytes | Path
     question: str
     references: tuple[str, ...]
-    scoring: str = "vqa"
 
     def opened(self) -> Image.Image:
         """The image in RGB.
@@ -146,9 +144,7 @@ def question_of(name: str, row: int, record: Mapping[str, Any], suffix: str) -> 
     }.items():
         if not there:
             raise UserError(f"row {row} of {name} has no {part}; mend it or leave it out")
-    return ImageQuestion(
-        f"{name}/{number}", image_of(record["image"]), question + suffix, references, known.scoring if known else "vqa"
-    )
+    return ImageQuestion(f"{name}/{number}", image_of(record["image"]), question + suffix, references)
 
 
 def answers_of(record: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_ext.collective import on_every_rank
+from verl_ext.data.end_tokens import end_tokens
 from verl_ext.errors import UserError
 from verl_ext.grpo.policy import LogProbs
 from verl_ext.grpo.rewards.environment import RewardSettings, TextEnvironment
@@ -30,7 +31,6 @@ from verl_ext.native_output import quiet_native_stdout
 from verl_ext.trainer.hardware import autocast, pick_precision
 from verl_ext.trainer.lora import uses_lora
 from verl_ext.trainer.model import build_model, local_model_path
-from verl_ext.trainer.turn_end import end_tokens
 
 MB = 1 << 20
 CPU_BUCKET_MB = 4

@@ -6,17 +6,11 @@ import sys
 from collections import Counter
 
 from peft import PeftModel
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from verl_ext.data.end_tokens import end_tokens
 from verl_ext.metrics.notice import warn
 from verl_ext.tell import tell
-
-
-def end_tokens(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What vLLM stops at: the tokens that the model's generation settings name, and the tokenizer's end of text."""
-    named = None if settings is None else settings.eos_token_id
-    listed = named if isinstance(named, list) else [named]
-    return list(dict.fromkeys(token for token in (*listed, tokenizer.eos_token_id) if token is not None))
 
 
 def unnamed_turn_end(turn_ends: Counter[int], known: list[int], tokenizer: PreTrainedTokenizerBase) -> int | None:

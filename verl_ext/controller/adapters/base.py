@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from verl_ext.controller.adapters.swap import Remembered, Skipped, swapped
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
+from verl_ext.data.end_tokens import end_tokens
 from verl_ext.errors import UserError
 
 TIERS = ("low", "medium", "high")
@@ -180,10 +181,7 @@ class VLMAdapter(ABC):
     @property
     def end_tokens(self) -> list[int]:
         """What ends an answer: the tokens of the model's generation settings, and the tokenizer's end of text."""
-        settings = getattr(self.model, "generation_config", None)
-        named = settings.eos_token_id if settings is not None else None
-        listed = named if isinstance(named, list) else [named]
-        return sorted({token for token in (*listed, self.tokenizer.eos_token_id) if token is not None})
+        return end_tokens(getattr(self.model, "generation_config", None), self.tokenizer)
 
     @property
     def tokenizer(self) -> Any:
