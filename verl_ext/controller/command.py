@@ -21,8 +21,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--tier-sizes",
         type=int,
         nargs="+",
-        default=[3, 6, 12],
-        help="what each tier shows of an image: crops for Molmo (default 3 6 12), pixels for Qwen",
+        required=True,
+        help="what each tier shows of an image: crops for Molmo, such as 3 6 12; pixels for Qwen",
     )
     parser.add_argument("--questions", required=True, help="folder with train*.parquet")
     parser.add_argument("--num-questions", type=int, default=32, help="questions to measure on (default 32)")
