@@ -152,23 +152,3 @@ def wait_until(condition: Callable[[], Any], pause_s: float = 0.05) -> Any:
 def statuses(directory: Path) -> list[dict[str, Any]]:
     """The rows of `status --json`."""
     return [json.loads(line) for line in evaluate("status", directory, "--json").stdout.splitlines()]
-
-
-def family_of(process: psutil.Process) -> list[psutil.Process]:
-    """Every process below this one."""
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def alive(processes: Iterable[psutil.Process]) -> list[str]:
-    """Those that have not ended; a zombie that init has not fetched yet has."""
-    found = []
-    for process in processes:
-        try:
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join([str(process.pid), *process.cmdline()])[:200])
-        except psutil.NoSuchProcess:
-            continue
-    return found

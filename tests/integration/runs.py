@@ -16,6 +16,7 @@ import psutil
 
 from tests.conftest import ROOT
 from tests.integration.test_sft_command import with_dropout
+from tests.processes import ranks_of
 
 TIMEOUT_S = 300
 FAULTS = Path(__file__).parent / "faults"
@@ -137,8 +138,7 @@ class HeldRun:
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The ranks' processes."""
-        children = psutil.Process(self.process.pid).children()
-        return {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
+        return ranks_of(self.process.pid)
 
     def release(self) -> subprocess.CompletedProcess[str]:
         """Let the rank go on, and wait for the end of the command."""

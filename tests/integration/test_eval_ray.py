@@ -5,7 +5,6 @@ The nodes are real raylets of this machine, the workers real actors with vLLM an
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import signal
@@ -28,6 +27,7 @@ from eval_pipeline.executors.ray import RayExecutor
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.work.batch import Batch, BatchId, Event, Failed
 from tests.conftest import ROOT
+from tests.processes import children_of, family_of, words_of
 from tests.tiny_model import learn, make_model, make_tokenizer, save
 from verl_ext.errors import UserError
 
@@ -140,29 +140,22 @@ def on_ray(cluster: Cluster, *overrides: str) -> list[str]:
 
 def actors() -> set[psutil.Process]:
     """The workers on the nodes of these tests."""
-    raylets = [each for each in psutil.Process().children(recursive=True) if each.name() == "raylet"]
-    return {each for raylet in raylets for each in raylet.children() if is_worker(each)}
+    raylets = [each for each in family_of(psutil.Process()) if "".join(words_of(each)[:1]).endswith("/raylet")]
+    return {each for raylet in raylets for each in children_of(raylet) if is_worker(each)}
 
 
 def is_worker(process: psutil.Process) -> bool:
-    try:
-        return "WorkerActor" in "".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return False
+    return "WorkerActor" in "".join(words_of(process))
 
 
 def worker_processes() -> list[psutil.Process]:
     """The workers, with their engines and judges and all that those started."""
-    return [each for actor in actors() for each in [actor, *actor.children(recursive=True)]]
+    return [each for actor in actors() for each in [actor, *family_of(actor)]]
 
 
 def count_of(module: str) -> int:
     """How many of the workers' processes run a module."""
-    found = 0
-    for process in worker_processes():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found += module in " ".join(process.cmdline())
-    return found
+    return sum(module in " ".join(words_of(process)) for process in worker_processes())
 
 
 def keep_up_until(is_so: Callable[[], bool], executor: RayExecutor) -> None:

@@ -19,10 +19,8 @@ from tests.integration.eval_runs import (
     HEART,
     LEARNT,
     MAX_MODEL_LEN,
-    alive,
     commit,
     evaluate,
-    family_of,
     make_exports,
     read_lines,
     slow_problems,
@@ -32,6 +30,7 @@ from tests.integration.eval_runs import (
     write_lines,
     write_recipe,
 )
+from tests.processes import alive, family_of
 from tests.tiny_model import make_tokenizer
 from tests.wandb_files import read_records
 

@@ -18,10 +18,8 @@ import yaml
 
 from tests.integration.eval_runs import (
     HEART,
-    alive,
     commit,
     evaluate,
-    family_of,
     flip_a_byte,
     make_exports,
     read_lines,
@@ -31,6 +29,7 @@ from tests.integration.eval_runs import (
     wait_until,
     write_recipe,
 )
+from tests.processes import alive, family_of, words_of
 from verl_ext.checkpoint.lease import lease_holders
 from verl_ext.checkpoint.retention import read_choice
 from verl_ext.metrics.run_record import RunRecord
@@ -322,7 +321,7 @@ class Killing:
     def _has_come_to(self, phase: str, process: psutil.Process, before: tuple[int, int]) -> bool:
         answers, verdicts = self._progress()
         if phase == "load":
-            return any("vllm_process" in " ".join(command_line(child)) for child in family_of(process))
+            return any("vllm_process" in " ".join(words_of(child)) for child in family_of(process))
         if phase == "generate":
             return answers > before[0] or answers == NUM_SLOW
         if phase == "judge":
@@ -338,13 +337,6 @@ class Killing:
         directory = self.run_dir / "eval" / "eval_step_10"
         names = ("verdicts/slow.jsonl", "work/slow/result.json", "metrics.json")
         return ", ".join(name for name in names if (directory / name).exists()) or "nothing written"
-
-
-def command_line(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.NoSuchProcess:
-        return []
 
 
 @pytest.fixture(scope="module")

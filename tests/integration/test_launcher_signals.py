@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
+from tests.processes import family_of
 
 TIMEOUT_S = 120
 
@@ -45,7 +46,7 @@ class Launcher:
 
     def note_children(self) -> None:
         if self.process.poll() is None:
-            self.seen = psutil.Process(self.process.pid).children(recursive=True) or self.seen
+            self.seen = family_of(self.process) or self.seen
 
     def end(self) -> int:
         """Wait for the exit code; no rank may be left, and nobody may have seen a traceback."""

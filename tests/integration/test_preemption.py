@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.integration.runs import NUM_STEPS, TIMEOUT_S, Run, end_of, wait_until
+from tests.processes import ranks_of
 from verl_ext.errors import STOPPED_EXIT_CODE
 
 RARELY = "trainer.save_freq=-1"
@@ -31,12 +32,6 @@ def last_logged(run: Run) -> int:
     return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
 
-def rank_of(launcher: int, rank: int) -> psutil.Process:
-    """A rank's process."""
-    children = psutil.Process(launcher).children()
-    return next(child for child in children if child.environ().get("RANK") == str(rank))
-
-
 @pytest.mark.parametrize(
     ("number", "receiver", "override"),
     [
@@ -53,7 +48,7 @@ def test_no_step_is_lost(
     with run.started(run.environment, override) as process:
         wait_until(lambda: last_logged(run) >= 2, process)
         launcher = psutil.Process(process.pid)
-        target = launcher if receiver == "launcher" else rank_of(process.pid, int(receiver[-1]))
+        target = launcher if receiver == "launcher" else ranks_of(process.pid)[int(receiver[-1])]
         target.send_signal(number)
         stopped = end_of(process)
     assert stopped.returncode == STOPPED_EXIT_CODE, stopped.stderr
