@@ -87,11 +87,12 @@ def test_the_parts_of_a_reward() -> None:
     weights = RewardWeights()
     inside = weights.parts(accuracy=1.0, latency_ms=50.0, budget_ms=100.0, complexity=0.5)
     assert tuple(inside) == NAMES
-    assert inside["accuracy"] == 1 and inside["budget_violation"] == 0 and inside["efficiency"] == 0.05
-    assert inside["complexity"] == -0.025 and inside["latency_penalty"] == pytest.approx(-0.5 / (1 + 2.718281828**5))
+    assert inside["reward_accuracy"] == 1 and inside["reward_violation"] == 0 and inside["reward_efficiency"] == 0.05
+    assert inside["reward_complexity"] == -0.025
+    assert inside["reward_latency"] == pytest.approx(-0.5 / (1 + 2.718281828**5))
     at = weights.parts(0.0, 100.0, 100.0, 1.0)
-    assert at["latency_penalty"] == -0.25 and at["efficiency"] == 0 == at["budget_violation"]
+    assert at["reward_latency"] == -0.25 and at["reward_efficiency"] == 0 == at["reward_violation"]
     beyond = weights.parts(0.6, 150.0, 100.0, 1.0)
-    assert beyond["budget_violation"] == pytest.approx(-2.5) and beyond["accuracy"] == 0.6
-    assert weights.parts(0.0, 1e9, 1.0, 1.0)["latency_penalty"] == -0.5
-    assert weights.parts(0.0, 0.0, 1.0, 1.0)["latency_penalty"] == pytest.approx(-0.5 * 4.5398e-5, rel=1e-4)
+    assert beyond["reward_violation"] == pytest.approx(-2.5) and beyond["reward_accuracy"] == 0.6
+    assert weights.parts(0.0, 1e9, 1.0, 1.0)["reward_latency"] == -0.5
+    assert weights.parts(0.0, 0.0, 1.0, 1.0)["reward_latency"] == pytest.approx(-0.5 * 4.5398e-5, rel=1e-4)

@@ -118,8 +118,8 @@ def test_rewards_are_those_of_what_was_run(
     budget = samples[0].action.budget_ms
     for reward in rewards:
         assert tuple(reward.parts) == environment.names and reward.figures.keys() == set(environment.figures)
-        assert reward.figures["over_budget"] == (reward.figures["latency_ms"] > budget)
-        assert (reward.parts["budget_violation"] < 0) == (reward.figures["latency_ms"] > budget)
+        assert reward.figures["budget_violation"] == (reward.figures["latency_ms"] > budget)
+        assert (reward.parts["reward_violation"] < 0) == (reward.figures["latency_ms"] > budget)
     assert environment.collect() == []
 
 

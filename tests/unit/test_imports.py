@@ -42,7 +42,8 @@ ALLOWED = {
         "verl_ext.grpo.policy",
         "verl_ext.grpo.seeds",
     },
-    "verl_ext.trainer": BASE | {"verl_ext.metrics", "verl_ext.data", "verl_ext.checkpoint", "verl_ext.grpo"},
+    "verl_ext.trainer": BASE
+    | {"verl_ext.metrics", "verl_ext.data", "verl_ext.checkpoint", "verl_ext.grpo", "verl_ext.controller"},
     "verl_ext.launch": BASE
     | {"verl_ext.metrics", "verl_ext.data", "verl_ext.checkpoint", "verl_ext.grpo.rewards.registry"},
     "eval_pipeline": {

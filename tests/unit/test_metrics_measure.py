@@ -90,7 +90,7 @@ def test_console_lines_at_their_turn(capsys):
 def test_a_progress_bar_is_drawn_only_when_wanted(capsys):
     for enabled in (True, False, None):  # None: stderr is no terminal here
         bar = ProgressBar(total_steps=10, initial=4, enabled=enabled)
-        bar.update(1.5)
+        bar.update({"train/loss": 1.5})
         bar.close()
         shown = capsys.readouterr().err
         assert ("5/10" in shown and "loss=1.5000" in shown) if enabled else shown == ""

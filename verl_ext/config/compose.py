@@ -14,29 +14,38 @@ from verl_ext.config.recipes import find_recipe
 from verl_ext.errors import UserError
 
 VERL_CONFIG = "sft_trainer"
-OURS = {"sft": ("sft",), "grpo": ("sft", "grpo")}
+OURS = {"sft": ("sft",), "grpo": ("sft", "grpo"), "budget": ("sft", "budget")}
 """What is merged over it for each stage, later over earlier."""
+STAGES = {"sft": ("sft",), "grpo": ("grpo", "budget")}
+"""Which stages the recipes of a command may be of; the first where a recipe does not say."""
 
 
-def compose_config(stage: str, overrides: list[str]) -> DictConfig:
+def compose_config(command: str, overrides: list[str]) -> DictConfig:
     """Resolve `recipe=NAME key=value ...` to one configuration.
 
     Args:
-        stage: "sft" or "grpo".
+        command: "sft" or "grpo"; the recipe says which of its stages it is of.
         overrides: Hydra overrides (`key=value`, `+key=value`, `~key`); `recipe=` names a recipe or a YAML file.
 
     Returns:
         The configuration with every interpolation resolved, in struct mode.
 
     Raises:
-        UserError: unknown recipe, unknown key, a value of the wrong type, or an interpolation without target.
+        UserError: unknown recipe, unknown key, a value of the wrong type, an interpolation without target, or a
+            stage that the command does not have.
     """
     names = [text.removeprefix("recipe=") for text in overrides if text.startswith("recipe=")]
-    recipe = find_recipe(stage, names[-1] if names else None)
+    recipe = find_recipe(command, names[-1] if names else None)
+    content = load_yaml(recipe)
+    stage = content.get("stage", STAGES[command][0])
+    if stage not in STAGES[command]:
+        raise UserError(f"{recipe} is of the stage '{stage}'; run_{command}.sh has {', '.join(STAGES[command])}")
     config = base_config(stage)
     nullable = {key for key, default in leaves(config).items() if default is None} | {"data.val_files"}
-    merge_known(config, load_yaml(recipe), str(recipe), nullable)
+    merge_known(config, content, str(recipe), nullable)
     apply_overrides(config, [text for text in overrides if not text.startswith("recipe=")], nullable)
+    if config.stage != stage:
+        raise UserError(f"stage={config.stage} is not for the command line; give a recipe of that stage")
     config.recipe = recipe.stem
     try:
         OmegaConf.resolve(config)

@@ -17,6 +17,7 @@ TEXT_OR_LIST = ("data.train_files", "data.val_files", "model.target_modules")  #
 # Where users may put keys of their own: what is passed on to a function or a class.
 OPEN_MAPPINGS = (
     "data.apply_chat_template_kwargs",
+    "data.datasets",
     "optim.override_optimizer_config",
     "datasets",
     "engine.vllm",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.controller.execution import Executor, Outcome
@@ -24,7 +25,7 @@ class ModelEnvironment(Environment):
     """
 
     names = NAMES
-    figures = ("answer_accuracy", "latency_ms", "over_budget")
+    figures = ("accuracy", "latency_ms", "budget_violation")
 
     def __init__(
         self,
@@ -37,6 +38,16 @@ class ModelEnvironment(Environment):
         self._executor, self._space, self._weights = executor, space, weights
         self._score, self._latency_of = score, latency_of
         self._waiting: list[Sample] = []
+        self._measures = False
+
+    @contextmanager
+    def measuring(self, measures: bool) -> Iterator[None]:
+        """Inside, latencies are measured anew for each sample if `measures`, wherever they come from otherwise."""
+        former, self._measures = self._measures, measures
+        try:
+            yield
+        finally:
+            self._measures = former
 
     def submit(self, sample: Sample) -> None:
         """See `Environment.submit`."""
@@ -52,11 +63,12 @@ class ModelEnvironment(Environment):
 
     def _reward(self, sample: Sample) -> Reward:
         action, question = sample.action, sample.prompt.content["sample"]
-        outcome = self._executor.run(question, action.configuration)
-        latency_ms = self._latency_of(outcome)
+        run = self._executor.run_anew if self._measures else self._executor.run
+        outcome = run(question, action.configuration)
+        latency_ms = outcome.latency.total_ms if self._measures else self._latency_of(outcome)
         accuracy = self._score(outcome.answer, question.references)
         complexity = self._space.complexity(action.configuration)
         parts = self._weights.parts(accuracy, latency_ms, action.budget_ms, complexity)
         over = float(latency_ms > action.budget_ms)
-        figures = {"answer_accuracy": accuracy, "latency_ms": latency_ms, "over_budget": over}
+        figures = {"accuracy": accuracy, "latency_ms": latency_ms, "budget_violation": over}
         return Reward(parts, finished=time.perf_counter(), figures=figures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class BudgetControllerConfig(PretrainedConfig):
         high_ms: greatest budget that it is trained for, milliseconds.
         hidden: width inside.
         dropout: share of the inner features that training leaves out.
+        vlm: the vision-language model that it was trained for and how that is asked, see `ControlledModel`.
     """
 
     model_type = "budget_controller"
@@ -45,6 +47,7 @@ class BudgetControllerConfig(PretrainedConfig):
         high_ms: float = 380.0,
         hidden: int = 256,
         dropout: float = 0.1,
+        vlm: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         self.tiers, self.num_blocks, self.topk_choices = list(tiers), num_blocks, list(topk_choices)
@@ -52,6 +55,7 @@ class BudgetControllerConfig(PretrainedConfig):
         self.vision_width, self.language_width = vision_width, language_width
         self.low_ms, self.high_ms = low_ms, high_ms
         self.hidden, self.dropout = hidden, dropout
+        self.vlm = dict(vlm or {})
         super().__init__(**kwargs)
 
     @property
@@ -67,6 +71,7 @@ class BudgetController(PreTrainedModel):
 
     config_class = BudgetControllerConfig
     base_model_prefix = "controller"
+    _no_split_modules = ["LatencyBudgetEncoder"]  # FSDP2 shards it by itself, and the rest together
 
     def __init__(self, config: BudgetControllerConfig) -> None:
         super().__init__(config)
@@ -97,6 +102,16 @@ class BudgetController(PreTrainedModel):
         if module in (self.tier_head, self.block_head, self.topk_head):
             nn.init.zeros_(module.weight)
             nn.init.zeros_(module.bias)
+
+    def prefer(self, scores: Mapping[int, float]) -> None:
+        """Have a new controller prefer some blocks.
+
+        Args:
+            scores: importance by block; the logits become its distance from the mean, in standard deviations.
+        """
+        values = torch.tensor([scores[block] for block in range(1, self.space.num_blocks)])
+        with torch.no_grad():
+            self.block_head.bias.copy_((values - values.mean()) / values.std().clamp(min=1e-12))
 
     def forward(
         self, vision: torch.Tensor, language: torch.Tensor, budgets_ms: torch.Tensor

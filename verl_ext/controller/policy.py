@@ -49,7 +49,8 @@ class ControllerPolicy(Policy):
         device: of the controller.
     """
 
-    figures = ("budget_ms", "num_active", "tier", "topk_mean")
+    figures = ("budget_ms", "num_active", "tier", "topk")
+    count_name, rate_name = "num_configs", "configs_per_s"
 
     def __init__(
         self, controller: BudgetController, executor: Executor, budgets_ms: tuple[float, float], seed: int, device: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-NAMES = ("accuracy", "latency_penalty", "budget_violation", "complexity", "efficiency")
+NAMES = tuple(f"reward_{part}" for part in ("accuracy", "latency", "violation", "complexity", "efficiency"))
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class RewardWeights:
         """
         ratio = latency_ms / budget_ms
         return {
-            "accuracy": self.accuracy * accuracy,
-            "latency_penalty": -self.latency_penalty * _sigmoid(10 * (ratio - 1)),
-            "budget_violation": -self.budget_violation * max(0.0, ratio - 1) ** 2,
-            "complexity": -self.complexity * complexity,
-            "efficiency": self.efficiency * max(0.0, 1 - ratio),
+            "reward_accuracy": self.accuracy * accuracy,
+            "reward_latency": -self.latency_penalty * _sigmoid(10 * (ratio - 1)),
+            "reward_violation": -self.budget_violation * max(0.0, ratio - 1) ** 2,
+            "reward_complexity": -self.complexity * complexity,
+            "reward_efficiency": self.efficiency * max(0.0, 1 - ratio),
         }
 
 

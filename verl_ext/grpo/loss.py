@@ -116,6 +116,8 @@ def micro_batch_loss(inputs: LossInputs, settings: LossSettings, batch: GlobalBa
         "clip_fraction": measured["actor/pg_clipfrac"] * num_decisions,
         "dual_clip_fraction": measured["actor/pg_clipfrac_lower"] * num_decisions,
         "update_kl": measured["actor/ppo_kl"] * num_decisions,
+        # the loss's own value is 0 while the ratios are 1, whatever its gradient is
+        "policy_gradient_loss": -float((inputs.log_probs.detach() * inputs.advantages * inputs.mask).sum()),
     }
     if inputs.entropy is not None:
         sums["entropy"] = float((inputs.entropy.detach() * inputs.mask).sum())

@@ -63,6 +63,10 @@ class Policy(ABC):
 
     figures: Sequence[str]
     """Names of what `measure` tells of a sample."""
+    count_name = "total_valid_token_count"
+    """Of the metric that counts decisions."""
+    rate_name = "valid_tokens_per_s"
+    """Of the metric that tells how many there are in a second."""
 
     @abstractmethod
     def begin_drawing(self, version: int) -> dict[str, float]:

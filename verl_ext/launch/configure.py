@@ -17,6 +17,7 @@ from verl_ext.config.evaluation import check_evaluation_keys
 from verl_ext.config.inputs import check_data, check_model
 from verl_ext.config.preemption import check_preemption
 from verl_ext.errors import UserError
+from verl_ext.launch.budget_check import check_budget
 from verl_ext.launch.grpo_check import check_grpo
 from verl_ext.launch.grpo_model import settle_model
 from verl_ext.metrics.names import describe
@@ -57,7 +58,7 @@ def check_config(config: DictConfig) -> None:
         UserError: the first thing that is wrong and how to mend it.
     """
     world_size = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    if config.stage == "grpo":
+    if config.stage != "sft":
         settle_model(config)
     check_values(config)
     check_preemption(config)
@@ -65,7 +66,10 @@ def check_config(config: DictConfig) -> None:
     check_retention(config.trainer)
     check_batch(config, world_size)
     check_model(config)
-    check_data(config)
+    if config.stage == "budget":
+        check_budget(config, world_size)
+    else:
+        check_data(config)
     if config.stage == "grpo":
         check_grpo(config, world_size)
     check_run_directory(Path(config.trainer.default_local_dir))

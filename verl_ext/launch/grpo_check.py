@@ -69,6 +69,7 @@ def check_grpo(config: DictConfig, world_size: int) -> None:
     """
     check_values(config)
     check_batches(config, world_size)
+    check_not_split(config, world_size)
     wanted_rewards(list(config.reward.functions))
     if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError("rollout.engine=vllm needs vLLM, which is not installed; install it, or set rollout.engine=hf")
@@ -90,13 +91,21 @@ def check_values(config: DictConfig) -> None:
 
 
 def check_batches(config: DictConfig, world_size: int) -> None:
-    """Prompts divide over ranks and updates."""
+    """Prompts divide over ranks and updates.
+
+    Raises:
+        UserError: they do not.
+    """
     batch, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
     if mini is not None and (mini < 1 or batch % mini or mini % world_size):
         raise UserError(
             f"actor.ppo_mini_batch_size is {mini}; it must divide data.train_batch_size={batch} and be a multiple of "
             f"the {world_size} ranks"
         )
+
+
+def check_not_split(config: DictConfig, world_size: int) -> None:
+    """Engines divide over ranks, and sequences do not."""
     if world_size % config.rollout.tensor_model_parallel_size:
         raise UserError(
             f"rollout.tensor_model_parallel_size is {config.rollout.tensor_model_parallel_size}, which does not divide "

@@ -1,4 +1,4 @@
-"""The model that a run of the stage grpo goes on from."""
+"""The model that a run of the command grpo goes on from."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.checkpoint.layout import BEST, EXPORT, step_of
+from verl_ext.checkpoint.layout import BEST, EXPORT, list_steps, step_of, what_is_wrong
 from verl_ext.checkpoint.lease import leased
 from verl_ext.errors import UserError
 from verl_ext.tell import tell
 
 
 def settle_model(config: DictConfig) -> None:
-    """Fill in `model.partial_pretrain` where it is null: the SFT run's best checkpoint, or what this run began from.
+    """Fill in `model.partial_pretrain` where it is null: an export of the SFT run, or what this run began from.
+
+    The stage grpo takes the best checkpoint, which an evaluation chose; the stage budget the newest, for no evaluation
+    chooses among vision-language models.
 
     Raises:
         UserError: there is no such checkpoint, or it has no export.
@@ -29,7 +32,8 @@ def settle_model(config: DictConfig) -> None:
     if model.sft_run is None:
         raise UserError("say what to go on from: model.sft_run=RUN_DIRECTORY of an SFT run, or model.partial_pretrain")
     sft_run = Path(model.sft_run).expanduser()
-    model.partial_pretrain = _begun_from(config, sft_run) or str(best_export(sft_run))
+    choose = best_export if config.stage == "grpo" else newest_export
+    model.partial_pretrain = _begun_from(config, sft_run) or str(choose(sft_run))
 
 
 def _begun_from(config: DictConfig, sft_run: Path) -> str | None:
@@ -71,10 +75,25 @@ def best_export(run_dir: Path) -> Path:
     return export
 
 
+def newest_export(run_dir: Path) -> Path:
+    """The export of a run's newest checkpoint that has one.
+
+    Raises:
+        UserError: none has.
+    """
+    for checkpoint in list_steps(run_dir):
+        if what_is_wrong(checkpoint) is None and (checkpoint / EXPORT / "config.json").is_file():
+            return checkpoint / EXPORT
+    raise UserError(
+        f"{run_dir} has no checkpoint with an export; train the model there by run_sft.sh, or give "
+        "model.partial_pretrain"
+    )
+
+
 @contextmanager
 def holding_model(config: DictConfig) -> Iterator[None]:
     """Keep the checkpoint that the run begins from out of its own run's rotation meanwhile."""
-    export = Path(str(config.model.partial_pretrain)).expanduser() if config.stage == "grpo" else None
+    export = Path(str(config.model.partial_pretrain)).expanduser() if config.stage != "sft" else None
     if export is None or export.name != EXPORT or step_of(export.parent) is None:
         yield
         return

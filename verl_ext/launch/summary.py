@@ -12,6 +12,9 @@ from verl_ext.checkpoint.layout import EXPORT, list_steps
 from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
 from verl_ext.tell import tell
 
+LEARNT = ("train/loss", "val/loss", "eval/reward_total_mean", "eval/accuracy_mean", "eval/budget_violation_mean")
+"""Metrics of which the first and the last value are told, where a run has them."""
+
 
 def print_summary(config: DictConfig) -> None:
     """Print the summary of a finished run from its files."""
@@ -22,14 +25,16 @@ def print_summary(config: DictConfig) -> None:
     if checkpoints:
         lines.append(f"  last checkpoint {checkpoints[0]}")
     if checkpoints and any((checkpoints[0] / EXPORT).glob("*.safetensors")):
-        command = [sys.executable, "-m", "eval_pipeline", "watch", str(run_dir)]
-        lines += [f"  Hugging Face    {checkpoints[0] / EXPORT}", f"Next: {shlex.join(command)}"]
+        export = checkpoints[0] / EXPORT
+        words = ["adaptive", "--checkpoint", str(export)] if config.stage == "budget" else ["watch", str(run_dir)]
+        command = [sys.executable, "-m", "eval_pipeline", *words]
+        lines += [f"  Hugging Face    {export}", f"Next: {shlex.join(command)}"]
     tell("\n".join(lines))
 
 
 def learnt(path: Path) -> list[str]:
-    """First and last value of the losses on the way to the last step, without rows that a later attempt overtook."""
-    values: dict[str, dict[int, float]] = {"train/loss": {}, "val/loss": {}}
+    """First and last value of `LEARNT` on the way to the last step, without rows that a later attempt overtook."""
+    values: dict[str, dict[int, float]] = {name: {} for name in LEARNT}
     attempt = None
     for row in iterate_metrics(path) if path.is_file() else ():
         if row["attempt"] != attempt:  # a later attempt replaces all from its first row on
@@ -37,10 +42,12 @@ def learnt(path: Path) -> list[str]:
             values = {name: {s: v for s, v in old.items() if s < row["step"]} for name, old in values.items()}
         for name in values.keys() & row.keys():
             values[name][row["step"]] = row[name]
-    return [describe_change(name, series) for name, series in values.items() if series]
+    known = {name: series for name, series in values.items() if series}
+    width = max([15, *map(len, known)])
+    return [describe_change(name, series, width) for name, series in known.items()]
 
 
-def describe_change(name: str, series: dict[int, float]) -> str:
-    """One line on the first and the last value of a metric, `series` being value by step."""
+def describe_change(name: str, series: dict[int, float], width: int = 15) -> str:
+    """One line on the first and the last value of a metric, `series` being value by step; the name fills `width`."""
     first, last = min(series), max(series)
-    return f"  {name:15} {series[first]:.4f} at step {first} -> {series[last]:.4f} at step {last}"
+    return f"  {name:<{width}} {series[first]:.4f} at step {first} -> {series[last]:.4f} at step {last}"

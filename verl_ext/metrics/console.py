@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 from tqdm import tqdm
 
 from verl_ext.errors import UserError
+from verl_ext.metrics.epoch_history import line_of
 from verl_ext.metrics.row import Row
+
+_ON_THE_BAR = {"loss": "train/loss", "reward": "train/reward_total_mean", "acc": "train/accuracy_mean"}
 
 
 class ConsoleLines:
@@ -15,12 +19,13 @@ class ConsoleLines:
 
     name = "console"
 
-    def __init__(self, *, total_steps: int, log_every: int = 10) -> None:
+    def __init__(self, *, total_steps: int, log_every: int = 10, show: Callable[[str], object] = tqdm.write) -> None:
         """Begin with no step seen.
 
         Args:
             total_steps: optimizer steps of the whole run.
             log_every: steps between two lines.
+            show: takes each line; the default prints it above a progress bar.
 
         Raises:
             UserError: `log_every` is below 1.
@@ -29,16 +34,21 @@ class ConsoleLines:
             raise UserError(f"steps between two console lines must be at least 1, not {log_every}")
         self._total_steps = total_steps
         self._log_every = log_every
+        self._show = show
         self._first: Row | None = None
 
     def write(self, row: Row) -> None:
-        """Print the row if its turn has come; through tqdm, so that a progress bar stays below the lines."""
+        """Print the row if its turn has come."""
         if "train/loss" in row.metrics:
             self._first = self._first or row
             if row.step % self._log_every == 0 or row.step == self._total_steps:
-                tqdm.write(self._line([*_training_parts(row), self._eta(row)], row))
+                self._show(self._line([*_training_parts(row), self._eta(row)], row))
         if "val/loss" in row.metrics:
-            tqdm.write(self._line(_validation_parts(row), row))
+            self._show(self._line(_validation_parts(row), row))
+
+    def write_epoch(self, kind: str, row: Mapping[str, float]) -> None:
+        """Print what an epoch came to."""
+        self._show(line_of(kind, row))
 
     def close(self, exit_code: int = 0) -> None:
         """Nothing is kept open."""
@@ -68,10 +78,11 @@ class ProgressBar:
         disable = None if enabled is None else not enabled
         self._bar = tqdm(total=total_steps, initial=initial, unit="step", disable=disable, dynamic_ncols=True)
 
-    def update(self, loss: float) -> None:
-        """Move on by one step and show its loss."""
+    def update(self, metrics: Mapping[str, float]) -> None:
+        """Move on by one step and show its loss, and reward and accuracy where there are some."""
+        shown = {word: f"{metrics[name]:.4f}" for word, name in _ON_THE_BAR.items() if name in metrics}
         try:
-            self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            self._bar.set_postfix(shown, refresh=False)
             self._bar.update()
         except OSError:  # the terminal was closed; the run is to be saved all the same
             self._bar.disable = True
@@ -84,6 +95,8 @@ class ProgressBar:
 def _training_parts(row: Row) -> list[str]:
     return [
         _part(row, "train/loss", "loss {:.4f}"),
+        _part(row, "train/accuracy_mean", "accuracy {:.3f}"),
+        _part(row, "train/latency_ms_mean", "latency {:.1f} ms"),
         _part(row, "train/lr(1e-3)", "lr {:.2e}", scale=1e-3),
         _part(row, "train/grad_norm", "grad norm {:.3f}"),
         _part(row, "throughput/train/tokens_per_s", "{:,.0f} tokens/s"),

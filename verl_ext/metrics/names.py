@@ -37,7 +37,12 @@ class Metric:
 
 
 TRAINING: dict[str, Metric] = {
-    "train/loss": Metric("nat/token", "Cross-entropy over the loss tokens of the whole global batch.", _TOKEN_MEAN),
+    "train/loss": Metric(
+        "nat/token",
+        "Cross-entropy over the loss tokens of the whole global batch; in the stage grpo the clipped policy loss, in "
+        "the stage budget `train/policy_gradient_loss`.",
+        _TOKEN_MEAN,
+    ),
     "train/perplexity": Metric("1", "exp(`train/loss`).", "from the reduced loss"),
     "train/lr(1e-3)": Metric("1e-3", "Learning rate used by this step, times 1000.", _SAME),
     "train/grad_norm": Metric("1", "L2 norm of the whole gradient before clipping.", "over all shards"),
@@ -75,6 +80,9 @@ GRPO: dict[str, Metric] = {
     **_rewards("train"),
     **_spread("train/adv", "of the advantages", "mean", "std", "min", "max"),
     "train/entropy": Metric("nat/token", "Entropy of the distributions that tokens are drawn from.", _DECISIONS),
+    "train/policy_gradient_loss": Metric(
+        "nat", "-log-probability times advantage, whose gradient is that of a step's first update.", _DECISIONS
+    ),
     "train/kl": Metric("nat/token", "KL divergence from the reference, by `actor.kl_loss_type`.", _DECISIONS),
     "train/update_kl": Metric("nat/token", "KL divergence of the updated from the drawing policy.", _DECISIONS),
     "train/clip_fraction": Metric("1", "Share of the tokens whose ratio was clipped.", _DECISIONS),
@@ -105,6 +113,46 @@ GRPO: dict[str, Metric] = {
     "weights/sync_s": Metric("s", "Sending the weights to the rollout engine.", _RANK_0),
     "weights/bytes": Metric("byte", "Size of the weights that were sent; 0 where the engine had them already.", _SAME),
     "weights/version": Metric("step", "Step whose weights drew the completions.", _SAME),
+}
+
+
+def _configurations(kind: str) -> dict[str, Metric]:
+    return {
+        **_spread(f"{kind}/accuracy", "accuracy of the answers, from 0 to 1", "mean", "std"),
+        **_spread(f"{kind}/latency_ms", "latency of a configuration that was run", "mean", "std", unit="ms"),
+        **_spread(f"{kind}/budget_violation", "of 1 where the latency is above the budget, else 0", "mean", "std"),
+        **_spread(f"{kind}/budget_ms", "latency budget", "mean", "max", unit="ms"),
+        **_spread(f"{kind}/num_active", "number of transformer blocks that run", "mean", "max", unit="block"),
+        **_spread(f"{kind}/tier", "place of the tier, from 0", "mean", "max"),
+        **_spread(f"{kind}/topk", "experts of a token in a running block", "mean", "max", unit="expert"),
+        f"{kind}/num_configs": Metric("configuration", "Configurations that were chosen.", _SUM),
+        f"throughput/{kind}/configs_per_s": Metric("configuration/s", "Configurations per second of the step.", _RATE),
+    }
+
+
+def _epoch(kind: str, what: str) -> dict[str, Metric]:
+    spread = {"Mean": "Mean", "Std": "Standard deviation"}
+    quantities = {"Reward": "1", "Accuracy": "1", "Latency": "ms"}
+    return {
+        **{
+            f"{kind}/{name}_{figure}": Metric(unit, f"{words} of the {name.lower()} over {what}.", _SAMPLES)
+            for name, unit in quantities.items()
+            for figure, words in spread.items()
+        },
+        f"{kind}/Budget_Violation_Rate": Metric("1", f"Share of {what} whose latency is above the budget.", _SAMPLES),
+    }
+
+
+BUDGET: dict[str, Metric] = {
+    **_configurations("train"),
+    **_configurations("eval"),
+    "throughput/train/configs_per_s_update": Metric("configuration/s", "The same per second of the update.", _RATE),
+    "throughput/train/cache_hit_rate": Metric(
+        "1", "Share of the configurations whose result for the sample was known already.", "over all ranks"
+    ),
+    "Train/Loss": Metric("1", "Mean loss of an epoch's steps; its axis is the epoch, as for the next.", _SAME),
+    **_epoch("Train", "an epoch's configurations"),
+    **_epoch("Val", "the samples that are measured at its end"),
 }
 
 VALIDATION: dict[str, Metric] = {
@@ -168,6 +216,7 @@ EVALUATION: dict[str, Metric] = {
 SECTIONS: dict[str, dict[str, Metric]] = {
     "Training": TRAINING,
     "Training by GRPO": GRPO,
+    "The budget controller": BUDGET,
     "Validation": VALIDATION,
     "Throughput": THROUGHPUT,
     "Time": TIME,

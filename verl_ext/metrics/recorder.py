@@ -10,10 +10,12 @@ from typing import Any
 from verl_ext.errors import UserError
 from verl_ext.metrics.console import ConsoleLines
 from verl_ext.metrics.csv_history import CsvHistory
+from verl_ext.metrics.epoch_history import EpochTables
 from verl_ext.metrics.jsonl import METRICS_FILE, MetricsFile
+from verl_ext.metrics.log_file import LOG_FILE, LogFile
 from verl_ext.metrics.notice import warn
 from verl_ext.metrics.samples import SAMPLES_FILE, SampleRow, SamplesFile
-from verl_ext.metrics.sinks import Sink, TensorBoardSink, VerlSink, WandbSink
+from verl_ext.metrics.sinks import EpochSink, Sink, TensorBoardSink, VerlSink, WandbSink
 from verl_ext.metrics.wandb_run import open_wandb_run, persistent_run_id
 
 OWN_BACKENDS = ("console", "tensorboard", "wandb")
@@ -37,6 +39,7 @@ class MetricsRecorder:
         config: Mapping[str, Any],
         total_steps: int,
         log_every: int = 10,
+        by_epoch: bool = False,
     ) -> None:
         """Open everything.
 
@@ -49,6 +52,8 @@ class MetricsRecorder:
             config: the resolved configuration, shown by the trackers.
             total_steps: optimizer steps of the whole run.
             log_every: steps between two console lines.
+            by_epoch: the CSV tables have a row for each epoch, from `log_epoch`, and what the console shows is also
+                written to `train.log`; otherwise they have a row for each step.
 
         Raises:
             UserError: a backend is unknown, `log_every` is below 1, or `metrics.jsonl` cannot be written.
@@ -58,7 +63,11 @@ class MetricsRecorder:
         self._file = MetricsFile(run_dir / METRICS_FILE, attempt)
         self._samples = SamplesFile(run_dir / SAMPLES_FILE, attempt)
         self._sinks: list[Sink] = []
-        self._add("csv", partial(CsvHistory, run_dir))
+        if by_epoch:
+            self._add("csv", partial(EpochTables, run_dir))
+            self._add("log file", partial(LogFile, run_dir / LOG_FILE, total_steps=total_steps, log_every=log_every))
+        else:
+            self._add("csv", partial(CsvHistory, run_dir))
         if "console" in backends:
             self._sinks.append(ConsoleLines(total_steps=total_steps, log_every=log_every))
         if "tensorboard" in backends:
@@ -83,6 +92,20 @@ class MetricsRecorder:
             try:
                 sink.write(row)
             except Exception as error:  # a tracker may raise anything, and none is worth a training run
+                self._sinks.remove(sink)
+                _warn_off(sink.name, error)
+
+    def log_epoch(self, kind: str, row: Mapping[str, float]) -> None:
+        """Write what an epoch came to: a row of the CSV tables, `Train/...` and `Val/...` in the trackers, a line.
+
+        Args:
+            kind: Train or Val.
+            row: by the `COLUMNS` of `epoch_history`.
+        """
+        for sink in [sink for sink in self._sinks if isinstance(sink, EpochSink)]:
+            try:
+                sink.write_epoch(kind, row)
+            except Exception as error:
                 self._sinks.remove(sink)
                 _warn_off(sink.name, error)
 

@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from verl_ext.errors import STOPPED_EXIT_CODE
+from verl_ext.metrics.epoch_history import tags_of
 from verl_ext.metrics.row import Row
 from verl_ext.metrics.samples import SampleRow
 
@@ -26,6 +27,16 @@ class Sink(Protocol):
 
     def close(self, exit_code: int = 0) -> None:
         """Hand over what is still held, and let go."""
+
+
+@runtime_checkable
+class EpochSink(Protocol):
+    """A place that is also told what an epoch came to."""
+
+    name: str
+
+    def write_epoch(self, kind: str, row: Mapping[str, float]) -> None:
+        """Take the figures of an epoch; `kind` is Train or Val, `row` has the `COLUMNS` of `epoch_history`."""
 
 
 class TensorBoardSink:
@@ -47,6 +58,12 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, row.step, walltime=row.time)
         self._writer.flush()
 
+    def write_epoch(self, kind: str, row: Mapping[str, float]) -> None:
+        """Write an epoch's figures as scalars, with epochs as the axis."""
+        for tag, value in tags_of(kind, row).items():
+            self._writer.add_scalar(tag, value, int(row["epoch"]))
+        self._writer.flush()
+
     def close(self, exit_code: int = 0) -> None:
         """Close the event file."""
         self._writer.close()
@@ -64,6 +81,13 @@ class WandbSink:
     def write(self, row: Row) -> None:
         """Log the row with `global_step` and `attempt` in it; W&B's own step only counts rows."""
         self._run.log({**row.metrics, "global_step": row.step, "attempt": row.attempt})
+
+    def write_epoch(self, kind: str, row: Mapping[str, float]) -> None:
+        """Log an epoch's figures, with epochs as the axis of their charts."""
+        tags = tags_of(kind, row)
+        for tag in tags:
+            self._run.define_metric(tag, step_metric="epoch")
+        self._run.log({**tags, "epoch": int(row["epoch"])})
 
     def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Log samples as a table under `train/samples`."""

@@ -59,6 +59,7 @@ class Attempt:
             config=OmegaConf.to_container(self.config, resolve=True),
             total_steps=self.total_steps,
             log_every=self.config.trainer.log_every,
+            by_epoch=self.config.stage == "budget",
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -68,7 +69,12 @@ class Attempt:
         self.recorder.log(step, metrics)
         if "train/loss" in metrics:
             self.last_step = step
-            self.bar.update(metrics["train/loss"])
+            self.bar.update(metrics)
+
+    def log_epoch(self, kind: str, row: Mapping[str, float]) -> None:
+        """Write what an epoch came to; see `MetricsRecorder.log_epoch`."""
+        if self.is_main:
+            self.recorder.log_epoch(kind, row)
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Write some samples for people to read."""

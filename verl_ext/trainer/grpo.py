@@ -48,7 +48,7 @@ class GRPOTrainer(PipelineTrainer):
         self.updater = Updater(
             self.policy, settings, dist.get_world_size(), self.optimizer_step, self.timer, self.device_name
         )
-        self.report = GRPOReport(self.policy, self.environment.names, self.device_name)
+        self.report = GRPOReport(self.policy, self.environment, self.device_name)
         rounds = algorithm.dynamic_sampling.max_rounds
         self.replacement = Replacement(rounds, self.further_prompts) if rounds else None
 
@@ -81,23 +81,32 @@ class GRPOTrainer(PipelineTrainer):
 
     def update_settings(self) -> UpdateSettings:
         """The sections `actor` and `algorithm` as the updates read them."""
-        actor, data, correction = self.config.actor, self.config.data, self.config.algorithm.rollout_correction
-        loss = LossSettings(
+        actor, data = self.config.actor, self.config.data
+        return UpdateSettings(
+            self.loss_settings(),
+            data.train_batch_size // (actor.ppo_mini_batch_size or data.train_batch_size),
+            actor.ppo_epochs,
+            data.micro_batch_size_per_gpu,
+            self.rollout_correction(),
+        )
+
+    def rollout_correction(self) -> tuple[str, float] | None:
+        """Level and threshold of truncated importance sampling, None for none of it."""
+        correction = self.config.algorithm.rollout_correction
+        return (correction.rollout_is, correction.rollout_is_threshold) if correction.rollout_is else None
+
+    def loss_settings(self) -> LossSettings:
+        """The section `actor` as the loss reads it."""
+        actor = self.config.actor
+        return LossSettings(
             actor.clip_ratio_low,
             actor.clip_ratio_high,
             actor.clip_ratio_c,
             actor.loss_agg_mode,
-            actor.loss_scale_factor or data.max_response_length,
+            actor.loss_scale_factor or self.config.data.max_response_length,
             actor.entropy_coeff,
             actor.kl_loss_coef if actor.use_kl_loss else 0.0,
             actor.kl_loss_type,
-        )
-        return UpdateSettings(
-            loss,
-            data.train_batch_size // (actor.ppo_mini_batch_size or data.train_batch_size),
-            actor.ppo_epochs,
-            data.micro_batch_size_per_gpu,
-            (correction.rollout_is, correction.rollout_is_threshold) if correction.rollout_is else None,
         )
 
     def make_batcher(self) -> Callable[[list[dict[str, Any]]], Any]:
@@ -162,8 +171,8 @@ class GRPOTrainer(PipelineTrainer):
         parts["time/eval/step_s"] = time.perf_counter() - start
         found = self.report.figures("eval", samples, rewards)
         found |= reduce_over_ranks(maxima=parts, device=self.device_name)
-        tokens = found["eval/total_valid_token_count"]
-        found["throughput/eval/valid_tokens_per_s"] = tokens / found["time/eval/step_s"]
+        decisions = found[f"eval/{self.policy.count_name}"]
+        found[f"throughput/eval/{self.policy.rate_name}"] = decisions / found["time/eval/step_s"]
         return found
 
     def measured_prompts(self) -> list[list[Prompt]]:
@@ -212,9 +221,9 @@ class GRPOTrainer(PipelineTrainer):
         parts["time/train/step_s"] = time.perf_counter() - self.step_start
         maxima = {**parts, **peak_memory(self.device_name)}
         found = {**figures, **reduce_over_ranks(maxima=maxima, device=self.device_name)}
-        tokens = found["train/total_valid_token_count"]
-        found["throughput/train/valid_tokens_per_s"] = tokens / found["time/train/step_s"]
-        found["throughput/train/valid_tokens_per_s_update"] = tokens / found["time/train/update_s"]
+        decisions, rate = found[f"train/{self.policy.count_name}"], f"throughput/train/{self.policy.rate_name}"
+        found[rate] = decisions / found["time/train/step_s"]
+        found[f"{rate}_update"] = decisions / found["time/train/update_s"]
         return found
 
 

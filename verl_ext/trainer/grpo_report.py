@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from verl_ext.grpo.environment import Reward
+from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.experience import Experience
 from verl_ext.grpo.figures import spreads
 from verl_ext.grpo.policy import Policy, Sample
@@ -24,28 +24,31 @@ class GRPOReport:
 
     Attributes:
         policy: measures samples.
-        reward_names: of the parts of each reward.
+        environment: rewards them; its names and figures are told.
         device: for reductions over ranks.
     """
 
     policy: Policy
-    reward_names: Sequence[str]
+    environment: Environment
     device: str
 
     def figures(self, kind: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, float]:
         """Of rewards and lengths; `kind` is train or eval."""
-        columns = {name: [reward.parts[name] for reward in rewards] for name in self.reward_names}
+        columns = {name: [reward.parts[name] for reward in rewards] for name in self.environment.names}
         columns["reward_total"] = [reward.total for reward in rewards]
         measured = [self.policy.measure(sample) for sample in samples]
         sizes = {name: [figures[name] for figures in measured] for name in self.policy.figures}
-        found = spreads({**columns, **sizes}, self.device)
+        results = {name: [reward.figures[name] for reward in rewards] for name in self.environment.figures}
+        found = spreads({**columns, **sizes, **results}, self.device)
         figures = {f"{name}_mean": found[name].mean for name in columns}
         figures |= found["reward_total"].named("reward_total", "std", "min", "max")
         for name in sizes:
             figures |= found[name].named(name, "mean", "max")
+        for name in results:
+            figures |= found[name].named(name, "mean", "std")
         counts = {
             "reward_failures": sum(len(reward.failures) for reward in rewards),
-            "total_valid_token_count": sum(map(self.policy.num_decisions, samples)),
+            self.policy.count_name: sum(map(self.policy.num_decisions, samples)),
         }
         figures |= reduce_over_ranks(sums=counts, device=self.device)
         return {f"{kind}/{name}": value for name, value in figures.items()}
@@ -59,6 +62,7 @@ class GRPOReport:
                 "number": sample.number,
                 **self.policy.row(sample),
                 **reward.parts,
+                **reward.figures,
                 "reward_total": reward.total,
                 "advantage": advantage,
             }

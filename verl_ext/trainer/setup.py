@@ -114,10 +114,7 @@ class TrainerSetup(FSDPSFTTrainer):
             return 0
         self.resume_global_step = step_of(path) or 0
         self.checkpoint_manager.load_checkpoint(str(path))
-        state = self.checkpoint_manager.load_data_state(str(path))
-        self.guard.num_skipped = state.get("skipped_steps", 0)
-        self.owes_validation = state.get("owes_validation", False)
-        self.train_sampler.load_state_dict(state)
+        self.load_data_state(self.checkpoint_manager.load_data_state(str(path)))
         return self.resume_global_step
 
     def save_checkpoint(self, step: int) -> None:
@@ -126,6 +123,12 @@ class TrainerSetup(FSDPSFTTrainer):
         self.checkpoint_manager.save_checkpoint(
             str(Path(self.config.trainer.default_local_dir) / f"global_step_{step}"), global_step=step
         )
+
+    def load_data_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `data_state` gave."""
+        self.guard.num_skipped = state.get("skipped_steps", 0)
+        self.owes_validation = state.get("owes_validation", False)
+        self.train_sampler.load_state_dict(state)
 
     def data_state(self) -> dict[str, Any]:
         """What the next start needs to know besides model, optimizer, schedule and random numbers."""

@@ -22,6 +22,11 @@ class Stage:
 
 def load_stage(name: str) -> Stage:
     """The stage of a configuration's `stage`."""
+    if name == "budget":
+        from verl_ext.trainer.budget import BudgetControllerTrainer
+        from verl_ext.trainer.budget_parts import load_questions
+
+        return Stage(BudgetControllerTrainer, load_questions)
     if name == "grpo":
         from verl_ext.data.load import load_prompts
         from verl_ext.trainer.grpo import GRPOTrainer

@@ -1,0 +1,80 @@
+"""Which vision-language model a controller decides about, and how that is asked; kept in the controller's export."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_ext.controller.adapters.base import VLMAdapter
+from verl_ext.controller.loading import fingerprint, load_adapter
+from verl_ext.controller.network import BudgetController
+from verl_ext.errors import UserError, first_line_of
+
+
+@dataclass(frozen=True)
+class ControlledModel:
+    """A vision-language model as a controller's training had it.
+
+    Attributes:
+        path: directory or hub name.
+        fingerprint: of its weights; None before it was loaded.
+        tier_sizes: see `VLMAdapter`.
+        max_new_tokens: of an answer.
+        question_suffix: put behind every question.
+        trust_remote_code: whether it brings its own code.
+    """
+
+    path: str
+    tier_sizes: tuple[int, ...]
+    max_new_tokens: int
+    question_suffix: str = ""
+    trust_remote_code: bool = False
+    fingerprint: str | None = None
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> ControlledModel:
+        """What `to_dict` gave."""
+        return cls(**{**content, "tier_sizes": tuple(content["tier_sizes"])})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "tier_sizes": list(self.tier_sizes)}
+
+    def load(self, device: str, dtype: torch.dtype) -> VLMAdapter:
+        """The model's adapter.
+
+        Raises:
+            UserError: it cannot be loaded, or is another one than the controller was trained for.
+        """
+        arguments: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": self.trust_remote_code}
+        adapter = load_adapter(self.path, self.tier_sizes, **arguments)
+        if self.fingerprint not in (None, fingerprint(adapter.model)):
+            raise UserError(
+                f"{self.path} is another model than the one that the controller was trained for; give that one"
+            )
+        return adapter
+
+
+def load_controller(directory: Path, vlm: str | None = None) -> tuple[BudgetController, ControlledModel]:
+    """An exported controller in evaluation mode, and the model that it was trained for.
+
+    Args:
+        directory: an export, with `config.json`.
+        vlm: where the vision-language model is by now; None where it was.
+
+    Raises:
+        UserError: it is no controller's export.
+    """
+    try:
+        controller = BudgetController.from_pretrained(directory).eval()
+        model = ControlledModel.of(controller.config.vlm)
+    except Exception as error:  # each part of a damaged export raises an exception of its own kind
+        raise UserError(
+            f"{directory} is no export of a budget controller ({first_line_of(error)}); give the huggingface folder "
+            "of a checkpoint of the stage budget"
+        ) from error
+    return controller, model if vlm is None else ControlledModel(**{**asdict(model), "path": vlm})

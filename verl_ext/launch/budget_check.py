@@ -1,0 +1,127 @@
+"""What the stage budget can refuse before torchrun starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.config.checks import check_choices, check_ranges, value_of
+from verl_ext.data.question_sources import KNOWN, QuestionSource
+from verl_ext.errors import UserError
+from verl_ext.launch.grpo_check import check_batches
+
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "data.eval_split": ("test", "train"),
+    "latency.source": ("model", "measured"),
+    "latency.validation": ("same", "measured"),
+    "controller.dtype": ("auto", "bf16", "fp32"),
+}
+RANGES = {  # lowest and highest value allowed
+    "data.max_unreadable_images": (0, math.inf),
+    "data.eval_batches": (-1, math.inf),
+    "algorithm.dynamic_sampling.max_rounds": (0, math.inf),
+    "actor.ppo_epochs": (1, math.inf),
+    "actor.clip_ratio_low": (0, 1),
+    "actor.clip_ratio_high": (0, math.inf),
+    "actor.clip_ratio_c": (1 + 1e-9, math.inf),
+    "actor.entropy_coeff": (0, math.inf),
+    "rollout.n": (2, math.inf),
+    "controller.hidden": (1, math.inf),
+    "controller.dropout": (0, 0.99),
+    "controller.max_new_tokens": (1, math.inf),
+    "controller.most_encodings": (1, math.inf),
+    "reward.accuracy": (0, math.inf),
+    "reward.latency_penalty": (0, math.inf),
+    "reward.budget_violation": (0, math.inf),
+    "reward.efficiency": (0, math.inf),
+    "reward.complexity": (0, math.inf),
+    "optim.plateau_factor": (1e-6, 1 - 1e-6),
+    "optim.plateau_patience": (0, math.inf),
+    "trainer.log_samples_every": (0, math.inf),
+    "trainer.samples_per_table": (1, math.inf),
+}
+_OF_LANGUAGE_MODELS = {  # settings of the other stages: the value they must keep here
+    "data.train_files": None,
+    "data.val_files": None,
+    "data.custom_cls.path": None,
+    "data.balance_dp_token": False,
+    "model.lora_rank": 0,
+    "model.use_liger": False,
+    "model.enable_gradient_checkpointing": False,
+    "optim.lr_scheduler": "constant",
+    "optim.lr_warmup_steps_ratio": 0.0,
+    "use_remove_padding": False,
+    "ulysses_sequence_parallel_size": 1,
+    "eval.watch": False,
+}
+
+
+def check_budget(config: DictConfig, world_size: int) -> None:
+    """Refuse settings of this stage that cannot work.
+
+    Raises:
+        UserError: the first of them and how to mend it.
+    """
+    check_choices(config, CHOICES)
+    check_ranges(config, RANGES)
+    for key, unused in _OF_LANGUAGE_MODELS.items():
+        if value_of(config, key) != unused:
+            raise UserError(f"{key} has no effect on a budget controller; leave it at {unused}")
+    if config.trainer.test_freq != config.data.eval_every_steps or config.data.eval_every_steps == 0:
+        raise UserError("trainer.test_freq is data.eval_every_steps in this stage: steps, or -1 for every epoch's end")
+    check_batches(config, world_size)
+    check_budgets(list(config.controller.budgets_ms))
+    is_one_update = config.actor.ppo_mini_batch_size in (None, config.data.train_batch_size)
+    if config.controller.dropout and not (is_one_update and config.actor.ppo_epochs == 1):
+        raise UserError(
+            "with several updates in a step a ratio would tell of dropout before it tells of an update; set "
+            "controller.dropout=0, or actor.ppo_epochs=1 with actor.ppo_mini_batch_size=null"
+        )
+    check_questions(config)
+    for key in ("controller.init_from", "controller.importance_file", "latency.file"):
+        path = value_of(config, key)
+        if path is not None and not Path(path).expanduser().exists():
+            raise UserError(f"{key}={path} does not exist; correct the path, or set it to null")
+
+
+def check_budgets(budgets_ms: list[Any]) -> None:
+    """Two positive numbers, ascending."""
+    are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in budgets_ms)
+    if len(budgets_ms) != 2 or not are_numbers or not 0 < budgets_ms[0] <= budgets_ms[1] < math.inf:
+        raise UserError(f"controller.budgets_ms is {budgets_ms}; it must be two ascending numbers of milliseconds")
+
+
+def check_questions(config: DictConfig) -> None:
+    """Each data set is known or has files, and there is something to learn from and to measure on."""
+    sources = {name: source_of(name, entry) for name, entry in OmegaConf.to_container(config.data.datasets).items()}
+    for split in ("train", "val"):
+        if not any(source.size(split) for source in sources.values()):
+            raise UserError(f"there is no question for {split}; give data.datasets.NAME.{split} a size, or -1 for all")
+        for name, source in sources.items():
+            if source.size(split) and source.source is None and name not in KNOWN:
+                raise UserError(
+                    f"data.datasets.{name} has no source and is none of {', '.join(KNOWN)}; give it a folder with "
+                    "train*.parquet and val*.parquet"
+                )
+            folder = Path(source.source or ".").expanduser()
+            if source.size(split) and source.source is not None and not any(folder.glob(f"{split}*.parquet")):
+                raise UserError(
+                    f"data.datasets.{name}.source={source.source} has no {split}*.parquet; prepare it or correct the "
+                    "path"
+                )
+
+
+def source_of(name: str, entry: Any) -> QuestionSource:
+    """An entry of `data.datasets`."""
+    known = ("train", "val", "source")
+    if not isinstance(entry, Mapping) or not set(entry) <= set(known):
+        raise UserError(f"data.datasets.{name} is {entry!r}; it must be a mapping of {', '.join(known)}")
+    for split in known[:2]:
+        size = entry.get(split, -1)
+        if isinstance(size, bool) or not isinstance(size, int) or size < -1:
+            raise UserError(f"data.datasets.{name}.{split} is {size!r}; it must be a number of rows, or -1 for all")
+    return QuestionSource(**entry)

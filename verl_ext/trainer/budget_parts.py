@@ -1,0 +1,159 @@
+"""The controller, the model that it controls and what its choices are worth, as the configuration wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from verl_ext.controller.adapters.base import VLMAdapter
+from verl_ext.controller.calibrate import calibrate
+from verl_ext.controller.checkpoints import load_weights
+from verl_ext.controller.configuration import ConfigurationSpace
+from verl_ext.controller.controlled import ControlledModel
+from verl_ext.controller.execution import Executor, Outcome
+from verl_ext.controller.importance import Importance, load_importance
+from verl_ext.controller.latency_model import LatencyModel
+from verl_ext.controller.loading import fingerprint
+from verl_ext.controller.network import BudgetController, BudgetControllerConfig
+from verl_ext.data.question_sources import QuestionSource
+from verl_ext.data.questions import ImageQuestion, QuestionDataset
+from verl_ext.errors import UserError
+from verl_ext.tell import tell
+from verl_ext.trainer.hardware import pick_precision
+from verl_ext.trainer.model import local_model_path
+
+LATENCY_FILE = "latency_model.json"
+"""Of a run that made its latency model itself."""
+MEASURED_QUESTIONS = 32
+"""On how many questions a latency model is fitted."""
+REPEATS = 3
+"""Runs of each configuration that is measured for it."""
+
+
+def load_questions(
+    config: DictConfig, tokenizer: object, progress: bool = False
+) -> tuple[QuestionDataset, QuestionDataset]:
+    """Questions to learn from and to measure on; the arguments are those of `data.load.load_datasets`."""
+    data = config.data
+    sources = {name: QuestionSource(**source) for name, source in data.datasets.items()}
+    train, val = (
+        QuestionDataset(sources, split, data.question_suffix, data.max_unreadable_images, progress)
+        for split in ("train", "val")
+    )
+    if len(train) < data.train_batch_size:
+        raise UserError(
+            f"there are {len(train)} questions to learn from, fewer than data.train_batch_size="
+            f"{data.train_batch_size}; lower it, or give more"
+        )
+    return train, val
+
+
+def controlled_model(config: DictConfig) -> ControlledModel:
+    """The vision-language model of the configuration."""
+    controller = config.controller
+    return ControlledModel(
+        local_model_path(config),
+        tuple(controller.tier_sizes),
+        controller.max_new_tokens,
+        config.data.question_suffix,
+        config.model.trust_remote_code,
+    )
+
+
+def make_executor(config: DictConfig) -> Executor:
+    """The frozen model, whole on every rank."""
+    controller, device = config.controller, config.trainer.device
+    adapter = controlled_model(config).load(device, pick_precision(controller.dtype, device))
+    return Executor(adapter, controller.max_new_tokens, most_encodings=controller.most_encodings)
+
+
+def importance_of(config: DictConfig, adapter: VLMAdapter) -> Importance | None:
+    """Of the model's blocks, where the configuration names a file."""
+    path = config.controller.importance_file
+    return None if path is None else load_importance(Path(path).expanduser(), adapter)
+
+
+def make_controller(config: DictConfig, executor: Executor, question: ImageQuestion) -> BudgetController:
+    """A controller that fits the model, its weights new or from `controller.init_from`.
+
+    Args:
+        config: the resolved configuration.
+        executor: of the model.
+        question: any, whose features say how wide they are.
+    """
+    section, adapter = config.controller, executor.adapter
+    space = adapter.space(section.min_active, section.max_active, list(section.topk_choices))
+    vision, language = executor.features(question)
+    vlm = {**controlled_model(config).to_dict(), "fingerprint": fingerprint(adapter.model)}
+    controller = BudgetController(
+        BudgetControllerConfig(
+            **vars(space),
+            vision_width=len(vision),
+            language_width=len(language),
+            low_ms=section.budgets_ms[0],
+            high_ms=section.budgets_ms[1],
+            hidden=section.hidden,
+            dropout=section.dropout,
+            vlm=vlm,
+        )
+    )
+    importance = importance_of(config, adapter)
+    if importance is not None:
+        controller.prefer(importance.scores)
+    if section.init_from is not None:
+        load_weights(controller, Path(section.init_from).expanduser())
+    return controller
+
+
+def latency_model(
+    config: DictConfig, executor: Executor, space: ConfigurationSpace, questions: Sequence[ImageQuestion]
+) -> LatencyModel:
+    """The latency model of `latency.file`, or of the run, which is made where it is missing.
+
+    Raises:
+        UserError: it was fitted on another model.
+    """
+    given, adapter = config.latency.file, executor.adapter
+    path = Path(config.trainer.default_local_dir) / LATENCY_FILE if given is None else Path(given).expanduser()
+    if given is None and not path.is_file():
+        sizes = config.latency.configurations, REPEATS, config.controller.max_new_tokens
+        found = calibrate(adapter, space, questions[:MEASURED_QUESTIONS], *sizes)
+        found.save(path)
+        tell(f"measured {sizes[0]} configurations for {path}; R squared {found.r2:.3f} on those that were not fitted")
+    found = LatencyModel.load(path)
+    if found.model != fingerprint(adapter.model):
+        raise UserError(
+            f"{path} was fitted on another model; calibrate this one by `python -m verl_ext.controller.calibrate`, or "
+            "set latency.file=null and remove it"
+        )
+    return found
+
+
+def measured_latency(outcome: Outcome) -> float:
+    """Milliseconds of an outcome as they were measured."""
+    return outcome.latency.total_ms
+
+
+def check_budgets(
+    low_ms: float,
+    executor: Executor,
+    space: ConfigurationSpace,
+    questions: Sequence[ImageQuestion],
+    latency_of: Callable[[Outcome], float],
+) -> None:
+    """Refuse budgets that nothing can keep.
+
+    Raises:
+        UserError: the least budget is below what the cheapest configuration takes for most of the questions.
+    """
+    cheapest = space.cheapest(range(1, space.num_blocks))
+    executor.run(questions[0], cheapest)  # the first one is not warm
+    taken = sorted(latency_of(executor.run_anew(question, cheapest)) for question in questions)
+    needed = taken[len(taken) // 2]
+    if low_ms < needed:
+        raise UserError(
+            f"controller.budgets_ms begins at {low_ms:g} ms, but the cheapest configuration takes {needed:.1f} ms; "
+            f"begin at {needed * 1.05:.1f} ms or more"
+        )

@@ -1,0 +1,42 @@
+"""A controller's weights in one file, by the names that users of the older code load: `best_model.pt` and the like."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from verl_ext.checkpoint.writing import FileWriter, naming
+from verl_ext.controller.checkpoints import STATE
+
+BEST_MODEL = "best_model.pt"
+
+
+def epoch_file(epoch: int) -> str:
+    """Name of the file of an epoch, counted from 1."""
+    return f"checkpoint_epoch_{epoch}.pt"
+
+
+def write_controller(path: Path, weights: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
+    """Write weights on the CPU and what is said of them; a file is there whole or not at all.
+
+    Raises:
+        UserError: the disk refuses it.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    with FileWriter() as writer:
+        writer.write_object(temporary, {STATE: dict(weights), **about})
+    with naming(path):
+        os.replace(temporary, path)
+
+
+def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state of a sharded model on the CPU; collective."""
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+        for name, tensor in model.state_dict().items()
+    }
