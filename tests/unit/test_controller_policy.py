@@ -15,7 +15,8 @@ from tests import tiny_vlms
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.controller.environment import ModelEnvironment
-from verl_ext.controller.execution import Executor
+from verl_ext.controller.execution import Executor, Outcome
+from verl_ext.controller.latency_source import LatencySource
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.reward import RewardWeights
@@ -105,16 +106,33 @@ def test_a_sample_is_run_once_for_each_configuration(executor: Executor, space: 
     assert outcomes[0].workload.num_patches == 64 and outcomes[0].workload.num_prompt_tokens > 16
 
 
+class Told(LatencySource):
+    """Says what it was told."""
+
+    def __init__(self, milliseconds: list[float]) -> None:
+        self._told = iter(milliseconds)
+
+    def of_run(self, outcome: Outcome) -> float:
+        return next(self._told)
+
+    def of_looking(self, executor: Executor, question: ImageQuestion) -> float:
+        return 5.0
+
+
 def test_rewards_are_those_of_what_was_run(
     policy: ControllerPolicy, executor: Executor, space: ConfigurationSpace
 ) -> None:
-    told = iter([10.0, 30.0, 90.0, 90.0])
-    environment = ModelEnvironment(executor, space, RewardWeights(), soft_accuracy, lambda outcome: next(told))
+    environment = ModelEnvironment(executor, space, RewardWeights(), soft_accuracy, Told([10.0, 30.0, 90.0, 90.0]))
+    for parameter in policy._controller.tier_head.parameters():
+        torch.nn.init.zeros_(parameter)  # so that there are choices of several tiers
     samples = list(policy.draw(prompts(3), 1, num_samples=4))
     for sample in samples:
         environment.submit(sample)
     rewards = environment.collect()
-    assert [reward.figures["latency_ms"] for reward in rewards] == [10.0, 30.0, 90.0, 90.0]
+    looked = [5.0 * (sample.action.configuration.tier > 0) for sample in samples]
+    assert {*looked} == {0.0, 5.0}  # a choice of the lowest tier has the look that it was chosen by already
+    taken = [run + look for run, look in zip([10.0, 30.0, 90.0, 90.0], looked, strict=True)]
+    assert [reward.figures["latency_ms"] for reward in rewards] == taken
     budget = samples[0].action.budget_ms
     for reward in rewards:
         assert tuple(reward.parts) == environment.names and reward.figures.keys() == set(environment.figures)

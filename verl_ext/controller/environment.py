@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from verl_ext.controller.configuration import ConfigurationSpace
+from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.execution import Executor, Outcome
+from verl_ext.controller.latency_source import LatencySource
 from verl_ext.controller.reward import NAMES, RewardWeights
+from verl_ext.data.questions import ImageQuestion
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.policy import Sample
 
@@ -21,7 +23,7 @@ class ModelEnvironment(Environment):
         space: of the configurations.
         weights: of the reward's parts.
         score: an answer against its references, from 0 to 1.
-        latency_of: milliseconds of an outcome: as measured, or by the latency model.
+        latency: where milliseconds come from.
     """
 
     names = NAMES
@@ -33,10 +35,10 @@ class ModelEnvironment(Environment):
         space: ConfigurationSpace,
         weights: RewardWeights,
         score: Callable[[str, Sequence[str]], float],
-        latency_of: Callable[[Outcome], float],
+        latency: LatencySource,
     ) -> None:
         self._executor, self._space, self._weights = executor, space, weights
-        self._score, self._latency_of = score, latency_of
+        self._score, self._latency = score, latency
         self._waiting: list[Sample] = []
         self._measures = False
 
@@ -61,11 +63,19 @@ class ModelEnvironment(Environment):
     def close(self) -> None:
         """See `Environment.close`: nothing was started."""
 
+    def _run(self, question: ImageQuestion, configuration: Configuration) -> tuple[Outcome, float]:
+        """What a configuration gives, and its latency with that of the look at the lowest tier that chose it."""
+        if self._measures:
+            outcome = self._executor.run_anew(question, configuration)
+            looking_ms = self._executor.look_anew(question) if configuration.tier else 0.0
+            return outcome, outcome.latency.total_ms + looking_ms
+        outcome = self._executor.run(question, configuration)
+        looking_ms = self._latency.of_looking(self._executor, question) if configuration.tier else 0.0
+        return outcome, self._latency.of_run(outcome) + looking_ms
+
     def _reward(self, sample: Sample) -> Reward:
         action, question = sample.action, sample.prompt.content["sample"]
-        run = self._executor.run_anew if self._measures else self._executor.run
-        outcome = run(question, action.configuration)
-        latency_ms = outcome.latency.total_ms if self._measures else self._latency_of(outcome)
+        outcome, latency_ms = self._run(question, action.configuration)
         accuracy = self._score(outcome.answer, question.references)
         complexity = self._space.complexity(action.configuration)
         parts = self._weights.parts(accuracy, latency_ms, action.budget_ms, complexity)

@@ -45,11 +45,15 @@ class Workload:
         blocks, experts = self.configuration.num_active, sum(self.configuration.topk)
         tokens, decoded, patches = self.num_prompt_tokens, self.num_decoded, self.num_patches
         if part == "vision_ms":
-            return [1, patches, patches**2]
+            return _vision_features(patches)
         if part == "prefill_ms":
             return [1, tokens, blocks, blocks * tokens, blocks * tokens**2, experts, experts * tokens]
         context = tokens + decoded / 2
         return [decoded, blocks * decoded, blocks * context * decoded, experts * decoded]
+
+
+def _vision_features(num_patches: int) -> list[float]:
+    return [1, num_patches, num_patches**2]
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,12 @@ class LatencyModel:
             for part, names in FEATURES.items()
         }
         return Latency(**parts, num_decoded=workload.num_decoded)
+
+    def vision_ms(self, num_patches: int) -> float:
+        """Milliseconds of encoding an image of so many patches."""
+        names = FEATURES["vision_ms"]
+        values = dict(zip(names, _vision_features(num_patches)))
+        return sum(self.coefficients["vision_ms"][name] * values[name] for name in names)
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from verl_ext.collective import on_every_rank, on_rank_zero
 from verl_ext.controller.environment import ModelEnvironment
+from verl_ext.controller.latency_source import LatencySource, MeasuredLatency, ModelledLatency
 from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.reward import RewardWeights
 from verl_ext.controller.scoring.vqa import soft_accuracy
@@ -19,7 +20,6 @@ from verl_ext.trainer.budget_parts import (
     latency_model,
     make_controller,
     make_executor,
-    measured_latency,
 )
 from verl_ext.trainer.controller_files import BEST_MODEL, epoch_file, whole_weights, write_controller
 from verl_ext.trainer.grpo import GRPOTrainer
@@ -50,13 +50,14 @@ class BudgetControllerTrainer(GRPOTrainer):
         config, space, questions = self.config, self.model_config.space, self.train_dataset.samples
         if config.latency.source == "model":
             on_rank_zero(lambda: latency_model(config, self.executor, space, questions))
-            model = on_every_rank(lambda: latency_model(config, self.executor, space, questions))
-            latency_of = lambda outcome: model.predict(outcome.workload).total_ms  # noqa: E731
+            latency: LatencySource = ModelledLatency(
+                on_every_rank(lambda: latency_model(config, self.executor, space, questions))
+            )
         else:
-            latency_of = measured_latency
+            latency = MeasuredLatency()
         checked = questions[:CHECKED_QUESTIONS]
-        on_every_rank(lambda: check_budgets(config.controller.budgets_ms[0], self.executor, space, checked, latency_of))
-        return ModelEnvironment(self.executor, space, RewardWeights(**config.reward), soft_accuracy, latency_of)
+        on_every_rank(lambda: check_budgets(config.controller.budgets_ms[0], self.executor, space, checked, latency))
+        return ModelEnvironment(self.executor, space, RewardWeights(**config.reward), soft_accuracy, latency)
 
     def make_policy(self) -> ControllerPolicy:
         """What is trained: the controller."""

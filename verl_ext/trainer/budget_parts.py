@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -12,9 +12,10 @@ from verl_ext.controller.calibrate import calibrate
 from verl_ext.controller.checkpoints import load_weights
 from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.controller.controlled import ControlledModel
-from verl_ext.controller.execution import Executor, Outcome
+from verl_ext.controller.execution import Executor
 from verl_ext.controller.importance import Importance, load_importance
 from verl_ext.controller.latency_model import LatencyModel
+from verl_ext.controller.latency_source import LatencySource
 from verl_ext.controller.loading import fingerprint
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.data.question_sources import QuestionSource
@@ -131,17 +132,12 @@ def latency_model(
     return found
 
 
-def measured_latency(outcome: Outcome) -> float:
-    """Milliseconds of an outcome as they were measured."""
-    return outcome.latency.total_ms
-
-
 def check_budgets(
     low_ms: float,
     executor: Executor,
     space: ConfigurationSpace,
     questions: Sequence[ImageQuestion],
-    latency_of: Callable[[Outcome], float],
+    latency: LatencySource,
 ) -> None:
     """Refuse budgets that nothing can keep.
 
@@ -150,7 +146,7 @@ def check_budgets(
     """
     cheapest = space.cheapest(range(1, space.num_blocks))
     executor.run(questions[0], cheapest)  # the first one is not warm
-    taken = sorted(latency_of(executor.run_anew(question, cheapest)) for question in questions)
+    taken = sorted(latency.of_run(executor.run_anew(question, cheapest)) for question in questions)
     needed = taken[len(taken) // 2]
     if low_ms < needed:
         raise UserError(

@@ -1,0 +1,146 @@
+"""The stage budget before any rank starts, and the parts of its epochs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from tests.tiny_questions import write_questions
+from verl_ext.config.compose import compose_config
+from verl_ext.errors import UserError
+from verl_ext.launch.budget_check import check_budget
+from verl_ext.metrics.epoch_history import COLUMNS, EpochSums, EpochTables, line_of, tags_of
+from verl_ext.metrics.log_file import LogFile
+from verl_ext.metrics.names import describe
+from verl_ext.metrics.row import Row
+from verl_ext.trainer.plateau import PlateauSchedule
+
+RECIPE = """
+# of a budget controller
+stage: budget
+data: {{train_batch_size: 2, datasets: {{tiny: {{train: 4, source: {questions}}}}}}}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(questions=write_questions(tmp_path / "questions", 4, 2)))
+    return path
+
+
+def config_of(recipe: Path, *overrides: str) -> DictConfig:
+    return compose_config("grpo", [f"recipe={recipe}", *overrides])
+
+
+def test_the_recipe_says_which_stage_it_is_of(recipe: Path, tmp_path: Path) -> None:
+    config = config_of(recipe, "data.datasets.tiny.val=1")
+    check_budget(config, 2)
+    assert config.stage == "budget" and config.data.datasets.tiny == {
+        "train": 4,
+        "source": str(tmp_path / "questions"),
+        "val": 1,
+    }
+    with pytest.raises(UserError, match=r"is of the stage 'budget'; run_sft.sh has sft"):
+        compose_config("sft", [f"recipe={recipe}"])
+    with pytest.raises(UserError, match="stage=grpo is not for the command line"):
+        config_of(recipe, "stage=grpo")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("controller.budgets_ms=[90,10]", "two ascending numbers of milliseconds"),
+        ("controller.budgets_ms=[10]", "two ascending numbers of milliseconds"),
+        ("rollout.n=1", "rollout.n is 1"),
+        ("latency.source=guessed", "take one of model, measured"),
+        ("latency.file=/nowhere.json", "latency.file=/nowhere.json does not exist"),
+        ("controller.importance_file=/nowhere.json", "does not exist"),
+        ("optim.lr_scheduler=cosine", "optim.lr_scheduler has no effect on a budget controller"),
+        ("eval.watch=true", "eval.watch has no effect"),
+        ("data.eval_every_steps=0", "or -1 for every epoch's end"),
+        ("actor.ppo_epochs=2", "set controller.dropout=0"),
+        ("actor.ppo_mini_batch_size=3", "must divide data.train_batch_size=2"),
+        ("data.datasets.tiny.train=0", "there is no question for train"),
+        ("data.datasets.tiny.val=0", "there is no question for val"),
+        ("data.datasets.tiny.train=many", "must be a number of rows, or -1 for all"),
+        ("data.datasets.tiny.size=3", "it must be a mapping of train, val, source"),
+        ("data.datasets.tiny.source=/nowhere", "has no train\\*.parquet"),
+        ("data.datasets.mine={train: 3}", "is none of text_vqa, coco_2014_vqa, okvqa, coco_caption"),
+    ],
+)
+def test_what_cannot_work_is_refused(override: str, message: str, recipe: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        check_budget(config_of(recipe, override), 1)
+
+
+def test_an_epoch_is_the_mean_over_its_samples() -> None:
+    sums = EpochSums()
+    rewards, losses = [[1.0, 2.0, 6.0], [3.0]], [0.5, 1.5]
+    for loss, values in zip(losses, rewards):
+        mean = sum(values) / len(values)
+        std = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+        spread = {
+            f"{name}_{figure}": number
+            for name in ("reward", "accuracy", "latency")
+            for figure, number in (("mean", mean), ("std", std))
+        }
+        sums.add(len(values), {**spread, "budget_violation_rate": 1.0 if len(values) == 1 else 0.0}, loss)
+    row = EpochSums(**vars(sums)).row(7)  # as a checkpoint gives it back
+    assert tuple(row) == COLUMNS and row["epoch"] == 7 and row["loss"] == 1.0
+    assert row["reward_mean"] == pytest.approx(3) and row["reward_std"] == pytest.approx(math.sqrt(3.5))
+    assert row["budget_violation_rate"] == 0.25
+
+
+ROW = dict.fromkeys(COLUMNS, 0.5)
+
+
+def test_a_resumed_run_replaces_the_epochs_that_it_runs_again(tmp_path: Path) -> None:
+    tables = EpochTables(tmp_path)
+    for epoch, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4)):
+        tables.write_epoch("Train", {**ROW, "epoch": epoch, "reward_mean": reward})
+    lines = (tmp_path / "training_history.csv").read_text().splitlines()
+    assert lines[0] == (
+        "epoch,loss,reward_mean,reward_std,accuracy_mean,accuracy_std,latency_mean,latency_std,budget_violation_rate"
+    )
+    assert [line.split(",")[:3] for line in lines[1:]] == [["1", "0.5", "0.1"], ["2", "0.5", "0.4"]]
+    assert not (tmp_path / "validation_history.csv").exists()
+
+
+def test_a_row_without_a_loss_is_told_without_one() -> None:
+    row = {**ROW, "epoch": 3, "loss": math.nan}
+    assert "Val/Loss" not in tags_of("Val", row) and tags_of("Val", row)["Val/Budget_Violation_Rate"] == 0.5
+    assert line_of("Val", row).startswith("Val epoch 3: reward 0.5000 (std 0.5000), accuracy ")
+    assert tags_of("Train", ROW)["Train/Loss"] == 0.5
+    assert all(describe(tag) for tag in tags_of("Train", ROW))
+
+
+def test_the_log_file_has_the_lines_of_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):  # two attempts
+        log = LogFile(tmp_path / "train.log", total_steps=9, log_every=1)
+        log.write(Row(1, 1, 0.0, {"train/loss": 0.25, "train/accuracy_mean": 0.5}))
+        log.write_epoch("Train", {**ROW, "epoch": 1})
+        log.close()
+    lines = (tmp_path / "train.log").read_text().splitlines()
+    assert len(lines) == 4 and lines[0].endswith(" - INFO - step 1/9 | loss 0.2500 | accuracy 0.500")
+    assert "Train epoch 1: loss 0.5000" in lines[1] and capsys.readouterr().out == ""
+
+
+def test_only_a_measurement_moves_the_learning_rate() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = PlateauSchedule(optimizer, factor=0.5, patience=1)
+    for _ in range(10):
+        schedule.step()
+    assert schedule.get_last_lr() == [1.0]
+    for reward in (0.3, 0.3, 0.3):
+        schedule.step(reward)
+    assert schedule.get_last_lr() == [0.5]
+    resumed = PlateauSchedule(optimizer, factor=0.5, patience=1)
+    resumed.load_state_dict(schedule.state_dict())
+    for reward in (0.2, 0.4, 0.4):
+        resumed.step(reward)
+    assert resumed.get_last_lr() == [0.5] and resumed.best == 0.4
