@@ -45,7 +45,7 @@ def test_the_recipe_says_which_stage_it_is_of(recipe: Path, tmp_path: Path) -> N
         "source": str(tmp_path / "questions"),
         "val": 1,
     }
-    with pytest.raises(UserError, match=r"is of the stage 'budget'; run_sft.sh has sft"):
+    with pytest.raises(UserError, match=r"is of the stage 'budget'; run_sft.sh has sft, vlm_sft"):
         compose_config("sft", [f"recipe={recipe}"])
     with pytest.raises(UserError, match="stage=grpo is not for the command line"):
         config_of(recipe, "stage=grpo")

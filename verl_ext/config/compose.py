@@ -14,9 +14,9 @@ from verl_ext.config.recipes import find_recipe
 from verl_ext.errors import UserError
 
 VERL_CONFIG = "sft_trainer"
-OURS = {"sft": ("sft",), "grpo": ("sft", "grpo"), "budget": ("sft", "budget")}
+OURS = {"sft": ("sft",), "grpo": ("sft", "grpo"), "budget": ("sft", "budget"), "vlm_sft": ("sft", "vlm_sft")}
 """What is merged over it for each stage, later over earlier."""
-STAGES = {"sft": ("sft",), "grpo": ("grpo", "budget")}
+STAGES = {"sft": ("sft", "vlm_sft"), "grpo": ("grpo", "budget")}
 """Which stages the recipes of a command may be of; the first where a recipe does not say."""
 
 

@@ -50,7 +50,7 @@ def load_adapter(
             f"the vision-language model {path} cannot be loaded ({first_line_of(error)}); give the directory of one, "
             "or trust_remote_code for a model that brings its own code"
         ) from error
-    return adapter_of(model.to(device), processor, tier_sizes)
+    return adapter_of(model.to(device).eval().requires_grad_(False), processor, tier_sizes)
 
 
 def fingerprint(model: PreTrainedModel) -> str:

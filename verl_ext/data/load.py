@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from verl_ext.config.inputs import file_list
 from verl_ext.data.chat import ChatDataset
 from verl_ext.data.prompts import PromptDataset
+from verl_ext.data.question_sources import QuestionSource
+from verl_ext.data.questions import QuestionDataset
 from verl_ext.errors import UserError, first_line_of
 
 
@@ -43,6 +45,31 @@ def load_prompts(
     if not file_list(data.val_files):
         return train, None
     return train, PromptDataset(data.val_files, tokenizer, data, data.val_max_samples, progress)
+
+
+def load_questions(
+    config: DictConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False
+) -> tuple[QuestionDataset, QuestionDataset | None]:
+    """Questions about images to learn from and to measure on; the arguments are those of `load_datasets`.
+
+    Raises:
+        UserError: they cannot be read, or there are fewer than a batch to learn from.
+    """
+    data = config.data
+    sources = {name: QuestionSource(**source) for name, source in data.datasets.items()}
+    splits = [split for split in ("train", "val") if any(source.size(split) for source in sources.values())]
+    train, val = (
+        QuestionDataset(sources, split, data.question_suffix, data.max_unreadable_images, progress)
+        if split in splits
+        else None
+        for split in ("train", "val")
+    )
+    if len(train) < data.train_batch_size:
+        raise UserError(
+            f"there are {len(train)} questions to learn from, fewer than data.train_batch_size="
+            f"{data.train_batch_size}; lower it, or give more"
+        )
+    return train, val
 
 
 def load_dataset(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_ext.config.checks import check_choices, check_ranges, value_of
-from verl_ext.data.question_sources import KNOWN, QuestionSource
 from verl_ext.errors import UserError
 from verl_ext.launch.grpo_check import check_batches
+from verl_ext.launch.question_check import check_questions
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "data.eval_split": ("test", "train"),
@@ -81,7 +80,7 @@ def check_budget(config: DictConfig, world_size: int) -> None:
             "with several updates in a step a ratio would tell of dropout before it tells of an update; set "
             "controller.dropout=0, or actor.ppo_epochs=1 with actor.ppo_mini_batch_size=null"
         )
-    check_questions(config)
+    check_questions(config, ("train", "val"))
     for key in ("controller.init_from", "controller.importance_file", "latency.file"):
         path = value_of(config, key)
         if path is not None and not Path(path).expanduser().exists():
@@ -93,35 +92,3 @@ def check_budgets(budgets_ms: list[Any]) -> None:
     are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in budgets_ms)
     if len(budgets_ms) != 2 or not are_numbers or not 0 < budgets_ms[0] <= budgets_ms[1] < math.inf:
         raise UserError(f"controller.budgets_ms is {budgets_ms}; it must be two ascending numbers of milliseconds")
-
-
-def check_questions(config: DictConfig) -> None:
-    """Each data set is known or has files, and there is something to learn from and to measure on."""
-    sources = {name: source_of(name, entry) for name, entry in OmegaConf.to_container(config.data.datasets).items()}
-    for split in ("train", "val"):
-        if not any(source.size(split) for source in sources.values()):
-            raise UserError(f"there is no question for {split}; give data.datasets.NAME.{split} a size, or -1 for all")
-        for name, source in sources.items():
-            if source.size(split) and source.source is None and name not in KNOWN:
-                raise UserError(
-                    f"data.datasets.{name} has no source and is none of {', '.join(KNOWN)}; give it a folder with "
-                    "train*.parquet and val*.parquet"
-                )
-            folder = Path(source.source or ".").expanduser()
-            if source.size(split) and source.source is not None and not any(folder.glob(f"{split}*.parquet")):
-                raise UserError(
-                    f"data.datasets.{name}.source={source.source} has no {split}*.parquet; prepare it or correct the "
-                    "path"
-                )
-
-
-def source_of(name: str, entry: Any) -> QuestionSource:
-    """An entry of `data.datasets`."""
-    known = ("train", "val", "source")
-    if not isinstance(entry, Mapping) or not set(entry) <= set(known):
-        raise UserError(f"data.datasets.{name} is {entry!r}; it must be a mapping of {', '.join(known)}")
-    for split in known[:2]:
-        size = entry.get(split, -1)
-        if isinstance(size, bool) or not isinstance(size, int) or size < -1:
-            raise UserError(f"data.datasets.{name}.{split} is {size!r}; it must be a number of rows, or -1 for all")
-    return QuestionSource(**entry)

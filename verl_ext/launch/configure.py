@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from verl_ext.checkpoint.resume import find_checkpoint
 from verl_ext.checkpoint.retention import Retention
 from verl_ext.config.checks import check_batch, check_values
-from verl_ext.config.compose import compose_config
+from verl_ext.config.compose import STAGES, compose_config
 from verl_ext.config.evaluation import check_evaluation_keys
 from verl_ext.config.inputs import check_data, check_model
 from verl_ext.config.preemption import check_preemption
@@ -20,6 +20,7 @@ from verl_ext.errors import UserError
 from verl_ext.launch.budget_check import check_budget
 from verl_ext.launch.grpo_check import check_grpo
 from verl_ext.launch.grpo_model import settle_model
+from verl_ext.launch.vlm_check import check_vlm_sft
 from verl_ext.metrics.names import describe
 
 
@@ -58,7 +59,7 @@ def check_config(config: DictConfig) -> None:
         UserError: the first thing that is wrong and how to mend it.
     """
     world_size = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    if config.stage != "sft":
+    if config.stage in STAGES["grpo"]:
         settle_model(config)
     check_values(config)
     check_preemption(config)
@@ -68,6 +69,8 @@ def check_config(config: DictConfig) -> None:
     check_model(config)
     if config.stage == "budget":
         check_budget(config, world_size)
+    elif config.stage == "vlm_sft":
+        check_vlm_sft(config)
     else:
         check_data(config)
     if config.stage == "grpo":

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.checkpoint.layout import BEST, EXPORT, list_steps, step_of, what_is_wrong
 from verl_ext.checkpoint.lease import leased
+from verl_ext.config.compose import STAGES
 from verl_ext.errors import UserError
 from verl_ext.tell import tell
 
@@ -93,7 +94,7 @@ def newest_export(run_dir: Path) -> Path:
 @contextmanager
 def holding_model(config: DictConfig) -> Iterator[None]:
     """Keep the checkpoint that the run begins from out of its own run's rotation meanwhile."""
-    export = Path(str(config.model.partial_pretrain)).expanduser() if config.stage != "sft" else None
+    export = Path(str(config.model.partial_pretrain)).expanduser() if config.stage in STAGES["grpo"] else None
     if export is None or export.name != EXPORT or step_of(export.parent) is None:
         yield
         return

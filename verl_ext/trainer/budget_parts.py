@@ -18,8 +18,7 @@ from verl_ext.controller.latency_model import LatencyModel
 from verl_ext.controller.latency_source import LatencySource
 from verl_ext.controller.loading import fingerprint
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
-from verl_ext.data.question_sources import QuestionSource
-from verl_ext.data.questions import ImageQuestion, QuestionDataset
+from verl_ext.data.questions import ImageQuestion
 from verl_ext.errors import UserError
 from verl_ext.tell import tell
 from verl_ext.trainer.hardware import pick_precision
@@ -31,24 +30,6 @@ MEASURED_QUESTIONS = 32
 """On how many questions a latency model is fitted."""
 REPEATS = 3
 """Runs of each configuration that is measured for it."""
-
-
-def load_questions(
-    config: DictConfig, tokenizer: object, progress: bool = False
-) -> tuple[QuestionDataset, QuestionDataset]:
-    """Questions to learn from and to measure on; the arguments are those of `data.load.load_datasets`."""
-    data = config.data
-    sources = {name: QuestionSource(**source) for name, source in data.datasets.items()}
-    train, val = (
-        QuestionDataset(sources, split, data.question_suffix, data.max_unreadable_images, progress)
-        for split in ("train", "val")
-    )
-    if len(train) < data.train_batch_size:
-        raise UserError(
-            f"there are {len(train)} questions to learn from, fewer than data.train_batch_size="
-            f"{data.train_batch_size}; lower it, or give more"
-        )
-    return train, val
 
 
 def controlled_model(config: DictConfig) -> ControlledModel:

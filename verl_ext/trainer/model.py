@@ -61,7 +61,9 @@ def local_model_path(config: DictConfig) -> str:
     return copy_to_local(str(Path(config.model.partial_pretrain).expanduser()), use_shm=config.model.use_shm)
 
 
-def load_model(config: DictConfig, device_mesh: DeviceMesh, device_name: str) -> PreTrainedModel:
+def load_model(
+    config: DictConfig, device_mesh: DeviceMesh, device_name: str, auto_class: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
     """The unsharded model: real weights on rank 0, no memory on the others, which receive theirs when it is sharded."""
     arguments: dict[str, Any] = {
         "dtype": PrecisionType.to_dtype(config.model.fsdp_config.model_dtype),
@@ -74,9 +76,9 @@ def load_model(config: DictConfig, device_mesh: DeviceMesh, device_name: str) ->
         model_config = load_model_config(config)
         # Tied weights must be real everywhere: two meta tensors that are one parameter come apart on materialising.
         if device_mesh.get_rank() == 0 or model_config.tie_word_embeddings:
-            return AutoModelForCausalLM.from_pretrained(local_model_path(config), config=model_config, **arguments)
+            return auto_class.from_pretrained(local_model_path(config), config=model_config, **arguments)
         with init_empty_weights(include_buffers=False):
-            return AutoModelForCausalLM.from_config(model_config, **arguments)
+            return auto_class.from_config(model_config, **arguments)
     except Exception as error:  # each part of a damaged model raises an exception of its own kind
         first_line = first_line_of(error)
         raise UserError(

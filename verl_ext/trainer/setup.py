@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 
 from verl_ext.checkpoint.layout import step_of
@@ -78,6 +80,11 @@ class TrainerSetup(FSDPSFTTrainer):
         self.total_steps = scheduled if scheduled > 0 else max(steps_in_epochs, self.total_training_steps)
         self.total_steps *= self.updates_per_step
 
+    @cached_property
+    def processing_class(self) -> ProcessorMixin | PreTrainedTokenizerBase:
+        """What exports have beside the model."""
+        return self.tokenizer
+
     def make_batcher(self) -> Callable[[list[dict[str, Any]]], Any]:
         """What makes one rank's batch of a step from the samples of the data set."""
         return MicroBatcher(self.config.data.micro_batch_size_per_gpu, self.tokenizer.pad_token_id)
@@ -95,7 +102,7 @@ class TrainerSetup(FSDPSFTTrainer):
             model=self.fsdp_model,
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
-            processing_class=self.tokenizer,
+            processing_class=self.processing_class,
             checkpoint_config=OmegaConf.create(OmegaConf.to_container(trainer.checkpoint)),
             options=SaveOptions.of(trainer, self.total_training_steps, digest, COLLECTIVE_TIMEOUT),
             stream=self.dp_rank,

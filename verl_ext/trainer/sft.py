@@ -60,11 +60,16 @@ class SFTTrainer(PipelineTrainer):
         num_tokens = max(self.sum_over_data_ranks(batch.num_loss_tokens), 1.0)
         total = torch.zeros((), device=self.device_name)
         with self.sequence_parallelism():  # around backward too, where checkpointed layers run forward again
-            for micro_batch in batch.micro_batches:
-                loss = self.summed_loss(micro_batch)
-                (loss * (self.dp_size / num_tokens)).backward()
+            for number, micro_batch in enumerate(batch.micro_batches):
+                with self.what_runs(number):
+                    loss = self.summed_loss(micro_batch)
+                    (loss * (self.dp_size / num_tokens)).backward()
                 total += loss.detach()
         return self.sum_over_data_ranks(float(total)) / num_tokens, num_tokens
+
+    def what_runs(self, number: int) -> AbstractContextManager[None]:
+        """Around a micro-batch, counted within the step: which part of the model runs; all of it here."""
+        return nullcontext()
 
     def sequence_parallelism(self) -> AbstractContextManager:
         """Where attention is split over the ranks of a sequence; nothing when each rank has whole sequences."""

@@ -22,9 +22,13 @@ class Stage:
 
 def load_stage(name: str) -> Stage:
     """The stage of a configuration's `stage`."""
+    if name == "vlm_sft":
+        from verl_ext.trainer.vlm_sft import VLMSFTTrainer, load_chats
+
+        return Stage(VLMSFTTrainer, load_chats)
     if name == "budget":
+        from verl_ext.data.load import load_questions
         from verl_ext.trainer.budget import BudgetControllerTrainer
-        from verl_ext.trainer.budget_parts import load_questions
 
         return Stage(BudgetControllerTrainer, load_questions)
     if name == "grpo":

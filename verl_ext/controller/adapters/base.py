@@ -38,10 +38,10 @@ class Decoding:
 
 
 class VLMAdapter(ABC):
-    """One architecture; an instance holds one frozen model, and changes it only inside `configured` and `seeing`.
+    """One architecture; an instance holds one model, and changes it only inside `configured` and `seeing`.
 
     Args:
-        model: in evaluation mode, its parameters without gradient.
+        model: of this architecture.
         processor: of the same checkpoint.
         tier_sizes: what each tier may show the model of an image, ascending, in the architecture's unit.
     """
@@ -52,7 +52,7 @@ class VLMAdapter(ABC):
     def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, tier_sizes: Sequence[int]) -> None:
         if list(tier_sizes) != sorted(set(tier_sizes)) or not tier_sizes or tier_sizes[0] < 1:
             raise UserError(f"controller.tier_sizes={list(tier_sizes)} must be ascending numbers of {self.unit}")
-        self.model, self.processor, self.tier_sizes = model.eval().requires_grad_(False), processor, tuple(tier_sizes)
+        self.model, self.processor, self.tier_sizes = model, processor, tuple(tier_sizes)
 
     # What an architecture defines
 

@@ -1,0 +1,127 @@
+"""Chats about images as a vision-language model learns from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from tests import tiny_vlms
+from tests.tiny_questions import row, write_questions
+from verl_ext.config.compose import compose_config
+from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.data.image_chats import ImageChat, ImageChatDataset
+from verl_ext.data.questions import ImageQuestion, question_of
+from verl_ext.data.vlm_batching import VLMBatcher
+from verl_ext.errors import UserError
+from verl_ext.launch.vlm_check import check_vlm_sft
+
+TIERS = (256, 1024, 4096)
+MODEL, PROCESSOR = tiny_vlms.qwen3_vl_moe()
+
+
+def question(number: int) -> ImageQuestion:
+    return question_of("mine", number, row(number), "")
+
+
+def batcher(weights: tuple[float, ...] = (1.0, 1.0, 1.0), size: int = 2) -> VLMBatcher:
+    return VLMBatcher(PROCESSOR, size, TIERS, weights, PROCESSOR.tokenizer.eos_token_id, seed=3)
+
+
+def of_one_image(*numbers: int) -> list[ImageQuestion]:
+    return [replace(question(number), image=question(0).image) for number in numbers]
+
+
+def test_questions_about_one_image_share_a_chat() -> None:
+    samples = [*of_one_image(0, 1), question(5), *of_one_image(2)]
+    dataset = ImageChatDataset(samples, questions_per_chat=2)
+    assert [[each.question for each in chat.questions] for chat in dataset.chats] == [
+        ["what is 0 ?", "what is 1 ?"],
+        ["what is 2 ?"],
+        ["what is 5 ?"],
+    ]
+    assert dataset.lengths.tolist() == [2, 1, 1] and dataset[2]["row"] == 2
+    assert dataset.describe([2]) == "mine/5" and len(ImageChatDataset(samples)) == 4
+
+
+def test_the_answer_of_most_references_is_learnt() -> None:
+    asked = replace(question(0), references=("no", "yes", "yes", "no", "maybe"))
+    assert ImageChat((asked,)).answers == ["no"]
+    assert ImageChat((replace(asked, references=("no", "yes", "yes")),)).answers == ["yes"]
+
+
+@pytest.mark.parametrize("tier", [0, 1, 2])
+def test_a_chat_is_what_the_model_is_asked_and_its_answer(tier: int) -> None:
+    adapter = adapter_of(MODEL, PROCESSOR, TIERS)
+    asked = adapter.inputs(question(4).opened(), question(4).question, tier)
+    made = batcher().at([{"chat": ImageChat((question(4),))}], tier)
+    length = asked["input_ids"].shape[1]
+    assert torch.equal(made["input_ids"][0, :length], asked["input_ids"][0])
+    assert torch.equal(made["pixel_values"], asked["pixel_values"])
+    assert torch.equal(made["image_grid_thw"], asked["image_grid_thw"])
+    assert PROCESSOR.tokenizer.decode(made["input_ids"][0, length:]) == "1<|im_end|>"
+    assert made["loss_mask"][0].tolist() == [0] * length + [1, 1]
+
+
+def test_later_turns_are_as_the_template_writes_them() -> None:
+    chat = ImageChat(tuple(of_one_image(1, 2)))
+    made = batcher().at([{"chat": chat}, {"chat": ImageChat((question(7),))}], 2)
+    assert made["attention_mask"].sum(1).tolist()[0] == made["input_ids"].shape[1] > made["attention_mask"][1].sum()
+    said = PROCESSOR.tokenizer.decode(made["input_ids"][0])
+    assert said.endswith(
+        "<|vision_end|>what is 1 ?<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n<|im_start|>user\nwhat is 2 ?"
+        "<|im_end|>\n<|im_start|>assistant\n2<|im_end|>"
+    )
+    learnt = made["input_ids"][0][made["loss_mask"][0].bool()]
+    assert PROCESSOR.tokenizer.decode(learnt) == "1<|im_end|>2<|im_end|>"
+    assert made["loss_mask"][1].sum() == 2
+
+
+def test_a_group_has_one_tier_and_the_same_again() -> None:
+    samples = [{"chat": ImageChat((question(number),)), "row": number} for number in range(12)]
+    grids = [batch["image_grid_thw"].tolist() for batch in batcher()(samples).micro_batches]
+    assert len(grids) == 6 and all(len({*map(tuple, grid)}) == 1 for grid in grids)
+    assert len({grid[0][1] for grid in grids}) > 1
+    assert grids == [batch["image_grid_thw"].tolist() for batch in batcher()(samples).micro_batches]
+    lowest = batcher((1.0, 0.0, 0.0), size=5)(samples)
+    assert [len(batch["input_ids"]) for batch in lowest.micro_batches] == [5, 5, 2]
+    assert {grid[1] for batch in lowest.micro_batches for grid in batch["image_grid_thw"].tolist()} == {2}
+    assert lowest.rows == list(range(12)) and lowest.num_loss_tokens == 12 * 2
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    text = "# of a vlm\nstage: vlm_sft\ndata: {datasets: {tiny: {val: 0, source: QUESTIONS}}}\n"
+    path.write_text(text.replace("QUESTIONS", str(write_questions(tmp_path / "questions", 4, 0))))
+    return path
+
+
+def config_of(recipe: Path, *overrides: str) -> DictConfig:
+    return compose_config("sft", [f"recipe={recipe}", *overrides])
+
+
+def test_a_recipe_without_validation_is_fine(recipe: Path) -> None:
+    config = config_of(recipe)
+    check_vlm_sft(config)
+    assert config.stage == "vlm_sft"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("configurations.share=2", "must lie between 0 and 1"),
+        ("configurations.min_active=0", "must be a whole number of at least 1"),
+        ("data.questions_per_chat=0", "must be a whole number of at least 1"),
+        ("configurations.tier_weights=[1.0]", "for each of the tiers"),
+        ("configurations.tier_weights=[0.0,0.0,0.0]", "not all of them 0"),
+        ("model.lora_rank=8", "model.lora_rank has no effect on a vision-language model"),
+        ("data.datasets.tiny.train=0", "there is no question for train"),
+    ],
+)
+def test_what_cannot_work_is_refused(override: str, message: str, recipe: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        check_vlm_sft(config_of(recipe, override))

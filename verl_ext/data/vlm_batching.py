@@ -1,0 +1,98 @@
+"""Makes micro-batches of chats about images, for the processors of the Qwen family."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import ProcessorMixin
+
+from verl_ext.data.batching import Batch, MicroBatch
+from verl_ext.data.image_chats import ImageChat
+
+
+@dataclass(frozen=True)
+class VLMBatcher:
+    """Groups chats in the order they come, each group at one tier; the data loader's `collate_fn`.
+
+    Attributes:
+        processor: of the model.
+        micro_batch_size: chats per forward pass on one rank.
+        tier_sizes: most pixels that an image is scaled to, ascending.
+        tier_weights: how often a group has each tier.
+        end_token: ends an answer.
+        seed: of the draws of tiers; the same rows have the same tier in every attempt.
+    """
+
+    processor: ProcessorMixin
+    micro_batch_size: int
+    tier_sizes: tuple[int, ...]
+    tier_weights: tuple[float, ...]
+    end_token: int
+    seed: int
+
+    def __call__(self, samples: Sequence[dict[str, Any]]) -> Batch:
+        size = self.micro_batch_size
+        groups = [list(samples[start : start + size]) for start in range(0, len(samples), size)]
+        return Batch([self.at(group, self._tier(group)) for group in groups], [sample["row"] for sample in samples])
+
+    def pad(self, samples: Sequence[dict[str, Any]]) -> MicroBatch:
+        """A micro-batch at the highest tier."""
+        return self.at(samples, len(self.tier_sizes) - 1)
+
+    def at(self, samples: Sequence[dict[str, Any]], tier: int) -> MicroBatch:
+        """A micro-batch at a tier: `input_ids`, `attention_mask` and `loss_mask` of (batch, seq), and the images."""
+        chats = [sample["chat"] for sample in samples]
+        images = self.processor.image_processor(
+            [chat.questions[0].opened() for chat in chats], size=self.size(tier), return_tensors="pt"
+        )
+        merged = images["image_grid_thw"].prod(-1) // self.processor.image_processor.merge_size**2
+        tokens, learnt = zip(*(self.tokens(chat, int(count)) for chat, count in zip(chats, merged, strict=True)))
+        lengths = torch.tensor([len(row) for row in tokens])
+        input_ids = pad_sequence(tokens, batch_first=True, padding_value=self.end_token)
+        return {
+            "input_ids": input_ids,
+            "attention_mask": (torch.arange(input_ids.shape[1]) < lengths[:, None]).long(),
+            "loss_mask": pad_sequence(learnt, batch_first=True),
+            "pixel_values": images["pixel_values"],
+            "image_grid_thw": images["image_grid_thw"],
+        }
+
+    def tokens(self, chat: ImageChat, num_image_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids (seq,) of a chat, and 1 for those that are learnt: answers with what ends them."""
+        tokenizer = self.processor.tokenizer
+        ids: list[int] = []
+        learnt: list[int] = []
+        for prompt, answer in self._turns(chat):
+            prompt = prompt.replace(self.processor.image_token, self.processor.image_token * num_image_tokens)
+            asked = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            said = [*tokenizer(answer, add_special_tokens=False)["input_ids"], self.end_token]
+            ids += asked + said
+            learnt += [0] * len(asked) + [1] * len(said)
+        return torch.tensor(ids), torch.tensor(learnt)
+
+    def size(self, tier: int) -> dict[str, int]:
+        """What the image processor is told of a tier; see `QwenVLAdapter.inputs`."""
+        least = self.processor.image_processor.size["shortest_edge"]
+        return {"shortest_edge": min(least, self.tier_sizes[tier]), "longest_edge": self.tier_sizes[tier]}
+
+    def _turns(self, chat: ImageChat) -> list[tuple[str, str]]:
+        """What stands before each answer, from behind what ended the last one; and the answer."""
+        messages: list[dict[str, Any]] = []
+        turns, written = [], ""
+        for number, (question, answer) in enumerate(zip(chat.questions, chat.answers, strict=True)):
+            parts = [{"type": "text", "text": question.question}]
+            messages.append({"role": "user", "content": [{"type": "image"}, *parts] if number == 0 else parts})
+            text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            turns.append((text.removeprefix(written), answer))
+            messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+            written = text + answer + self.processor.tokenizer.decode([self.end_token])
+        return turns
+
+    def _tier(self, group: Sequence[dict[str, Any]]) -> int:
+        rng = random.Random(f"{self.seed} {[sample['row'] for sample in group]}")
+        return rng.choices(range(len(self.tier_sizes)), self.tier_weights)[0]

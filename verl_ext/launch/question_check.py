@@ -1,0 +1,48 @@
+"""The questions about images that a configuration names, before any rank starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.data.question_sources import KNOWN, QuestionSource
+from verl_ext.errors import UserError
+
+
+def check_questions(config: DictConfig, needed: Sequence[str]) -> None:
+    """Each data set is known or has files, and there is something for each split that is needed.
+
+    Raises:
+        UserError: which is wrong and how to mend it.
+    """
+    sources = {name: source_of(name, entry) for name, entry in OmegaConf.to_container(config.data.datasets).items()}
+    for split in ("train", "val"):
+        if split in needed and not any(source.size(split) for source in sources.values()):
+            raise UserError(f"there is no question for {split}; give data.datasets.NAME.{split} a size, or -1 for all")
+        for name, source in sources.items():
+            if source.size(split) and source.source is None and name not in KNOWN:
+                raise UserError(
+                    f"data.datasets.{name} has no source and is none of {', '.join(KNOWN)}; give it a folder with "
+                    "train*.parquet and val*.parquet"
+                )
+            folder = Path(source.source or ".").expanduser()
+            if source.size(split) and source.source is not None and not any(folder.glob(f"{split}*.parquet")):
+                raise UserError(
+                    f"data.datasets.{name}.source={source.source} has no {split}*.parquet; prepare it or correct the "
+                    "path"
+                )
+
+
+def source_of(name: str, entry: Any) -> QuestionSource:
+    """An entry of `data.datasets`."""
+    known = ("train", "val", "source")
+    if not isinstance(entry, Mapping) or not set(entry) <= set(known):
+        raise UserError(f"data.datasets.{name} is {entry!r}; it must be a mapping of {', '.join(known)}")
+    for split in known[:2]:
+        size = entry.get(split, -1)
+        if isinstance(size, bool) or not isinstance(size, int) or size < -1:
+            raise UserError(f"data.datasets.{name}.{split} is {size!r}; it must be a number of rows, or -1 for all")
+    return QuestionSource(**entry)

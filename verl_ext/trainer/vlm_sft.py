@@ -1,0 +1,100 @@
+"""Fine-tuning of a vision-language model, a part of which is left out at random, so that it can do without any."""
+
+from __future__ import annotations
+
+import random
+from contextlib import AbstractContextManager
+
+import torch
+from omegaconf import DictConfig
+from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
+
+from verl_ext.collective import on_every_rank
+from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.controller.calibrate import drawn_evenly
+from verl_ext.controller.configuration import Configuration
+from verl_ext.data.image_chats import ImageChatDataset
+from verl_ext.data.load import load_questions
+from verl_ext.data.vlm_batching import VLMBatcher
+from verl_ext.errors import UserError, first_line_of
+from verl_ext.trainer.loop import Metrics
+from verl_ext.trainer.model import load_model, local_model_path, shard
+from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
+from verl_ext.trainer.sft import SFTTrainer
+
+
+def load_chats(
+    config: DictConfig, tokenizer: object, progress: bool = False
+) -> tuple[ImageChatDataset, ImageChatDataset | None]:
+    """Chats to learn from and to measure on; the arguments are those of `data.load.load_datasets`."""
+    train, val = load_questions(config, tokenizer, progress)
+    count = config.data.questions_per_chat
+    chats = ImageChatDataset(train.samples, count)
+    if len(chats) < config.data.train_batch_size:
+        raise UserError(
+            f"there are {len(chats)} chats to learn from, fewer than data.train_batch_size="
+            f"{config.data.train_batch_size}; lower it, or give more questions"
+        )
+    return chats, None if val is None else ImageChatDataset(val.samples, count)
+
+
+def load_processor(config: DictConfig) -> ProcessorMixin:
+    """The model's processor.
+
+    Raises:
+        UserError: it cannot be loaded, or is of a family whose chats cannot be made here.
+    """
+    path = local_model_path(config)
+    try:
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    except Exception as error:  # each part of a damaged checkpoint raises an exception of its own kind
+        raise UserError(f"the processor of {path} cannot be loaded: {first_line_of(error)}") from error
+    if not hasattr(processor, "image_token") or not hasattr(processor.image_processor, "merge_size"):
+        raise UserError(f"{path} has a {type(processor).__name__}; the stage vlm_sft trains models of the Qwen family")
+    return processor
+
+
+class VLMSFTTrainer(SFTTrainer):
+    """Trains on chats about images; a share of the micro-batches runs a configuration that is drawn evenly."""
+
+    def make_batcher(self) -> VLMBatcher:
+        """See `TrainerSetup.make_batcher`."""
+        config, section = self.config, self.config.configurations
+        self.processing_class = self.processor = on_every_rank(lambda: load_processor(config))
+        return VLMBatcher(
+            self.processor,
+            config.data.micro_batch_size_per_gpu,
+            tuple(section.tier_sizes),
+            tuple(section.tier_weights),
+            self.tokenizer.eos_token_id,
+            config.trainer.seed,
+        )
+
+    def _build_model_optimizer(self) -> None:
+        config, section = self.config, self.config.configurations
+        model = on_every_rank(
+            lambda: load_model(config, self.device_mesh, self.device_name, AutoModelForImageTextToText)
+        )
+        self.adapter = adapter_of(model, self.processor, tuple(section.tier_sizes))
+        self.space = self.adapter.space(section.min_active, len(self.adapter.blocks), list(section.topk_choices))
+        self.model = self.fsdp_model = shard(model, config, self.device_mesh, self.device_name)
+        self.model_config = model.config
+        self.optimizer = build_optimizer(self.fsdp_model, config.optim)
+        self.lr_scheduler = build_scheduler(self.optimizer, config.optim, self.total_steps)
+
+    def what_runs(self, number: int) -> AbstractContextManager[None]:
+        """See `SFTTrainer.what_runs`: the same on every rank, for each gathers a block's weights from all."""
+        return self.adapter.configured(self.configuration(number), exact=False)
+
+    def configuration(self, number: int) -> Configuration:
+        """Of a micro-batch of this step; its tier is the batcher's matter."""
+        rng = random.Random(f"{self.config.trainer.seed} {self.global_step} {number}")
+        if rng.random() >= self.config.configurations.share:
+            return self.space.full
+        return drawn_evenly(self.space, rng)
+
+    @torch.no_grad()
+    def validate(self) -> Metrics:
+        """See `SFTTrainer.validate`: all of the model, at the highest tier."""
+        with self.adapter.configured(self.space.full, exact=False):
+            return super().validate()
