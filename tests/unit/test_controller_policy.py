@@ -20,7 +20,7 @@ from verl_ext.controller.latency_source import LatencySource
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.reward import RewardWeights
-from verl_ext.controller.scoring.vqa import soft_accuracy
+from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.data.questions import ImageQuestion
 from verl_ext.errors import UserError
 from verl_ext.grpo.policy import Prompt
@@ -122,7 +122,7 @@ class Told(LatencySource):
 def test_rewards_are_those_of_what_was_run(
     policy: ControllerPolicy, executor: Executor, space: ConfigurationSpace
 ) -> None:
-    environment = ModelEnvironment(executor, space, RewardWeights(), soft_accuracy, Told([10.0, 30.0, 90.0, 90.0]))
+    environment = ModelEnvironment(executor, space, RewardWeights(), AnswerScorer([]), Told([10.0, 30.0, 90.0, 90.0]))
     for parameter in policy._controller.tier_head.parameters():
         torch.nn.init.zeros_(parameter)  # so that there are choices of several tiers
     samples = list(policy.draw(prompts(3), 1, num_samples=4))

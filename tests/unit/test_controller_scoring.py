@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from pycocoevalcap.cider.cider_scorer import CiderScorer
 
+from verl_ext.controller.scoring.cider import CaptionScorer, words
+from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.controller.scoring.vqa import normalise, soft_accuracy
+from verl_ext.data.question_sources import QuestionSource
+from verl_ext.data.questions import ImageQuestion
 
 
 @pytest.mark.parametrize(
@@ -58,3 +63,36 @@ def test_soft_accuracy(answer: str, references: list[str], wanted: float) -> Non
 def test_no_references_are_refused() -> None:
     with pytest.raises(ValueError, match="without references"):
         soft_accuracy("yes", [])
+
+
+CAPTIONS = [
+    ["A cat sits on a mat.", "a grey cat on the mat"],
+    ["Two dogs run over the grass.", "dogs are running in a park"],
+    ["A red bus in a street.", "the bus is red"],
+    ["A man rides a horse.", "someone on a brown horse"],
+]
+
+
+def test_one_caption_scores_what_the_library_gives_it_among_all() -> None:
+    answers = ["a cat on a mat", "dogs run in the grass", "a blue car", "A man rides a horse."]
+    library = CiderScorer()
+    for answer, references in zip(answers, CAPTIONS):
+        library += (words(answer), [words(each) for each in references])
+    _, wanted = library.compute_score()
+    scorer = CaptionScorer(CAPTIONS)
+    assert [scorer.cider(answer, references) for answer, references in zip(answers, CAPTIONS)] == pytest.approx(wanted)
+    assert wanted[3] > wanted[2] and scorer.accuracy(answers[3], CAPTIONS[3]) == 1.0
+    assert scorer.accuracy("", CAPTIONS[0]) == 0.0
+
+
+def test_a_question_is_scored_by_the_metric_of_its_data_set() -> None:
+    asked = [
+        ImageQuestion(f"coco_caption/{n}", b"", "?", tuple(references), "cider")
+        for n, references in enumerate(CAPTIONS)
+    ]
+    scorer = AnswerScorer(asked)
+    assert scorer(asked[3], "a man rides a horse") == 1.0 > scorer(asked[3], "a red bicycle")
+    assert scorer(ImageQuestion("mine/1", b"", "?", ("two",)), "2") == 1.0
+    source = QuestionSource()
+    assert [source.metric_of(name) for name in ("coco_caption", "text_vqa", "mine")] == ["cider", "vqa", "vqa"]
+    assert QuestionSource(metric="cider").metric_of("mine") == "cider"

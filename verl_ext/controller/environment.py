@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
@@ -22,7 +22,7 @@ class ModelEnvironment(Environment):
         executor: runs a configuration.
         space: of the configurations.
         weights: of the reward's parts.
-        score: an answer against its references, from 0 to 1.
+        score: an answer to a question, from 0 to 1.
         latency: where milliseconds come from.
     """
 
@@ -34,7 +34,7 @@ class ModelEnvironment(Environment):
         executor: Executor,
         space: ConfigurationSpace,
         weights: RewardWeights,
-        score: Callable[[str, Sequence[str]], float],
+        score: Callable[[ImageQuestion, str], float],
         latency: LatencySource,
     ) -> None:
         self._executor, self._space, self._weights = executor, space, weights
@@ -76,7 +76,7 @@ class ModelEnvironment(Environment):
     def _reward(self, sample: Sample) -> Reward:
         action, question = sample.action, sample.prompt.content["sample"]
         outcome, latency_ms = self._run(question, action.configuration)
-        accuracy = self._score(outcome.answer, question.references)
+        accuracy = self._score(question, outcome.answer)
         complexity = self._space.complexity(action.configuration)
         parts = self._weights.parts(accuracy, latency_ms, action.budget_ms, complexity)
         over = float(latency_ms > action.budget_ms)

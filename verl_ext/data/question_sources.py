@@ -18,11 +18,17 @@ class KnownQuestions:
         hub: its name there.
         splits: what the hub calls train and val.
         question: what is asked where the rows do not say.
+        metric: one of `METRICS`.
     """
 
     hub: str
     splits: Mapping[str, str]
     question: str | None = None
+    metric: str = "vqa"
+
+
+METRICS = ("vqa", "cider")
+"""How answers are compared with references: VQA soft accuracy, or CIDEr for captions."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +39,17 @@ class QuestionSource:
         train: rows to learn from; -1 for all, 0 for none.
         val: rows to measure on, likewise.
         source: a folder with `train*.parquet` and `val*.parquet`; None takes the hub.
+        metric: one of `METRICS`; None takes the data set's own, vqa for one that is not known.
     """
 
     train: int = -1
     val: int = -1
     source: str | None = None
+    metric: str | None = None
+
+    def metric_of(self, name: str) -> str:
+        """The metric of the data set of this name."""
+        return self.metric or (KNOWN[name].metric if name in KNOWN else METRICS[0])
 
     def size(self, split: str) -> int:
         """Rows of a split."""
@@ -50,7 +62,7 @@ KNOWN = {
     "coco_2014_vqa": KnownQuestions("lmms-lab/VQAv2", dict.fromkeys(_OWN, "validation")),
     "okvqa": KnownQuestions("lmms-lab/OK-VQA", dict.fromkeys(_OWN, "val2014")),
     "coco_caption": KnownQuestions(
-        "lmms-lab/COCO-Caption", dict.fromkeys(_OWN, "val"), "Describe the image in one sentence."
+        "lmms-lab/COCO-Caption", dict.fromkeys(_OWN, "val"), "Describe the image in one sentence.", "cider"
     ),
 }
 SHARED = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,14 @@ class ImageQuestion:
         image: encoded, or the path of a file.
         question: as the model is asked.
         references: right answers, or captions.
+        metric: by which answers are compared with them; see `question_sources.METRICS`.
     """
 
     sample_id: str
     image: bytes | Path
     question: str
     references: tuple[str, ...]
+    metric: str = "vqa"
 
     def opened(self) -> Image.Image:
         """The image in RGB.
@@ -101,7 +103,7 @@ class QuestionDataset(Dataset):
                 records, desc=name, unit="images", disable=None if progress else True, leave=False, mininterval=1
             )
             for row, record in enumerate(bar):
-                sample = question_of(name, row, record, suffix)
+                sample = replace(question_of(name, row, record, suffix), metric=source.metric_of(name))
                 try:
                     sample.opened()
                 except UserError as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.data.question_sources import KNOWN, QuestionSource
+from verl_ext.data.question_sources import KNOWN, METRICS, QuestionSource
 from verl_ext.errors import UserError
 
 
@@ -38,9 +38,11 @@ def check_questions(config: DictConfig, needed: Sequence[str]) -> None:
 
 def source_of(name: str, entry: Any) -> QuestionSource:
     """An entry of `data.datasets`."""
-    known = ("train", "val", "source")
+    known = ("train", "val", "source", "metric")
     if not isinstance(entry, Mapping) or not set(entry) <= set(known):
         raise UserError(f"data.datasets.{name} is {entry!r}; it must be a mapping of {', '.join(known)}")
+    if entry.get("metric") not in (None, *METRICS):
+        raise UserError(f"data.datasets.{name}.metric is {entry['metric']!r}; take one of {', '.join(METRICS)}")
     for split in known[:2]:
         size = entry.get(split, -1)
         if isinstance(size, bool) or not isinstance(size, int) or size < -1:

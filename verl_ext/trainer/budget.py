@@ -10,7 +10,7 @@ from verl_ext.controller.environment import ModelEnvironment
 from verl_ext.controller.latency_source import LatencySource, MeasuredLatency, ModelledLatency
 from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.reward import RewardWeights
-from verl_ext.controller.scoring.vqa import soft_accuracy
+from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.grpo.loss import LossSettings
 from verl_ext.metrics.epoch_history import EpochSums
@@ -57,7 +57,8 @@ class BudgetControllerTrainer(GRPOTrainer):
             latency = MeasuredLatency()
         checked = questions[:CHECKED_QUESTIONS]
         on_every_rank(lambda: check_budgets(config.controller.budgets_ms[0], self.executor, space, checked, latency))
-        return ModelEnvironment(self.executor, space, RewardWeights(**config.reward), soft_accuracy, latency)
+        scorer = AnswerScorer([*questions, *self.val_dataset.samples])
+        return ModelEnvironment(self.executor, space, RewardWeights(**config.reward), scorer, latency)
 
     def make_policy(self) -> ControllerPolicy:
         """What is trained: the controller."""
