@@ -13,11 +13,13 @@ from tests import tiny_vlms
 from tests.tiny_questions import row, write_questions
 from verl_ext.config.compose import compose_config
 from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.data.image_chats import ImageChat, ImageChatDataset
 from verl_ext.data.questions import ImageQuestion, question_of
 from verl_ext.data.vlm_batching import VLMBatcher
 from verl_ext.errors import UserError
 from verl_ext.launch.vlm_check import check_vlm_sft
+from verl_ext.trainer.vlm_sft import VLMSFTTrainer
 
 TIERS = (256, 1024, 4096)
 MODEL, PROCESSOR = tiny_vlms.qwen3_vl_moe()
@@ -27,8 +29,8 @@ def question(number: int) -> ImageQuestion:
     return question_of("mine", number, row(number), "")
 
 
-def batcher(weights: tuple[float, ...] = (1.0, 1.0, 1.0), size: int = 2) -> VLMBatcher:
-    return VLMBatcher(PROCESSOR, size, TIERS, weights, PROCESSOR.tokenizer.eos_token_id, seed=3)
+def batcher(size: int = 2) -> VLMBatcher:
+    return VLMBatcher(PROCESSOR, size, TIERS, PROCESSOR.tokenizer.eos_token_id)
 
 
 def of_one_image(*numbers: int) -> list[ImageQuestion]:
@@ -80,16 +82,40 @@ def test_later_turns_are_as_the_template_writes_them() -> None:
     assert made["loss_mask"][1].sum() == 2
 
 
-def test_a_group_has_one_tier_and_the_same_again() -> None:
+def test_chats_are_grouped_in_their_order() -> None:
     samples = [{"chat": ImageChat((question(number),)), "row": number} for number in range(12)]
-    grids = [batch["image_grid_thw"].tolist() for batch in batcher()(samples).micro_batches]
-    assert len(grids) == 6 and all(len({*map(tuple, grid)}) == 1 for grid in grids)
-    assert len({grid[0][1] for grid in grids}) > 1
-    assert grids == [batch["image_grid_thw"].tolist() for batch in batcher()(samples).micro_batches]
-    lowest = batcher((1.0, 0.0, 0.0), size=5)(samples)
-    assert [len(batch["input_ids"]) for batch in lowest.micro_batches] == [5, 5, 2]
-    assert {grid[1] for batch in lowest.micro_batches for grid in batch["image_grid_thw"].tolist()} == {2}
-    assert lowest.rows == list(range(12)) and lowest.num_loss_tokens == 12 * 2
+    batch = batcher(size=5)(samples)
+    assert [len(group) for group in batch.groups] == [5, 5, 2] and batch.rows == list(range(12))
+    assert batch.groups[1][0]["row"] == 5
+    made = batcher().at(batch.groups[0], 0)
+    assert made["image_grid_thw"].tolist() == [[1, 2, 2]] * 5
+    assert batcher().pad(batch.groups[0])["image_grid_thw"].tolist() == [[1, 8, 8]] * 5
+
+
+def trainer_at(step: int, recipe: Path, *overrides: str) -> VLMSFTTrainer:
+    """As much of a trainer as draws what a micro-batch runs."""
+    trainer = VLMSFTTrainer.__new__(VLMSFTTrainer)
+    trainer.config, trainer.global_step = config_of(recipe, *overrides), step
+    trainer.space = ConfigurationSpace(("low", "medium", "high"), 4, 1, 4)
+    return trainer
+
+
+def test_tiers_and_configurations_belong_to_step_and_micro_batch(recipe: Path) -> None:
+    overrides = ("configurations.lowest_tier_steps=3", "configurations.whole_model_steps=5")
+    draws = {
+        step: [(each.tier(n), each.configuration(n)) for n in range(3)]
+        for step in range(1, 40)
+        for each in [trainer_at(step, recipe, *overrides)]
+    }
+    again = trainer_at(20, recipe, *overrides)
+    assert draws[20] == [(again.tier(n), again.configuration(n)) for n in range(3)]
+    full = again.space.full
+    assert all(tier == 0 for step in range(1, 4) for tier, _ in draws[step])
+    assert all(configuration == full for step in range(1, 6) for _, configuration in draws[step])
+    later = [draw for step in range(6, 40) for draw in draws[step]]
+    assert {tier for tier, _ in later} == {0, 1, 2}
+    share = sum(configuration == full for _, configuration in later) / len(later)
+    assert 0.15 < share < 0.55 and len({configuration.blocks for _, configuration in later}) == 8
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
-"""Makes micro-batches of chats about images, for the processors of the Qwen family."""
+"""Makes micro-batches of chats about images, for the processors of the Qwen family.
+
+The data loader only groups the chats. At which tier a group is seen depends on the step, so its tensors are made there.
+"""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,34 +13,43 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import ProcessorMixin
 
-from verl_ext.data.batching import Batch, MicroBatch
+from verl_ext.data.batching import MicroBatch
 from verl_ext.data.image_chats import ImageChat
 
 
 @dataclass(frozen=True)
+class ChatBatch:
+    """What one rank is to learn from in one step.
+
+    Attributes:
+        groups: chats that share a forward pass, as rows of an `ImageChatDataset`.
+        rows: number of each chat in the data set.
+    """
+
+    groups: list[list[dict[str, Any]]]
+    rows: list[int]
+
+
+@dataclass(frozen=True)
 class VLMBatcher:
-    """Groups chats in the order they come, each group at one tier; the data loader's `collate_fn`.
+    """Groups chats in the order they come; the data loader's `collate_fn`.
 
     Attributes:
         processor: of the model.
         micro_batch_size: chats per forward pass on one rank.
         tier_sizes: most pixels that an image is scaled to, ascending.
-        tier_weights: how often a group has each tier.
         end_token: ends an answer.
-        seed: of the draws of tiers; the same rows have the same tier in every attempt.
     """
 
     processor: ProcessorMixin
     micro_batch_size: int
     tier_sizes: tuple[int, ...]
-    tier_weights: tuple[float, ...]
     end_token: int
-    seed: int
 
-    def __call__(self, samples: Sequence[dict[str, Any]]) -> Batch:
+    def __call__(self, samples: Sequence[dict[str, Any]]) -> ChatBatch:
         size = self.micro_batch_size
         groups = [list(samples[start : start + size]) for start in range(0, len(samples), size)]
-        return Batch([self.at(group, self._tier(group)) for group in groups], [sample["row"] for sample in samples])
+        return ChatBatch(groups, [sample["row"] for sample in samples])
 
     def pad(self, samples: Sequence[dict[str, Any]]) -> MicroBatch:
         """A micro-batch at the highest tier."""
@@ -92,7 +103,3 @@ class VLMBatcher:
             messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
             written = text + answer + self.processor.tokenizer.decode([self.end_token])
         return turns
-
-    def _tier(self, group: Sequence[dict[str, Any]]) -> int:
-        rng = random.Random(f"{self.seed} {[sample['row'] for sample in group]}")
-        return rng.choices(range(len(self.tier_sizes)), self.tier_weights)[0]

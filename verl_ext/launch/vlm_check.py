@@ -22,6 +22,7 @@ _OF_LANGUAGE_MODELS = {  # settings of the stage sft: the value they must keep h
     "ulysses_sequence_parallel_size": 1,
     "eval.watch": False,
 }
+_COUNTS = ("data.max_unreadable_images", "configurations.lowest_tier_steps", "configurations.whole_model_steps")
 
 
 def check_vlm_sft(config: DictConfig) -> None:
@@ -33,7 +34,7 @@ def check_vlm_sft(config: DictConfig) -> None:
     for key, unused in _OF_LANGUAGE_MODELS.items():
         if value_of(config, key) != unused:
             raise UserError(f"{key} has no effect on a vision-language model; leave it at {unused}")
-    check_ranges(config, {"configurations.share": (0, 1), "data.max_unreadable_images": (0, math.inf)})
+    check_ranges(config, dict.fromkeys(_COUNTS, (0, math.inf)) | {"configurations.share": (0, 1)})
     for key in ("data.questions_per_chat", "configurations.min_active"):
         require_positive(key, value_of(config, key))
     weights, sizes = list(config.configurations.tier_weights), list(config.configurations.tier_sizes)

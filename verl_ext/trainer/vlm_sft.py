@@ -13,9 +13,10 @@ from verl_ext.collective import on_every_rank
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.calibrate import drawn_evenly
 from verl_ext.controller.configuration import Configuration
+from verl_ext.data.batching import Batch
 from verl_ext.data.image_chats import ImageChatDataset
 from verl_ext.data.load import load_questions
-from verl_ext.data.vlm_batching import VLMBatcher
+from verl_ext.data.vlm_batching import ChatBatch, VLMBatcher
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.trainer.loop import Metrics
 from verl_ext.trainer.model import load_model, local_model_path, shard
@@ -65,9 +66,7 @@ class VLMSFTTrainer(SFTTrainer):
             self.processor,
             config.data.micro_batch_size_per_gpu,
             tuple(section.tier_sizes),
-            tuple(section.tier_weights),
             self.tokenizer.eos_token_id,
-            config.trainer.seed,
         )
 
     def _build_model_optimizer(self) -> None:
@@ -82,16 +81,32 @@ class VLMSFTTrainer(SFTTrainer):
         self.optimizer = build_optimizer(self.fsdp_model, config.optim)
         self.lr_scheduler = build_scheduler(self.optimizer, config.optim, self.total_steps)
 
+    def training_step(self, batch: ChatBatch) -> Metrics:
+        """See `PipelineTrainer.training_step`."""
+        with self.timer.measure("data"):
+            made = [self.batcher.at(group, self.tier(number)) for number, group in enumerate(batch.groups)]
+        return super().training_step(Batch(made, batch.rows))
+
     def what_runs(self, number: int) -> AbstractContextManager[None]:
         """See `SFTTrainer.what_runs`: the same on every rank, for each gathers a block's weights from all."""
         return self.adapter.configured(self.configuration(number), exact=False)
 
+    def tier(self, number: int) -> int:
+        """Of a micro-batch of this step, the same on every rank, so that none waits for another."""
+        section, tiers = self.config.configurations, range(len(self.config.configurations.tier_sizes))
+        drawn = self.draws("tier", number).choices(tiers, list(section.tier_weights))[0]
+        return 0 if self.global_step <= section.lowest_tier_steps else drawn
+
     def configuration(self, number: int) -> Configuration:
-        """Of a micro-batch of this step; its tier is the batcher's matter."""
-        rng = random.Random(f"{self.config.trainer.seed} {self.global_step} {number}")
-        if rng.random() >= self.config.configurations.share:
+        """Of a micro-batch of this step, without regard to its tier."""
+        section, rng = self.config.configurations, self.draws("configuration", number)
+        if self.global_step <= section.whole_model_steps or rng.random() >= section.share:
             return self.space.full
         return drawn_evenly(self.space, rng)
+
+    def draws(self, what: str, number: int) -> random.Random:
+        """Random numbers of a micro-batch of this step, the same in every attempt."""
+        return random.Random(f"{self.config.trainer.seed} {self.global_step} {number} {what}")
 
     @torch.no_grad()
     def validate(self) -> Metrics:
