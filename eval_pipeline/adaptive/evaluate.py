@@ -106,7 +106,7 @@ def about_evaluation(
     measured, files = comparison.measured, config.get("data", {}).get("datasets")
     protocol = {
         "latency": settings.latency,
-        "parts": "vision encoder, prefill, decoding, and deciding; scaling the image is no part of any latency",
+        "deciding": "measured" if settings.latency == "measured" else "the encoding of the image alone",
         "batch_size": 1,
         "repeats": settings.repeats,
         "seed": settings.seed,

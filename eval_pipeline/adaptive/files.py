@@ -66,9 +66,12 @@ def static_entry(comparison: Comparison, space: ConfigurationSpace, place: int) 
     found: dict[str, Any] = {"configuration": described(comparison.statics[place], space)}
     for split, results in {"train": comparison.measured.train, "held_out": comparison.measured.statics}.items():
         latency = results.latency_ms[:, place]
+        p50, p95 = np.percentile(latency, [50, 95]).tolist()
         found[split] = {
             "accuracy": float(results.accuracy[:, place].mean()),
             "latency_ms_mean": float(latency.mean()),
+            "latency_ms_p50": p50,
+            "latency_ms_p95": p95,
             "violation_rates": [float((latency > budget).mean()) for budget in comparison.budgets_ms],
         }
     return {**found, "complexity": space.complexity(comparison.statics[place])}

@@ -85,6 +85,8 @@ def _scale(axes: Axes) -> None:
     axes.set_ylabel("mean accuracy")
     axes.set_xlabel("mean latency (ms)")
     axes.margins(x=0.06, y=0.1)
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(low, -0.02), min(high, 1.02))
 
 
 def _label_budgets(axes: Axes, comparison: Comparison) -> None:

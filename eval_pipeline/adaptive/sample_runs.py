@@ -46,9 +46,12 @@ class SampleRuns:
         return self._outcomes[key]
 
     def decide(self, budget_ms: float) -> Decision:
-        """What the controller chooses for a budget."""
-        low = self.seen(0)
-        found = [self._model.decide(low, self.sample.question, budget_ms) for _ in range(self._repeats)]
+        """What the controller chooses for a budget, each time right behind an encoding of the image, as in use.
+
+        Behind another decision it would find its weights in the processor's caches.
+        """
+        question, see = self.sample.question, self._model.executor.see
+        found = [self._model.decide(see(self._image, question, 0), question, budget_ms) for _ in range(self._repeats)]
         parts = zip(*((each.features_ms, each.network_ms, each.choice_ms) for each in found))
         return Decision(found[0].configuration, *map(statistics.median, parts))
 

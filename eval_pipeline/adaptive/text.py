@@ -85,7 +85,8 @@ def summary_lines(comparison: Comparison) -> list[str]:
     found = comparison.summary
     gain = f"controller - lookup table: {100 * found.controller_minus_lookup_table:+.2f} points"
     if found.interval is not None:
-        gain += f" [{100 * found.interval[0]:+.2f}, {100 * found.interval[1]:+.2f}]"
+        low, high = (f"{100 * bound:+.2f}" for bound in found.interval)
+        gain += f", 95 % interval [{low}, {high}]"
     gap = "the oracle is nowhere a point better than the lookup table, so there is no gap to close"
     if found.gap_closed is not None:
         gap = (

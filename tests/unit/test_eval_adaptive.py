@@ -230,7 +230,7 @@ def check_wandb(run: Path, content: dict[str, Any]) -> None:
         if record.HasField("summary"):
             summary.update(values_of(record.summary.update))
     assert summary["eval/adaptive/network_share"] == content["summary"]["network_share"]
-    numbers = [name for name, value in summary.items() if isinstance(value, float) and name.count("/") == 2]
+    numbers = [name for name, value in summary.items() if isinstance(value, int | float) and name.count("/") == 2]
     assert all(describe(name) for name in numbers if name.startswith("eval/")) and set(names) <= set(numbers)
 
 
