@@ -13,7 +13,7 @@ import transformers
 
 from eval_pipeline.adaptive.baselines import ALLOWED_VIOLATIONS, static_configurations
 from eval_pipeline.adaptive.compare import Comparison, compare
-from eval_pipeline.adaptive.files import write_comparison
+from eval_pipeline.adaptive.files import try_out, write_comparison
 from eval_pipeline.adaptive.measure import Bench, Plan
 from eval_pipeline.adaptive.questions import load_questions
 from eval_pipeline.adaptive.source import ControllerSource
@@ -75,6 +75,7 @@ def evaluate(source: ControllerSource, settings: Settings, output: Path, wandb: 
     statics = static_configurations(subject.space, subject.importance, settings.max_static)
     bench = Bench(subject, Plan(statics, budgets, settings.repeats, settings.seed), timing)
     bench.check_budgets(samples["val"])
+    try_out(output)
     comparison = compare(bench.run(samples["train"], samples["val"]), statics, budgets)
     about = about_evaluation(source, subject, settings, config, comparison)
     write_comparison(output, comparison, subject.space, about)

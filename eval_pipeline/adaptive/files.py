@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ def write_comparison(
     """Write `adaptive.json`, `adaptive.md`, `adaptive.npz` and `pareto.png`.
 
     Args:
-        directory: for the files; made when missing.
+        directory: for the files.
         comparison: what was found.
         space: of the configurations.
         about: what it was made by, plain values.
@@ -34,14 +36,35 @@ def write_comparison(
     Raises:
         UserError: they cannot be written.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
+    with writing_to(directory):
         write_matrices(directory / MATRICES_FILE, comparison)
         plot = plot_pareto(directory, comparison)
-    except OSError as error:
-        raise UserError(f"cannot write to {directory} ({error}); name another --output") from error
     write_json(directory / DATA_FILE, {**about, **content(comparison, space)})
     write_text(directory / TABLE_FILE, markdown_text(comparison, space, about, plot.name))
+
+
+@contextmanager
+def writing_to(directory: Path) -> Iterator[None]:
+    """Make a directory, and say in one sentence what keeps it from being written to.
+
+    Raises:
+        UserError: it cannot be.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write to {directory} ({error}); name another --output") from error
+
+
+def try_out(directory: Path) -> None:
+    """Write something, before hours go into what is to be written.
+
+    Raises:
+        UserError: it cannot be.
+    """
+    with writing_to(directory), TemporaryFile(dir=directory):
+        pass
 
 
 def content(comparison: Comparison, space: ConfigurationSpace) -> dict[str, Any]:

@@ -281,6 +281,15 @@ def test_bad_input_is_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    options = ("--latency", "model", "--output", tmp_path / "file/out")
+    assert adaptive("--checkpoint", tiny / "run", *options, *SHORT) == 2
+    assert "name another --output" in capsys.readouterr().err and (tmp_path / "file").read_text() == ""
+
+
 def make_bad(tiny: Path) -> None:
     """Beside the good ones: another model, an export without a run, runs that lack something."""
     if (tiny / "other").exists():
