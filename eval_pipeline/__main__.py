@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from eval_pipeline.command import check, judge, report, retry, run, status, watch
+from eval_pipeline.command import adaptive, check, judge, report, retry, run, status, watch
 from eval_pipeline.command.paths import input_path
 from verl_ext.errors import STOPPED_EXIT_CODE, exit_on_user_error
 
@@ -19,7 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="COMMAND --help says more; docs/evaluation.md describes it all.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (watch, run, report, status, retry, judge, check):
+    for command in (watch, run, report, status, retry, judge, check, adaptive):
         command.register(commands)
     return parser
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             with stop_on_signals():
                 code = arguments.action(arguments)
         except StopRequested as stop:
-            print(f"Stopped by {stop}; the same command goes on.", file=sys.stderr)
+            print(f"Stopped by {stop}; the same command {arguments.typed_again}.", file=sys.stderr)
             code = STOPPED_EXIT_CODE
     raise SystemExit(code)
 

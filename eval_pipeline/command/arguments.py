@@ -22,7 +22,7 @@ def add_command(commands: Commands, name: str, text: str, action: Action, epilog
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(action=action)
+    parser.set_defaults(action=action, typed_again="goes on")
     return parser
 
 

@@ -9,7 +9,7 @@ from eval_pipeline.figures.best_file import BestCheckpoint
 from eval_pipeline.figures.comparison import COMPARED, Comparison
 from eval_pipeline.figures.evaluated import DatasetResult, EvaluatedModel
 from eval_pipeline.figures.plots.loss import LOSS_PLOT
-from eval_pipeline.figures.table import format_value
+from eval_pipeline.figures.table import format_value, markdown_table
 
 
 def render_report(
@@ -49,6 +49,8 @@ def render_report(
     return "\n\n".join(blocks) + "\n"
 
 
+_COMPARED_COLUMNS = ("figure", "base model", "best checkpoint", "difference", "p")
+_COUNTED_COLUMNS = ("problems", "both", "base only", "best only", "neither")
 _READING = (
     "In brackets are 95 % confidence intervals: Wilson's for rates (with problems as clusters where they have several "
     "answers), Bonett and Price's for differences. They say how far a figure might be off had other problems of the "
@@ -96,10 +98,10 @@ def _dataset(name: str, base: DatasetResult, best: DatasetResult, comparisons: M
     blocks = [
         f"## {name}",
         f"{example.num_problems} problems, {answers} to each; p by {example.test}.",
-        _table(("figure", "base model", "best checkpoint", "difference", "p"), _figure_rows(base, best, comparisons)),
+        markdown_table(_COMPARED_COLUMNS, _figure_rows(base, best, comparisons)),
     ]
     if example.num_samples == 1:
-        blocks.append(_table(("problems", "both", "base only", "best only", "neither"), _count_rows(comparisons)))
+        blocks.append(markdown_table(_COUNTED_COLUMNS, _count_rows(comparisons)))
     return "\n\n".join(blocks)
 
 
@@ -132,7 +134,7 @@ def _settings(baseline: EvaluatedModel, best: EvaluatedModel, datasets: Sequence
     columns = [{name: _conditions(model, name) for name in datasets} for model in (baseline, best)]
     keys = dict.fromkeys(key for column in columns for settings in column.values() for key in settings)
     rows = ((f"`{key}`", *(_setting(column, key) for column in columns)) for key in keys)
-    return _table(("setting", "base model", "best checkpoint"), rows)
+    return markdown_table(("setting", "base model", "best checkpoint"), rows)
 
 
 def _conditions(model: EvaluatedModel, dataset: str) -> dict[str, str]:
@@ -155,11 +157,6 @@ def _setting(of_datasets: Mapping[str, Mapping[str, str]], key: str) -> str:
     for name, settings in of_datasets.items():
         values.setdefault(settings.get(key, "-"), []).append(name)
     return next(iter(values)) if len(values) == 1 else "; ".join(f"{v} ({', '.join(on)})" for v, on in values.items())
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _listed(names: Iterable[str]) -> str:

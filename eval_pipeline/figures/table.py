@@ -1,8 +1,8 @@
-"""Figures as a table for the terminal."""
+"""Figures as tables, for the terminal and in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from eval_pipeline.figures.evaluated import DatasetResult
 from eval_pipeline.figures.intervals import Interval
@@ -16,8 +16,19 @@ def format_table(datasets: Mapping[str, DatasetResult]) -> str:
     """
     names = list(dict.fromkeys(name for result in datasets.values() for name in result.figures))
     columns = [["", *names]] + [[name, *_cells(result, names)] for name, result in datasets.items()]
-    padded = [_pad(column) for column in columns]
+    return text_table(list(zip(*columns, strict=True)))
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows with their columns below each other; the first row is the header."""
+    padded = [_pad(column) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(row).rstrip() for row in zip(*padded, strict=True))
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    lines = [header, ["---"] * len(header), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def format_value(value: float | int | None, interval: Interval | None = None) -> str:
@@ -32,6 +43,6 @@ def _cells(result: DatasetResult, names: list[str]) -> list[str]:
     return [format_value(result.figures.get(name), result.intervals.get(name)) for name in names]
 
 
-def _pad(column: list[str]) -> list[str]:
+def _pad(column: Sequence[str]) -> list[str]:
     width = max(map(len, column))
     return [cell.ljust(width) for cell in column]

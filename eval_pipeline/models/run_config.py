@@ -44,7 +44,7 @@ def read_run_config(run_dir: Path | None) -> RunConfig:
     path = run_dir / "config.yaml"
     if not path.is_file():
         return RunConfig(experiment=run_dir.name)
-    config = _load(path)
+    config = load_config(path)
     return RunConfig(
         recipe=_setting(config, "eval.recipe", path),
         project=_setting(config, "trainer.project_name", path) or DEFAULT_PROJECT,
@@ -52,7 +52,12 @@ def read_run_config(run_dir: Path | None) -> RunConfig:
     )
 
 
-def _load(path: Path) -> DictConfig:
+def load_config(path: Path) -> DictConfig:
+    """Read a run's resolved configuration.
+
+    Raises:
+        UserError: it cannot be read, or is no YAML mapping.
+    """
     try:
         config = OmegaConf.load(path)
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:

@@ -346,7 +346,7 @@ def test_a_data_set_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     assert process.returncode == 2 and "no data set 'none'" in process.stderr
 
 
-@pytest.mark.parametrize("name", ["run", "watch", "report", "status", "retry", "judge", "check"])
+@pytest.mark.parametrize("name", ["run", "watch", "report", "status", "retry", "judge", "check", "adaptive"])
 def test_help_is_quick_and_imports_nothing_heavy(name: str) -> None:
     process = evaluate(name, "--help")
     assert process.returncode == 0 and process.stdout.startswith(f"usage: python -m eval_pipeline {name}")

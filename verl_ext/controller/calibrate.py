@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import platform
 import random
-import statistics
 from collections.abc import Sequence
-from dataclasses import astuple
 
 import torch
 from tqdm import tqdm
@@ -23,7 +21,7 @@ from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.command import adapter_from, add_model_arguments, questions_from
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.execution import Executor
-from verl_ext.controller.latency import Latency
+from verl_ext.controller.latency import Latency, median_of
 from verl_ext.controller.latency_model import LatencyModel, Workload, explained, fit
 from verl_ext.controller.loading import fingerprint
 from verl_ext.data.questions import ImageQuestion
@@ -48,8 +46,7 @@ def measured(
 ) -> tuple[Workload, Latency]:
     """What a configuration had to do, and the median of how long each part of it took."""
     outcomes = [executor.run_anew(question, configuration) for _ in range(repeats)]
-    medians = [statistics.median(column) for column in zip(*(astuple(each.latency)[:3] for each in outcomes))]
-    return outcomes[0].workload, Latency(*medians, outcomes[0].latency.num_decoded)
+    return outcomes[0].workload, median_of([each.latency for each in outcomes])
 
 
 def calibrate(

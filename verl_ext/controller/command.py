@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
-
 from verl_ext.controller.adapters.base import VLMAdapter
-from verl_ext.controller.loading import load_adapter
+from verl_ext.controller.loading import default_device, load_adapter
 from verl_ext.data.question_sources import QuestionSource
 from verl_ext.data.questions import ImageQuestion, QuestionDataset
 
@@ -31,7 +29,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def adapter_from(arguments: argparse.Namespace) -> VLMAdapter:
     """The model, on a GPU and in bfloat16 where there is one."""
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    device, dtype = default_device()
     return load_adapter(
         arguments.model,
         arguments.tier_sizes,

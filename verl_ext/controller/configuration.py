@@ -73,16 +73,6 @@ class ConfigurationSpace:
         """All of the model at its highest tier."""
         return self.configuration(len(self.tiers) - 1, [True] * self.num_blocks)
 
-    def cheapest(self, order: Sequence[int]) -> Configuration:
-        """The least that can run.
-
-        Args:
-            order: blocks by which they are taken, block 0 left out.
-        """
-        kept = {0, *order[: self.min_active - 1]}
-        fewest = self.topk_choices[0] if self.topk_choices else None
-        return self.configuration(0, [block in kept for block in range(self.num_blocks)], fewest)
-
     def configuration(
         self, tier: int, blocks: Sequence[bool], topk: Sequence[int] | int | None = None
     ) -> Configuration:

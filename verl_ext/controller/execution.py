@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from PIL import Image
 
 from verl_ext.controller.adapters.base import Inputs, VLMAdapter
 from verl_ext.controller.configuration import Configuration
@@ -107,7 +108,7 @@ class Executor:
     def seen(self, sample: ImageQuestion, tier: int) -> Seen:
         """A sample's image, encoded at a tier."""
 
-        return self._seen.get((sample.sample_id, tier), lambda: self._see(sample, tier))
+        return self._seen.get((sample.sample_id, tier), lambda: self.see(sample.opened(), sample.question, tier))
 
     def run(self, sample: ImageQuestion, configuration: Configuration) -> Outcome:
         """What a configuration gives for a sample.
@@ -115,26 +116,40 @@ class Executor:
         Raises:
             UserError: its image cannot be read.
         """
-        make = lambda: self._run(self.seen(sample, configuration.tier), configuration)  # noqa: E731
+        make = lambda: self.answer(self.seen(sample, configuration.tier), configuration)  # noqa: E731
         return self.outcomes.get((sample.sample_id, configuration), make)
 
     def run_anew(self, sample: ImageQuestion, configuration: Configuration) -> Outcome:
         """The same with nothing taken from what ran before, and nothing kept."""
-        return self._run(self._see(sample, configuration.tier), configuration)
+        return self.answer(self.see(sample.opened(), sample.question, configuration.tier), configuration)
 
     def look_anew(self, sample: ImageQuestion) -> float:
         """Milliseconds of encoding an image at the lowest tier, measured now."""
-        return self._see(sample, 0).vision_ms
+        return self.see(sample.opened(), sample.question, 0).vision_ms
 
-    def _see(self, sample: ImageQuestion, tier: int) -> Seen:
-        inputs = self.adapter.inputs(sample.opened(), sample.question, tier)
+    def see(self, image: Image.Image, question: str, tier: int) -> Seen:
+        """Encode an image at a tier.
+
+        Args:
+            image: in RGB.
+            question: as the model is asked.
+            tier: place in the list of tiers.
+        """
+        inputs = self.adapter.inputs(image, question, tier)
         with LatencyMeter(self.adapter) as meter:
             encoding = self.adapter.encode(inputs)
         return Seen(inputs, encoding, meter.vision_ms)
 
-    def _run(self, seen: Seen, configuration: Configuration) -> Outcome:
+    def answer(self, seen: Seen, configuration: Configuration, *, exact: bool = False) -> Outcome:
+        """Answer a question about an image that was encoded at the configuration's tier.
+
+        Args:
+            seen: the image with its question.
+            configuration: of the model.
+            exact: see `VLMAdapter.configured`.
+        """
         with (
-            self.adapter.configured(configuration, exact=False),
+            self.adapter.configured(configuration, exact=exact),
             self.adapter.seeing(seen.encoding),
             LatencyMeter(self.adapter) as meter,
         ):

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.command import adapter_from, add_model_arguments, questions_from
-from verl_ext.controller.configuration import Configuration
+from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.loading import fingerprint
 from verl_ext.data.questions import ImageQuestion
 from verl_ext.errors import UserError, exit_on_user_error
@@ -78,6 +78,12 @@ def blocks_to_keep(num_active: int, num_blocks: int, importance: Importance | No
     scores = importance.scores if importance else {block: -block for block in range(num_blocks)}
     others = sorted(range(1, num_blocks), key=lambda block: -scores[block])[: num_active - 1]
     return [block == 0 or block in others for block in range(num_blocks)]
+
+
+def cheapest(space: ConfigurationSpace, importance: Importance | None) -> Configuration:
+    """The least that can run: the lowest tier, the fewest blocks and the fewest experts."""
+    blocks = blocks_to_keep(space.min_active, space.num_blocks, importance)
+    return space.configuration(0, blocks, space.topk_choices[0] if space.topk_choices else None)
 
 
 @torch.no_grad()

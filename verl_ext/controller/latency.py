@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,19 @@ class Latency:
         return self.vision_ms + self.prefill_ms + self.decode_ms
 
 
+def median_of(latencies: Sequence[Latency]) -> Latency:
+    """The median of each part over repetitions of one generation."""
+    parts = zip(*(astuple(each)[:3] for each in latencies))
+    return Latency(*map(statistics.median, parts), latencies[0].num_decoded)
+
+
+def now(device: torch.device) -> float:
+    """Seconds on a clock that waits for the GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 class LatencyMeter:
     """Times the forward passes inside a `with` block, by hooks on the model and its vision encoder.
 
@@ -45,7 +59,6 @@ class LatencyMeter:
 
     def __init__(self, adapter: VLMAdapter) -> None:
         self._adapter = adapter
-        self._on_gpu = adapter.model.device.type == "cuda"
         self._seconds: dict[str, list[float]] = {"vision": [], "model": []}
         self._hooks = ExitStack()
 
@@ -65,18 +78,12 @@ class LatencyMeter:
         started: list[float] = []
 
         def begin(*_: Any) -> None:
-            started.append(self._now())
+            started.append(now(self._adapter.model.device))
 
         def end(*_: Any) -> None:
-            seconds.append(self._now() - started.pop())
+            seconds.append(now(self._adapter.model.device) - started.pop())
 
         return [module.register_forward_pre_hook(begin).remove, module.register_forward_hook(end).remove]
-
-    def _now(self) -> float:
-        """Seconds on a clock that waits for the GPU."""
-        if self._on_gpu:
-            torch.cuda.synchronize(self._adapter.model.device)
-        return time.perf_counter()
 
     @property
     def vision_ms(self) -> float:

@@ -18,6 +18,11 @@ SAMPLED = 16
 """Values of a tensor that a fingerprint is taken of."""
 
 
+def default_device() -> tuple[str, torch.dtype]:
+    """Where a model runs unless something else is said, and in which precision: a GPU in bfloat16 if there is one."""
+    return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
+
 def load_adapter(
     path: str,
     tier_sizes: Sequence[int],

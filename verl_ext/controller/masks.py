@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 IMPOSSIBLE = -1e30  # log of a probability of zero that stays a number when it is subtracted from itself
@@ -22,19 +24,22 @@ class BlockMasks:
     """
 
     def __init__(self, logits: torch.Tensor, fewest: int, most: int) -> None:
-        batch, self.num_blocks = logits.shape
+        self.num_blocks = logits.shape[1]
         if not 0 <= fewest <= most <= self.num_blocks:
             raise ValueError(f"{fewest} to {most} of {self.num_blocks} blocks cannot run")
         self.logits, self.fewest, self.most = logits.double(), fewest, most
-        end = self.logits.new_full((batch, most + 2), IMPOSSIBLE)
-        end[:, fewest : most + 1] = 0.0
-        # tables[i][:, c]: log of the sum over the blocks from i on, once c before them run; the last column is a wall
+
+    @cached_property  # the mode, which a deployed controller takes, needs none of it
+    def _tables(self) -> list[torch.Tensor]:
+        """[i][:, c]: log of the sum over the blocks from i on, once c before them run; the last column is a wall."""
+        end = self.logits.new_full((len(self.logits), self.most + 2), IMPOSSIBLE)
+        end[:, self.fewest : self.most + 1] = 0.0
         tables = [end]
         for i in reversed(range(self.num_blocks)):
             chosen = self.logits[:, i, None] + tables[0][:, 1:]
             table = torch.logaddexp(tables[0][:, :-1], chosen)
             tables.insert(0, torch.cat([table, end[:, -1:]], dim=1))
-        self._tables = tables
+        return tables
 
     @property
     def log_normalizer(self) -> torch.Tensor:

@@ -10,6 +10,7 @@ from verl_ext.errors import UserError
 
 DATASET = "<dataset>"
 _EVAL_PREFIX = f"eval/{DATASET}/"
+_ADAPTIVE_PREFIX = "eval/adaptive/"
 _ERROR_TYPES = ("success", "wrong_answer", "syntax_error", "runtime_error", "timeout", "api_error")
 
 _SAME = "the same on every rank"
@@ -213,6 +214,39 @@ EVALUATION: dict[str, Metric] = {
     f"{_EVAL_PREFIX}<rate>_high": Metric("1", "Upper bound of a rate's 95 % confidence interval.", _JUDGED),
 }
 
+_METHOD_FIGURES: dict[str, tuple[str, str]] = {
+    "accuracy": ("1", "Mean accuracy of the answers, from 0 to 1."),
+    "latency_ms_mean": ("ms", "Mean latency, of the controller with what deciding took."),
+    "latency_ms_p50": ("ms", "Median of the same."),
+    "latency_ms_p95": ("ms", "95th percentile of the same."),
+    "violation_rate": ("1", "Share of the questions whose latency is above the budget."),
+    "complexity": ("1", "Mean share of the model that ran."),
+}
+_SUMMARY_FIGURES: dict[str, tuple[str, str]] = {
+    "controller_minus_lookup_table": ("1", "Accuracy of the controller less the lookup table's; mean over budgets."),
+    "controller_minus_lookup_table_low": ("1", "Lower bound of its 95 % confidence interval."),
+    "controller_minus_lookup_table_high": ("1", "Upper bound of its 95 % confidence interval."),
+    "gap_closed": ("1", "Share of the accuracy between lookup table and oracle that the controller has."),
+    "num_gap_budgets": ("budget", "Budgets with at least a point between the two, over which that is the mean."),
+    "worst_violation_rate": ("1", "The controller's greatest violation rate over the budgets."),
+    "worst_violation_budget_ms": ("ms", "The budget where that is."),
+    "decision_ms": ("ms", "Mean of what deciding adds to a latency."),
+    "features_ms": ("ms", "Mean of pooling image and question for the controller, a part of it."),
+    "network_ms": ("ms", "Mean of the controller's forward pass, a part of it."),
+    "choice_ms": ("ms", "Mean of taking the likeliest configuration, a part of it."),
+    "full_ms": ("ms", "Mean latency of all of the model, as measured."),
+    "network_share": ("1", "`network_ms` / `full_ms`."),
+}
+
+ADAPTIVE: dict[str, Metric] = {
+    f"{_ADAPTIVE_PREFIX}budget_ms": Metric("ms", "Latency budget, the axis of the figures of methods.", _JUDGED),
+    **{
+        f"{_ADAPTIVE_PREFIX}<method>_{name}": Metric(unit, text, _JUDGED)
+        for name, (unit, text) in _METHOD_FIGURES.items()
+    },
+    **{_ADAPTIVE_PREFIX + name: Metric(unit, text, _JUDGED) for name, (unit, text) in _SUMMARY_FIGURES.items()},
+}
+
 SECTIONS: dict[str, dict[str, Metric]] = {
     "Training": TRAINING,
     "Training by GRPO": GRPO,
@@ -222,6 +256,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
     "Time": TIME,
     "System": SYSTEM,
     "Checkpoint evaluation": EVALUATION,
+    "The budget controller's evaluation": ADAPTIVE,
 }
 
 METRICS: dict[str, Metric] = {name: metric for section in SECTIONS.values() for name, metric in section.items()}
@@ -234,7 +269,8 @@ def describe(name: str) -> Metric:
         name: a logged name, such as `train/loss` or `eval/humaneval/accepted_at_1`.
 
     Returns:
-        Its entry; that of the pattern `eval/<dataset>/...` for an evaluation metric, of `<reward>_mean` for a reward.
+        Its entry; that of the pattern `eval/<dataset>/...` or `eval/adaptive/<method>_...` for an evaluation metric, of
+        `<reward>_mean` for a reward.
 
     Raises:
         UserError: no metric has this name.
@@ -249,6 +285,9 @@ def describe(name: str) -> Metric:
 def _pattern(name: str) -> str:
     """The entry that a name may belong to."""
     parts = name.split("/")
+    if name.startswith(_ADAPTIVE_PREFIX):
+        methods = "|".join(_METHOD_FIGURES)
+        return name if name in METRICS else re.sub(rf"/\w+?_({methods})$", r"/<method>_\1", name)
     if len(parts) == 3 and parts[0] == "eval":
         return _EVAL_PREFIX + _figure_pattern(parts[2])
     if len(parts) == 2 and parts[0] in ("train", "eval") and name not in METRICS:

@@ -7,6 +7,7 @@ from typing import Any
 
 from verl_ext.collective import on_every_rank, on_rank_zero
 from verl_ext.controller.environment import ModelEnvironment
+from verl_ext.controller.importance import cheapest
 from verl_ext.controller.latency_source import LatencySource, MeasuredLatency, ModelledLatency
 from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.reward import RewardWeights
@@ -17,6 +18,7 @@ from verl_ext.metrics.epoch_history import EpochSums
 from verl_ext.metrics.reduce import reduce_over_ranks
 from verl_ext.trainer.budget_parts import (
     check_budgets,
+    importance_of,
     latency_model,
     make_controller,
     make_executor,
@@ -56,7 +58,8 @@ class BudgetControllerTrainer(GRPOTrainer):
         else:
             latency = MeasuredLatency()
         checked = questions[:CHECKED_QUESTIONS]
-        on_every_rank(lambda: check_budgets(config.controller.budgets_ms[0], self.executor, space, checked, latency))
+        least = cheapest(space, importance_of(config, self.executor.adapter))
+        on_every_rank(lambda: check_budgets(config.controller.budgets_ms[0], self.executor, least, checked, latency))
         scorer = AnswerScorer([*questions, *self.val_dataset.samples])
         return ModelEnvironment(self.executor, space, RewardWeights(**config.reward), scorer, latency)
 

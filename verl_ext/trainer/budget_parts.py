@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.calibrate import calibrate
 from verl_ext.controller.checkpoints import load_weights
-from verl_ext.controller.configuration import ConfigurationSpace
+from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.controlled import ControlledModel
 from verl_ext.controller.execution import Executor
 from verl_ext.controller.importance import Importance, load_importance
@@ -116,18 +116,24 @@ def latency_model(
 def check_budgets(
     low_ms: float,
     executor: Executor,
-    space: ConfigurationSpace,
+    least: Configuration,
     questions: Sequence[ImageQuestion],
     latency: LatencySource,
 ) -> None:
     """Refuse budgets that nothing can keep.
 
+    Args:
+        low_ms: the least budget.
+        executor: of the model.
+        least: the cheapest configuration.
+        questions: to try it on.
+        latency: where milliseconds come from.
+
     Raises:
         UserError: the least budget is below what the cheapest configuration takes for most of the questions.
     """
-    cheapest = space.cheapest(range(1, space.num_blocks))
-    executor.run(questions[0], cheapest)  # the first one is not warm
-    taken = sorted(latency.of_run(executor.run_anew(question, cheapest)) for question in questions)
+    executor.run(questions[0], least)  # the first one is not warm
+    taken = sorted(latency.of_run(executor.run_anew(question, least)) for question in questions)
     needed = taken[len(taken) // 2]
     if low_ms < needed:
         raise UserError(

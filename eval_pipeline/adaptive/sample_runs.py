@@ -1,0 +1,63 @@
+"""What is run for one sample."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+from verl_ext.controller.configuration import Configuration
+from verl_ext.controller.execution import Outcome, Seen
+from verl_ext.controller.inference import AdaptiveModel, Decision
+from verl_ext.controller.latency import median_of
+from verl_ext.data.questions import ImageQuestion
+
+
+class SampleRuns:
+    """Runs configurations for a sample, each of them once, whichever methods ask for it.
+
+    Its image is encoded once for each tier, which counts for every configuration of that tier.
+
+    Args:
+        model: that runs.
+        sample: a question.
+        repeats: runs of each, of whose parts the medians count.
+        cheapest: the least configuration, which runs first at each tier and does not count: the first one is not warm.
+    """
+
+    def __init__(self, model: AdaptiveModel, sample: ImageQuestion, repeats: int, cheapest: Configuration) -> None:
+        self.sample, self._model, self._repeats, self._cheapest = sample, model, repeats, cheapest
+        self._image = sample.opened()
+        self._seen: dict[int, Seen] = {}
+        self._outcomes: dict[tuple[Configuration, bool], Outcome] = {}
+
+    def seen(self, tier: int) -> Seen:
+        """The image at a tier."""
+        if tier not in self._seen:
+            self._seen[tier] = self._see(tier)
+        return self._seen[tier]
+
+    def run(self, configuration: Configuration, exact: bool = False) -> Outcome:
+        """What a configuration gives; the arguments are those of `Executor.answer`."""
+        key = configuration, exact
+        if key not in self._outcomes:
+            seen, answer = self.seen(configuration.tier), self._model.executor.answer
+            found = [answer(seen, configuration, exact=exact) for _ in range(self._repeats)]
+            self._outcomes[key] = replace(found[0], latency=median_of([each.latency for each in found]))
+        return self._outcomes[key]
+
+    def decide(self, budget_ms: float) -> Decision:
+        """What the controller chooses for a budget, each time right behind an encoding of the image, as in use.
+
+        Behind another decision it would find its weights in the processor's caches.
+        """
+        question, see = self.sample.question, self._model.executor.see
+        found = [self._model.decide(see(self._image, question, 0), question, budget_ms) for _ in range(self._repeats)]
+        parts = zip(*((each.features_ms, each.network_ms, each.choice_ms) for each in found))
+        return Decision(found[0].configuration, *map(statistics.median, parts))
+
+    def _see(self, tier: int) -> Seen:
+        see = self._model.executor.see
+        cold = see(self._image, self.sample.question, tier)
+        self._model.executor.answer(cold, replace(self._cheapest, tier=tier))
+        found = [see(self._image, self.sample.question, tier) for _ in range(self._repeats)]
+        return replace(found[0], vision_ms=statistics.median(each.vision_ms for each in found))

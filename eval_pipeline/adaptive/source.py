@@ -1,0 +1,84 @@
+"""What `--checkpoint` names: an exported controller, its run, and what the run's configuration says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from eval_pipeline.models.checkpoint import EXPORT_FOLDER
+from eval_pipeline.models.run_config import load_config
+from verl_ext.checkpoint.layout import list_steps, step_of, what_is_wrong
+from verl_ext.errors import UserError
+
+MODEL_TYPE = "budget_controller"
+
+
+@dataclass(frozen=True)
+class ControllerSource:
+    """An exported controller.
+
+    Attributes:
+        export: the directory to load.
+        run_dir: of the training run; None for an export that lies elsewhere.
+        step: `global_step` of the checkpoint; None without a run.
+    """
+
+    export: Path
+    run_dir: Path | None = None
+    step: int | None = None
+
+    @property
+    def label(self) -> str:
+        """What its files are called by."""
+        return "adaptive" if self.step is None else f"adaptive_step_{self.step}"
+
+    def config(self) -> Mapping[str, Any]:
+        """The run's configuration as plain values, empty without a run.
+
+        Raises:
+            UserError: it is missing, cannot be read, or is that of another stage.
+        """
+        if self.run_dir is None:
+            return {}
+        path = self.run_dir / "config.yaml"
+        config = OmegaConf.to_container(load_config(path))
+        missing = [section for section in ("data", "controller", "latency") if section not in config]
+        if missing:
+            raise UserError(f"{path} has no section {missing[0]}, so it is no configuration of the stage budget")
+        return config
+
+
+def find_controller(path: Path) -> ControllerSource:
+    """The controller that a path names.
+
+    Args:
+        path: an export, a `global_step_N`, or the directory of a run, of which the newest complete checkpoint with an
+            export is taken.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = path.resolve()
+    if step_of(path) is None and path.name != EXPORT_FOLDER and (steps := list_steps(path)):
+        complete = (step for step in steps if (step / EXPORT_FOLDER).is_dir() and what_is_wrong(step) is None)
+        path = next(complete, path)
+    export = path / EXPORT_FOLDER if step_of(path) is not None else path
+    if not _is_controller(export):
+        raise UserError(
+            f"{path} has no budget controller's export; name the huggingface folder of a checkpoint of the stage "
+            "budget, its global_step_N, or the run's directory"
+        )
+    step = step_of(export.parent)
+    return ControllerSource(export) if step is None else ControllerSource(export, export.parent.parent, step)
+
+
+def _is_controller(export: Path) -> bool:
+    try:
+        return json.loads((export / "config.json").read_text())["model_type"] == MODEL_TYPE
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

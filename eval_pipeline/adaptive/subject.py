@@ -1,0 +1,88 @@
+"""What is evaluated: the controller with its model, loaded as its training had them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval_pipeline.adaptive.source import ControllerSource
+from verl_ext.controller.adapters.base import VLMAdapter
+from verl_ext.controller.configuration import ConfigurationSpace
+from verl_ext.controller.controlled import ControlledModel, load_controller
+from verl_ext.controller.importance import Importance, load_importance
+from verl_ext.controller.inference import AdaptiveModel
+from verl_ext.controller.latency_model import LatencyModel
+from verl_ext.controller.loading import default_device, fingerprint
+from verl_ext.errors import UserError
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+LATENCY_FILE = "latency_model.json"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A controller with its model.
+
+    Attributes:
+        model: answers by the controller's choice.
+        controlled: the model as training had it.
+        space: that the controller chooses from.
+        trained_ms: least and greatest budget of its training, milliseconds.
+        importance: of the model's blocks; None where the run had none.
+    """
+
+    model: AdaptiveModel
+    controlled: ControlledModel
+    space: ConfigurationSpace
+    trained_ms: tuple[float, float]
+    importance: Importance | None
+
+    @property
+    def adapter(self) -> VLMAdapter:
+        """Of the model."""
+        return self.model.executor.adapter
+
+    @property
+    def has_own_experts(self) -> bool:
+        """Whether the released code runs experts otherwise than every configuration here does."""
+        mixtures = (self.adapter.mixture(block) for block in self.adapter.blocks)
+        return any(self.adapter.routed(mixture) for mixture in mixtures if mixture is not None)
+
+
+def load_subject(source: ControllerSource, config: Mapping[str, Any], vlm: str | None) -> Subject:
+    """Load a controller and its model.
+
+    Args:
+        source: of the controller.
+        config: of its run; empty without a run.
+        vlm: where the model is by now; None where it was.
+
+    Raises:
+        UserError: one cannot be loaded, or they do not belong together.
+    """
+    section = config.get("controller", {})
+    controller, controlled = load_controller(source.export, vlm)
+    device, dtype = default_device()
+    adapter = controlled.load(device, DTYPES.get(section.get("dtype"), dtype))
+    file = section.get("importance_file")
+    importance = None if file is None else load_importance(Path(file).expanduser(), adapter)
+    trained_ms = controller.config.low_ms, controller.config.high_ms
+    return Subject(AdaptiveModel(adapter, controller, controlled), controlled, controller.space, trained_ms, importance)
+
+
+def load_latency_model(source: ControllerSource, config: Mapping[str, Any], adapter: VLMAdapter) -> LatencyModel:
+    """The latency model that the run's rewards came from.
+
+    Raises:
+        UserError: there is none, or it is of another model.
+    """
+    named = config.get("latency", {}).get("file")
+    path = (source.run_dir or source.export) / LATENCY_FILE if named is None else Path(named).expanduser()
+    found = LatencyModel.load(path)
+    if found.model != fingerprint(adapter.model):
+        raise UserError(f"{path} was fitted on another model; leave --latency at measured")
+    return found

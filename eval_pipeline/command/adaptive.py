@@ -1,0 +1,102 @@
+"""`adaptive`: a budget controller against what could be had without it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eval_pipeline.command.arguments import Commands, add_command, positive
+from eval_pipeline.command.paths import input_path, output_path, where_the_user_stands
+
+if TYPE_CHECKING:
+    from eval_pipeline.adaptive.source import ControllerSource
+
+TEXT = (
+    "Compare a budget controller with baselines on the same questions, by latency. The baselines are all of the model, "
+    "static configurations, a lookup table of them by budget, configurations drawn at random, and an oracle."
+)
+EPILOG = """examples:
+  python -m eval_pipeline adaptive --checkpoint checkpoints/demo/budget
+  python -m eval_pipeline adaptive --checkpoint controller --vlm models/molmoe --questions data/textvqa --num-budgets 4
+
+Run it on an idle machine. adaptive.json, adaptive.md, adaptive.npz and pareto.png go to <run>/eval/adaptive_step_N/, or
+to adaptive/ for an export that lies outside of a run.
+Exit code: 0 done, 2 bad input, 75 stopped by a signal (it begins anew)."""
+
+
+def register(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_command(commands, "adaptive", TEXT, run, EPILOG)
+    parser.set_defaults(typed_again="begins anew")
+    parser.add_argument(
+        "--checkpoint",
+        type=input_path,
+        metavar="DIR",
+        required=True,
+        help="a controller's export, its global_step_N, or its run (whose newest complete checkpoint is taken)",
+    )
+    budgets = parser.add_mutually_exclusive_group()
+    budgets.add_argument(
+        "--budgets", type=milliseconds, nargs="+", default=[], metavar="MS", help="latency budgets, milliseconds"
+    )
+    add_number(budgets, "--num-budgets", 8, "so many, evenly over the controller's range")
+    parser.add_argument("--questions", type=input_path, metavar="FOLDER", help="with train*.parquet and val*.parquet")
+    add_number(parser, "--num-samples", 200, "questions to compare on, of val")
+    add_number(parser, "--num-train", 100, "questions that the lookup table is made on, of train")
+    add_number(parser, "--max-static", 36, "static configurations")
+    add_number(parser, "--repeats", 1, "runs of each, of which the median counts")
+    parser.add_argument("--seed", type=int, default=0, help="of the random configurations (default: 0)")
+    parser.add_argument(
+        "--latency",
+        choices=("measured", "model"),
+        default="measured",
+        help="as measured, or by the run's latency model, which gives the same each time (default: measured)",
+    )
+    parser.add_argument("--vlm", metavar="PATH", help="the vision-language model (default: where training had it)")
+    parser.add_argument("--output", type=output_path, metavar="DIR", help="where the files go (default: see below)")
+    parser.add_argument("--no-wandb", action="store_true", help="send nothing to W&B")
+
+
+def add_number(parser: argparse._ActionsContainer, name: str, default: int, text: str) -> None:
+    """Add an argument that is a whole number of at least 1."""
+    parser.add_argument(name, type=positive, metavar="N", default=default, help=f"{text} (default: {default})")
+
+
+def milliseconds(text: str) -> float:
+    """A number above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of milliseconds above 0")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare."""
+    from eval_pipeline.adaptive.evaluate import Settings, evaluate
+    from eval_pipeline.adaptive.source import find_controller
+
+    source = find_controller(arguments.checkpoint)
+    settings = Settings(
+        budgets_ms=tuple(arguments.budgets),
+        num_budgets=arguments.num_budgets,
+        questions=arguments.questions,
+        num_samples=arguments.num_samples,
+        num_train=arguments.num_train,
+        max_static=arguments.max_static,
+        repeats=arguments.repeats,
+        seed=arguments.seed,
+        latency=arguments.latency,
+        vlm=arguments.vlm,
+    )
+    evaluate(source, settings, place_of(source, arguments.output), not arguments.no_wandb)
+    return 0
+
+
+def place_of(source: ControllerSource, output: Path | None) -> Path:
+    """Where the files go."""
+    from eval_pipeline.flow.place import EVAL_FOLDER
+
+    if output is not None:
+        return output
+    return (where_the_user_stands() if source.run_dir is None else source.run_dir / EVAL_FOLDER) / source.label

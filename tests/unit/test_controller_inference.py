@@ -1,0 +1,67 @@
+"""A controlled model as it is used: what it encodes, and what deciding counts for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests import tiny_vlms
+from tests.unit.test_controller_policy import question
+from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.controller.controlled import ControlledModel
+from verl_ext.controller.inference import AdaptiveModel, Decision
+from verl_ext.controller.network import BudgetController, BudgetControllerConfig
+
+SIZES = (1024, 4096, 9216)
+
+
+def model(preferred_tier: int) -> AdaptiveModel:
+    """One whose controller always takes this tier."""
+    adapter = adapter_of(*tiny_vlms.qwen3_vl_moe(), SIZES)
+    controller = BudgetController(BudgetControllerConfig(**vars(adapter.space(2, 4, (1, 2, 4))), **WIDTHS))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        controller.block_head.weight.normal_()
+        controller.topk_head.weight.normal_()
+        controller.tier_head.bias[preferred_tier] = 9.0
+    return AdaptiveModel(adapter, controller, ControlledModel("tiny", SIZES, max_new_tokens=3))
+
+
+WIDTHS = {"vision_width": 32, "language_width": 32, "low_ms": 5.0, "high_ms": 50.0, "vlm": {}}
+
+
+@pytest.mark.parametrize("tier", [0, 2])
+def test_the_low_encoding_is_made_once_and_another_only_where_it_is_needed(
+    tier: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adaptive, seen = model(tier), Counter()
+    see = adaptive.executor.see
+
+    def counted(image: object, text: str, at: int) -> object:
+        seen[at] += 1
+        return see(image, text, at)
+
+    monkeypatch.setattr(adaptive.executor, "see", counted)
+    sample = question(1)
+    found = adaptive.answer(sample.opened(), sample.question, 20.0)
+    assert seen == Counter({0: 1, tier: 1}) and found.configuration.tier == tier
+    assert found.answer == adaptive.executor.run(sample, found.configuration).answer
+    assert found.total_ms == found.decision_ms + found.latency.total_ms and 0 < found.network_ms < found.decision_ms
+
+
+def test_it_chooses_the_mode_for_image_question_and_budget() -> None:
+    adaptive, sample = model(1), question(2)
+    vision, language = adaptive.executor.features(sample)
+    controller = adaptive._controller
+    for budget in (5.0, 50.0):
+        chosen = controller.distribution(vision[None], language[None], torch.tensor([budget])).mode()
+        [expected] = chosen.configurations(controller.space)
+        assert adaptive.answer(sample.opened(), sample.question, budget).configuration == expected
+
+
+def test_deciding_costs_the_encoding_where_the_answer_does_not_use_it() -> None:
+    space = model(0).executor.adapter.space(2, 4, (1, 2, 4))
+    low, high = (Decision(space.configuration(tier, [True] * 4), 1.0, 2.0, 4.0) for tier in (0, 2))
+    assert low.total_ms(100.0) == 7.0 and high.total_ms(100.0) == 107.0

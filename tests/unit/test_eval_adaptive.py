@@ -1,0 +1,314 @@
+"""`adaptive` as a user runs it, on a tiny model and its controller."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import yaml
+from pyarrow import parquet
+
+from eval_pipeline.__main__ import main
+from eval_pipeline.adaptive.baselines import lookup_table, pareto_front, static_configurations
+from eval_pipeline.adaptive.measure import WARM_UPS
+from eval_pipeline.adaptive.results import Results, rows_of
+from eval_pipeline.adaptive.summary import summarise
+from tests import tiny_vlms
+from tests.unit.test_controller_policy import question
+from tests.wandb_files import read_history, read_records, values_of
+from verl_ext.checkpoint.layout import Manifest
+from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.controller.controlled import ControlledModel, load_controller
+from verl_ext.controller.execution import Executor
+from verl_ext.controller.importance import Importance, load_importance
+from verl_ext.controller.inference import AdaptiveModel
+from verl_ext.controller.latency_model import FEATURES, LatencyModel, Workload
+from verl_ext.controller.loading import fingerprint, load_adapter
+from verl_ext.controller.network import BudgetController, BudgetControllerConfig
+from verl_ext.controller.scoring.vqa import soft_accuracy
+from verl_ext.data.questions import ImageQuestion
+from verl_ext.metrics.names import describe
+
+SIZES = (1024, 4096, 9216)
+BUDGETS = (30.0, 60.0)
+SHORT = ("--num-samples", "3", "--num-train", "2", "--max-static", "5", "--no-wandb")
+
+
+def tiny_questions() -> list[ImageQuestion]:
+    """Five of them, each with what some configuration answers as its reference."""
+    executor = Executor(adapter_of(*tiny_vlms.qwen3_vl_moe(), SIZES), max_new_tokens=3)
+    space = executor.adapter.space(2, 4, (1, 2, 4))
+    asked = [question(number) for number in range(5)]
+    ways = [space.full, space.cheapest([1, 2, 3]), space.configuration(1, [True] * 4, 2), space.full, space.full]
+    answers = [executor.run(each, way).answer for each, way in zip(asked, ways)]
+    return [
+        ImageQuestion(each.sample_id, each.image, each.question, (text or "none",))
+        for each, text in zip(asked, answers)
+    ]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with `model/`, `data/` and `run/`, whose newest step was not finished."""
+    directory = tmp_path_factory.mktemp("adaptive")
+    model, processor = tiny_vlms.qwen3_vl_moe()
+    model.save_pretrained(directory / "model")
+    processor.save_pretrained(directory / "model")
+    (directory / "data").mkdir()
+    rows = [
+        {
+            "image": {"bytes": each.image, "path": None},
+            "question": each.question,
+            "answers": list(each.references),
+            "question_id": each.sample_id,
+        }
+        for each in tiny_questions()
+    ]
+    parquet.write_table(pa.Table.from_pylist(rows[:2]), directory / "data/train.parquet")
+    parquet.write_table(pa.Table.from_pylist(rows[2:]), directory / "data/val.parquet")
+    write_run(directory)
+    return directory
+
+
+def write_run(directory: Path) -> None:
+    adapter, run = load_adapter(str(directory / "model"), SIZES), directory / "run"
+    torch.manual_seed(3)
+    vlm = ControlledModel(str(directory / "model"), SIZES, 3, "", False, fingerprint(adapter.model)).to_dict()
+    knobs = {**vars(adapter.space(2, 4, (1, 2, 4))), "low_ms": BUDGETS[0], "high_ms": BUDGETS[1]}
+    controller = BudgetController(BudgetControllerConfig(**knobs, vision_width=32, language_width=32, vlm=vlm))
+    for parameter in controller.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    controller.save_pretrained(run / "global_step_2/huggingface")
+    (run / "global_step_2/manifest.json").write_text(Manifest(2, 1, "", {}).to_json())
+    shutil.copytree(run / "global_step_2/huggingface", run / "global_step_4/huggingface")
+    Importance({1: 0.1, 2: 0.5, 3: 0.3}, 4, fingerprint(adapter.model)).save(directory / "importance.json")
+    weights = {part: dict.fromkeys(names, 0.0) for part, names in FEATURES.items()}
+    weights["vision_ms"]["patches"], weights["prefill_ms"]["blocks"], weights["decode_ms"]["experts"] = 0.2, 3.0, 0.1
+    LatencyModel(weights, 1.0, "none", fingerprint(adapter.model)).save(run / "latency_model.json")
+    config = {
+        "data": {"datasets": {"tiny": {"source": str(directory / "data")}}, "max_unreadable_images": 0},
+        "controller": {"dtype": "auto", "importance_file": str(directory / "importance.json")},
+        "latency": {"file": None},
+        "trainer": {"project_name": "tiny", "experiment_name": "budget"},
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def adaptive(*words: object) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(["adaptive", *map(str, words)])
+    return left.value.code
+
+
+@pytest.fixture(scope="module")
+def evaluated(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the command put the files of an evaluation by the latency model."""
+    output = tmp_path_factory.mktemp("by_model")
+    options = ("--latency", "model", "--num-budgets", "3", "--output", output)
+    assert adaptive("--checkpoint", tiny / "run", *options, *SHORT) == 0
+    return output
+
+
+def test_the_files_agree_with_each_other(evaluated: Path) -> None:
+    content = json.loads((evaluated / "adaptive.json").read_text())
+    arrays = np.load(evaluated / "adaptive.npz")
+    assert content["step"] == 2 and content["budgets_ms"] == [30.0, 45.0, 60.0]
+    assert (evaluated / "pareto.png").read_bytes().startswith(b"\x89PNG")
+
+    def of(name: str) -> Results:
+        return Results(*(arrays[f"{name}_{part}"] for part in ("accuracy", "latency_ms", "complexity")))
+
+    methods = ["controller", "lookup_table", "oracle", "random", "full_routed"]
+    rows = [row for name in methods for row in rows_of(name, of(name), content["budgets_ms"])]
+    assert [vars(row) for row in rows] == content["rows"]
+    table = [entry["static"] for entry in content["lookup_table"]]
+    assert table == lookup_table(of("train"), content["budgets_ms"])
+    assert np.array_equal(of("lookup_table").accuracy, of("statics").accuracy[:, table])
+    assert content["pareto_front"] == pareto_front(of("statics"))
+    means = of("statics").latency_ms.mean(0).tolist()
+    assert [each["held_out"]["latency_ms_mean"] for each in content["statics"]] == pytest.approx(means)
+    compared = {name: of(name) for name in ("controller", "lookup_table", "oracle")}
+    deciding = dict(zip(("decision_ms", "features_ms", "network_ms", "choice_ms"), arrays["deciding_ms"].mean((0, 1))))
+    full_ms = content["summary"]["full_ms"]
+    again = vars(summarise(compared, content["budgets_ms"], deciding, full_ms))
+    assert json.loads(json.dumps(again)) == content["summary"]
+    page = (evaluated / "adaptive.md").read_text()
+    assert all(f"| {row.method} | {row.budget_ms:.1f} | {100 * row.accuracy:.1f} % |" in page for row in rows)
+
+
+def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -> None:
+    arrays = np.load(evaluated / "adaptive.npz")
+    controller, controlled = load_controller(tiny / "run/global_step_2/huggingface")
+    model = AdaptiveModel(controlled.load("cpu", torch.float32), controller, controlled)
+    adapter, space = model.executor.adapter, controller.space
+    statics = static_configurations(space, load_importance(tiny / "importance.json", adapter), 5)
+    told = LatencyModel.load(tiny / "run/latency_model.json")
+    chosen = set()
+    for place, row in enumerate(parquet.read_table(tiny / "data/val.parquet").to_pylist()):
+        sample = ImageQuestion(row["question_id"], row["image"]["bytes"], row["question"], tuple(row["answers"]))
+        for column, configuration in enumerate(statics):
+            outcome = model.executor.run(sample, configuration)
+            assert arrays["statics_accuracy"][place, column] == soft_accuracy(outcome.answer, sample.references)
+            assert arrays["statics_latency_ms"][place, column] == told.predict(outcome.workload).total_ms
+        low = model.executor.seen(sample, 0)
+        encoding = told.predict(Workload(space.full, adapter.num_patches(low.inputs), 0, 0)).vision_ms
+        for column, budget in enumerate((30.0, 45.0, 60.0)):
+            found = model.answer(sample.opened(), sample.question, budget)
+            outcome = model.executor.run(sample, found.configuration)
+            latency = told.predict(outcome.workload).total_ms + (encoding if found.configuration.tier else 0.0)
+            assert arrays["controller_latency_ms"][place, column] == latency
+            assert arrays["controller_accuracy"][place, column] == soft_accuracy(found.answer, sample.references)
+            assert arrays["controller_complexity"][place, column] == space.complexity(found.configuration)
+            chosen.add(found.configuration)
+    assert len(chosen) > 1 and len(np.unique(arrays["statics_accuracy"])) > 1
+    assert (arrays["deciding_ms"] > 0).any()
+
+
+def test_by_the_latency_model_it_comes_to_the_same_each_time(tiny: Path, evaluated: Path, tmp_path: Path) -> None:
+    options = ("--latency", "model", "--num-budgets", "3", "--repeats", "2", "--output", tmp_path)
+    assert adaptive("--checkpoint", tiny / "run/global_step_2", *options, *SHORT) == 0
+    one, other = (json.loads((path / "adaptive.json").read_text()) for path in (evaluated, tmp_path))
+    assert all(one[part] == other[part] for part in ("rows", "statics", "lookup_table", "pareto_front"))
+    arrays = np.load(evaluated / "adaptive.npz")
+    draws = arrays["random_complexity"]
+    assert adaptive("--checkpoint", tiny / "run", *options[:4], "--seed", "1", "--output", tmp_path, *SHORT) == 0
+    assert not np.array_equal(np.load(tmp_path / "adaptive.npz")["random_complexity"], draws)
+
+
+def test_measured_it_counts_deciding_and_all_of_the_model_both_ways(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ran: list[tuple] = []
+    answer = Executor.answer
+
+    def noted(self: Executor, seen: Any, configuration: Any, *, exact: bool = False) -> Any:
+        ran.append((id(seen.inputs), configuration, exact))
+        return answer(self, seen, configuration, exact=exact)
+
+    monkeypatch.setattr(Executor, "answer", noted)
+    export = tiny / "run/global_step_2/huggingface"
+    assert adaptive("--checkpoint", export, "--budgets", "2e6", "1e6", *SHORT[:-1]) == 0
+    output = tiny / "run/eval/adaptive_step_2"
+    content = json.loads((output / "adaptive.json").read_text())
+    arrays = np.load(output / "adaptive.npz")
+    assert content["budgets_ms"] == [1e6, 2e6] and content["protocol"]["latency"] == "measured"
+    assert [row["method"] for row in content["rows"][::2]][-2:] == ["full", "full_routed"]
+    assert all(row["violation_rate"] == 0.0 for row in content["rows"])
+    assert content["summary"]["full_ms"] == pytest.approx(arrays["full_latency_ms"][:, 0].mean())
+    assert content["summary"]["network_share"] == content["summary"]["network_ms"] / content["summary"]["full_ms"]
+    deciding = arrays["deciding_ms"]
+    assert (deciding[..., 0] >= deciding[..., 1:].sum(-1) - 1e-9).all() and (deciding > 0).all()
+    assert sum(exact for *_, exact in ran) == WARM_UPS + 3
+    shown = capsys.readouterr()
+    assert "trained for 30 to 60 ms, and not for 1e+06, 2e+06" in shown.out and "controller - lookup table" in shown.out
+    check_wandb(tiny / "run", content)
+
+
+def check_wandb(run: Path, content: dict[str, Any]) -> None:
+    [path] = run.glob("wandb/offline-run-*/run-*.wandb")
+    history, records = read_history(path), read_records(path)
+    figures = [row for row in history if "eval/adaptive/budget_ms" in row]
+    assert [row["eval/adaptive/budget_ms"] for row in figures] == [1e6, 2e6]
+    for row in content["rows"]:
+        logged = next(each for each in figures if each["eval/adaptive/budget_ms"] == row["budget_ms"])
+        assert logged[f"eval/adaptive/{row['method']}_accuracy"] == row["accuracy"]
+    axes = {record.metric.name: record.metric.step_metric for record in records if record.HasField("metric")}
+    names = [name for name in figures[0] if name.startswith("eval/adaptive/")]
+    assert all(axes[name] == "eval/adaptive/budget_ms" for name in names if not name.endswith("/budget_ms"))
+    [started] = [record.run for record in records if record.HasField("run")]
+    assert (started.display_name, started.project, started.run_group) == ("adaptive_eval_step_2", "tiny", "budget")
+    summary = {}
+    for record in records:
+        if record.HasField("summary"):
+            summary.update(values_of(record.summary.update))
+    assert summary["eval/adaptive/network_share"] == content["summary"]["network_share"]
+    numbers = [name for name, value in summary.items() if isinstance(value, int | float) and name.count("/") == 2]
+    assert all(describe(name) for name in numbers if name.startswith("eval/")) and set(names) <= set(numbers)
+
+
+def test_an_export_alone_takes_questions_from_a_folder(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(tmp_path))
+    export = shutil.copytree(tiny / "run/global_step_2/huggingface", tmp_path / "export")
+    moved = shutil.copytree(tiny / "model", tmp_path / "moved")
+    options = ("--questions", tiny / "data", "--vlm", moved, "--budgets", "1e6", *SHORT)
+    assert adaptive("--checkpoint", export, *options) == 0
+    content = json.loads((tmp_path / "adaptive/adaptive.json").read_text())
+    assert content["step"] is None and content["vlm"]["path"] == str(moved)
+    assert content["protocol"]["importance_file"] is None and content["protocol"]["num_samples"] == 3
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "options", "message"),
+    [
+        ("model", (), "has no budget controller's export"),
+        ("data", (), "has no budget controller's export"),
+        ("nowhere", (), "has no budget controller's export"),
+        ("run", ("--latency", "model", "--budgets", "1e-3"), "begin at 0.001 ms, but the cheapest configuration takes"),
+        ("run", ("--questions", "{tiny}/model"), r"has no train\*.parquet"),
+        ("run", ("--vlm", "{tiny}/other"), "is another model than the one"),
+        ("run", ("--vlm", "{tiny}/nowhere"), "cannot be loaded"),
+        ("alone", (), "no questions are named; give --questions"),
+        ("alone", ("--questions", "{tiny}/data", "--latency", "model"), "is no latency model"),
+        ("misfit", ("--latency", "model"), "was fitted on another model"),
+        ("foreign", (), "no configuration of the stage budget"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    checkpoint: str,
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    make_bad(tiny)
+    words = [option.format(tiny=tiny) for option in options]
+    assert adaptive("--checkpoint", tiny / checkpoint, *words, "--output", tmp_path / "out", *SHORT) == 2
+    shown = capsys.readouterr().err
+    error = shown[shown.index("error: ") :]
+    assert len(error.splitlines()) == 1 and re.search(message, error), shown
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    options = ("--latency", "model", "--output", tmp_path / "file/out")
+    assert adaptive("--checkpoint", tiny / "run", *options, *SHORT) == 2
+    assert "name another --output" in capsys.readouterr().err and (tmp_path / "file").read_text() == ""
+
+
+def make_bad(tiny: Path) -> None:
+    """Beside the good ones: another model, an export without a run, runs that lack something."""
+    if (tiny / "other").exists():
+        return
+    model, processor = tiny_vlms.qwen3_vl_moe(seed=1)
+    model.save_pretrained(tiny / "other")
+    processor.save_pretrained(tiny / "other")
+    export = tiny / "run/global_step_2/huggingface"
+    shutil.copytree(export, tiny / "alone")
+    for name in ("misfit", "foreign"):
+        shutil.copytree(tiny / "run", tiny / name, ignore=shutil.ignore_patterns("wandb", "eval"))
+    path = tiny / "misfit/latency_model.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model": "another"}))
+    (tiny / "foreign/config.yaml").write_text("data: {}\n")
+
+
+@pytest.mark.parametrize(
+    "words", [("--num-samples", "0"), ("--budgets", "-5"), ("--budgets", "nan"), ("--latency", "x")]
+)
+def test_bad_numbers_are_refused_at_once(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert adaptive("--checkpoint", "x", *words) == 2
+    assert f"argument {words[0]}: " in capsys.readouterr().err
