@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from verl_ext.data.prepare import chat, gsm8k, problems, smollm2, stdlib
 from verl_ext.data.prepare.quickstart import command as quickstart
+from verl_ext.data.prepare.vqa import command as vqa
 from verl_ext.errors import UserError
 
 # Each module has HELP, EXAMPLE, VERSION (raised when the same arguments would give other files),
@@ -19,6 +20,7 @@ COMMANDS: dict[str, ModuleType] = {
     "problems": problems,
     "quickstart": quickstart,
     "smollm2": smollm2,
+    "vqa": vqa,
 }
 PROGRAM = "python -m verl_ext.data.prepare"
 

@@ -1,0 +1,82 @@
+"""The cards: what is printed on them, what is asked, and the model that can be trained to read them."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from verl_ext.config.compose import compose_config
+from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.data.image_chats import ImageChatDataset
+from verl_ext.data.prepare.vqa.cards import GLYPHS, QUESTIONS, SIDE, Card, draw_card, paint, rows_of_card
+from verl_ext.data.prepare.vqa.command import LESSON, lessons, questions
+from verl_ext.data.prepare.vqa.model import build_model, build_processor
+from verl_ext.data.questions import question_of
+
+
+def pixels(ink: float, digits: tuple[int, int], side: int = SIDE) -> np.ndarray:
+    image = paint(Card("blue", digits, ink), random.Random(5))
+    return np.asarray(image.resize((side, side), Image.Resampling.BICUBIC), dtype=float)
+
+
+def test_fine_print_is_there_in_the_whole_picture_alone() -> None:
+    for side, bold_differs, fine_differs in ((SIDE, True, True), (SIDE // 3, True, False)):
+        for ink, differs in ((1.0, bold_differs), (0.0, fine_differs)):
+            distance = np.abs(pixels(ink, (0, 1), side) - pixels(ink, (4, 3), side)).max()
+            assert (distance > 50) == differs and (distance < 4) == (not differs)
+
+
+def test_every_digit_has_a_shape_of_its_own() -> None:
+    assert len({*GLYPHS}) == len(GLYPHS) == 5 and all(len(glyph) == 15 for glyph in GLYPHS)
+
+
+def test_answers_are_those_of_the_card() -> None:
+    card = Card("red", (3, 4), 0.0)
+    assert {kind: card.answer(kind) for kind in QUESTIONS} == {"colour": "red", "digit": "3", "sum": "7"}
+    rows = rows_of_card(8, random.Random(0), ["sum", "colour"])
+    assert [row["question"] for row in rows] == ["Sum of the digits?", "Which colour?"]
+    assert rows[0]["image"]["bytes"] == rows[1]["image"]["bytes"] and rows[0]["print"] in ("bold", "fine")
+    assert Image.open(io.BytesIO(rows[0]["image"]["bytes"])).size == (SIDE, SIDE)
+
+
+def test_prints_and_kinds_are_as_frequent_as_they_should_be() -> None:
+    rng = random.Random(1)
+    inks = [draw_card(rng, faded_share=0.5).ink for _ in range(2000)]
+    assert abs(inks.count(1.0) / 2000 - 0.5) < 0.05 and abs(inks.count(0.0) / 2000 - 0.25) < 0.05
+    asked = Counter(row["kind"] for row in questions(600, rng))
+    assert all(150 < asked[kind] < 250 for kind in QUESTIONS)
+    rows = list(lessons(40, rng, 0.5))
+    assert len(rows) == 160 and {row["print"] for row in rows} == {"bold", "fine", "faded"}
+    assert {row["kind"] for row in rows} == {*LESSON}
+
+
+@pytest.mark.parametrize("make", [lessons, questions])
+def test_a_seed_gives_the_same_cards(make) -> None:  # type: ignore[no-untyped-def]
+    assert list(make(5, random.Random(7))) == list(make(5, random.Random(7))) != list(make(5, random.Random(8)))
+
+
+def test_the_model_reads_cards_under_the_recipes_configurations() -> None:
+    processor = build_processor()
+    model = build_model(processor, seed=0)
+    again = build_model(processor, seed=0)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    section = compose_config("sft", ["recipe=budget_vlm"]).configurations
+    adapter = adapter_of(model.eval(), processor, tuple(section.tier_sizes))
+    space = adapter.space(section.min_active, len(adapter.blocks), list(section.topk_choices))
+    rows = rows_of_card(0, random.Random(0), ["colour", "sum"])
+    asked = [question_of("cards", number, row, "") for number, row in enumerate(rows)]
+    assert len(ImageChatDataset(asked, 4)) == 1
+    for tier, patches in enumerate((36, 144, 324)):
+        inputs = adapter.inputs(asked[0].opened(), asked[0].question, tier)
+        assert adapter.num_patches(inputs) == patches
+        with torch.no_grad(), adapter.configured(space.configuration(tier, [True, True, *[False] * 4], 1), exact=False):
+            assert adapter.begin(inputs).logits.shape == (1, len(processor.tokenizer))
+    words = [text for answers in ("red", "8", "orange") for text in processor.tokenizer.tokenize(answers)]
+    assert words == ["red", "8", "orange"]  # an answer is one token
+    assert processor.tokenizer.eos_token == "<|im_end|>" and adapter.end_tokens == [processor.tokenizer.eos_token_id]

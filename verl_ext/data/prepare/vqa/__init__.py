@@ -1,0 +1,1 @@
+"""A generated set of questions about images, and a tiny vision-language model to learn it."""

@@ -1,0 +1,74 @@
+"""`vqa`: cards to read, for a tiny vision-language model to learn and for its budget controller."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl_ext.data.prepare.files import staging_directory, write_parquet
+from verl_ext.data.prepare.stamp import Prepared
+from verl_ext.data.prepare.vqa.cards import QUESTIONS, Row, rows_of_card
+
+HELP = "make cards with questions about them, and a 1M-parameter vision-language model to learn to answer them"
+EXAMPLE = "vqa --output data/vqa"
+VERSION = 1
+MODEL_NAME = "model"
+LESSONS, QUESTIONS_NAME = "lessons", "questions"
+"""Folders: what the model learns from, and what its controller learns from."""
+LESSON = ["colour", "digit", "digit", "sum", "sum"]
+"""Kinds that a lesson's questions are drawn from: colours are learnt soonest."""
+QUESTIONS_PER_LESSON = 4
+FADED_SHARE = 0.45
+"""Of the fine print in lessons."""
+NUM_LESSONS, NUM_QUESTIONS, NUM_VAL = 4000, 512, 300
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `vqa`."""
+    parser.add_argument("--seed", type=int, default=0, help="seed of the cards and of the weights (default 0)")
+
+
+def run(arguments: argparse.Namespace) -> Prepared:
+    """Write `lessons/`, `questions/`, each with `train.parquet` and `val.parquet`, and `model/`.
+
+    Raises:
+        UserError: the output directory cannot be written to.
+    """
+    output, rng = Path(arguments.output), random.Random(arguments.seed)
+    tables = {
+        f"{LESSONS}/train.parquet": list(lessons(NUM_LESSONS, rng, FADED_SHARE)),
+        f"{LESSONS}/val.parquet": list(lessons(NUM_VAL, rng)),
+        f"{QUESTIONS_NAME}/train.parquet": list(questions(NUM_QUESTIONS, rng)),
+        f"{QUESTIONS_NAME}/val.parquet": list(questions(NUM_VAL, rng)),
+    }
+    for name, rows in tables.items():
+        write_parquet(output / name, rows)
+    files, num_parameters = _write_model(output / MODEL_NAME, arguments.seed)
+    counts = {name.removesuffix(".parquet"): float(len(rows)) for name, rows in tables.items()}
+    return Prepared([*tables, *files], {**counts, "parameters": num_parameters})
+
+
+def lessons(count: int, rng: random.Random, faded_share: float = 0.0) -> Iterator[Row]:
+    """Several questions about each of some cards."""
+    for number in range(count):
+        yield from rows_of_card(number, rng, rng.choices(LESSON, k=QUESTIONS_PER_LESSON), faded_share)
+
+
+def questions(count: int, rng: random.Random) -> Iterator[Row]:
+    """One question about each of some cards, every kind as often as the others."""
+    for number in range(count):
+        yield from rows_of_card(number, rng, [rng.choice(list(QUESTIONS))])
+
+
+def _write_model(directory: Path, seed: int) -> tuple[list[str], float]:
+    from verl_ext.data.prepare.vqa.model import build_model, build_processor
+
+    processor = build_processor()
+    model = build_model(processor, seed)
+    with staging_directory(directory) as staging:
+        model.save_pretrained(staging, safe_serialization=True)
+        processor.save_pretrained(staging)
+        files = sorted(f"{MODEL_NAME}/{path.name}" for path in staging.iterdir())
+    return files, float(model.num_parameters())
