@@ -31,16 +31,27 @@ class RoutedExperts(nn.Module):
             routing_weights: (batch * seq, experts), 0 for those that the token was not routed to.
             router_indices: (batch * seq, k), the experts of each token.
         """
-        experts, k = self._experts, router_indices.shape[1]
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        run = self._of_one_token if len(tokens) == 1 else self._of_many_tokens
+        outputs, weights = run(tokens, router_indices), routing_weights.gather(1, router_indices)
+        return (outputs * weights[..., None]).sum(1).reshape(hidden_states.shape)
+
+    def _of_many_tokens(self, tokens: torch.Tensor, router_indices: torch.Tensor) -> torch.Tensor:
+        """(tokens, k, hidden) of tokens (tokens, hidden)."""
+        experts, k = self._experts, router_indices.shape[1]
         order = router_indices.flatten().argsort(stable=True)
         sorted_inputs = tokens[order // k]
         counts = torch.bincount(router_indices.flatten(), minlength=experts.gate_up_proj.shape[0]).tolist()
         outputs = [self._run(expert, part) for expert, part in enumerate(sorted_inputs.split(counts)) if len(part)]
         unsorted = torch.empty_like(sorted_inputs)
         unsorted[order] = torch.cat(outputs)
-        weights = routing_weights.gather(1, router_indices)
-        return (unsorted.view(-1, k, tokens.shape[-1]) * weights[..., None]).sum(1).reshape(hidden_states.shape)
+        return unsorted.view(-1, k, tokens.shape[-1])
+
+    def _of_one_token(self, token: torch.Tensor, router_indices: torch.Tensor) -> torch.Tensor:
+        """The same of one token, as in decoding: no expert has two, so all are one product."""
+        experts, chosen = self._experts, router_indices[0]
+        gate, up = torch.matmul(token, experts.gate_up_proj[chosen]).chunk(2, dim=-1)  # (k, 1, inner)
+        return torch.matmul(up * experts.act_fn(gate), experts.down_proj[chosen]).transpose(0, 1)
 
     def _run(self, expert: int, inputs: torch.Tensor) -> torch.Tensor:
         """One expert on (tokens, hidden)."""
