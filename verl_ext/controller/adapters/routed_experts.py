@@ -42,7 +42,9 @@ class RoutedExperts(nn.Module):
         order = router_indices.flatten().argsort(stable=True)
         sorted_inputs = tokens[order // k]
         counts = torch.bincount(router_indices.flatten(), minlength=experts.gate_up_proj.shape[0]).tolist()
-        outputs = [self._run(expert, part) for expert, part in enumerate(sorted_inputs.split(counts)) if len(part)]
+        # taken apart at once: the gradient of one expert taken by its number is as large as that of all
+        weights = zip(experts.gate_up_proj.unbind(), experts.down_proj.unbind())
+        outputs = [self._run(part, *each) for part, each in zip(sorted_inputs.split(counts), weights) if len(part)]
         unsorted = torch.empty_like(sorted_inputs)
         unsorted[order] = torch.cat(outputs)
         return unsorted.view(-1, k, tokens.shape[-1])
@@ -53,7 +55,7 @@ class RoutedExperts(nn.Module):
         gate, up = torch.matmul(token, experts.gate_up_proj[chosen]).chunk(2, dim=-1)  # (k, 1, inner)
         return torch.matmul(up * experts.act_fn(gate), experts.down_proj[chosen]).transpose(0, 1)
 
-    def _run(self, expert: int, inputs: torch.Tensor) -> torch.Tensor:
+    def _run(self, inputs: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> torch.Tensor:
         """One expert on (tokens, hidden)."""
-        gate, up = (inputs @ self._experts.gate_up_proj[expert]).chunk(2, dim=-1)
-        return (up * self._experts.act_fn(gate)) @ self._experts.down_proj[expert]
+        gate, up = (inputs @ gate_up_proj).chunk(2, dim=-1)
+        return (up * self._experts.act_fn(gate)) @ down_proj
