@@ -26,10 +26,19 @@ def print_summary(config: DictConfig) -> None:
         lines.append(f"  last checkpoint {checkpoints[0]}")
     if checkpoints and any((checkpoints[0] / EXPORT).glob("*.safetensors")):
         export = checkpoints[0] / EXPORT
-        words = ["adaptive", "--checkpoint", str(export)] if config.stage == "budget" else ["watch", str(run_dir)]
-        command = [sys.executable, "-m", "eval_pipeline", *words]
-        lines += [f"  Hugging Face    {export}", f"Next: {shlex.join(command)}"]
+        lines += [f"  Hugging Face    {export}", f"Next: {shlex.join(next_command(config, run_dir, export))}"]
     tell("\n".join(lines))
+
+
+def next_command(config: DictConfig, run_dir: Path, export: Path) -> list[str]:
+    """What to type after a run of this stage."""
+    evaluate = [sys.executable, "-m", "eval_pipeline"]
+    if config.stage == "vlm_sft":
+        ranks = str(config.trainer.n_gpus_per_node)
+        return ["bash", "run_grpo.sh", ranks, "recipe=budget_controller", f"model.sft_run={run_dir}"]
+    if config.stage == "budget":
+        return [*evaluate, "adaptive", "--checkpoint", str(export)]
+    return [*evaluate, "watch", str(run_dir)]
 
 
 def learnt(path: Path) -> list[str]:
