@@ -193,8 +193,9 @@ def test_two_ranks_learn_what_one_does(inputs: Path, tmp_path: Path) -> None:
 
 
 def test_a_latency_model_is_made_where_none_is_given(inputs: Path, tmp_path: Path) -> None:
-    overrides = ("latency.file=null", "latency.configurations=10", "controller.budgets_ms=[1e5,1e6]")
-    done = run(inputs, tmp_path / "run", *overrides, "trainer.total_training_steps=1", "trainer.log_samples_every=1")
+    overrides = ["latency.file=null", "latency.configurations=10", "latency.repeats=1"]
+    overrides += ["controller.budgets_ms=[1e5,1e6]", "trainer.total_training_steps=1", "trainer.log_samples_every=1"]
+    done = run(inputs, tmp_path / "run", *overrides)
     assert done.returncode == 0, done.stdout + done.stderr
     made = LatencyModel.load(tmp_path / "run" / "latency_model.json")
     assert f"R squared {made.r2:.3f}" in done.stdout

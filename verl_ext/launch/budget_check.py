@@ -29,6 +29,8 @@ RANGES = {  # lowest and highest value allowed
     "actor.clip_ratio_c": (1 + 1e-9, math.inf),
     "actor.entropy_coeff": (0, math.inf),
     "rollout.n": (2, math.inf),
+    "latency.configurations": (10, math.inf),
+    "latency.repeats": (1, math.inf),
     "controller.hidden": (1, math.inf),
     "controller.dropout": (0, 0.99),
     "controller.max_new_tokens": (1, math.inf),

@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl_ext.controller.adapters.base import VLMAdapter
-from verl_ext.controller.calibrate import calibrate
+from verl_ext.controller.calibrate import calibrate, doubts
 from verl_ext.controller.checkpoints import load_weights
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.controlled import ControlledModel
@@ -28,8 +28,6 @@ LATENCY_FILE = "latency_model.json"
 """Of a run that made its latency model itself."""
 MEASURED_QUESTIONS = 32
 """On how many questions a latency model is fitted."""
-REPEATS = 3
-"""Runs of each configuration that is measured for it."""
 
 
 def controlled_model(config: DictConfig) -> ControlledModel:
@@ -100,10 +98,13 @@ def latency_model(
     given, adapter = config.latency.file, executor.adapter
     path = Path(config.trainer.default_local_dir) / LATENCY_FILE if given is None else Path(given).expanduser()
     if given is None and not path.is_file():
-        sizes = config.latency.configurations, REPEATS, config.controller.max_new_tokens
+        sizes = config.latency.configurations, config.latency.repeats, config.controller.max_new_tokens
         found = calibrate(adapter, space, questions[:MEASURED_QUESTIONS], *sizes)
         found.save(path)
-        tell(f"measured {sizes[0]} configurations for {path}; R squared {found.r2:.3f} on those that were not fitted")
+        tell(
+            f"measured {sizes[0]} configurations for {path}; R squared {found.r2:.3f} on those that were not fitted"
+            f"{doubts(found.r2)}"
+        )
     found = LatencyModel.load(path)
     if found.model != fingerprint(adapter.model):
         raise UserError(
