@@ -19,18 +19,18 @@ class AnswerLog:
     """Of one run.
 
     Args:
-        path: of a new file that gets a line of JSON for each answer as soon as there is one; None for none.
+        path: of a file that gets a line of JSON for each answer as soon as there is one; None for none.
         space: that the controller chooses from.
         budget_ms: milliseconds of an answer.
 
     Raises:
-        UserError: the file exists, or cannot be written.
+        UserError: the file has answers already, or cannot be written.
     """
 
     def __init__(self, path: Path | None, space: ConfigurationSpace, budget_ms: float) -> None:
         self._space, self._budget_ms = space, budget_ms
         self._totals_ms: list[float] = []
-        self._file = None if path is None else _created(path)
+        self._file = None if path is None else _opened(path)
 
     def note(self, question: Question, answered: Answered, answer: str) -> None:
         """Keep an answer.
@@ -64,11 +64,13 @@ class AnswerLog:
             tell(f"budget_controller: {count} answers, {mean:.1f} ms on average, {late} above {self._budget_ms:g} ms")
 
 
-def _created(path: Path) -> TextIO:
+def _opened(path: Path) -> TextIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("x")
-    except FileExistsError as error:
-        raise UserError(f"{path} exists already; name another log") from error
+        file = path.open("a")
     except OSError as error:
         raise UserError(f"the log {path} cannot be written ({error}); name another one") from error
+    if file.tell():  # an empty one is of a run that ended before its first answer
+        file.close()
+        raise UserError(f"{path} has answers of another run; name another log")
+    return file
