@@ -17,6 +17,7 @@ from verl_ext.controller.importance import Importance, load_importance
 from verl_ext.controller.inference import AdaptiveModel
 from verl_ext.controller.latency_model import LatencyModel
 from verl_ext.controller.loading import default_device, fingerprint
+from verl_ext.controller.network import BudgetController
 from verl_ext.errors import UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -64,14 +65,33 @@ def load_subject(source: ControllerSource, config: Mapping[str, Any], vlm: str |
     Raises:
         UserError: one cannot be loaded, or they do not belong together.
     """
-    section = config.get("controller", {})
-    controller, controlled = load_controller(source.export, vlm)
-    device, dtype = default_device()
-    adapter = controlled.load(device, DTYPES.get(section.get("dtype"), dtype))
-    file = section.get("importance_file")
+    model, controller, controlled = load_model(source, config, vlm)
+    file = config.get("controller", {}).get("importance_file")
+    adapter = model.executor.adapter
     importance = None if file is None else load_importance(Path(file).expanduser(), adapter)
     trained_ms = controller.config.low_ms, controller.config.high_ms
-    return Subject(AdaptiveModel(adapter, controller, controlled), controlled, controller.space, trained_ms, importance)
+    return Subject(model, controlled, controller.space, trained_ms, importance)
+
+
+def load_model(
+    source: ControllerSource, config: Mapping[str, Any], vlm: str | None, device: str | None = None
+) -> tuple[AdaptiveModel, BudgetController, ControlledModel]:
+    """Load a controller and its model, without what only a comparison needs.
+
+    Args:
+        source: of the controller.
+        config: of its run; empty without a run.
+        vlm: where the model is by now; None where it was.
+        device: cpu or cuda; None for a GPU if there is one.
+
+    Raises:
+        UserError: one cannot be loaded, or they do not belong together.
+    """
+    controller, controlled = load_controller(source.export, vlm)
+    usual, dtype = default_device()
+    dtype = DTYPES.get(config.get("controller", {}).get("dtype"), dtype)
+    adapter = controlled.load(usual if device is None else device, dtype)
+    return AdaptiveModel(adapter, controller, controlled), controller, controlled
 
 
 def load_latency_model(source: ControllerSource, config: Mapping[str, Any], adapter: VLMAdapter) -> LatencyModel:

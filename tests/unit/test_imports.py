@@ -81,3 +81,9 @@ def test_a_folder_imports_only_what_it_may(folder: str) -> None:
             name for name in ours if not any(name.startswith(allowed) for allowed in ALLOWED[folder] | {folder})
         }
         assert not strangers, f"{path.relative_to(ROOT)} imports {sorted(strangers)}"
+
+
+def test_only_the_model_class_for_lmms_eval_imports_it() -> None:
+    paths = (path for folder in ("verl_ext", "eval_pipeline") for path in (ROOT / folder).rglob("*.py"))
+    users = [path for path in paths if any(name.split(".")[0] == "lmms_eval" for name in imported_modules(path))]
+    assert users == [ROOT / "eval_pipeline/lmms/models/budget_controller.py"]
