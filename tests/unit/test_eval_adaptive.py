@@ -27,7 +27,7 @@ from verl_ext.checkpoint.layout import Manifest
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.controlled import ControlledModel, load_controller
 from verl_ext.controller.execution import Executor
-from verl_ext.controller.importance import Importance, load_importance
+from verl_ext.controller.importance import Importance, cheapest, load_importance
 from verl_ext.controller.inference import AdaptiveModel
 from verl_ext.controller.latency_model import FEATURES, LatencyModel, Workload
 from verl_ext.controller.loading import fingerprint, load_adapter
@@ -46,7 +46,7 @@ def tiny_questions() -> list[ImageQuestion]:
     executor = Executor(adapter_of(*tiny_vlms.qwen3_vl_moe(), SIZES), max_new_tokens=3)
     space = executor.adapter.space(2, 4, (1, 2, 4))
     asked = [question(number) for number in range(5)]
-    ways = [space.full, space.cheapest([1, 2, 3]), space.configuration(1, [True] * 4, 2), space.full, space.full]
+    ways = [space.full, cheapest(space, None), space.configuration(1, [True] * 4, 2), space.full, space.full]
     answers = [executor.run(each, way).answer for each, way in zip(asked, ways)]
     return [
         ImageQuestion(each.sample_id, each.image, each.question, (text or "none",))
