@@ -12,13 +12,18 @@ import torch
 from tests.conftest import ROOT
 from tests.integration.test_budget_command import ENVIRONMENT, TIMEOUT_S
 from tests.tiny_questions import row, write_model, write_questions
+from verl_ext.config.compose import compose_config
 from verl_ext.controller.adapters.base import VLMAdapter
+from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.controller.loading import load_adapter
 from verl_ext.data.questions import question_of
 from verl_ext.metrics.jsonl import read_metrics
+from verl_ext.trainer.vlm_sft import VLMSFTTrainer
 
 TIERS = (256, 1024, 4096)
 NUM_STEPS = 6
+SEED = 7
+"""With which two blocks are left out of the first micro-batch."""
 RECIPE = """
 # a tiny model
 stage: vlm_sft
@@ -59,7 +64,8 @@ def logits_of(adapter: VLMAdapter) -> torch.Tensor:
 
 
 def test_ranks_learn_together_what_one_learns(inputs: Path, tmp_path: Path) -> None:
-    found = [losses(inputs, tmp_path / str(ranks), ranks, "configurations.share=0.0") for ranks in (1, 2)]
+    alike = ("configurations.share=0.0", "configurations.tier_weights=[0.0,0.0,1.0]")  # for each micro-batch
+    found = [losses(inputs, tmp_path / str(ranks), ranks, *alike) for ranks in (1, 2)]
     assert found[0].keys() == found[1].keys() and len(found[0]) == NUM_STEPS + 2
     for key, loss in found[0].items():
         assert found[1][key] == pytest.approx(loss, rel=1e-3), key
@@ -72,17 +78,20 @@ def test_ranks_learn_together_what_one_learns(inputs: Path, tmp_path: Path) -> N
 
 
 def test_blocks_that_do_not_run_learn_nothing_and_the_others_do(inputs: Path, tmp_path: Path) -> None:
-    overrides = ("configurations.share=1.0", "data.train_batch_size=2", "trainer.total_training_steps=1")
-    losses(
-        inputs, tmp_path / "run", 2, *overrides, "optim.lr_warmup_steps_ratio=0.0", "data.micro_batch_size_per_gpu=1"
-    )
+    overrides = ["configurations.share=1.0", "data.train_batch_size=2", "data.micro_batch_size_per_gpu=1"]
+    overrides += ["trainer.total_training_steps=1", "optim.lr_warmup_steps_ratio=0.0", f"trainer.seed={SEED}"]
+    losses(inputs, tmp_path / "run", 2, *overrides)
+    trainer = VLMSFTTrainer.__new__(VLMSFTTrainer)  # as much of one as draws a configuration
+    trainer.config = compose_config("sft", [f"recipe={inputs / 'recipe.yaml'}", *overrides])
+    trainer.global_step, trainer.space = 1, ConfigurationSpace(("low", "medium", "high"), 4, 2, 4, (1, 2, 4))
+    ran = trainer.configuration(0).blocks
     export = tmp_path / "run" / "global_step_1" / "huggingface"
     before, after = (load_adapter(str(path), TIERS).blocks for path in (inputs / "model", export))
     changed = [
         any(not torch.equal(old, new) for old, new in zip(a.parameters(), b.parameters(), strict=True))
         for a, b in zip(before, after, strict=True)
     ]
-    assert changed[0] and changed != [True] * 4  # one micro-batch on each rank, and one configuration for both
+    assert changed == list(ran) != [True] * 4  # one micro-batch on each rank, and one configuration for both
 
 
 def test_bad_input_is_one_sentence(inputs: Path, tmp_path: Path) -> None:
