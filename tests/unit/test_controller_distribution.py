@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 import pytest
@@ -87,13 +89,27 @@ def test_draws_have_their_probabilities(space: ConfigurationSpace) -> None:
     assert statistic < cells + 5 * (2 * cells) ** 0.5 + 5
 
 
-def test_the_mode_is_the_likeliest_of_all(space: ConfigurationSpace) -> None:
+def likeliest(knob: Callable[[Configuration], Hashable], weighted: Sequence[tuple[Configuration, float]]) -> Hashable:
+    """The setting of a knob that configurations with their probabilities have most often."""
+    total: dict[Hashable, float] = defaultdict(float)
+    for configuration, probability in weighted:
+        total[knob(configuration)] += probability
+    return max(total, key=total.__getitem__)
+
+
+def test_the_mode_has_the_likeliest_of_each_knob(space: ConfigurationSpace) -> None:
     configurations = every(space)
     choices = Choices.of(configurations, space)
     for seed in range(20):
         distribution, _ = distribution_of(space, len(configurations), seed)
-        best = configurations[int(distribution.log_prob(choices).argmax())]
-        assert distribution.mode().configurations(space)[0] == best
+        probabilities = distribution.log_prob(choices).exp().tolist()
+        mode = distribution.mode().configurations(space)[0]
+
+        weighted = list(zip(configurations, probabilities, strict=True))
+        assert mode.tier == likeliest(lambda each: each.tier, weighted)
+        assert mode.blocks == likeliest(lambda each: each.blocks, weighted)
+        same_blocks = [pair for pair in weighted if pair[0].blocks == mode.blocks]
+        assert mode.topk == likeliest(lambda each: each.topk, same_blocks)
 
 
 def test_extreme_logits_give_numbers(space: ConfigurationSpace) -> None:

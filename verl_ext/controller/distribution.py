@@ -99,12 +99,12 @@ class ConfigurationDistribution:
 
     @torch.no_grad()
     def mode(self) -> Choices:
-        """The likeliest tier, and the likeliest mask with the top-k of its blocks."""
-        if self._topk is None:
-            masks = self._masks.mode()
-        else:  # a block's likeliest top-k counts for its running
-            best = self._topk.max(-1).values
-            masks = BlockMasks(self._masks.logits + best, self._masks.fewest, self._masks.most).mode()
+        """The likeliest tier, the likeliest mask, and the likeliest top-k of its blocks.
+
+        Not the likeliest configuration of all: that would leave out a block which nearly always runs, but with one
+        top-k as often as with another.
+        """
+        masks = self._masks.mode()
         return Choices(self._tiers.argmax(-1), masks, self._topk_by(lambda topk: topk.argmax(-1), masks))
 
     def _topk_by(self, choose: Callable[[torch.Tensor], torch.Tensor], masks: torch.Tensor) -> torch.Tensor:
