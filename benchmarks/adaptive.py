@@ -30,7 +30,7 @@ from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.calibrate import machine_name
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.latency import Latency, LatencyMeter
-from verl_ext.controller.loading import load_adapter
+from verl_ext.controller.loading import default_device, load_adapter
 from verl_ext.data.prepare.vqa.cards import SIDE
 from verl_ext.data.prepare.vqa.model import build_processor
 from verl_ext.errors import UserError, exit_on_user_error
@@ -150,7 +150,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if min(arguments.rounds, arguments.new_tokens) < 1:
         raise UserError("--rounds and --new-tokens must be at least 1")
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    device, dtype = default_device()
     with tempfile.TemporaryDirectory() as name:
         path = arguments.model or made_model(Path(name))
         adapter = load_adapter(path, arguments.tier_sizes, device=device, dtype=dtype)

@@ -17,11 +17,11 @@ from eval_pipeline.adaptive.files import try_out, write_comparison
 from eval_pipeline.adaptive.measure import Bench, Plan
 from eval_pipeline.adaptive.questions import load_questions
 from eval_pipeline.adaptive.source import ControllerSource
-from eval_pipeline.adaptive.subject import Subject, load_latency_model, load_subject
+from eval_pipeline.adaptive.subject import Subject, load_latency, load_subject
 from eval_pipeline.adaptive.text import console_text
-from eval_pipeline.adaptive.timing import Timing
 from eval_pipeline.adaptive.tracking import track
 from verl_ext.controller.calibrate import machine_name
+from verl_ext.controller.latency_source import LatencySource, MeasuredLatency
 from verl_ext.tell import tell
 
 
@@ -70,10 +70,12 @@ def evaluate(source: ControllerSource, settings: Settings, output: Path, wandb: 
     subject = load_subject(source, config, settings.vlm)
     sizes = {"train": settings.num_train, "val": settings.num_samples}
     samples = load_questions(config, settings.questions, subject.controlled.question_suffix, sizes)
-    timing = Timing(load_latency_model(source, config, subject.adapter) if settings.latency == "model" else None)
+    latency: LatencySource = MeasuredLatency()
+    if settings.latency == "model":
+        latency = load_latency(source, config, subject.adapter)
     budgets = budgets_of(settings, subject.trained_ms)
     statics = static_configurations(subject.space, subject.importance, settings.max_static)
-    bench = Bench(subject, Plan(statics, budgets, settings.repeats, settings.seed), timing)
+    bench = Bench(subject, Plan(statics, budgets, settings.repeats, settings.seed), latency)
     bench.check_budgets(samples["val"])
     try_out(output)
     comparison = compare(bench.run(samples["train"], samples["val"]), statics, budgets)

@@ -14,10 +14,11 @@ from tqdm import tqdm
 from eval_pipeline.adaptive.results import Cell, Results
 from eval_pipeline.adaptive.sample_runs import SampleRuns
 from eval_pipeline.adaptive.subject import Subject
-from eval_pipeline.adaptive.timing import Timing
 from verl_ext.controller.calibrate import drawn_evenly
 from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.importance import cheapest
+from verl_ext.controller.inference import Decision
+from verl_ext.controller.latency_source import LatencySource
 from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.data.questions import ImageQuestion
 from verl_ext.errors import UserError
@@ -87,13 +88,13 @@ class Bench:
     Args:
         subject: what is evaluated.
         plan: of what is run.
-        timing: where latencies come from.
+        latency: where latencies come from.
     """
 
-    def __init__(self, subject: Subject, plan: Plan, timing: Timing) -> None:
-        self._subject, self._plan, self._timing = subject, plan, timing
+    def __init__(self, subject: Subject, plan: Plan, latency: LatencySource) -> None:
+        self._subject, self._plan, self._latency = subject, plan, latency
         self._cheapest = cheapest(subject.space, subject.importance)
-        self._full = ways_of_full(subject, timing)
+        self._full = ways_of_full(subject, latency)
 
     def check_budgets(self, samples: Sequence[ImageQuestion]) -> None:
         """Get warm, and refuse budgets that nothing can keep.
@@ -103,7 +104,7 @@ class Bench:
         """
         self._warm_up(samples[0])
         runs = (self._runs(sample) for sample in samples[:CHECKED_QUESTIONS])
-        needed = statistics.median(self._timing.of_outcome(each.run(self._cheapest)) for each in runs)
+        needed = statistics.median(self._latency.of_run(each.run(self._cheapest)) for each in runs)
         least = min(self._plan.budgets_ms)
         if least < needed:
             raise UserError(
@@ -140,14 +141,20 @@ class Bench:
         subject, budgets = self._subject, self._plan.budgets_ms
         statics = self._statics(runs, bar)
         decisions = [runs.decide(budget) for budget in budgets]
-        low = runs.seen(0)
-        added = [self._timing.of_decision(decision, low, subject.adapter) for decision in decisions]
+        added = [self._added(runs, decision) for decision in decisions]
         deciding = [(ms, each.features_ms, each.network_ms, each.choice_ms) for ms, each in zip(added, decisions)]
         chosen = [self._cell(runs, decision.configuration, bar) for decision in decisions]
         drawn = [self._cell(runs, self._draw(runs.sample, place), bar) for place in range(len(budgets))]
         full = [self._cell(runs, subject.space.full, bar, exact) for exact in self._full.values()]
         full_ms = runs.run(subject.space.full, next(iter(self._full.values()))).latency.total_ms
         return SampleCells(statics, chosen, deciding, drawn, full, full_ms)
+
+    def _added(self, runs: SampleRuns, decision: Decision) -> float:
+        """What deciding adds: the look at the lowest tier too, unless that is what was chosen."""
+        own_ms = self._latency.of_deciding(decision)
+        if not decision.configuration.tier:
+            return own_ms
+        return own_ms + self._latency.of_looking(runs.seen(0), self._subject.adapter)
 
     def _draw(self, sample: ImageQuestion, place: int) -> Configuration:
         rng = random.Random(f"{self._plan.seed} {sample.sample_id} {place}")
@@ -160,7 +167,7 @@ class Bench:
         outcome = runs.run(configuration, exact)
         bar.update()
         accuracy = self._score(runs.sample, outcome.answer)
-        return accuracy, self._timing.of_outcome(outcome), self._subject.space.complexity(configuration)
+        return accuracy, self._latency.of_run(outcome), self._subject.space.complexity(configuration)
 
     def _runs(self, sample: ImageQuestion) -> SampleRuns:
         return SampleRuns(self._subject.model, sample, self._plan.repeats, self._cheapest)
@@ -176,9 +183,9 @@ class Bench:
                 runs.run(space.full, exact)
 
 
-def ways_of_full(subject: Subject, timing: Timing) -> dict[str, bool]:
+def ways_of_full(subject: Subject, latency: LatencySource) -> dict[str, bool]:
     """How all of the model is run, by the method's name: whether exactly as it was released."""
     if not subject.has_own_experts:
         return {"full": False}  # one and the same
     routed = {"full_routed": False}
-    return routed if timing.model else {"full": True, **routed}  # a latency model is fitted to nothing else
+    return {"full": True, **routed} if latency.is_measured else routed  # a latency model is fitted to nothing else

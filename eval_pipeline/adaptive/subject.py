@@ -15,13 +15,12 @@ from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.controller.controlled import ControlledModel, load_controller
 from verl_ext.controller.importance import Importance, load_importance
 from verl_ext.controller.inference import AdaptiveModel
-from verl_ext.controller.latency_model import LatencyModel
-from verl_ext.controller.loading import default_device, fingerprint
+from verl_ext.controller.latency_model import LATENCY_FILE
+from verl_ext.controller.latency_source import ModelledLatency
+from verl_ext.controller.loading import default_device
 from verl_ext.controller.network import BudgetController
-from verl_ext.errors import UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-LATENCY_FILE = "latency_model.json"
 
 
 @dataclass(frozen=True)
@@ -94,15 +93,12 @@ def load_model(
     return AdaptiveModel(adapter, controller, controlled), controller, controlled
 
 
-def load_latency_model(source: ControllerSource, config: Mapping[str, Any], adapter: VLMAdapter) -> LatencyModel:
-    """The latency model that the run's rewards came from.
+def load_latency(source: ControllerSource, config: Mapping[str, Any], adapter: VLMAdapter) -> ModelledLatency:
+    """By the latency model that the run's rewards came from.
 
     Raises:
         UserError: there is none, or it is of another model.
     """
     named = config.get("latency", {}).get("file")
     path = (source.run_dir or source.export) / LATENCY_FILE if named is None else Path(named).expanduser()
-    found = LatencyModel.load(path)
-    if found.model != fingerprint(adapter.model):
-        raise UserError(f"{path} was fitted on another model; leave --latency at measured")
-    return found
+    return ModelledLatency.load(path, adapter)

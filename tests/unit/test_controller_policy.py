@@ -12,10 +12,12 @@ import torch
 from PIL import Image
 
 from tests import tiny_vlms
+from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.controller.environment import ModelEnvironment
-from verl_ext.controller.execution import Executor, Outcome
+from verl_ext.controller.execution import Executor, Outcome, Seen
+from verl_ext.controller.inference import Decision
 from verl_ext.controller.latency_source import LatencySource
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.policy import ControllerPolicy
@@ -109,14 +111,19 @@ def test_a_sample_is_run_once_for_each_configuration(executor: Executor, space: 
 class Told(LatencySource):
     """Says what it was told."""
 
+    is_measured = False
+
     def __init__(self, milliseconds: list[float]) -> None:
         self._told = iter(milliseconds)
 
     def of_run(self, outcome: Outcome) -> float:
         return next(self._told)
 
-    def of_looking(self, executor: Executor, question: ImageQuestion) -> float:
+    def of_looking(self, low: Seen, adapter: VLMAdapter) -> float:
         return 5.0
+
+    def of_deciding(self, decision: Decision) -> float:
+        raise AssertionError("training does not count it")
 
 
 def test_rewards_are_those_of_what_was_run(

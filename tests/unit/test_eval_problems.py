@@ -128,7 +128,7 @@ def test_source_that_cannot_be_read_is_refused(tmp_path: Path, options: dict[str
         ("p.json", b'{"problem_id": "p"}', "p.json is not a JSON list"),
         ("p.parquet", b"PAR1", "Cannot read the problems file .*p.parquet"),
         ("p.jsonl.gz", b"not gzip", "Cannot read the problems file .*p.jsonl.gz"),
-        ("p.jsonl.gz", gzip.compress(json.dumps(QUICKSTART).encode())[:-9], "Cannot read the problems file"),
+        ("p.jsonl.gz", gzip.compress(json.dumps(QUICKSTART).encode(), mtime=0)[:-9], "Cannot read the problems file"),
     ],
 )
 def test_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -86,6 +86,19 @@ def check_choices(config: DictConfig, choices: Mapping[str, Sequence[str | None]
             raise UserError(f"{key} is '{value_of(config, key)}'; take one of {', '.join(map(str, known))}")
 
 
+def check_without_effect(config: DictConfig, unused: Mapping[str, object], where: str) -> None:
+    """Refuse another value than that which a key must keep in a stage that has no use for it.
+
+    Args:
+        config: the resolved configuration.
+        unused: by key the value that it must keep.
+        where: the key has no effect, as the message says it.
+    """
+    for key, value in unused.items():
+        if value_of(config, key) != value:
+            raise UserError(f"{key} has no effect {where}; leave it at {value}")
+
+
 def check_ranges(config: DictConfig, ranges: Mapping[str, tuple[float, float]]) -> None:
     """Refuse a number outside the lowest and highest that its key may have; null is none."""
     for key, (low, high) in ranges.items():

@@ -14,6 +14,8 @@ from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.latency import Latency
 from verl_ext.errors import UserError
 
+LATENCY_FILE = "latency_model.json"
+"""Of a run that made its latency model itself."""
 FEATURES = {
     "vision_ms": ("call", "patches", "patches^2"),
     "prefill_ms": ("call", "tokens", "blocks", "blocks*tokens", "blocks*tokens^2", "experts", "experts*tokens"),

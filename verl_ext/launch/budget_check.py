@@ -8,10 +8,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_ext.config.checks import check_choices, check_ranges, value_of
+from verl_ext.config.checks import check_choices, check_ranges, check_without_effect, value_of
 from verl_ext.errors import UserError
 from verl_ext.launch.grpo_check import check_batches
-from verl_ext.launch.question_check import check_questions
+from verl_ext.launch.question_check import OF_TEXTS, check_questions
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "data.eval_split": ("test", "train"),
@@ -45,20 +45,8 @@ RANGES = {  # lowest and highest value allowed
     "trainer.log_samples_every": (0, math.inf),
     "trainer.samples_per_table": (1, math.inf),
 }
-_OF_LANGUAGE_MODELS = {  # settings of the other stages: the value they must keep here
-    "data.train_files": None,
-    "data.val_files": None,
-    "data.custom_cls.path": None,
-    "data.balance_dp_token": False,
-    "model.lora_rank": 0,
-    "model.use_liger": False,
-    "model.enable_gradient_checkpointing": False,
-    "optim.lr_scheduler": "constant",
-    "optim.lr_warmup_steps_ratio": 0.0,
-    "use_remove_padding": False,
-    "ulysses_sequence_parallel_size": 1,
-    "eval.watch": False,
-}
+_OF_SCHEDULES = {"optim.lr_scheduler": "constant", "optim.lr_warmup_steps_ratio": 0.0}
+"""The learning rate falls on a plateau."""
 
 
 def check_budget(config: DictConfig, world_size: int) -> None:
@@ -69,9 +57,7 @@ def check_budget(config: DictConfig, world_size: int) -> None:
     """
     check_choices(config, CHOICES)
     check_ranges(config, RANGES)
-    for key, unused in _OF_LANGUAGE_MODELS.items():
-        if value_of(config, key) != unused:
-            raise UserError(f"{key} has no effect on a budget controller; leave it at {unused}")
+    check_without_effect(config, OF_TEXTS | _OF_SCHEDULES, "on a budget controller")
     if config.trainer.test_freq != config.data.eval_every_steps or config.data.eval_every_steps == 0:
         raise UserError("trainer.test_freq is data.eval_every_steps in this stage: steps, or -1 for every epoch's end")
     check_batches(config, world_size)

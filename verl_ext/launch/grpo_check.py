@@ -9,7 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_ext.config.checks import check_choices, check_ranges, value_of
+from verl_ext.config.checks import check_choices, check_ranges, check_without_effect
 from verl_ext.errors import UserError
 from verl_ext.grpo.rewards.registry import wanted_rewards
 
@@ -81,9 +81,7 @@ def check_values(config: DictConfig) -> None:
     check_choices(config, CHOICES)
     check_ranges(config, RANGES)
     check_ranges(config, {"reward.length_buffer": (1, config.data.max_response_length)})
-    for key, unused in _OF_CHATS.items():
-        if value_of(config, key) != unused:
-            raise UserError(f"{key} has no effect in this stage, whose data are prompts; leave it at {unused}")
+    check_without_effect(config, _OF_CHATS, "in this stage, whose data are prompts")
     if config.trainer.test_freq != config.data.eval_every_steps:
         raise UserError("trainer.test_freq is data.eval_every_steps in this stage; set that instead")
     if config.rollout.n < 2:

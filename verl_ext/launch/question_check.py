@@ -11,6 +11,22 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.data.question_sources import KNOWN, METRICS, QuestionSource
 from verl_ext.errors import UserError
 
+OF_TEXTS = {  # settings of the stages that learn from texts: the value they must keep in those that learn from images
+    "data.train_files": None,
+    "data.val_files": None,
+    "data.train_max_samples": -1,
+    "data.val_max_samples": -1,
+    "data.chat_template": None,
+    "data.custom_cls.path": None,
+    "data.balance_dp_token": False,
+    "model.lora_rank": 0,
+    "model.use_liger": False,
+    "model.enable_gradient_checkpointing": False,
+    "use_remove_padding": False,
+    "ulysses_sequence_parallel_size": 1,
+    "eval.watch": False,
+}
+
 
 def check_questions(config: DictConfig, needed: Sequence[str]) -> None:
     """Each data set is known or has files, and there is something for each split that is needed.

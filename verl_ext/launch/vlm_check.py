@@ -6,22 +6,10 @@ import math
 
 from omegaconf import DictConfig
 
-from verl_ext.config.checks import check_ranges, require_positive, value_of
+from verl_ext.config.checks import check_ranges, check_without_effect, require_positive, value_of
 from verl_ext.errors import UserError
-from verl_ext.launch.question_check import check_questions
+from verl_ext.launch.question_check import OF_TEXTS, check_questions
 
-_OF_LANGUAGE_MODELS = {  # settings of the stage sft: the value they must keep here
-    "data.train_files": None,
-    "data.val_files": None,
-    "data.custom_cls.path": None,
-    "data.balance_dp_token": False,
-    "model.lora_rank": 0,
-    "model.use_liger": False,
-    "model.enable_gradient_checkpointing": False,
-    "use_remove_padding": False,
-    "ulysses_sequence_parallel_size": 1,
-    "eval.watch": False,
-}
 _COUNTS = ("data.max_unreadable_images", "configurations.lowest_tier_steps", "configurations.whole_model_steps")
 
 
@@ -31,9 +19,7 @@ def check_vlm_sft(config: DictConfig) -> None:
     Raises:
         UserError: the first of them and how to mend it.
     """
-    for key, unused in _OF_LANGUAGE_MODELS.items():
-        if value_of(config, key) != unused:
-            raise UserError(f"{key} has no effect on a vision-language model; leave it at {unused}")
+    check_without_effect(config, OF_TEXTS, "on a vision-language model")
     check_ranges(config, dict.fromkeys(_COUNTS, (0, math.inf)) | {"configurations.share": (0, 1)})
     for key in ("data.questions_per_chat", "configurations.min_active"):
         require_positive(key, value_of(config, key))

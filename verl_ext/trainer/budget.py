@@ -8,7 +8,7 @@ from typing import Any
 from verl_ext.collective import on_every_rank, on_rank_zero
 from verl_ext.controller.environment import ModelEnvironment
 from verl_ext.controller.importance import cheapest
-from verl_ext.controller.latency_source import LatencySource, MeasuredLatency, ModelledLatency
+from verl_ext.controller.latency_source import LatencySource, MeasuredLatency
 from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.reward import RewardWeights
 from verl_ext.controller.scoring.scorer import AnswerScorer
@@ -19,9 +19,9 @@ from verl_ext.metrics.reduce import reduce_over_ranks
 from verl_ext.trainer.budget_parts import (
     check_budgets,
     importance_of,
-    latency_model,
     make_controller,
     make_executor,
+    modelled_latency,
 )
 from verl_ext.trainer.controller_files import BEST_MODEL, epoch_file, whole_weights, write_controller
 from verl_ext.trainer.grpo import GRPOTrainer
@@ -51,10 +51,9 @@ class BudgetControllerTrainer(GRPOTrainer):
         """What rewards: the model under each configuration, once some of them were seen to keep the budgets."""
         config, space, questions = self.config, self.model_config.space, self.train_dataset.samples
         if config.latency.source == "model":
-            on_rank_zero(lambda: latency_model(config, self.executor, space, questions))
-            latency: LatencySource = ModelledLatency(
-                on_every_rank(lambda: latency_model(config, self.executor, space, questions))
-            )
+            make = lambda: modelled_latency(config, self.executor, space, questions)  # noqa: E731
+            on_rank_zero(make)  # the others read what it has measured
+            latency: LatencySource = on_every_rank(make)
         else:
             latency = MeasuredLatency()
         checked = questions[:CHECKED_QUESTIONS]

@@ -14,8 +14,8 @@ from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.controlled import ControlledModel
 from verl_ext.controller.execution import Executor
 from verl_ext.controller.importance import Importance, load_importance
-from verl_ext.controller.latency_model import LatencyModel
-from verl_ext.controller.latency_source import LatencySource
+from verl_ext.controller.latency_model import LATENCY_FILE
+from verl_ext.controller.latency_source import LatencySource, ModelledLatency
 from verl_ext.controller.loading import fingerprint
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.data.questions import ImageQuestion
@@ -24,8 +24,6 @@ from verl_ext.tell import tell
 from verl_ext.trainer.hardware import pick_precision
 from verl_ext.trainer.model import local_model_path
 
-LATENCY_FILE = "latency_model.json"
-"""Of a run that made its latency model itself."""
 MEASURED_QUESTIONS = 32
 """On how many questions a latency model is fitted."""
 
@@ -87,10 +85,10 @@ def make_controller(config: DictConfig, executor: Executor, question: ImageQuest
     return controller
 
 
-def latency_model(
+def modelled_latency(
     config: DictConfig, executor: Executor, space: ConfigurationSpace, questions: Sequence[ImageQuestion]
-) -> LatencyModel:
-    """The latency model of `latency.file`, or of the run, which is made where it is missing.
+) -> ModelledLatency:
+    """By the latency model of `latency.file`, or by the run's own, which is made where it is missing.
 
     Raises:
         UserError: it was fitted on another model.
@@ -105,13 +103,7 @@ def latency_model(
             f"measured {sizes[0]} configurations for {path}; R squared {found.r2:.3f} on those that were not fitted"
             f"{doubts(found.r2)}"
         )
-    found = LatencyModel.load(path)
-    if found.model != fingerprint(adapter.model):
-        raise UserError(
-            f"{path} was fitted on another model; calibrate this one by `python -m verl_ext.controller.calibrate`, or "
-            "set latency.file=null and remove it"
-        )
-    return found
+    return ModelledLatency.load(path, adapter)
 
 
 def check_budgets(

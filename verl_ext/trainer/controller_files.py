@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from verl_ext.checkpoint.exporter import whole
 from verl_ext.checkpoint.writing import FileWriter, naming
 from verl_ext.controller.checkpoints import STATE
 
@@ -36,7 +36,4 @@ def write_controller(path: Path, weights: Mapping[str, torch.Tensor], about: Map
 
 def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The state of a sharded model on the CPU; collective."""
-    return {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
-        for name, tensor in model.state_dict().items()
-    }
+    return {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}
