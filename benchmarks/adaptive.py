@@ -27,7 +27,7 @@ from tqdm import tqdm
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from verl_ext.controller.adapters.base import VLMAdapter
-from verl_ext.controller.calibrate import machine_name
+from verl_ext.controller.calibration import machine_name
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.latency import Latency, LatencyMeter
 from verl_ext.controller.loading import default_device, load_adapter

@@ -7,31 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from eval_pipeline.adaptive.results import Results
-from verl_ext.controller.configuration import Configuration, ConfigurationSpace
-from verl_ext.controller.importance import Importance, blocks_to_keep
 
 ALLOWED_VIOLATIONS = 0.05
 """Share of the training questions on which an entry of the lookup table may be too late."""
-
-
-def static_configurations(space: ConfigurationSpace, importance: Importance | None, most: int) -> list[Configuration]:
-    """Every tier with every number of blocks and every top-k for all of them, from the least of the model to the most.
-
-    Args:
-        space: of the configurations.
-        importance: by which blocks are kept; None keeps the first ones.
-        most: how many; of more, some are left out evenly, but not the first and the last.
-    """
-    grid = [
-        space.configuration(tier, blocks_to_keep(count, space.num_blocks, importance), topk)
-        for tier in range(len(space.tiers))
-        for count in range(space.min_active, space.max_active + 1)
-        for topk in space.topk_choices or (None,)
-    ]
-    distinct = sorted(dict.fromkeys(grid), key=space.complexity)  # block 0 alone has one top-k
-    if len(distinct) <= most:
-        return distinct
-    return [distinct[place] for place in np.linspace(0, len(distinct) - 1, most).round().astype(int)]
 
 
 def pareto_front(results: Results) -> list[int]:

@@ -11,16 +11,17 @@ import numpy as np
 import torch
 import transformers
 
-from eval_pipeline.adaptive.baselines import ALLOWED_VIOLATIONS, static_configurations
+from eval_pipeline.adaptive.baselines import ALLOWED_VIOLATIONS
 from eval_pipeline.adaptive.compare import Comparison, compare
 from eval_pipeline.adaptive.files import try_out, write_comparison
 from eval_pipeline.adaptive.measure import Bench, Plan
 from eval_pipeline.adaptive.questions import load_questions
 from eval_pipeline.adaptive.source import ControllerSource
+from eval_pipeline.adaptive.statics import statics_for
 from eval_pipeline.adaptive.subject import Subject, load_latency, load_subject
 from eval_pipeline.adaptive.text import console_text
 from eval_pipeline.adaptive.tracking import track
-from verl_ext.controller.calibrate import machine_name
+from verl_ext.controller.calibration import machine_name
 from verl_ext.controller.latency_source import LatencySource, MeasuredLatency
 from verl_ext.tell import tell
 
@@ -74,7 +75,7 @@ def evaluate(source: ControllerSource, settings: Settings, output: Path, wandb: 
     if settings.latency == "model":
         latency = load_latency(source, config, subject.adapter)
     budgets = budgets_of(settings, subject.trained_ms)
-    statics = static_configurations(subject.space, subject.importance, settings.max_static)
+    statics = statics_for(subject, samples["train"], budgets, settings.max_static)
     bench = Bench(subject, Plan(statics, budgets, settings.repeats, settings.seed), latency)
     bench.check_budgets(samples["val"])
     try_out(output)

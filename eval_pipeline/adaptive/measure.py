@@ -14,7 +14,6 @@ from tqdm import tqdm
 from eval_pipeline.adaptive.results import Cell, Results
 from eval_pipeline.adaptive.sample_runs import SampleRuns
 from eval_pipeline.adaptive.subject import Subject
-from verl_ext.controller.calibrate import drawn_evenly
 from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.importance import cheapest
 from verl_ext.controller.inference import Decision
@@ -158,7 +157,7 @@ class Bench:
 
     def _draw(self, sample: ImageQuestion, place: int) -> Configuration:
         rng = random.Random(f"{self._plan.seed} {sample.sample_id} {place}")
-        return drawn_evenly(self._subject.space, rng)
+        return self._subject.space.draw(rng)
 
     def _statics(self, runs: SampleRuns, bar: tqdm) -> list[Cell]:
         return [self._cell(runs, configuration, bar) for configuration in self._plan.statics]

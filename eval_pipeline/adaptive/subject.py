@@ -89,8 +89,8 @@ def load_model(
     controller, controlled = load_controller(source.export, vlm)
     usual, dtype = default_device()
     dtype = DTYPES.get(config.get("controller", {}).get("dtype"), dtype)
-    adapter = controlled.load(usual if device is None else device, dtype)
-    return AdaptiveModel(adapter, controller, controlled), controller, controlled
+    executor = controlled.executor(usual if device is None else device, dtype)
+    return AdaptiveModel(executor, controller), controller, controlled
 
 
 def load_latency(source: ControllerSource, config: Mapping[str, Any], adapter: VLMAdapter) -> ModelledLatency:

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -22,7 +23,10 @@ from tests.processes import family_of
 from tests.tiny_questions import write_model, write_questions
 from verl_ext.controller.controlled import load_controller
 from verl_ext.controller.latency_model import FEATURES, LatencyModel
+from verl_ext.controller.latency_source import ModelledLatency
 from verl_ext.controller.loading import fingerprint, load_adapter
+from verl_ext.data.question_sources import QuestionSource
+from verl_ext.data.questions import QuestionDataset
 from verl_ext.metrics.epoch_history import COLUMNS
 from verl_ext.metrics.jsonl import read_metrics
 
@@ -190,6 +194,19 @@ def test_two_ranks_learn_what_one_does(inputs: Path, tmp_path: Path) -> None:
     assert [name for name, value in one.items() if two[name] != pytest.approx(value, rel=1e-5, abs=1e-6)] == []
     for name, tensor in one_weights.items():
         torch.testing.assert_close(two_weights[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_budgets_can_be_shares_of_all_of_the_model(inputs: Path, tmp_path: Path) -> None:
+    shares = "controller.budgets_of_full=[0.5,1.5]"
+    files = "trainer.total_training_steps=1", "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+    assert run(inputs, tmp_path / "run", shares, *files).returncode == 0
+    controller, controlled = load_controller(tmp_path / "run" / "global_step_1" / "huggingface")
+    source = {"tiny": QuestionSource(source=str(inputs / "questions"))}
+    latency = ModelledLatency.load(inputs / "latency.json", controlled.load("cpu", torch.float32))
+    executor = controlled.executor("cpu", torch.float32)
+    runs = [executor.run(each, controller.space.full) for each in QuestionDataset(source, "train").samples]
+    full_ms = statistics.fmean(map(latency.of_run, runs))
+    assert (controller.config.low_ms, controller.config.high_ms) == pytest.approx((0.5 * full_ms, 1.5 * full_ms))
 
 
 def test_a_latency_model_is_made_where_none_is_given(inputs: Path, tmp_path: Path) -> None:

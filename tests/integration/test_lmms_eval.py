@@ -98,7 +98,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected_answers(inputs: Path) -> list[Answered]:
     """What the model answers in this process."""
     controller, controlled = load_controller(inputs / "controller")
-    model = AdaptiveModel(controlled.load("cpu", torch.float32), controller, controlled)
+    model = AdaptiveModel(controlled.executor("cpu", torch.float32), controller)
     documents = (row(number) for number in range(NUM_DOCUMENTS))
     return [
         model.answer(

@@ -56,6 +56,8 @@ def test_the_recipe_says_which_stage_it_is_of(recipe: Path, tmp_path: Path) -> N
     [
         ("controller.budgets_ms=[90,10]", "two ascending numbers of milliseconds"),
         ("controller.budgets_ms=[10]", "two ascending numbers of milliseconds"),
+        ("controller.budgets_of_full=[0.6,0.3]", "two ascending shares of what all of the model takes"),
+        ("latency.percentile=80", "take one of 50, 75, 90, 95"),
         ("rollout.n=1", "rollout.n is 1"),
         ("latency.source=guessed", "take one of model, measured"),
         ("latency.file=/nowhere.json", "latency.file=/nowhere.json does not exist"),
@@ -77,6 +79,13 @@ def test_the_recipe_says_which_stage_it_is_of(recipe: Path, tmp_path: Path) -> N
 def test_what_cannot_work_is_refused(override: str, message: str, recipe: Path) -> None:
     with pytest.raises(UserError, match=message):
         check_budget(config_of(recipe, override), 1)
+
+
+def test_shares_of_all_of_the_model_need_a_latency_model(recipe: Path) -> None:
+    shares = "controller.budgets_of_full=[0.3,0.6]"
+    check_budget(config_of(recipe, shares), 1)
+    with pytest.raises(UserError, match="needs latency.source=model"):
+        check_budget(config_of(recipe, shares, "latency.source=measured"), 1)
 
 
 def test_an_epoch_is_the_mean_over_its_samples() -> None:

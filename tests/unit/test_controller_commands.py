@@ -17,9 +17,9 @@ from tests import tiny_vlms
 from tests.conftest import ROOT
 from tests.unit.test_controller_policy import question
 from verl_ext.controller.adapters.base import Inputs, VLMAdapter
-from verl_ext.controller.calibrate import calibrate
+from verl_ext.controller.calibration import calibrate
 from verl_ext.controller.importance import blocks_to_keep, load_importance, measure_importance
-from verl_ext.controller.latency_model import FEATURES, LatencyModel
+from verl_ext.controller.latency_model import FEATURES, PERCENTILES, LatencyModel
 from verl_ext.controller.loading import fingerprint, load_adapter
 from verl_ext.errors import UserError
 
@@ -106,6 +106,10 @@ def test_a_calibration_is_written_with_how_good_it_is(saved: Path, tmp_path: Pat
     found = LatencyModel.load(tmp_path / "latency.json")
     assert found.model == fingerprint(load_adapter(str(saved / "model"), SIZES).model)
     assert f"not fitted: {found.r2:.4f}" in done.stdout
+    assert f"a controller of this width takes {found.deciding_ms:.2f} ms" in done.stdout and found.deciding_ms > 0
+    assert list(found.scatter) == list(map(str, PERCENTILES))
+    assert 0 < found.scatter["50"] <= found.scatter["75"] <= found.scatter["90"] <= found.scatter["95"]
+    assert f"95 % within {found.scatter['95']:.2f}" in done.stdout
     assert {part: tuple(weights) for part, weights in found.coefficients.items()} == FEATURES
 
 

@@ -10,7 +10,7 @@ import torch
 from tests import tiny_vlms
 from tests.unit.test_controller_policy import question
 from verl_ext.controller.adapters.registry import adapter_of
-from verl_ext.controller.controlled import ControlledModel
+from verl_ext.controller.execution import Executor
 from verl_ext.controller.inference import AdaptiveModel, Decision
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 
@@ -26,7 +26,7 @@ def model(preferred_tier: int) -> AdaptiveModel:
         controller.block_head.weight.normal_()
         controller.topk_head.weight.normal_()
         controller.tier_head.bias[preferred_tier] = 9.0
-    return AdaptiveModel(adapter, controller, ControlledModel("tiny", SIZES, max_new_tokens=3))
+    return AdaptiveModel(Executor(adapter, max_new_tokens=3), controller)
 
 
 WIDTHS = {"vision_width": 32, "language_width": 32, "low_ms": 5.0, "high_ms": 50.0, "vlm": {}}

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests import tiny_vlms
+from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import ConfigurationSpace
+from verl_ext.controller.execution import Outcome
 from verl_ext.controller.latency import Latency
-from verl_ext.controller.latency_model import FEATURES, LatencyModel, Workload, explained, fit
+from verl_ext.controller.latency_model import FEATURES, PERCENTILES, LatencyModel, Workload, explained, fit
+from verl_ext.controller.latency_source import ModelledLatency
+from verl_ext.controller.loading import fingerprint
 from verl_ext.controller.reward import NAMES, RewardWeights
 from verl_ext.errors import UserError
+from verl_ext.launch.budget_check import CHOICES
 
 SPACE = ConfigurationSpace(("low", "medium", "high"), 8, 3, 8, (1, 2, 4))
 TRUTH = {
@@ -69,6 +76,32 @@ def test_answers_of_one_token_decode_nothing() -> None:
     seen = [Workload(each.configuration, each.num_patches, each.num_prompt_tokens, 0) for each in workloads(50)]
     coefficients = fit(seen, [model(TRUTH).predict(each) for each in seen])
     assert set(coefficients["decode_ms"].values()) == {0.0}
+
+
+def told(percentile: int) -> ModelledLatency:
+    scattered = replace(model(TRUTH), deciding_ms=2.0, scatter={"50": 1.1, "75": 1.2, "90": 1.5, "95": 1.75})
+    return ModelledLatency(scattered, percentile)
+
+
+@pytest.mark.parametrize(("percentile", "longer"), [(50, 1.0), (90, 1.5), (95, 1.75)])
+def test_a_percentile_makes_everything_longer(percentile: int, longer: float) -> None:
+    [workload] = workloads(1)
+    outcome = Outcome("", Latency(0.0, 0.0, 0.0, 0), workload)
+    assert told(percentile).of_run(outcome) == pytest.approx(longer * model(TRUTH).predict(workload).total_ms)
+    assert told(percentile).deciding_ms == pytest.approx(longer * 2.0)
+
+
+def test_a_percentile_is_among_those_that_a_recipe_may_name() -> None:
+    assert CHOICES["latency.percentile"] == PERCENTILES
+
+
+def test_a_model_without_scatter_has_no_percentile(tmp_path: Path) -> None:
+    vlm, processor = tiny_vlms.qwen3_vl_moe()
+    adapter = adapter_of(vlm, processor, (256,))
+    LatencyModel(TRUTH, 1.0, "a machine", fingerprint(vlm)).save(tmp_path / "old.json")
+    assert ModelledLatency.load(tmp_path / "old.json", adapter).deciding_ms == 0
+    with pytest.raises(UserError, match="old.json does not say how far single runs are from it; make it anew"):
+        ModelledLatency.load(tmp_path / "old.json", adapter, 95)
 
 
 def test_a_saved_model_predicts_as_before_and_another_file_is_refused(tmp_path: Path) -> None:

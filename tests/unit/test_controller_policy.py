@@ -111,7 +111,7 @@ def test_a_sample_is_run_once_for_each_configuration(executor: Executor, space: 
 class Told(LatencySource):
     """Says what it was told."""
 
-    is_measured = False
+    is_measured, deciding_ms = False, 2.0
 
     def __init__(self, milliseconds: list[float]) -> None:
         self._told = iter(milliseconds)
@@ -123,7 +123,7 @@ class Told(LatencySource):
         return 5.0
 
     def of_deciding(self, decision: Decision) -> float:
-        raise AssertionError("training does not count it")
+        raise AssertionError("in training nobody measures it")
 
 
 def test_rewards_are_those_of_what_was_run(
@@ -138,7 +138,7 @@ def test_rewards_are_those_of_what_was_run(
     rewards = environment.collect()
     looked = [5.0 * (sample.action.configuration.tier > 0) for sample in samples]
     assert {*looked} == {0.0, 5.0}  # a choice of the lowest tier has the look that it was chosen by already
-    taken = [run + look for run, look in zip([10.0, 30.0, 90.0, 90.0], looked, strict=True)]
+    taken = [run + look + 2.0 for run, look in zip([10.0, 30.0, 90.0, 90.0], looked, strict=True)]
     assert [reward.figures["latency_ms"] for reward in rewards] == taken
     budget = samples[0].action.budget_ms
     for reward in rewards:

@@ -16,15 +16,17 @@ import yaml
 from pyarrow import parquet
 
 from eval_pipeline.__main__ import main
-from eval_pipeline.adaptive.baselines import lookup_table, pareto_front, static_configurations
+from eval_pipeline.adaptive.baselines import lookup_table, pareto_front
 from eval_pipeline.adaptive.measure import WARM_UPS
 from eval_pipeline.adaptive.results import Results, rows_of
+from eval_pipeline.adaptive.statics import static_configurations
 from eval_pipeline.adaptive.summary import summarise
 from tests import tiny_vlms
 from tests.unit.test_controller_policy import question
 from tests.wandb_files import read_history, read_records, values_of
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.controlled import ControlledModel, load_controller
 from verl_ext.controller.execution import Executor
 from verl_ext.controller.importance import Importance, cheapest, load_importance
@@ -33,7 +35,8 @@ from verl_ext.controller.latency_model import FEATURES, LatencyModel, Workload
 from verl_ext.controller.loading import fingerprint, load_adapter
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.scoring.vqa import soft_accuracy
-from verl_ext.data.questions import ImageQuestion
+from verl_ext.data.question_sources import QuestionSource
+from verl_ext.data.questions import ImageQuestion, QuestionDataset
 from verl_ext.metrics.names import describe
 
 SIZES = (1024, 4096, 9216)
@@ -101,6 +104,11 @@ def write_run(directory: Path) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump(config))
 
 
+def configuration_of(described: dict[str, Any], space: ConfigurationSpace) -> Configuration:
+    blocks = [runs == "1" for runs in described["blocks"]]
+    return space.configuration(space.tiers.index(described["tier"]), blocks, described["topk"])
+
+
 def adaptive(*words: object) -> int:
     with pytest.raises(SystemExit) as left:
         main(["adaptive", *map(str, words)])
@@ -146,9 +154,16 @@ def test_the_files_agree_with_each_other(evaluated: Path) -> None:
 def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -> None:
     arrays = np.load(evaluated / "adaptive.npz")
     controller, controlled = load_controller(tiny / "run/global_step_2/huggingface")
-    model = AdaptiveModel(controlled.load("cpu", torch.float32), controller, controlled)
+    model = AdaptiveModel(controlled.executor("cpu", torch.float32), controller)
     adapter, space = model.executor.adapter, controller.space
-    statics = static_configurations(space, load_importance(tiny / "importance.json", adapter), 5)
+    content = json.loads((evaluated / "adaptive.json").read_text())
+    statics = [configuration_of(each["configuration"], space) for each in content["statics"]]
+    trained = QuestionDataset({"tiny": QuestionSource(train=2, source=str(tiny / "data"))}, "train").samples
+    liked = {
+        model.answer(each.opened(), each.question, ms).configuration for each in trained for ms in (30.0, 45.0, 60.0)
+    }
+    grid = static_configurations(space, load_importance(tiny / "importance.json", adapter), 5)
+    assert {*statics} == {*grid} | liked and not liked <= {*grid} and len({*statics}) == len(statics)
     told = LatencyModel.load(tiny / "run/latency_model.json")
     chosen = set()
     for place, row in enumerate(parquet.read_table(tiny / "data/val.parquet").to_pylist()):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eval_pipeline.adaptive.baselines import lookup_table, oracle, pareto_front, static_configurations
+from eval_pipeline.adaptive.baselines import lookup_table, oracle, pareto_front
 from eval_pipeline.adaptive.results import Results, Row, rows_of
+from eval_pipeline.adaptive.statics import static_configurations
 from eval_pipeline.adaptive.summary import closed_gap, mean_interval, summarise
 from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.controller.importance import Importance, cheapest

@@ -52,7 +52,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(export: Path) -> AdaptiveModel:
     controller, controlled = load_controller(export)
-    return AdaptiveModel(controlled.load("cpu", torch.float32), controller, controlled)
+    return AdaptiveModel(controlled.executor("cpu", torch.float32), controller)
 
 
 @pytest.fixture(autouse=True)

@@ -79,7 +79,7 @@ def check_values(config: DictConfig) -> None:
     check_resume_path(config)
 
 
-def check_choices(config: DictConfig, choices: Mapping[str, Sequence[str | None]]) -> None:
+def check_choices(config: DictConfig, choices: Mapping[str, Sequence[str | int | None]]) -> None:
     """Refuse a value that is none of those that its key may have."""
     for key, known in choices.items():
         if value_of(config, key) not in known:

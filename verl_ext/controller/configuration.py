@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -96,6 +97,14 @@ class ConfigurationSpace:
         return Configuration(
             tier, tuple(map(bool, blocks)), tuple(k if active else 0 for k, active in zip(each, blocks, strict=True))
         )
+
+    def draw(self, rng: random.Random) -> Configuration:
+        """One with every tier, every number of blocks and every number of experts as likely as the others."""
+        others = rng.randint(self.min_active, self.max_active) - 1
+        kept = rng.sample(range(1, self.num_blocks), others)
+        blocks = [block == 0 or block in kept for block in range(self.num_blocks)]
+        topk = [rng.choice(self.topk_choices or (0,)) for _ in range(self.num_blocks)]
+        return self.configuration(rng.randrange(len(self.tiers)), blocks, topk)
 
     def complexity(self, configuration: Configuration) -> float:
         """Share of the model that runs, from 0 to 1: the mean of the shares of tiers, blocks and experts.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from verl_ext.controller.adapters.base import VLMAdapter
+from verl_ext.controller.execution import Executor
 from verl_ext.controller.loading import fingerprint, load_adapter
 from verl_ext.controller.network import BudgetController
 from verl_ext.errors import UserError, first_line_of
@@ -26,6 +27,7 @@ class ControlledModel:
         max_new_tokens: of an answer.
         question_suffix: put behind every question.
         trust_remote_code: whether it brings its own code.
+        num_threads: that it runs with on the CPU, by which latencies differ; None for as many as torch takes.
     """
 
     path: str
@@ -34,6 +36,7 @@ class ControlledModel:
     question_suffix: str = ""
     trust_remote_code: bool = False
     fingerprint: str | None = None
+    num_threads: int | None = None
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> ControlledModel:
@@ -44,12 +47,22 @@ class ControlledModel:
         """Plain values for JSON."""
         return {**asdict(self), "tier_sizes": list(self.tier_sizes)}
 
+    def executor(self, device: str, dtype: torch.dtype, **sizes: int) -> Executor:
+        """What answers by the model as it was asked in the controller's training; the arguments are those of `load`.
+
+        Args:
+            sizes: see `Executor`.
+        """
+        return Executor(self.load(device, dtype), self.max_new_tokens, **sizes)
+
     def load(self, device: str, dtype: torch.dtype) -> VLMAdapter:
-        """The model's adapter.
+        """The model's adapter; on the CPU it also sets the number of torch's threads, where that is known.
 
         Raises:
             UserError: it cannot be loaded, or is another one than the controller was trained for.
         """
+        if device == "cpu" and self.num_threads is not None:
+            torch.set_num_threads(self.num_threads)
         arguments: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": self.trust_remote_code}
         adapter = load_adapter(self.path, self.tier_sizes, **arguments)
         if self.fingerprint not in (None, fingerprint(adapter.model)):

@@ -68,12 +68,12 @@ class ModelEnvironment(Environment):
         if self._measures:
             outcome = self._executor.run_anew(question, configuration)
             looking_ms = self._executor.look_anew(question) if configuration.tier else 0.0
-            return outcome, outcome.latency.total_ms + looking_ms
+            return outcome, outcome.latency.total_ms + looking_ms + self._latency.deciding_ms
         outcome = self._executor.run(question, configuration)
         looking_ms = 0.0
         if configuration.tier:
             looking_ms = self._latency.of_looking(self._executor.seen(question, 0), self._executor.adapter)
-        return outcome, self._latency.of_run(outcome) + looking_ms
+        return outcome, self._latency.of_run(outcome) + looking_ms + self._latency.deciding_ms
 
     def _reward(self, sample: Sample) -> Reward:
         action, question = sample.action, sample.prompt.content["sample"]

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 from PIL import Image
 
-from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.configuration import Configuration
-from verl_ext.controller.controlled import ControlledModel
 from verl_ext.controller.distribution import ConfigurationDistribution
 from verl_ext.controller.execution import Executor, Seen
 from verl_ext.controller.latency import Latency, now
@@ -75,14 +73,12 @@ class AdaptiveModel:
     """Answers each question by as much of the model as the controller grants it.
 
     Args:
-        adapter: of the model.
+        executor: of the model, asked as it was in the controller's training.
         controller: that was trained for it; it is brought to the model's device.
-        controlled: how the model was asked in the controller's training.
     """
 
-    def __init__(self, adapter: VLMAdapter, controller: BudgetController, controlled: ControlledModel) -> None:
-        self.executor = Executor(adapter, controlled.max_new_tokens)
-        self._device = adapter.model.device
+    def __init__(self, executor: Executor, controller: BudgetController) -> None:
+        self.executor, self._device = executor, executor.adapter.model.device
         self._controller = controller.to(self._device).eval()
 
     def answer(self, image: Image.Image, question: str, budget_ms: float) -> Answered:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,8 @@ from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.latency import Latency
 from verl_ext.errors import UserError
 
+PERCENTILES = (50, 75, 90, 95)
+"""Of single runs around what the model says."""
 LATENCY_FILE = "latency_model.json"
 """Of a run that made its latency model itself."""
 FEATURES = {
@@ -67,12 +69,16 @@ class LatencyModel:
         r2: share of the variance of the total that it explained on configurations it was not fitted on.
         machine: that it was fitted on.
         model: that it was fitted on.
+        deciding_ms: what the controller itself takes for a question.
+        scatter: by percentile of `PERCENTILES`, how many times its prediction a single run took.
     """
 
     coefficients: dict[str, dict[str, float]]
     r2: float
     machine: str
     model: str
+    deciding_ms: float = 0.0
+    scatter: dict[str, float] = field(default_factory=dict)
 
     def predict(self, workload: Workload) -> Latency:
         """The latency of a workload."""

@@ -19,6 +19,8 @@ class LatencySource(ABC):
 
     is_measured: bool
     """Whether they are other ones when the same is run again."""
+    deciding_ms: float
+    """Of what the controller itself takes, beside looking, where nobody measures it for each question."""
 
     @abstractmethod
     def of_run(self, outcome: Outcome) -> float:
@@ -33,9 +35,15 @@ class LatencySource(ABC):
         """Of what the controller itself takes, beside that encoding."""
 
 
+@dataclass(frozen=True)
 class MeasuredLatency(LatencySource):
-    """As it was measured."""
+    """As it was measured.
 
+    Attributes:
+        deciding_ms: see `LatencySource`.
+    """
+
+    deciding_ms: float = 0.0
     is_measured = True
 
     def of_run(self, outcome: Outcome) -> float:
@@ -53,18 +61,25 @@ class MeasuredLatency(LatencySource):
 
 @dataclass(frozen=True)
 class ModelledLatency(LatencySource):
-    """As a latency model says: the same in every run. It knows nothing of the controller, which takes no time by it.
+    """As a latency model says: the same in every run.
 
     Attributes:
         model: fitted on this machine, for this vision-language model.
+        percentile: of single runs that take no longer than what is told; 50 tells what the model was fitted to.
     """
 
     model: LatencyModel
+    percentile: int = 50
     is_measured = False
 
     @classmethod
-    def load(cls, path: Path, adapter: VLMAdapter) -> ModelledLatency:
+    def load(cls, path: Path, adapter: VLMAdapter, percentile: int = 50) -> ModelledLatency:
         """By the latency model in a file.
+
+        Args:
+            path: of the file.
+            adapter: of the vision-language model.
+            percentile: see the class.
 
         Raises:
             UserError: there is none, or it was fitted on another vision-language model.
@@ -74,16 +89,30 @@ class ModelledLatency(LatencySource):
             raise UserError(
                 f"{path} was fitted on another model; make one for this by `python -m verl_ext.controller.calibrate`"
             )
-        return cls(model)
+        if percentile != 50 and str(percentile) not in model.scatter:
+            raise UserError(
+                f"{path} does not say how far single runs are from it; make it anew by `python -m "
+                "verl_ext.controller.calibrate`, or leave latency.percentile at 50"
+            )
+        return cls(model, percentile)
+
+    @property
+    def deciding_ms(self) -> float:  # type: ignore[override]
+        """See `LatencySource`."""
+        return self._longer * self.model.deciding_ms
+
+    @property
+    def _longer(self) -> float:
+        return 1.0 if self.percentile == 50 else self.model.scatter[str(self.percentile)]
 
     def of_run(self, outcome: Outcome) -> float:
         """See `LatencySource`."""
-        return self.model.predict(outcome.workload).total_ms
+        return self._longer * self.model.predict(outcome.workload).total_ms
 
     def of_looking(self, low: Seen, adapter: VLMAdapter) -> float:
         """See `LatencySource`."""
-        return self.model.vision_ms(adapter.num_patches(low.inputs))
+        return self._longer * self.model.vision_ms(adapter.num_patches(low.inputs))
 
     def of_deciding(self, decision: Decision) -> float:
         """See `LatencySource`."""
-        return 0.0
+        return self.deciding_ms

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -13,10 +12,11 @@ from verl_ext.errors import UserError
 from verl_ext.launch.grpo_check import check_batches
 from verl_ext.launch.question_check import OF_TEXTS, check_questions
 
-CHOICES: dict[str, tuple[str | None, ...]] = {
+CHOICES: dict[str, tuple[str | int | None, ...]] = {
     "data.eval_split": ("test", "train"),
     "latency.source": ("model", "measured"),
     "latency.validation": ("same", "measured"),
+    "latency.percentile": (50, 75, 90, 95),
     "controller.dtype": ("auto", "bf16", "fp32"),
 }
 RANGES = {  # lowest and highest value allowed
@@ -61,7 +61,7 @@ def check_budget(config: DictConfig, world_size: int) -> None:
     if config.trainer.test_freq != config.data.eval_every_steps or config.data.eval_every_steps == 0:
         raise UserError("trainer.test_freq is data.eval_every_steps in this stage: steps, or -1 for every epoch's end")
     check_batches(config, world_size)
-    check_budgets(list(config.controller.budgets_ms))
+    check_budgets(config)
     is_one_update = config.actor.ppo_mini_batch_size in (None, config.data.train_batch_size)
     if config.controller.dropout and not (is_one_update and config.actor.ppo_epochs == 1):
         raise UserError(
@@ -75,8 +75,14 @@ def check_budget(config: DictConfig, world_size: int) -> None:
             raise UserError(f"{key}={path} does not exist; correct the path, or set it to null")
 
 
-def check_budgets(budgets_ms: list[Any]) -> None:
-    """Two positive numbers, ascending."""
-    are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in budgets_ms)
-    if len(budgets_ms) != 2 or not are_numbers or not 0 < budgets_ms[0] <= budgets_ms[1] < math.inf:
-        raise UserError(f"controller.budgets_ms is {budgets_ms}; it must be two ascending numbers of milliseconds")
+def check_budgets(config: DictConfig) -> None:
+    """Milliseconds, and shares where they take their place, are two positive numbers, ascending."""
+    units = {"budgets_ms": "numbers of milliseconds", "budgets_of_full": "shares of what all of the model takes"}
+    for name, unit in units.items():
+        found = value_of(config, f"controller.{name}")
+        budgets = [] if found is None else list(found)
+        are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in budgets)
+        if found is not None and (len(budgets) != 2 or not are_numbers or not 0 < budgets[0] <= budgets[1] < math.inf):
+            raise UserError(f"controller.{name} is {budgets}; it must be two ascending {unit}")
+    if config.controller.budgets_of_full is not None and config.latency.source != "model":
+        raise UserError("controller.budgets_of_full needs latency.source=model, which says what all of it takes")

@@ -8,7 +8,6 @@ from typing import Any
 from verl_ext.collective import on_every_rank, on_rank_zero
 from verl_ext.controller.environment import ModelEnvironment
 from verl_ext.controller.importance import cheapest
-from verl_ext.controller.latency_source import LatencySource, MeasuredLatency
 from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.reward import RewardWeights
 from verl_ext.controller.scoring.scorer import AnswerScorer
@@ -17,11 +16,12 @@ from verl_ext.grpo.loss import LossSettings
 from verl_ext.metrics.epoch_history import EpochSums
 from verl_ext.metrics.reduce import reduce_over_ranks
 from verl_ext.trainer.budget_parts import (
+    budgets_of,
     check_budgets,
     importance_of,
+    latency_source,
     make_controller,
     make_executor,
-    modelled_latency,
 )
 from verl_ext.trainer.controller_files import BEST_MODEL, epoch_file, whole_weights, write_controller
 from verl_ext.trainer.grpo import GRPOTrainer
@@ -38,9 +38,12 @@ class BudgetControllerTrainer(GRPOTrainer):
     """One step is a batch of questions, a budget and a group of configurations for each, and an update from them."""
 
     def _build_model_optimizer(self) -> None:
-        config, question = self.config, self.train_dataset.samples[0]
+        config = self.config
         self.executor = on_every_rank(lambda: make_executor(config))
-        controller = on_every_rank(lambda: make_controller(config, self.executor, question))
+        questions = self.train_dataset.samples
+        self.latency = latency_source(config, self.executor, questions)
+        self.budgets_ms = budgets_of(config, self.executor, questions, self.latency)
+        controller = on_every_rank(lambda: make_controller(config, self.executor, questions[0], self.budgets_ms))
         self.model = self.fsdp_model = shard(controller, config, self.device_mesh, self.device_name)
         self.model_config = controller.config
         self.optimizer = build_optimizer(self.fsdp_model, config.optim)
@@ -50,23 +53,16 @@ class BudgetControllerTrainer(GRPOTrainer):
     def make_environment(self) -> ModelEnvironment:
         """What rewards: the model under each configuration, once some of them were seen to keep the budgets."""
         config, space, questions = self.config, self.model_config.space, self.train_dataset.samples
-        if config.latency.source == "model":
-            make = lambda: modelled_latency(config, self.executor, space, questions)  # noqa: E731
-            on_rank_zero(make)  # the others read what it has measured
-            latency: LatencySource = on_every_rank(make)
-        else:
-            latency = MeasuredLatency()
         checked = questions[:CHECKED_QUESTIONS]
         least = cheapest(space, importance_of(config, self.executor.adapter))
-        on_every_rank(lambda: check_budgets(config.controller.budgets_ms[0], self.executor, least, checked, latency))
+        on_every_rank(lambda: check_budgets(self.budgets_ms[0], self.executor, least, checked, self.latency))
         scorer = AnswerScorer([*questions, *self.val_dataset.samples])
-        return ModelEnvironment(self.executor, space, RewardWeights(**config.reward), scorer, latency)
+        return ModelEnvironment(self.executor, space, RewardWeights(**config.reward), scorer, self.latency)
 
     def make_policy(self) -> ControllerPolicy:
         """What is trained: the controller."""
-        low_ms, high_ms = self.config.controller.budgets_ms
         return ControllerPolicy(
-            self.fsdp_model, self.executor, (low_ms, high_ms), self.config.trainer.seed, self.device_name
+            self.fsdp_model, self.executor, self.budgets_ms, self.config.trainer.seed, self.device_name
         )
 
     def loss_settings(self) -> LossSettings:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from omegaconf import DictConfig
 
+from verl_ext.collective import on_every_rank, on_rank_zero
 from verl_ext.controller.adapters.base import VLMAdapter
-from verl_ext.controller.calibrate import calibrate, doubts
+from verl_ext.controller.calibration import calibrate, deciding_ms, doubts
 from verl_ext.controller.checkpoints import load_weights
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.controlled import ControlledModel
 from verl_ext.controller.execution import Executor
 from verl_ext.controller.importance import Importance, load_importance
 from verl_ext.controller.latency_model import LATENCY_FILE
-from verl_ext.controller.latency_source import LatencySource, ModelledLatency
+from verl_ext.controller.latency_source import LatencySource, MeasuredLatency, ModelledLatency
 from verl_ext.controller.loading import fingerprint
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.data.questions import ImageQuestion
@@ -37,14 +40,21 @@ def controlled_model(config: DictConfig) -> ControlledModel:
         controller.max_new_tokens,
         config.data.question_suffix,
         config.model.trust_remote_code,
+        num_threads=torch.get_num_threads() if config.trainer.device == "cpu" else None,
     )
 
 
 def make_executor(config: DictConfig) -> Executor:
     """The frozen model, whole on every rank."""
     controller, device = config.controller, config.trainer.device
-    adapter = controlled_model(config).load(device, pick_precision(controller.dtype, device))
-    return Executor(adapter, controller.max_new_tokens, most_encodings=controller.most_encodings)
+    dtype = pick_precision(controller.dtype, device)
+    return controlled_model(config).executor(device, dtype, most_encodings=controller.most_encodings)
+
+
+def space_of(config: DictConfig, adapter: VLMAdapter) -> ConfigurationSpace:
+    """What the controller may choose of the model."""
+    section = config.controller
+    return adapter.space(section.min_active, section.max_active, list(section.topk_choices))
 
 
 def importance_of(config: DictConfig, adapter: VLMAdapter) -> Importance | None:
@@ -53,25 +63,27 @@ def importance_of(config: DictConfig, adapter: VLMAdapter) -> Importance | None:
     return None if path is None else load_importance(Path(path).expanduser(), adapter)
 
 
-def make_controller(config: DictConfig, executor: Executor, question: ImageQuestion) -> BudgetController:
+def make_controller(
+    config: DictConfig, executor: Executor, question: ImageQuestion, budgets_ms: tuple[float, float]
+) -> BudgetController:
     """A controller that fits the model, its weights new or from `controller.init_from`.
 
     Args:
         config: the resolved configuration.
         executor: of the model.
         question: any, whose features say how wide they are.
+        budgets_ms: least and greatest.
     """
     section, adapter = config.controller, executor.adapter
-    space = adapter.space(section.min_active, section.max_active, list(section.topk_choices))
     vision, language = executor.features(question)
     vlm = {**controlled_model(config).to_dict(), "fingerprint": fingerprint(adapter.model)}
     controller = BudgetController(
         BudgetControllerConfig(
-            **vars(space),
+            **vars(space_of(config, adapter)),
             vision_width=len(vision),
             language_width=len(language),
-            low_ms=section.budgets_ms[0],
-            high_ms=section.budgets_ms[1],
+            low_ms=budgets_ms[0],
+            high_ms=budgets_ms[1],
             hidden=section.hidden,
             dropout=section.dropout,
             vlm=vlm,
@@ -85,6 +97,16 @@ def make_controller(config: DictConfig, executor: Executor, question: ImageQuest
     return controller
 
 
+def latency_source(config: DictConfig, executor: Executor, questions: Sequence[ImageQuestion]) -> LatencySource:
+    """Measured, or by a latency model; collective, for one rank makes that where it is missing."""
+    space, sample = space_of(config, executor.adapter), questions[:MEASURED_QUESTIONS]
+    if config.latency.source == "measured":
+        return MeasuredLatency(deciding_ms(executor, space, sample, config.controller.hidden))
+    make = lambda: modelled_latency(config, executor, space, sample)  # noqa: E731
+    on_rank_zero(make)  # the others read what it has measured
+    return on_every_rank(make)
+
+
 def modelled_latency(
     config: DictConfig, executor: Executor, space: ConfigurationSpace, questions: Sequence[ImageQuestion]
 ) -> ModelledLatency:
@@ -96,14 +118,35 @@ def modelled_latency(
     given, adapter = config.latency.file, executor.adapter
     path = Path(config.trainer.default_local_dir) / LATENCY_FILE if given is None else Path(given).expanduser()
     if given is None and not path.is_file():
-        sizes = config.latency.configurations, config.latency.repeats, config.controller.max_new_tokens
-        found = calibrate(adapter, space, questions[:MEASURED_QUESTIONS], *sizes)
+        controller = config.controller
+        sizes = config.latency.configurations, config.latency.repeats, controller.max_new_tokens, controller.hidden
+        found = calibrate(adapter, space, questions, *sizes)
         found.save(path)
         tell(
             f"measured {sizes[0]} configurations for {path}; R squared {found.r2:.3f} on those that were not fitted"
             f"{doubts(found.r2)}"
         )
-    return ModelledLatency.load(path, adapter)
+    return ModelledLatency.load(path, adapter, config.latency.percentile)
+
+
+def budgets_of(
+    config: DictConfig, executor: Executor, questions: Sequence[ImageQuestion], latency: LatencySource
+) -> tuple[float, float]:
+    """Least and greatest budget in milliseconds, as given, or by shares of what all of the model takes.
+
+    Args:
+        config: the resolved configuration.
+        executor: of the model.
+        questions: to run all of it for.
+        latency: where milliseconds come from.
+    """
+    section = config.controller
+    if section.budgets_of_full is None:
+        return tuple(section.budgets_ms)
+    full = space_of(config, executor.adapter).full
+    full_ms = statistics.fmean(latency.of_run(executor.run(each, full)) for each in questions[:MEASURED_QUESTIONS])
+    low_ms, high_ms = (share * full_ms for share in section.budgets_of_full)
+    return low_ms, high_ms
 
 
 def check_budgets(

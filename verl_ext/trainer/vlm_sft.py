@@ -11,7 +11,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMi
 
 from verl_ext.collective import on_every_rank
 from verl_ext.controller.adapters.registry import adapter_of
-from verl_ext.controller.calibrate import drawn_evenly
 from verl_ext.controller.configuration import Configuration
 from verl_ext.data.batching import Batch
 from verl_ext.data.image_chats import ImageChatDataset
@@ -102,7 +101,7 @@ class VLMSFTTrainer(SFTTrainer):
         section, rng = self.config.configurations, self.draws("configuration", number)
         if self.global_step <= section.whole_model_steps or rng.random() >= section.share:
             return self.space.full
-        return drawn_evenly(self.space, rng)
+        return self.space.draw(rng)
 
     def draws(self, what: str, number: int) -> random.Random:
         """Random numbers of a micro-batch of this step, the same in every attempt."""

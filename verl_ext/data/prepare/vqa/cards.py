@@ -1,8 +1,9 @@
 """Cards: two digits on a coloured ground, in bold or in fine print, and what can be asked of them.
 
 Bold print is ink, and can be read at any size. Fine print is a checkerboard of single pixels around the ground's
-colour, which is plain to see in the whole picture and gone in one that is scaled down. So each question needs something
-else of a model: the colour can be told by little of it, fine print needs the high tier, and a sum needs its blocks.
+colour, which is plain to see in the whole picture and gone in one that is scaled down. A sum is answered with its
+working. So each question needs something else of a model: the colour can be told by little of it, fine print needs the
+high tier, and the long answer of a sum makes every block dear.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-SIDE = 144
-"""Pixels of a card: 9 patches of 8 pixels merged by twos, which a third and two thirds of it are multiples of too."""
+SIDE = 192
+"""Pixels of a card: 24 patches of 8 pixels, which are merged by twos; so are a third and two thirds of it."""
 COLOURS = {
     "red": (225, 60, 60),
     "green": (60, 180, 80),
@@ -52,18 +53,24 @@ class Card:
 
     def answer(self, kind: str) -> str:
         """The answer to a question of `QUESTIONS`."""
-        return {"colour": self.colour, "digit": str(self.digits[0]), "sum": str(sum(self.digits))}[kind]
+        return {"colour": self.colour, "digit": str(self.digits[0]), "sum": added(*self.digits)}[kind]
 
 
-def draw_card(rng: random.Random, faded_share: float = 0.0) -> Card:
-    """A card, in bold print as often as in fine.
+def added(one: int, two: int) -> str:
+    """How a sum is answered: with its working, so that it takes longer to say than a digit."""
+    return f"{one} + {two} = {one + two}"
+
+
+def draw_card(rng: random.Random, fine_share: float = 0.5, faded_share: float = 0.0) -> Card:
+    """A card.
 
     Args:
         rng: of the draw.
+        fine_share: of cards in fine print, the others are in bold.
         faded_share: of the fine print that is mixed with ink, by which a model learns where to look.
     """
     colour, digits = rng.choice(list(COLOURS)), (rng.randrange(len(GLYPHS)), rng.randrange(len(GLYPHS)))
-    if rng.random() < 0.5:
+    if rng.random() >= fine_share:
         return Card(colour, digits, 1.0)
     return Card(colour, digits, rng.uniform(0, 0.6) if rng.random() < faded_share else 0.0)
 
@@ -78,23 +85,23 @@ def paint(card: Card, rng: random.Random) -> Image.Image:
     for place, digit in enumerate(card.digits):
         dots = np.array(list(GLYPHS[digit]), dtype=int).reshape(5, 3).astype(bool)
         glyph = np.kron(dots, np.ones((DOT, DOT), dtype=bool))
-        top, left = 42 + down, 24 + 60 * place + right
+        top, left = 66 + down, 48 + 60 * place + right
         window = slice(top, top + 5 * DOT), slice(left, left + 3 * DOT)
         part = pixels[window]
         part[glyph] = (card.ink * dark + (1 - card.ink) * (part + checkers[window]))[glyph]
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
 
-def rows_of_card(number: int, rng: random.Random, kinds: list[str], faded_share: float = 0.0) -> list[Row]:
-    """Questions about one new card in the schema of TextVQA, with what it is beside it.
+def rows_of_card(number: int, card: Card, kinds: list[str], rng: random.Random) -> list[Row]:
+    """Questions about a card in the schema of TextVQA, with what it is beside it.
 
     Args:
         number: of the card, for the ids.
-        rng: of the draws.
+        card: that is painted.
         kinds: of the questions.
-        faded_share: see `draw_card`.
+        rng: of the picture.
     """
-    card, encoded = draw_card(rng, faded_share), io.BytesIO()
+    encoded = io.BytesIO()
     paint(card, rng).save(encoded, "png")
     return [
         {

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from verl_ext.data.prepare.quickstart.tokenizer import PAD, TURN_END, TURN_START, train_tokenizer
-from verl_ext.data.prepare.vqa.cards import COLOURS, GLYPHS, QUESTIONS, SIDE
+from verl_ext.data.prepare.vqa.cards import COLOURS, GLYPHS, QUESTIONS, SIDE, added
 
 if TYPE_CHECKING:
     from transformers import Qwen3VLMoeForConditionalGeneration, Qwen3VLProcessor
@@ -30,7 +31,8 @@ def build_processor() -> Qwen3VLProcessor:
     """A tokenizer for the cards' words, and an image processor for their sizes."""
     from transformers import Qwen2VLImageProcessorFast, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
-    answers = [*COLOURS, *map(str, range(2 * len(GLYPHS) - 1))]
+    digits = range(len(GLYPHS))
+    answers = [*COLOURS, *map(str, digits), *itertools.starmap(added, itertools.product(digits, repeat=2))]
     turns = [{"role": "user", "content": text} for text in QUESTIONS.values()]
     turns += [{"role": "assistant", "content": text} for text in answers]
     tokenizer = train_tokenizer([turns, turns])  # twice, for words that occur once are not learnt

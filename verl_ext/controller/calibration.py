@@ -1,0 +1,126 @@
+"""Measures how long a model takes under configurations, and fits the latency model to it."""
+
+from __future__ import annotations
+
+import platform
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from verl_ext.controller.adapters.base import VLMAdapter
+from verl_ext.controller.configuration import Configuration, ConfigurationSpace
+from verl_ext.controller.execution import Executor, Outcome
+from verl_ext.controller.inference import AdaptiveModel
+from verl_ext.controller.latency import median_of
+from verl_ext.controller.latency_model import PERCENTILES, LatencyModel, explained, fit
+from verl_ext.controller.loading import fingerprint
+from verl_ext.controller.network import BudgetController, BudgetControllerConfig
+from verl_ext.data.questions import ImageQuestion
+
+GOOD_R2 = 0.95
+"""From which on a latency model tells configurations apart well."""
+FITTED = 0.8
+"""Share of the configurations that the coefficients are fitted to."""
+
+Draw = tuple[ImageQuestion, Configuration]
+
+
+def calibrate(
+    adapter: VLMAdapter,
+    space: ConfigurationSpace,
+    questions: Sequence[ImageQuestion],
+    num_configurations: int,
+    repeats: int,
+    max_new_tokens: int,
+    hidden: int = 256,
+    seed: int = 0,
+) -> LatencyModel:
+    """Measure and fit.
+
+    Args:
+        adapter: of the model.
+        space: that configurations are drawn from.
+        questions: to run them for.
+        num_configurations: to run, at least ten.
+        repeats: passes over them; the median of each counts.
+        max_new_tokens: of an answer.
+        hidden: width of the controller.
+        seed: of the draws.
+    """
+    rng, executor = random.Random(seed), Executor(adapter, max_new_tokens)
+    for tier in range(len(space.tiers)):  # the first run at a size is not warm
+        executor.run_anew(questions[0], space.configuration(tier, [True] * space.num_blocks))
+    draws = [(rng.choice(questions), space.draw(rng)) for _ in range(num_configurations)]
+    runs = measured(executor, draws, repeats)
+    workloads = [each[0].workload for each in runs]
+    latencies = [median_of([outcome.latency for outcome in each]) for each in runs]
+    cut = round(FITTED * num_configurations)
+    own_ms = deciding_ms(executor, space, questions, hidden)
+    found = LatencyModel(
+        fit(workloads[:cut], latencies[:cut]), 0.0, machine_name(adapter), fingerprint(adapter.model), own_ms
+    )
+    predictions = [found.predict(workload).total_ms for workload in workloads]
+    r2 = explained(predictions[cut:], [latency.total_ms for latency in latencies[cut:]])
+    return replace(found, r2=r2, scatter=scatter(runs, predictions))
+
+
+def measured(executor: Executor, draws: Sequence[Draw], repeats: int) -> list[list[Outcome]]:
+    """What each draw gave, time after time.
+
+    Args:
+        executor: runs them.
+        draws: questions with a configuration for each.
+        repeats: passes over all of them.
+    """
+    outcomes: list[list[Outcome]] = [[] for _ in draws]
+    bar = tqdm(total=repeats * len(draws), desc="calibrating", unit="runs", disable=None, mininterval=1)
+    for _ in range(repeats):
+        for number, draw in enumerate(draws):
+            outcomes[number].append(executor.run_anew(*draw))
+            bar.update()
+    bar.close()
+    return outcomes
+
+
+def scatter(runs: Sequence[Sequence[Outcome]], predictions: Sequence[float]) -> dict[str, float]:
+    """By percentile, how many times its prediction a single run took."""
+    ratios = [outcome.latency.total_ms / told for each, told in zip(runs, predictions) for outcome in each]
+    return {str(percentile): float(np.percentile(ratios, percentile)) for percentile in PERCENTILES}
+
+
+def deciding_ms(
+    executor: Executor, space: ConfigurationSpace, questions: Sequence[ImageQuestion], hidden: int
+) -> float:
+    """What a controller itself takes for a question, the median; it does not depend on what it has learnt.
+
+    Args:
+        executor: of the model.
+        space: that it chooses from.
+        questions: to decide about.
+        hidden: the controller's width.
+    """
+    vision, language = executor.features(questions[0])
+    widths = {"vision_width": len(vision), "language_width": len(language), "hidden": hidden}
+    with torch.random.fork_rng(devices=[]):
+        controller = BudgetController(BudgetControllerConfig(**vars(space), **widths))
+    model = AdaptiveModel(executor, controller)
+    low = [(executor.seen(question, 0), question.question) for question in questions]
+    model.decide(*low[0], 1.0)  # not warm
+    return statistics.median(model.decide(*each, 1.0).own_ms for each in low)
+
+
+def doubts(r2: float) -> str:
+    """What is to be said behind an R squared; nothing of a good one."""
+    return "" if r2 >= GOOD_R2 else f", below {GOOD_R2}: the machine was busy, or it should be measured more often"
+
+
+def machine_name(adapter: VLMAdapter) -> str:
+    """What the figures hold for."""
+    if adapter.model.device.type == "cuda":
+        return torch.cuda.get_device_name(adapter.model.device)
+    return f"{torch.get_num_threads()} threads, {platform.machine()}"
