@@ -67,6 +67,9 @@ def test_entropy_and_its_gradient_are_those_of_the_enumeration(space: Configurat
     enumerated = -(log_probs.exp() * log_probs).sum()
     entropy = distribution.entropy()[0]
     torch.testing.assert_close(entropy, enumerated, rtol=1e-10, atol=1e-10)
+    probabilities = logits[0][0].double().softmax(-1)
+    of_tiers = -(probabilities * probabilities.log()).sum()
+    torch.testing.assert_close(distribution.entropy(3.0)[0], enumerated + 2 * of_tiers, rtol=1e-10, atol=1e-10)
     wanted = torch.autograd.grad(enumerated, logits, retain_graph=True, allow_unused=True)
     found = torch.autograd.grad(entropy, logits, allow_unused=True)
     for one, other in zip(found, wanted, strict=True):

@@ -53,7 +53,7 @@ def policy(executor: Executor, space: ConfigurationSpace) -> ControllerPolicy:
     knobs = (space.tiers, space.num_blocks, space.min_active, space.max_active, space.topk_choices)
     controller = BudgetController(BudgetControllerConfig(*knobs, 32, 32, *BUDGETS))
     for parameter in controller.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+        torch.nn.init.normal_(parameter, std=0.2)
     return ControllerPolicy(controller, executor, BUDGETS, seed=7, device="cpu")
 
 

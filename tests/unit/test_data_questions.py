@@ -64,18 +64,18 @@ def test_every_public_schema_is_read(sources: dict[str, QuestionSource]) -> None
     dataset = QuestionDataset(sources, "train", suffix=" In one word.")
     samples = {item["sample_id"]: item["sample"] for item in (dataset[row] for row in range(len(dataset)))}
     assert list(samples) == [
-        *(f"text_vqa/{34602 + number}" for number in range(3)),
-        "coco_2014_vqa/458752000",
-        "okvqa/1",
-        "coco_caption/7",
+        *(f"train/text_vqa/{34602 + number}" for number in range(3)),
+        "train/coco_2014_vqa/458752000",
+        "train/okvqa/1",
+        "train/coco_caption/7",
     ]
-    assert samples["text_vqa/34602"].references == ("stop",) * 9 + ("STOP",)
-    assert samples["coco_2014_vqa/458752000"].references == ("no",) * 10
-    assert samples["coco_2014_vqa/458752000"].question == "Is it red? In one word."
-    assert samples["coco_caption/7"].question.startswith("Describe the image")
-    opened = samples["coco_2014_vqa/458752000"].opened()
+    assert samples["train/text_vqa/34602"].references == ("stop",) * 9 + ("STOP",)
+    assert samples["train/coco_2014_vqa/458752000"].references == ("no",) * 10
+    assert samples["train/coco_2014_vqa/458752000"].question == "Is it red? In one word."
+    assert samples["train/coco_caption/7"].question.startswith("Describe the image")
+    opened = samples["train/coco_2014_vqa/458752000"].opened()
     assert (opened.mode, opened.size) == ("RGB", (8, 6))
-    assert dataset.describe([0, 5]) == "text_vqa/34602, coco_caption/7"
+    assert dataset.describe([0, 5]) == "train/text_vqa/34602, train/coco_caption/7"
 
 
 def test_each_data_set_gives_as_many_rows_as_are_wanted(tmp_path: Path) -> None:
@@ -95,7 +95,20 @@ def test_images_may_lie_beside_the_files(tmp_path: Path) -> None:
     path.write_bytes(png())
     folder = write(tmp_path / "mine", [{"image": str(path), "question": "?", "answers": "red"}])
     sample = QuestionDataset({"mine": QuestionSource(source=folder)}, "train")[0]["sample"]
-    assert sample.opened().size == (8, 6) and sample.references == ("red",) and sample.sample_id == "mine/0"
+    assert sample.opened().size == (8, 6) and sample.references == ("red",) and sample.sample_id == "train/mine/0"
+
+
+def test_no_two_questions_have_one_name(tmp_path: Path) -> None:
+    numbers = [7, 7, 8]
+    rows = [{**row, "question_id": number} for row, number in zip(ROWS["text_vqa"], numbers, strict=True)]
+    write(tmp_path / "t", rows, "val.parquet")
+    sources = {
+        "one": QuestionSource(source=write(tmp_path / "t", rows)),
+        "two": QuestionSource(source=str(tmp_path / "t")),
+    }
+    names = [each.sample_id for split in ("train", "val") for each in QuestionDataset(sources, split).samples]
+    assert names[:4] == ["train/one/7", "train/one/7#2", "train/one/8", "train/two/7"]
+    assert len({*names}) == len(names) == 12
 
 
 def test_unreadable_images_are_left_out_by_name_up_to_a_limit(

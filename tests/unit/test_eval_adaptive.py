@@ -159,9 +159,8 @@ def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -
     content = json.loads((evaluated / "adaptive.json").read_text())
     statics = [configuration_of(each["configuration"], space) for each in content["statics"]]
     trained = QuestionDataset({"tiny": QuestionSource(train=2, source=str(tiny / "data"))}, "train").samples
-    liked = {
-        model.answer(each.opened(), each.question, ms).configuration for each in trained for ms in (30.0, 45.0, 60.0)
-    }
+    budgets = content["budgets_ms"]
+    liked = {model.answer(each.opened(), each.question, ms).configuration for each in trained for ms in budgets}
     grid = static_configurations(space, load_importance(tiny / "importance.json", adapter), 5)
     assert {*statics} == {*grid} | liked and not liked <= {*grid} and len({*statics}) == len(statics)
     told = LatencyModel.load(tiny / "run/latency_model.json")

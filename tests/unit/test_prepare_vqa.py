@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import random
 from collections import Counter
 
@@ -38,7 +39,7 @@ def test_every_digit_has_a_shape_of_its_own() -> None:
 
 def test_answers_are_those_of_the_card() -> None:
     card = Card("red", (3, 4), 0.0)
-    assert {kind: card.answer(kind) for kind in QUESTIONS} == {"colour": "red", "digit": "3", "sum": "3 + 4 = 7"}
+    assert {kind: card.answer(kind) for kind in QUESTIONS} == {"colour": "red", "digit": "3", "sum": "3+4=7"}
     rows = rows_of_card(8, card, ["sum", "colour"], random.Random(0))
     assert [row["question"] for row in rows] == ["Sum of the digits?", "Which colour?"]
     assert rows[0]["image"]["bytes"] == rows[1]["image"]["bytes"] and rows[0]["print"] == "fine"
@@ -50,10 +51,8 @@ def test_prints_and_kinds_are_as_frequent_as_they_should_be() -> None:
     inks = [draw_card(rng, faded_share=0.5).ink for _ in range(2000)]
     assert abs(inks.count(1.0) / 2000 - 0.5) < 0.05 and abs(inks.count(0.0) / 2000 - 0.25) < 0.05
     asked = Counter((row["kind"], row["print"]) for row in questions(600, rng))
-    assert asked.keys() == {("sum", "bold"), *((kind, ink) for kind in ("colour", "digit") for ink in ("bold", "fine"))}
-    assert 150 < asked["sum", "bold"] < 250 and all(
-        60 < count < 140 for (kind, _), count in asked.items() if kind != "sum"
-    )
+    assert asked.keys() == {("sum", "bold"), *itertools.product(("colour", "digit"), ("bold", "fine"))}
+    assert 150 < asked.pop(("sum", "bold")) < 250 and all(60 < count < 140 for count in asked.values())
     rows = list(lessons(40, rng, 0.5))
     assert len(rows) == 160 and {row["print"] for row in rows} == {"bold", "fine", "faded"}
     assert {row["kind"] for row in rows} == {*LESSON}
@@ -75,11 +74,11 @@ def test_the_model_reads_cards_under_the_recipes_configurations() -> None:
     rows = rows_of_card(0, draw_card(random.Random(0)), ["colour", "sum"], random.Random(0))
     asked = [question_of("cards", number, row, "") for number, row in enumerate(rows)]
     assert len(ImageChatDataset(asked, 4)) == 1
-    for tier, patches in enumerate((64, 256, 576)):
+    for tier, patches in enumerate((36, 144, 324)):
         inputs = adapter.inputs(asked[0].opened(), asked[0].question, tier)
         assert adapter.num_patches(inputs) == patches
         with torch.no_grad(), adapter.configured(space.configuration(tier, [True, True, *[False] * 4], 1), exact=False):
             assert adapter.begin(inputs).logits.shape == (1, len(processor.tokenizer))
-    lengths = [len(processor.tokenizer.tokenize(answer)) for answer in ("red", "4", "orange", "3 + 4 = 7")]
-    assert lengths == [1, 1, 1, 7]
+    lengths = [len(processor.tokenizer.tokenize(answer)) for answer in ("red", "4", "orange", "3+4=7")]
+    assert lengths == [1, 1, 1, 5]
     assert processor.tokenizer.eos_token == "<|im_end|>" and adapter.end_tokens == [processor.tokenizer.eos_token_id]

@@ -79,11 +79,15 @@ class ConfigurationDistribution:
         of_choices = self._topk.gather(2, choices.topk[..., None])[..., 0]
         return found + (of_choices * choices.masks).sum(-1)
 
-    def entropy(self) -> torch.Tensor:
-        """Entropy in nats, (batch,), with gradient."""
+    def entropy(self, tier_weight: float = 1.0) -> torch.Tensor:
+        """Entropy in nats, (batch,), with gradient.
+
+        Args:
+            tier_weight: times that the tiers' part counts; with 1 it is the entropy.
+        """
         of_tiers = -(self._tiers.exp() * self._tiers).sum(-1)
         of_topk = None if self._topk is None else -(self._topk.exp() * self._topk).sum(-1)
-        return of_tiers + self._masks.entropy(of_topk)
+        return tier_weight * of_tiers + self._masks.entropy(of_topk)
 
     @torch.no_grad()
     def sample_by(self, uniform: torch.Tensor) -> Choices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,9 +99,17 @@ class BudgetController(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Torch's own, but for the heads: the first configurations are drawn evenly."""
-        if module in (self.tier_head, self.block_head, self.topk_head):
-            nn.init.zeros_(module.weight)
+        """The heads are zero, so that the first configurations are drawn evenly; all before them keeps variances.
+
+        What tells samples apart would otherwise fade on its way to the heads, and they would learn one configuration
+        for all before they learn whom it suits. Orthogonal with a gain of sqrt(2), as is usual for policies ("The 37
+        Implementation Details of Proximal Policy Optimization", Huang et al., 2022).
+        """
+        if isinstance(module, nn.Linear):
+            if module in (self.tier_head, self.block_head, self.topk_head):
+                nn.init.zeros_(module.weight)
+            else:
+                nn.init.orthogonal_(module.weight, math.sqrt(2))
             nn.init.zeros_(module.bias)
 
     def prefer(self, scores: Mapping[int, float]) -> None:

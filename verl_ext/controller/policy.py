@@ -47,14 +47,22 @@ class ControllerPolicy(Policy):
         budgets_ms: least and greatest; training draws evenly between them.
         seed: `trainer.seed`.
         device: of the controller.
+        tier_entropy_weight: times that the tiers' part of the entropy counts.
     """
 
     figures = ("budget_ms", "num_active", "tier", "topk")
     count_name, rate_name = "num_configs", "configs_per_s"
 
     def __init__(
-        self, controller: BudgetController, executor: Executor, budgets_ms: tuple[float, float], seed: int, device: str
+        self,
+        controller: BudgetController,
+        executor: Executor,
+        budgets_ms: tuple[float, float],
+        seed: int,
+        device: str,
+        tier_entropy_weight: float = 1.0,
     ) -> None:
+        self._tier_entropy_weight = tier_entropy_weight
         self._controller, self._executor, self._seed, self._device = controller, executor, seed, device
         self._low, self._high = budgets_ms
         self._space: ConfigurationSpace = controller.config.space
@@ -109,7 +117,8 @@ class ControllerPolicy(Policy):
         tensors = {name: tensor.to(self._device) for name, tensor in micro_batch.items()}
         distribution = self._controller_distribution(tensors["vision"], tensors["language"], tensors["budgets_ms"])
         choices = Choices(tensors["tiers"], tensors["masks"], tensors["topk"])
-        return LogProbs(distribution.log_prob(choices)[:, None], distribution.entropy()[:, None])
+        entropy = distribution.entropy(self._tier_entropy_weight)
+        return LogProbs(distribution.log_prob(choices)[:, None], entropy[:, None])
 
     def reference_log_probs(self, micro_batch: MicroBatch) -> torch.Tensor:
         """See `Policy.reference_log_probs`: a controller begins from nothing that it should stay near to."""

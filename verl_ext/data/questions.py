@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ class ImageQuestion:
     """One sample.
 
     Attributes:
-        sample_id: names it in every run with this data.
+        sample_id: names it, and no other of any split, in every run with this data.
         image: encoded, or the path of a file.
         question: as the model is asked.
         references: right answers, or captions.
@@ -97,13 +98,19 @@ class QuestionDataset(Dataset):
     def _samples(
         self, sources: Mapping[str, QuestionSource], split: str, suffix: str, progress: bool
     ) -> Iterator[ImageQuestion | UserError]:
+        seen: Counter[str] = Counter()
         for name, source in sources.items():
             records = records_of(name, source, split)
             bar = tqdm(
                 records, desc=name, unit="images", disable=None if progress else True, leave=False, mininterval=1
             )
             for row, record in enumerate(bar):
-                sample = replace(question_of(name, row, record, suffix), metric=source.metric_of(name))
+                sample = question_of(name, row, record, suffix)
+                seen[sample.sample_id] += 1
+                again = f"#{seen[sample.sample_id]}" if seen[sample.sample_id] > 1 else ""
+                # by this name results are kept, and splits often number their questions alike
+                named = f"{split}/{sample.sample_id}{again}"
+                sample = replace(sample, sample_id=named, metric=source.metric_of(name))
                 try:
                     sample.opened()
                 except UserError as error:

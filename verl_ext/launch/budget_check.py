@@ -28,6 +28,7 @@ RANGES = {  # lowest and highest value allowed
     "actor.clip_ratio_high": (0, math.inf),
     "actor.clip_ratio_c": (1 + 1e-9, math.inf),
     "actor.entropy_coeff": (0, math.inf),
+    "actor.tier_entropy_weight": (0, math.inf),
     "rollout.n": (2, math.inf),
     "latency.configurations": (10, math.inf),
     "latency.repeats": (1, math.inf),

@@ -61,9 +61,8 @@ class BudgetControllerTrainer(GRPOTrainer):
 
     def make_policy(self) -> ControllerPolicy:
         """What is trained: the controller."""
-        return ControllerPolicy(
-            self.fsdp_model, self.executor, self.budgets_ms, self.config.trainer.seed, self.device_name
-        )
+        weight, seed = self.config.actor.tier_entropy_weight, self.config.trainer.seed
+        return ControllerPolicy(self.fsdp_model, self.executor, self.budgets_ms, seed, self.device_name, weight)
 
     def loss_settings(self) -> LossSettings:
         """The section `actor`; a configuration is one decision, so that all ways to average over decisions agree."""

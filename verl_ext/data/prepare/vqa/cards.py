@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-SIDE = 192
-"""Pixels of a card: 24 patches of 8 pixels, which are merged by twos; so are a third and two thirds of it."""
+SIDE = 144
+"""Pixels of a card: 9 patches of 8 pixels merged by twos, which a third and two thirds of it are multiples of too."""
 COLOURS = {
     "red": (225, 60, 60),
     "green": (60, 180, 80),
@@ -53,24 +53,25 @@ class Card:
 
     def answer(self, kind: str) -> str:
         """The answer to a question of `QUESTIONS`."""
-        return {"colour": self.colour, "digit": str(self.digits[0]), "sum": added(*self.digits)}[kind]
+        first, last = self.digits
+        return {"colour": self.colour, "digit": str(first), "sum": added(first, last)}[kind]
 
 
-def added(one: int, two: int) -> str:
+def added(first: int, last: int) -> str:
     """How a sum is answered: with its working, so that it takes longer to say than a digit."""
-    return f"{one} + {two} = {one + two}"
+    return f"{first}+{last}={first + last}"
 
 
-def draw_card(rng: random.Random, fine_share: float = 0.5, faded_share: float = 0.0) -> Card:
+def draw_card(rng: random.Random, bold_share: float = 0.5, faded_share: float = 0.0) -> Card:
     """A card.
 
     Args:
         rng: of the draw.
-        fine_share: of cards in fine print, the others are in bold.
+        bold_share: of cards in bold print, the others are in fine.
         faded_share: of the fine print that is mixed with ink, by which a model learns where to look.
     """
     colour, digits = rng.choice(list(COLOURS)), (rng.randrange(len(GLYPHS)), rng.randrange(len(GLYPHS)))
-    if rng.random() >= fine_share:
+    if rng.random() < bold_share:
         return Card(colour, digits, 1.0)
     return Card(colour, digits, rng.uniform(0, 0.6) if rng.random() < faded_share else 0.0)
 
@@ -85,7 +86,7 @@ def paint(card: Card, rng: random.Random) -> Image.Image:
     for place, digit in enumerate(card.digits):
         dots = np.array(list(GLYPHS[digit]), dtype=int).reshape(5, 3).astype(bool)
         glyph = np.kron(dots, np.ones((DOT, DOT), dtype=bool))
-        top, left = 66 + down, 48 + 60 * place + right
+        top, left = 42 + down, 24 + 60 * place + right
         window = slice(top, top + 5 * DOT), slice(left, left + 3 * DOT)
         part = pixels[window]
         part[glyph] = (card.ink * dark + (1 - card.ink) * (part + checkers[window]))[glyph]

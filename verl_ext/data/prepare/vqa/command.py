@@ -22,7 +22,7 @@ LESSON = ["colour", "digit", "digit", "sum", "sum"]
 QUESTIONS_PER_LESSON = 4
 FADED_SHARE = 0.45
 """Of the fine print in lessons."""
-NUM_LESSONS, NUM_QUESTIONS, NUM_VAL = 2500, 512, 300
+NUM_LESSONS, NUM_QUESTIONS, NUM_VAL = 4000, 512, 300
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,16 +53,15 @@ def run(arguments: argparse.Namespace) -> Prepared:
 def lessons(count: int, rng: random.Random, faded_share: float = 0.0) -> Iterator[Row]:
     """Several questions about each of some cards."""
     for number in range(count):
-        card = draw_card(rng, faded_share=faded_share)
-        yield from rows_of_card(number, card, rng.choices(LESSON, k=QUESTIONS_PER_LESSON), rng)
+        kinds = rng.choices(LESSON, k=QUESTIONS_PER_LESSON)
+        yield from rows_of_card(number, draw_card(rng, faded_share=faded_share), kinds, rng)
 
 
 def questions(count: int, rng: random.Random) -> Iterator[Row]:
     """One question about each of some cards, every kind as often as the others; sums are of bold print."""
     for number in range(count):
         kind = rng.choice(list(QUESTIONS))
-        card = draw_card(rng, fine_share=0.0 if kind == "sum" else 0.5)
-        yield from rows_of_card(number, card, [kind], rng)
+        yield from rows_of_card(number, draw_card(rng, bold_share=1.0 if kind == "sum" else 0.5), [kind], rng)
 
 
 def _write_model(directory: Path, seed: int) -> tuple[list[str], float]:
