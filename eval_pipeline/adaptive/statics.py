@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,14 +13,14 @@ from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.importance import Importance, blocks_to_keep
 from verl_ext.data.questions import ImageQuestion
 
-MOST_CHOSEN = 8
-"""Configurations that the lookup table has from the controller, so that it lacks none of its blocks."""
+MOST_CHOSEN = 4
+"""Choices of blocks and experts that the lookup table has from the controller, at every tier, so that it lacks none."""
 
 
 def statics_for(
     subject: Subject, questions: Sequence[ImageQuestion], budgets_ms: Sequence[float], most: int
 ) -> list[Configuration]:
-    """The grid, and those that the controller chooses most often for training questions.
+    """The grid, and what the controller chooses most often for training questions, at every tier.
 
     Args:
         subject: what is evaluated.
@@ -27,14 +28,16 @@ def statics_for(
         budgets_ms: to choose for.
         most: of the grid's configurations.
     """
-    grid = static_configurations(subject.space, subject.importance, most)
+    space, model = subject.space, subject.model
+    grid = static_configurations(space, subject.importance, most)
     chosen = Counter(
-        subject.model.decide(subject.model.executor.seen(each, 0), each.question, budget).configuration
+        replace(model.decide(model.executor.seen(each, 0), each.question, budget).configuration, tier=0)
         for each in questions
         for budget in budgets_ms
     )
-    liked = [configuration for configuration, _ in chosen.most_common(MOST_CHOSEN)]
-    return sorted({*grid, *liked}, key=lambda each: (subject.space.complexity(each), each.tier, each.blocks, each.topk))
+    tiers = range(len(space.tiers))
+    liked = [replace(each, tier=tier) for each, _ in chosen.most_common(MOST_CHOSEN) for tier in tiers]
+    return sorted({*grid, *liked}, key=lambda each: (space.complexity(each), each.tier, each.blocks, each.topk))
 
 
 def static_configurations(space: ConfigurationSpace, importance: Importance | None, most: int) -> list[Configuration]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from eval_pipeline.__main__ import main
 from eval_pipeline.adaptive.baselines import lookup_table, pareto_front
 from eval_pipeline.adaptive.measure import WARM_UPS
 from eval_pipeline.adaptive.results import Results, rows_of
-from eval_pipeline.adaptive.statics import static_configurations
+from eval_pipeline.adaptive.statics import MOST_CHOSEN, static_configurations
 from eval_pipeline.adaptive.summary import summarise
 from tests import tiny_vlms
 from tests.unit.test_controller_policy import question
@@ -162,7 +163,9 @@ def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -
     budgets = content["budgets_ms"]
     liked = {model.answer(each.opened(), each.question, ms).configuration for each in trained for ms in budgets}
     grid = static_configurations(space, load_importance(tiny / "importance.json", adapter), 5)
-    assert {*statics} == {*grid} | liked and not liked <= {*grid} and len({*statics}) == len(statics)
+    everywhere = {replace(each, tier=tier) for each in liked for tier in range(len(space.tiers))}
+    assert len({replace(each, tier=0) for each in liked}) <= MOST_CHOSEN
+    assert {*statics} == {*grid} | everywhere and not everywhere <= {*grid} and len({*statics}) == len(statics)
     told = LatencyModel.load(tiny / "run/latency_model.json")
     chosen = set()
     for place, row in enumerate(parquet.read_table(tiny / "data/val.parquet").to_pylist()):
