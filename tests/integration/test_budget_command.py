@@ -191,7 +191,7 @@ def test_two_ranks_learn_what_one_does(inputs: Path, tmp_path: Path) -> None:
         found.append((learnt(tmp_path / str(ranks)), weights_of(tmp_path / str(ranks) / "checkpoint_epoch_1.pt")))
     (one, one_weights), (two, two_weights) = found
     assert one.keys() == two.keys() and len(one) > 100
-    assert [name for name, value in one.items() if two[name] != pytest.approx(value, rel=1e-5, abs=1e-6)] == []
+    assert [name for name, value in one.items() if two[name] != pytest.approx(value, rel=1e-4, abs=1e-6)] == []
     for name, tensor in one_weights.items():
         torch.testing.assert_close(two_weights[name], tensor, rtol=1e-4, atol=1e-6)
 

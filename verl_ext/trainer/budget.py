@@ -6,8 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from verl_ext.collective import on_every_rank, on_rank_zero
+from verl_ext.controller.calibration import doubts
 from verl_ext.controller.environment import ModelEnvironment
 from verl_ext.controller.importance import cheapest
+from verl_ext.controller.latency_source import ModelledLatency
 from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.reward import RewardWeights
 from verl_ext.controller.scoring.scorer import AnswerScorer
@@ -15,6 +17,7 @@ from verl_ext.data.prompts import PromptBatch
 from verl_ext.grpo.loss import LossSettings
 from verl_ext.metrics.epoch_history import EpochSums
 from verl_ext.metrics.reduce import reduce_over_ranks
+from verl_ext.tell import tell
 from verl_ext.trainer.budget_parts import (
     budgets_of,
     check_budgets,
@@ -53,6 +56,9 @@ class BudgetControllerTrainer(GRPOTrainer):
     def make_environment(self) -> ModelEnvironment:
         """What rewards: the model under each configuration, once some of them were seen to keep the budgets."""
         config, space, questions = self.config, self.model_config.space, self.train_dataset.samples
+        if isinstance(self.latency, ModelledLatency):
+            r2 = self.latency.model.r2
+            on_rank_zero(lambda: tell(f"latency model: R squared {r2:.3f} on what was not fitted{doubts(r2)}"))
         checked = questions[:CHECKED_QUESTIONS]
         least = cheapest(space, importance_of(config, self.executor.adapter))
         on_every_rank(lambda: check_budgets(self.budgets_ms[0], self.executor, least, checked, self.latency))

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from verl_ext.collective import on_every_rank, on_rank_zero
 from verl_ext.controller.adapters.base import VLMAdapter
-from verl_ext.controller.calibration import calibrate, deciding_ms, doubts
+from verl_ext.controller.calibration import calibrate, deciding_ms
 from verl_ext.controller.checkpoints import load_weights
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.controlled import ControlledModel
@@ -23,7 +23,6 @@ from verl_ext.controller.loading import fingerprint
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.data.questions import ImageQuestion
 from verl_ext.errors import UserError
-from verl_ext.tell import tell
 from verl_ext.trainer.hardware import pick_precision
 from verl_ext.trainer.model import local_model_path
 
@@ -122,10 +121,6 @@ def modelled_latency(
         sizes = config.latency.configurations, config.latency.repeats, controller.max_new_tokens, controller.hidden
         found = calibrate(adapter, space, questions, *sizes)
         found.save(path)
-        tell(
-            f"measured {sizes[0]} configurations for {path}; R squared {found.r2:.3f} on those that were not fitted"
-            f"{doubts(found.r2)}"
-        )
     return ModelledLatency.load(path, adapter, config.latency.percentile)
 
 
