@@ -185,13 +185,15 @@ def test_a_run_that_was_killed_in_an_epoch_goes_on_as_if_it_had_not_been(
 
 def test_two_ranks_learn_what_one_does(inputs: Path, tmp_path: Path) -> None:
     found: list[Any] = []
+    # with Adam's own epsilon a gradient of nothing but rounding moves a weight as far as any other
+    same = "controller.dropout=0", "trainer.total_epochs=1", "optim.override_optimizer_config={eps: 1e-3}"
     for ranks in (1, 2):
-        done = run(inputs, tmp_path / str(ranks), "controller.dropout=0", "trainer.total_epochs=1", ranks=ranks)
+        done = run(inputs, tmp_path / str(ranks), *same, ranks=ranks)
         assert done.returncode == 0, done.stdout + done.stderr
         found.append((learnt(tmp_path / str(ranks)), weights_of(tmp_path / str(ranks) / "checkpoint_epoch_1.pt")))
     (one, one_weights), (two, two_weights) = found
     assert one.keys() == two.keys() and len(one) > 100
-    assert [name for name, value in one.items() if two[name] != pytest.approx(value, rel=1e-4, abs=1e-6)] == []
+    assert [name for name, value in one.items() if two[name] != pytest.approx(value, rel=1e-5, abs=1e-6)] == []
     for name, tensor in one_weights.items():
         torch.testing.assert_close(two_weights[name], tensor, rtol=1e-4, atol=1e-6)
 
