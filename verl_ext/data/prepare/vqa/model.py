@@ -1,4 +1,4 @@
-"""A Qwen3-VL with experts of 1.0 million parameters, random weights, and its processor."""
+"""A Qwen3-VL with experts of 0.7 million parameters, random weights, and its processor."""
 
 from __future__ import annotations
 
