@@ -12,7 +12,7 @@ from verl_ext.errors import UserError, first_line_of
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.engine import WeightKeeper
 from verl_ext.grpo.rollout.team import Team
-from verl_ext.vllm_environment import pick_dtype, prepare_environment
+from verl_ext.vllm_environment import prepare_environment
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class VllmRollout(WeightKeeper):
         if settings.tensor_parallel_size > 1 and not on_gpu:
             raise UserError("rollout.tensor_model_parallel_size above 1 needs GPUs; leave it at 1 on CPUs")
         self.forgets_in_sleep = settings.free_cache_engine and on_gpu
-        self.dtype = getattr(torch, pick_dtype(settings.dtype, on_gpu))
+        self.dtype = getattr(torch, pick_rollout_dtype(settings.dtype, on_gpu))
         try:
             self._llm = LLM(**_arguments(settings, on_gpu, self.forgets_in_sleep, Choosing))
         except Exception as error:  # vLLM and transformers have no exception in common
@@ -142,7 +142,7 @@ def _arguments(settings: VllmSettings, on_gpu: bool, sleeps: bool, choosing: typ
         "skip_tokenizer_init": True,
         "load_format": "dummy",
         "trust_remote_code": settings.trust_remote_code,
-        "dtype": pick_dtype(settings.dtype, on_gpu),
+        "dtype": pick_rollout_dtype(settings.dtype, on_gpu),
         "max_model_len": settings.max_model_len,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "tensor_parallel_size": settings.tensor_parallel_size,
@@ -153,6 +153,17 @@ def _arguments(settings: VllmSettings, on_gpu: bool, sleeps: bool, choosing: typ
         "logprobs_mode": "processed_logits",
         "async_scheduling": False,  # it would choose a token before it knows the last
     }
+
+
+def pick_rollout_dtype(wanted: str, on_gpu: bool) -> str:
+    """The number type of vLLM's weights; `auto` is float32 on every CPU, as the trainer computes there.
+
+    In bfloat16 vLLM 0.12 on a CPU with units for it told log-probabilities of SmolLM2-135M that were off by 0.12 in the
+    mean, four times as far as those of transformers in bfloat16, and took as long.
+    """
+    if wanted != "auto":
+        return wanted
+    return "bfloat16" if on_gpu else "float32"
 
 
 def _completion(output: Any) -> Completion:
