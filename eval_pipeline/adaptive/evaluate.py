@@ -37,6 +37,7 @@ class Settings:
         num_samples: held-out questions.
         num_train: training questions, for the lookup table.
         max_static: static configurations.
+        num_searched: training questions by which their blocks are chosen; 0 for the most important ones.
         repeats: runs of each, of which the median counts.
         seed: of the configurations that are drawn.
         latency: measured or model.
@@ -49,6 +50,7 @@ class Settings:
     num_samples: int = 200
     num_train: int = 100
     max_static: int = 36
+    num_searched: int = 24
     repeats: int = 1
     seed: int = 0
     latency: str = "measured"
@@ -75,7 +77,7 @@ def evaluate(source: ControllerSource, settings: Settings, output: Path, wandb: 
     if settings.latency == "model":
         latency = load_latency(source, config, subject.adapter)
     budgets = budgets_of(settings, subject.trained_ms)
-    statics = statics_for(subject, samples["train"], budgets, settings.max_static)
+    statics = statics_for(subject, samples["train"], budgets, settings.max_static, settings.num_searched)
     bench = Bench(subject, Plan(statics, budgets, settings.repeats, settings.seed), latency)
     bench.check_budgets(samples["val"])
     try_out(output)
@@ -118,6 +120,7 @@ def about_evaluation(
         "num_train": len(measured.train.accuracy),
         "questions": files if settings.questions is None else str(settings.questions),
         "allowed_violation_rate": ALLOWED_VIOLATIONS,
+        "questions_for_blocks": min(settings.num_searched, len(measured.train.accuracy)),
         "importance_file": config.get("controller", {}).get("importance_file"),
         "trained_budgets_ms": list(subject.trained_ms),
     }

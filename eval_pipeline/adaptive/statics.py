@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from eval_pipeline.adaptive.block_search import Masks, best_blocks
 from eval_pipeline.adaptive.subject import Subject
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.importance import Importance, blocks_to_keep
@@ -18,7 +19,7 @@ MOST_CHOSEN = 4
 
 
 def statics_for(
-    subject: Subject, questions: Sequence[ImageQuestion], budgets_ms: Sequence[float], most: int
+    subject: Subject, questions: Sequence[ImageQuestion], budgets_ms: Sequence[float], most: int, num_searched: int
 ) -> list[Configuration]:
     """The grid, and what the controller chooses most often for training questions, at every tier.
 
@@ -27,9 +28,12 @@ def statics_for(
         questions: of the training split.
         budgets_ms: to choose for.
         most: of the grid's configurations.
+        num_searched: questions by which the grid's blocks are searched; 0 for the most important ones.
     """
     space, model = subject.space, subject.model
-    grid = static_configurations(space, subject.importance, most)
+    searched = questions[:num_searched]
+    masks = best_blocks(subject.adapter, space, searched) if searched else important_blocks(space, subject.importance)
+    grid = static_configurations(space, masks, most)
     chosen = Counter(
         replace(model.decide(model.executor.seen(each, 0), each.question, budget).configuration, tier=0)
         for each in questions
@@ -40,18 +44,26 @@ def statics_for(
     return sorted({*grid, *liked}, key=lambda each: (space.complexity(each), each.tier, each.blocks, each.topk))
 
 
-def static_configurations(space: ConfigurationSpace, importance: Importance | None, most: int) -> list[Configuration]:
+def important_blocks(space: ConfigurationSpace, importance: Importance | None) -> Masks:
+    """By the number of blocks that run the most important ones, or without importance the first ones."""
+    counts = range(space.min_active, space.max_active + 1)
+    return {count: blocks_to_keep(count, space.num_blocks, importance) for count in counts}
+
+
+def static_configurations(
+    space: ConfigurationSpace, masks: Mapping[int, Sequence[bool]], most: int
+) -> list[Configuration]:
     """Every tier with every number of blocks and every top-k for all of them, from the least of the model to the most.
 
     Args:
         space: of the configurations.
-        importance: by which blocks are kept; None keeps the first ones.
+        masks: by the number of blocks that run, which.
         most: how many; of more, some are left out evenly, but not the first and the last.
     """
     grid = [
-        space.configuration(tier, blocks_to_keep(count, space.num_blocks, importance), topk)
+        space.configuration(tier, mask, topk)
         for tier in range(len(space.tiers))
-        for count in range(space.min_active, space.max_active + 1)
+        for mask in masks.values()
         for topk in space.topk_choices or (None,)
     ]
     distinct = sorted(dict.fromkeys(grid), key=space.complexity)  # block 0 alone has one top-k

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval_pipeline.command.arguments import Commands, add_command, positive
+from eval_pipeline.command.arguments import Commands, add_command, not_negative, positive
 from eval_pipeline.command.paths import input_path, output_path, where_the_user_stands
 
 if TYPE_CHECKING:
@@ -45,6 +45,14 @@ def register(commands: Commands) -> None:
     add_number(parser, "--num-samples", 200, "questions to compare on, of val")
     add_number(parser, "--num-train", 100, "questions that the lookup table is made on, of train")
     add_number(parser, "--max-static", 36, "static configurations")
+    parser.add_argument(
+        "--search-questions",
+        type=not_negative,
+        metavar="N",
+        default=24,
+        help="of those for the lookup table, by which static configurations' blocks are chosen one after the other; 0 "
+        "keeps the most important ones by the run's importance file, else the first ones (default: 24)",
+    )
     add_number(parser, "--repeats", 1, "runs of each, of which the median counts")
     parser.add_argument("--seed", type=int, default=0, help="of the random configurations (default: 0)")
     parser.add_argument(
@@ -84,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         num_samples=arguments.num_samples,
         num_train=arguments.num_train,
         max_static=arguments.max_static,
+        num_searched=arguments.search_questions,
         repeats=arguments.repeats,
         seed=arguments.seed,
         latency=arguments.latency,

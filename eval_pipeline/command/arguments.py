@@ -52,5 +52,13 @@ def positive(text: str) -> int:
     return value
 
 
+def not_negative(text: str) -> int:
+    """A whole number of at least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value
+
+
 # argparse names the type function in its message for text that is no number
-positive.__name__ = "whole number"
+positive.__name__ = not_negative.__name__ = "whole number"

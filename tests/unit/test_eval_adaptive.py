@@ -20,7 +20,7 @@ from eval_pipeline.__main__ import main
 from eval_pipeline.adaptive.baselines import lookup_table, pareto_front
 from eval_pipeline.adaptive.measure import WARM_UPS
 from eval_pipeline.adaptive.results import Results, rows_of
-from eval_pipeline.adaptive.statics import MOST_CHOSEN, static_configurations
+from eval_pipeline.adaptive.statics import MOST_CHOSEN, important_blocks, static_configurations
 from eval_pipeline.adaptive.summary import summarise
 from tests import tiny_vlms
 from tests.unit.test_controller_policy import question
@@ -120,7 +120,7 @@ def adaptive(*words: object) -> int:
 def evaluated(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the command put the files of an evaluation by the latency model."""
     output = tmp_path_factory.mktemp("by_model")
-    options = ("--latency", "model", "--num-budgets", "3", "--output", output)
+    options = ("--latency", "model", "--num-budgets", "3", "--search-questions", "0", "--output", output)
     assert adaptive("--checkpoint", tiny / "run", *options, *SHORT) == 0
     return output
 
@@ -162,7 +162,8 @@ def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -
     trained = QuestionDataset({"tiny": QuestionSource(train=2, source=str(tiny / "data"))}, "train").samples
     budgets = content["budgets_ms"]
     liked = {model.answer(each.opened(), each.question, ms).configuration for each in trained for ms in budgets}
-    grid = static_configurations(space, load_importance(tiny / "importance.json", adapter), 5)
+    masks = important_blocks(space, load_importance(tiny / "importance.json", adapter))
+    grid = static_configurations(space, masks, 5)
     everywhere = {replace(each, tier=tier) for each in liked for tier in range(len(space.tiers))}
     assert len({replace(each, tier=0) for each in liked}) <= MOST_CHOSEN
     assert {*statics} == {*grid} | everywhere and not everywhere <= {*grid} and len({*statics}) == len(statics)
@@ -189,13 +190,14 @@ def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -
 
 
 def test_by_the_latency_model_it_comes_to_the_same_each_time(tiny: Path, evaluated: Path, tmp_path: Path) -> None:
-    options = ("--latency", "model", "--num-budgets", "3", "--repeats", "2", "--output", tmp_path)
+    by_model = ("--latency", "model", "--num-budgets", "3", "--search-questions", "0")
+    options = (*by_model, "--repeats", "2", "--output", tmp_path)
     assert adaptive("--checkpoint", tiny / "run/global_step_2", *options, *SHORT) == 0
     one, other = (json.loads((path / "adaptive.json").read_text()) for path in (evaluated, tmp_path))
     assert all(one[part] == other[part] for part in ("rows", "statics", "lookup_table", "pareto_front"))
     arrays = np.load(evaluated / "adaptive.npz")
     draws = arrays["random_complexity"]
-    assert adaptive("--checkpoint", tiny / "run", *options[:4], "--seed", "1", "--output", tmp_path, *SHORT) == 0
+    assert adaptive("--checkpoint", tiny / "run", *by_model, "--seed", "1", "--output", tmp_path, *SHORT) == 0
     assert not np.array_equal(np.load(tmp_path / "adaptive.npz")["random_complexity"], draws)
 
 

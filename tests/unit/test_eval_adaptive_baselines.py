@@ -7,7 +7,7 @@ import pytest
 
 from eval_pipeline.adaptive.baselines import lookup_table, oracle, pareto_front
 from eval_pipeline.adaptive.results import Results, Row, rows_of
-from eval_pipeline.adaptive.statics import static_configurations
+from eval_pipeline.adaptive.statics import important_blocks, static_configurations
 from eval_pipeline.adaptive.summary import closed_gap, mean_interval, summarise
 from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.controller.importance import Importance, cheapest
@@ -22,19 +22,21 @@ def results(accuracy: list[list[float]], latency_ms: list[list[float]]) -> Resul
 
 
 def test_static_configurations_are_thinned_evenly_and_keep_both_ends() -> None:
-    whole = static_configurations(SPACE, None, 1000)
+    first = important_blocks(SPACE, None)
+    whole = static_configurations(SPACE, first, 1000)
     assert len(whole) == len(set(whole)) == 3 * 5 * 5
     assert whole[0] == cheapest(SPACE, None) and whole[-1] == SPACE.full
-    few = static_configurations(SPACE, None, 36)
+    few = static_configurations(SPACE, first, 36)
     assert len(set(few)) == 36 and {whole[0], whole[-1]} <= set(few)
     places = [whole.index(each) for each in few]
     assert set(np.diff(places)) == {2, 3}
     importance = Importance({block: float(block) for block in range(1, 16)}, 16)
-    kept = static_configurations(SPACE, importance, 36)[0].blocks
+    kept = static_configurations(SPACE, important_blocks(SPACE, importance), 36)[0].blocks
     assert [block for block, runs in enumerate(kept) if not runs] == [1, 2, 3, 4]
     one = ConfigurationSpace(("low",), 3, 1, 1, (2, 4))
-    assert len(static_configurations(one, None, 36)) == 1  # block 0 alone has its own top-k
-    assert len(static_configurations(ConfigurationSpace(("low", "high"), 3, 2, 3), None, 36)) == 4
+    assert len(static_configurations(one, important_blocks(one, None), 36)) == 1  # block 0 alone has its own top-k
+    dense = ConfigurationSpace(("low", "high"), 3, 2, 3)
+    assert len(static_configurations(dense, important_blocks(dense, None), 36)) == 4
 
 
 def test_the_front_has_what_nothing_beats_in_both() -> None:
