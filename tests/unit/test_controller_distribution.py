@@ -67,14 +67,26 @@ def test_entropy_and_its_gradient_are_those_of_the_enumeration(space: Configurat
     enumerated = -(log_probs.exp() * log_probs).sum()
     entropy = distribution.entropy()[0]
     torch.testing.assert_close(entropy, enumerated, rtol=1e-10, atol=1e-10)
-    probabilities = logits[0][0].double().softmax(-1)
-    of_tiers = -(probabilities * probabilities.log()).sum()
-    torch.testing.assert_close(distribution.entropy(3.0)[0], enumerated + 2 * of_tiers, rtol=1e-10, atol=1e-10)
     wanted = torch.autograd.grad(enumerated, logits, retain_graph=True, allow_unused=True)
     found = torch.autograd.grad(entropy, logits, allow_unused=True)
     for one, other in zip(found, wanted, strict=True):
         if other is not None:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_an_exploration_bonus_does_not_pay_for_more_blocks(space: ConfigurationSpace) -> None:
+    distribution, logits = distribution_of(space, 1)
+    tiers = logits[0][0].double().softmax(-1)
+    of_tiers = -(tiers * tiers.log()).sum()
+    bonus, entropy = distribution.exploration(3.0)[0], distribution.entropy()[0]
+    torch.testing.assert_close(bonus, entropy + 2 * of_tiers, rtol=1e-10, atol=1e-10)
+    of_masks = BlockMasks(logits[1], space.min_active - 1, space.max_active - 1).entropy()[0]
+    [wanted] = torch.autograd.grad(of_masks, logits[1], retain_graph=True)
+    of_topk = torch.autograd.grad(entropy, logits[2], retain_graph=True, allow_unused=True)[0]
+    found = torch.autograd.grad(bonus, logits[1:], allow_unused=True)
+    torch.testing.assert_close(found[0], wanted, rtol=1e-5, atol=1e-6)
+    if space.topk_choices:
+        torch.testing.assert_close(found[1], of_topk, rtol=1e-5, atol=1e-6)
 
 
 def test_draws_have_their_probabilities(space: ConfigurationSpace) -> None:

@@ -79,15 +79,26 @@ class ConfigurationDistribution:
         of_choices = self._topk.gather(2, choices.topk[..., None])[..., 0]
         return found + (of_choices * choices.masks).sum(-1)
 
-    def entropy(self, tier_weight: float = 1.0) -> torch.Tensor:
-        """Entropy in nats, (batch,), with gradient.
+    def entropy(self) -> torch.Tensor:
+        """Entropy in nats, (batch,), with gradient."""
+        return entropy_of(self._tiers) + self._masks.entropy(self._entropy_of_topk)
+
+    def exploration(self, tier_weight: float = 1.0) -> torch.Tensor:
+        """What an entropy bonus is paid for, (batch,): the entropy, but for two things.
+
+        A block that runs has a top-k to choose, so that the entropy grows with every block. A bonus for it would be one
+        for running all of the model; so the gradient of the experts' part holds the blocks' probabilities fixed.
 
         Args:
-            tier_weight: times that the tiers' part counts; with 1 it is the entropy.
+            tier_weight: times that the tiers' part counts.
         """
-        of_tiers = -(self._tiers.exp() * self._tiers).sum(-1)
-        of_topk = None if self._topk is None else -(self._topk.exp() * self._topk).sum(-1)
-        return tier_weight * of_tiers + self._masks.entropy(of_topk)
+        fixed = self._masks.detached()
+        of_experts = fixed.entropy(self._entropy_of_topk) - fixed.entropy()
+        return tier_weight * entropy_of(self._tiers) + self._masks.entropy() + of_experts
+
+    @property
+    def _entropy_of_topk(self) -> torch.Tensor | None:
+        return None if self._topk is None else entropy_of(self._topk)
 
     @torch.no_grad()
     def sample_by(self, uniform: torch.Tensor) -> Choices:
@@ -115,6 +126,11 @@ class ConfigurationDistribution:
         if self._topk is None:
             return torch.zeros(len(masks), 0, dtype=torch.long, device=masks.device)
         return choose(self._topk) * masks  # of blocks that do not run always the first, so that equal choices are equal
+
+
+def entropy_of(log_probs: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats over the last dimension."""
+    return -(log_probs.exp() * log_probs).sum(-1)
 
 
 def inverse_of_cdf(log_probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

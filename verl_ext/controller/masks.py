@@ -86,6 +86,10 @@ class BlockMasks:
         count = (self.logits > 0).sum(1).clamp(self.fewest, self.most)
         return ranks < count[:, None]
 
+    def detached(self) -> BlockMasks:
+        """The same distribution without a gradient."""
+        return BlockMasks(self.logits.detach(), self.fewest, self.most)
+
     def entropy(self, of_active: torch.Tensor | None = None) -> torch.Tensor:
         """Entropy in nats, (batch,), with gradient.
 

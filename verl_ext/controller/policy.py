@@ -47,7 +47,7 @@ class ControllerPolicy(Policy):
         budgets_ms: least and greatest; training draws evenly between them.
         seed: `trainer.seed`.
         device: of the controller.
-        tier_entropy_weight: times that the tiers' part of the entropy counts.
+        tier_entropy_weight: see `ConfigurationDistribution.exploration`.
     """
 
     figures = ("budget_ms", "num_active", "tier", "topk")
@@ -117,8 +117,8 @@ class ControllerPolicy(Policy):
         tensors = {name: tensor.to(self._device) for name, tensor in micro_batch.items()}
         distribution = self._controller_distribution(tensors["vision"], tensors["language"], tensors["budgets_ms"])
         choices = Choices(tensors["tiers"], tensors["masks"], tensors["topk"])
-        entropy = distribution.entropy(self._tier_entropy_weight)
-        return LogProbs(distribution.log_prob(choices)[:, None], entropy[:, None])
+        bonus = distribution.exploration(self._tier_entropy_weight)
+        return LogProbs(distribution.log_prob(choices)[:, None], bonus[:, None])
 
     def reference_log_probs(self, micro_batch: MicroBatch) -> torch.Tensor:
         """See `Policy.reference_log_probs`: a controller begins from nothing that it should stay near to."""
