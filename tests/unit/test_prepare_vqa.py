@@ -39,7 +39,7 @@ def test_every_digit_has_a_shape_of_its_own() -> None:
 
 def test_answers_are_those_of_the_card() -> None:
     card = Card("red", (3, 4), 0.0)
-    assert {kind: card.answer(kind) for kind in QUESTIONS} == {"colour": "red", "digit": "3", "sum": "3+4=7"}
+    assert {kind: card.answer(kind) for kind in QUESTIONS} == {"colour": "red", "digit": "3", "sum": "3+4=7;7-4=3"}
     rows = rows_of_card(8, card, ["sum", "colour"], random.Random(0))
     assert [row["question"] for row in rows] == ["Sum of the digits?", "Which colour?"]
     assert rows[0]["image"]["bytes"] == rows[1]["image"]["bytes"] and rows[0]["print"] == "fine"
@@ -79,6 +79,6 @@ def test_the_model_reads_cards_under_the_recipes_configurations() -> None:
         assert adapter.num_patches(inputs) == patches
         with torch.no_grad(), adapter.configured(space.configuration(tier, [True, True, *[False] * 4], 1), exact=False):
             assert adapter.begin(inputs).logits.shape == (1, len(processor.tokenizer))
-    lengths = [len(processor.tokenizer.tokenize(answer)) for answer in ("red", "4", "orange", "3+4=7")]
-    assert lengths == [1, 1, 1, 5]
+    lengths = [len(processor.tokenizer.tokenize(answer)) for answer in ("red", "4", "orange", "3+4=7;7-4=3")]
+    assert lengths == [1, 1, 1, 11]
     assert processor.tokenizer.eos_token == "<|im_end|>" and adapter.end_tokens == [processor.tokenizer.eos_token_id]

@@ -2,8 +2,8 @@
 
 Bold print is ink, and can be read at any size. Fine print is a checkerboard of single pixels around the ground's
 colour, which is plain to see in the whole picture and gone in one that is scaled down. A sum is answered with its
-working. So each question needs something else of a model: the colour can be told by little of it, fine print needs the
-high tier, and the long answer of a sum makes every block dear.
+working and a check. So each question needs something else of a model: the colour can be told by little of it, fine
+print needs the high tier, and the long answer of a sum makes every block dear.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Card:
 
 
 def added(first: int, last: int) -> str:
-    """How a sum is answered: with its working, so that it takes longer to say than a digit."""
-    return f"{first}+{last}={first + last}"
+    """How a sum is answered: with its working and a check, so that it takes longer to say than a digit."""
+    return f"{first}+{last}={first + last};{first + last}-{last}={first}"
 
 
 def draw_card(rng: random.Random, bold_share: float = 0.5, faded_share: float = 0.0) -> Card:

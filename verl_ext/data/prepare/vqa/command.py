@@ -11,9 +11,9 @@ from verl_ext.data.prepare.files import staging_directory, write_parquet
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.data.prepare.vqa.cards import QUESTIONS, Row, draw_card, rows_of_card
 
-HELP = "make cards with questions about them, and a 0.7M-parameter vision-language model to learn to answer them"
+HELP = "make cards with questions about them, and a 1.7M-parameter vision-language model to learn to answer them"
 EXAMPLE = "vqa --output data/vqa"
-VERSION = 1
+VERSION = 2
 MODEL_NAME = "model"
 LESSONS, QUESTIONS_NAME = "lessons", "questions"
 """Folders: what the model learns from, and what its controller learns from."""
