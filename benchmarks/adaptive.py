@@ -5,13 +5,15 @@
 Each knob is turned alone, from all of the model downwards. Every round runs each configuration once, the order
 reversed from one round to the next, and the median over the rounds counts; FLOPs are torch's count of the same work. A
 run is the encoding of one image, the prompt, and `--new-tokens` decoded tokens, whatever they say. Without a model,
-one of random weights is made: a Qwen3-VL of 8 blocks with 16 experts each, 8 of them for a token. The exit status is 1
-where a knob's latency does not fall at each turn.
+one of random weights is made: a Qwen3-VL of 8 blocks with 16 experts each, 8 of them for a token. The last line is what
+a controller takes to decide, beside the encoding at the lowest tier that it looks at. The exit status is 1 where a
+knob's latency does not fall at each turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import statistics
 import tempfile
@@ -27,16 +29,20 @@ from tqdm import tqdm
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from verl_ext.controller.adapters.base import VLMAdapter
-from verl_ext.controller.calibration import machine_name
+from verl_ext.controller.calibration import deciding_ms, machine_name
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
+from verl_ext.controller.execution import Executor
 from verl_ext.controller.latency import Latency, LatencyMeter
 from verl_ext.controller.loading import default_device, load_adapter
 from verl_ext.data.prepare.vqa.cards import SIDE
 from verl_ext.data.prepare.vqa.model import build_processor
+from verl_ext.data.questions import ImageQuestion
 from verl_ext.errors import UserError, exit_on_user_error
 from verl_ext.tell import tell
 
 QUESTION = "Sum of the digits?"
+HIDDEN = 256
+"""Width of the controller, as recipes have it unless they say otherwise."""
 Run = tuple[str, str, Configuration, bool]
 """Knob, its value, the configuration, and whether the model runs exactly as it was released."""
 
@@ -80,14 +86,21 @@ class Bench:
         self.adapter, self._new_tokens = adapter, new_tokens
         pixels = np.random.default_rng(0).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
         scale = max(1, round(max(adapter.tier_sizes) ** 0.5 / SIDE)) if adapter.unit == "pixels" else 1
-        picture = Image.fromarray(pixels).resize((scale * SIDE, scale * SIDE))
-        self._inputs = [adapter.inputs(picture, QUESTION, tier) for tier in range(len(adapter.tier_sizes))]
+        self._picture = Image.fromarray(pixels).resize((scale * SIDE, scale * SIDE))
+        self._inputs = [adapter.inputs(self._picture, QUESTION, tier) for tier in range(len(adapter.tier_sizes))]
 
     def run(self, configuration: Configuration, exact: bool) -> Latency:
         """How long one run takes."""
         with self.adapter.configured(configuration, exact=exact), LatencyMeter(self.adapter) as meter:
             self.adapter.generate(self._inputs[configuration.tier], self._new_tokens, [])
         return meter.latency
+
+    def deciding_ms(self, space: ConfigurationSpace, rounds: int) -> float:
+        """How long a controller of the usual width takes, the median over rounds."""
+        encoded = io.BytesIO()
+        self._picture.save(encoded, "png")
+        questions = [ImageQuestion(str(number), encoded.getvalue(), QUESTION, ("0",)) for number in range(rounds)]
+        return deciding_ms(Executor(self.adapter, self._new_tokens), space, questions, HIDDEN)
 
     def flops(self, configuration: Configuration, exact: bool) -> int:
         """Of one run."""
@@ -155,11 +168,14 @@ def main() -> int:
         path = arguments.model or made_model(Path(name))
         adapter = load_adapter(path, arguments.tier_sizes, device=device, dtype=dtype)
     space = adapter.space(1, len(adapter.blocks), arguments.topk_choices)
-    rows = measure(Bench(adapter, arguments.new_tokens), space, arguments.rounds)
+    bench = Bench(adapter, arguments.new_tokens)
+    rows = measure(bench, space, arguments.rounds)
+    deciding = bench.deciding_ms(space, arguments.rounds)
     tell(table_of(rows))
+    tell(f"deciding {deciding:.2f} ms, {100 * deciding / rows[0]['total_ms']:.2f} % of the model as released")
     if arguments.output:
         about = {"machine": machine_name(adapter), "model": arguments.model or "random", "torch": torch.__version__}
-        about["rows"] = rows
+        about |= {"deciding_ms": deciding, "rows": rows}
         arguments.output.write_text(json.dumps(about, indent=1) + "\n")
     if wrong := not_falling(rows):
         tell(f"latency does not fall at: {', '.join(wrong)}")

@@ -50,7 +50,7 @@ class Settings:
     num_samples: int = 200
     num_train: int = 100
     max_static: int = 36
-    num_searched: int = 24
+    num_searched: int = 48
     repeats: int = 1
     seed: int = 0
     latency: str = "measured"

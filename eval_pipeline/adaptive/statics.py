@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from eval_pipeline.adaptive.block_search import Masks, best_blocks
+from eval_pipeline.adaptive.block_search import BlockSearch, Mask
 from eval_pipeline.adaptive.subject import Subject
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.importance import Importance, blocks_to_keep
@@ -32,7 +32,8 @@ def statics_for(
     """
     space, model = subject.space, subject.model
     searched = questions[:num_searched]
-    masks = best_blocks(subject.adapter, space, searched) if searched else important_blocks(space, subject.importance)
+    search = BlockSearch(model.executor, space, searched)
+    masks = search.best() if searched else important_blocks(space, subject.importance)
     grid = static_configurations(space, masks, most)
     chosen = Counter(
         replace(model.decide(model.executor.seen(each, 0), each.question, budget).configuration, tier=0)
@@ -44,15 +45,13 @@ def statics_for(
     return sorted({*grid, *liked}, key=lambda each: (space.complexity(each), each.tier, each.blocks, each.topk))
 
 
-def important_blocks(space: ConfigurationSpace, importance: Importance | None) -> Masks:
+def important_blocks(space: ConfigurationSpace, importance: Importance | None) -> dict[int, Mask]:
     """By the number of blocks that run the most important ones, or without importance the first ones."""
     counts = range(space.min_active, space.max_active + 1)
     return {count: blocks_to_keep(count, space.num_blocks, importance) for count in counts}
 
 
-def static_configurations(
-    space: ConfigurationSpace, masks: Mapping[int, Sequence[bool]], most: int
-) -> list[Configuration]:
+def static_configurations(space: ConfigurationSpace, masks: Mapping[int, Mask], most: int) -> list[Configuration]:
     """Every tier with every number of blocks and every top-k for all of them, from the least of the model to the most.
 
     Args:

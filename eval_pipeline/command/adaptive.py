@@ -49,9 +49,9 @@ def register(commands: Commands) -> None:
         "--search-questions",
         type=not_negative,
         metavar="N",
-        default=24,
+        default=48,
         help="of those for the lookup table, by which static configurations' blocks are chosen one after the other; 0 "
-        "keeps the most important ones by the run's importance file, else the first ones (default: 24)",
+        "keeps the most important ones by the run's importance file, else the first ones (default: 48)",
     )
     add_number(parser, "--repeats", 1, "runs of each, of which the median counts")
     parser.add_argument("--seed", type=int, default=0, help="of the random configurations (default: 0)")

@@ -5,32 +5,54 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import fmean
 
-from eval_pipeline.adaptive.block_search import best_blocks
+import pytest
+
+from eval_pipeline.adaptive.block_search import BlockSearch
 from tests import tiny_vlms
 from tests.unit.test_controller_policy import question
 from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.execution import Executor
 from verl_ext.controller.importance import answer_loss
+from verl_ext.data.questions import ImageQuestion
 
-ONLY_LAST = [True, False, False, True]
+FIRST, LAST = [True, False, False, False], [True, False, False, True]
 
 
-def test_each_block_is_the_one_that_makes_the_references_likeliest() -> None:
-    adapter = adapter_of(*tiny_vlms.qwen3_vl_moe(), (1024, 4096))
-    space = adapter.space(1, 4, (1, 2, 4))
-    executor = Executor(adapter, max_new_tokens=3)
-    wanted = space.configuration(1, ONLY_LAST)
-    asked = [question(number) for number in range(4)]
-    samples = [replace(each, references=(executor.run(each, wanted).answer or "none",)) for each in asked]
+@pytest.fixture(scope="module")
+def executor() -> Executor:
+    return Executor(adapter_of(*tiny_vlms.qwen3_vl_moe(), (1024, 4096)), max_new_tokens=3)
 
-    def loss(*active: int) -> float:
-        configuration = space.configuration(1, [block in active for block in range(4)])
-        encodings = [adapter.encode(adapter.inputs(each.opened(), each.question, 1)) for each in samples]
-        return fmean(answer_loss(adapter, each, configuration, seen) for each, seen in zip(samples, encodings))
 
-    found = best_blocks(adapter, space, samples)
-    assert found[1] == [True, False, False, False] and found[2] == ONLY_LAST and found[4] == [True] * 4
-    assert loss(0, 3) < min(loss(0, 1), loss(0, 2))
-    assert found[3] == [True, loss(0, 1, 3) < loss(0, 2, 3), loss(0, 2, 3) <= loss(0, 1, 3), True]
-    few = best_blocks(adapter, adapter.space(2, 3, (1, 2, 4)), samples)
+def at_high_tier(executor: Executor, *active: int) -> Configuration:
+    return executor.adapter.space(1, 4, (1, 2, 4)).configuration(1, [block in active for block in range(4)])
+
+
+def answered(executor: Executor, *active: int) -> list[ImageQuestion]:
+    """Questions whose references are what these blocks answer."""
+    asked, way = [question(number) for number in range(4)], at_high_tier(executor, *active)
+    return [replace(each, references=(executor.run(each, way).answer or "none",)) for each in asked]
+
+
+def test_each_block_is_the_one_with_which_the_most_answers_are_right(executor: Executor) -> None:
+    samples, space = answered(executor, 0, 3), executor.adapter.space(1, 4, (1, 2, 4))
+    answers = [[executor.run(each, at_high_tier(executor, 0, block)).answer for each in samples] for block in (1, 2)]
+    assert all(answer != each.references[0] for found in answers for answer, each in zip(found, samples))
+    found = BlockSearch(executor, space, samples).best()
+    assert found[1] == FIRST and found[2] == LAST and found[4] == [True] * 4
+    few = BlockSearch(executor, executor.adapter.space(2, 3, (1, 2, 4)), samples).best()
     assert few == {count: found[count] for count in (2, 3)}
+
+
+def test_of_equally_right_ones_it_is_that_with_the_least_loss(executor: Executor) -> None:
+    space = executor.adapter.space(2, 2, (1, 2, 4))
+    samples = [replace(each, references=("no model says this",)) for each in answered(executor, 0)]
+
+    def loss(block: int) -> float:
+        seen = [executor.seen(each, 1).encoding for each in samples]
+        way = at_high_tier(executor, 0, block)
+        return fmean(answer_loss(executor.adapter, each, way, encoding) for each, encoding in zip(samples, seen))
+
+    least = min((1, 2, 3), key=loss)
+    assert len({loss(block) for block in (1, 2, 3)}) == 3
+    assert BlockSearch(executor, space, samples).best() == {2: [block in (0, least) for block in range(4)]}
