@@ -77,13 +77,13 @@ def evaluate(source: ControllerSource, settings: Settings, output: Path, wandb: 
     if settings.latency == "model":
         latency = load_latency(source, config, subject.adapter)
     budgets = budgets_of(settings, subject.trained_ms)
+    Bench(subject, Plan((), budgets), latency).check_budgets(samples["val"])
+    try_out(output)
     statics = statics_for(subject, samples["train"], budgets, settings.max_static, settings.num_searched)
     bench = Bench(subject, Plan(statics, budgets, settings.repeats, settings.seed), latency)
-    bench.check_budgets(samples["val"])
-    try_out(output)
     comparison = compare(bench.run(samples["train"], samples["val"]), statics, budgets)
     about = about_evaluation(source, subject, settings, config, comparison)
-    write_comparison(output, comparison, subject.space, about)
+    write_comparison(output, comparison, subject.space, about, source)
     tell(console_text(comparison))
     tell(f"wrote {output}")
     if wandb:

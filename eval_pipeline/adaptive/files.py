@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from eval_pipeline.adaptive.compare import Comparison
+from eval_pipeline.adaptive.curves import plot_curves
 from eval_pipeline.adaptive.plot import plot_pareto
+from eval_pipeline.adaptive.source import ControllerSource
 from eval_pipeline.adaptive.text import markdown_text
 from eval_pipeline.figures.writing import write_json, write_text
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
@@ -23,24 +25,31 @@ DATA_FILE, TABLE_FILE, MATRICES_FILE = "adaptive.json", "adaptive.md", "adaptive
 
 
 def write_comparison(
-    directory: Path, comparison: Comparison, space: ConfigurationSpace, about: Mapping[str, Any]
+    directory: Path,
+    comparison: Comparison,
+    space: ConfigurationSpace,
+    about: Mapping[str, Any],
+    source: ControllerSource,
 ) -> None:
-    """Write `adaptive.json`, `adaptive.md`, `adaptive.npz` and `pareto.png`.
+    """Write `adaptive.json`, `adaptive.md`, `adaptive.npz`, `pareto.png`, and of a run `curves.png`.
 
     Args:
         directory: for the files.
         comparison: what was found.
         space: of the configurations.
         about: what it was made by, plain values.
+        source: of the controller.
 
     Raises:
         UserError: they cannot be written.
     """
     with writing_to(directory):
         write_matrices(directory / MATRICES_FILE, comparison)
-        plot = plot_pareto(directory, comparison)
+        plots = {"accuracy against latency": plot_pareto(directory, comparison)}
+        if (curves := plot_curves(directory, source)) is not None:
+            plots["the training's curves"] = curves
     write_json(directory / DATA_FILE, {**about, **content(comparison, space)})
-    write_text(directory / TABLE_FILE, markdown_text(comparison, space, about, plot.name))
+    write_text(directory / TABLE_FILE, markdown_text(comparison, space, about, plots))
 
 
 @contextmanager

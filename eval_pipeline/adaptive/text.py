@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from eval_pipeline.adaptive.compare import Comparison
@@ -26,14 +27,16 @@ def console_text(comparison: Comparison) -> str:
     return "\n".join(blocks)
 
 
-def markdown_text(comparison: Comparison, space: ConfigurationSpace, about: Mapping[str, Any], plot: str) -> str:
+def markdown_text(
+    comparison: Comparison, space: ConfigurationSpace, about: Mapping[str, Any], plots: Mapping[str, Path]
+) -> str:
     """The page.
 
     Args:
         comparison: what was found.
         space: of the configurations.
         about: what it was made by.
-        plot: name of the PNG beside the page.
+        plots: PNG files beside the page, by what they show.
     """
     protocol, machine = about["protocol"], about["machine"]
     shown = ([f"`{name}`", str(value)] for name, value in {**protocol, **machine}.items())
@@ -41,7 +44,7 @@ def markdown_text(comparison: Comparison, space: ConfigurationSpace, about: Mapp
         "# The controller and what it is measured against",
         f"`{about['checkpoint']}` for `{about['vlm']['path']}`",
         *summary_lines(comparison),
-        f"![accuracy against latency]({plot})",
+        *(f"![{shown}]({path.name})" for shown, path in plots.items()),
         "## Over all budgets",
         markdown_table(*split_header(over_budgets(comparison))),
         "## By budget",

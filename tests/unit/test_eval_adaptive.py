@@ -92,6 +92,9 @@ def write_run(directory: Path) -> None:
     controller.save_pretrained(run / "global_step_2/huggingface")
     (run / "global_step_2/manifest.json").write_text(Manifest(2, 1, "", {}).to_json())
     shutil.copytree(run / "global_step_2/huggingface", run / "global_step_4/huggingface")
+    columns = "epoch,reward_mean,accuracy_mean,latency_mean,budget_violation_rate"
+    for name in ("training_history.csv", "validation_history.csv"):
+        (run / name).write_text(f"{columns}\n1,0.2,0.5,40.0,0.1\n2,0.4,0.75,35.0,0.0\n")
     Importance({1: 0.1, 2: 0.5, 3: 0.3}, 4, fingerprint(adapter.model)).save(directory / "importance.json")
     weights = {part: dict.fromkeys(names, 0.0) for part, names in FEATURES.items()}
     weights["vision_ms"]["patches"], weights["prefill_ms"]["blocks"], weights["decode_ms"]["experts"] = 0.2, 3.0, 0.1
@@ -129,7 +132,7 @@ def test_the_files_agree_with_each_other(evaluated: Path) -> None:
     content = json.loads((evaluated / "adaptive.json").read_text())
     arrays = np.load(evaluated / "adaptive.npz")
     assert content["step"] == 2 and content["budgets_ms"] == [30.0, 45.0, 60.0]
-    assert (evaluated / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    assert all((evaluated / name).read_bytes().startswith(b"\x89PNG") for name in ("pareto.png", "curves.png"))
 
     def of(name: str) -> Results:
         return Results(*(arrays[f"{name}_{part}"] for part in ("accuracy", "latency_ms", "complexity")))
@@ -149,6 +152,7 @@ def test_the_files_agree_with_each_other(evaluated: Path) -> None:
     again = vars(summarise(compared, content["budgets_ms"], deciding, full_ms))
     assert json.loads(json.dumps(again)) == content["summary"]
     page = (evaluated / "adaptive.md").read_text()
+    assert "(pareto.png)" in page and "(curves.png)" in page
     assert all(f"| {row.method} | {row.budget_ms:.1f} | {100 * row.accuracy:.1f} % |" in page for row in rows)
 
 
@@ -261,6 +265,7 @@ def test_an_export_alone_takes_questions_from_a_folder(tiny: Path, tmp_path: Pat
     assert adaptive("--checkpoint", export, *options) == 0
     content = json.loads((tmp_path / "adaptive/adaptive.json").read_text())
     assert content["step"] is None and content["vlm"]["path"] == str(moved)
+    assert not (tmp_path / "adaptive/curves.png").exists()
     assert content["protocol"]["importance_file"] is None and content["protocol"]["num_samples"] == 3
 
 
