@@ -97,7 +97,7 @@ class AdaptiveModel:
         added_ms = decision.total_ms(low.vision_ms)
         return Answered(outcome.answer, decision.configuration, added_ms, decision.network_ms, outcome.latency)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def decide(self, low: Seen, question: str, budget_ms: float) -> Decision:
         """Choose a configuration.
 

@@ -5,6 +5,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+MOST_COPIED = 1 << 17
+"""Bytes of an expert's weights up to which they are copied for one product: a CPU copies as many in the time that the
+operations of one more expert take to begin. On a GPU asking which experts were chosen would take longer than that."""
+
+
+def bytes_of_one(experts: nn.Module) -> int:
+    """Of the weights of one expert."""
+    return sum(weights[0].numel() * weights.element_size() for weights in (experts.gate_up_proj, experts.down_proj))
+
 
 class RoutedExperts(nn.Module):
     """In place of `Qwen3VLMoeTextExperts`, which runs every expert on every token unless it is being trained.
@@ -50,8 +59,14 @@ class RoutedExperts(nn.Module):
         return unsorted.view(-1, k, tokens.shape[-1])
 
     def _of_one_token(self, token: torch.Tensor, router_indices: torch.Tensor) -> torch.Tensor:
-        """The same of one token, as in decoding: no expert has two, so all are one product."""
+        """The same of one token, as in decoding: no expert has two, so all can be one product of copied weights.
+
+        Where copying takes longer than a few more operations, each expert runs where it lies.
+        """
         experts, chosen = self._experts, router_indices[0]
+        if token.device.type == "cpu" and bytes_of_one(experts) > MOST_COPIED:
+            outputs = [self._run(token, experts.gate_up_proj[k], experts.down_proj[k]) for k in chosen.tolist()]
+            return torch.stack(outputs, dim=1)
         gate, up = torch.matmul(token, experts.gate_up_proj[chosen]).chunk(2, dim=-1)  # (k, 1, inner)
         return torch.matmul(up * experts.act_fn(gate), experts.down_proj[chosen]).transpose(0, 1)
 
