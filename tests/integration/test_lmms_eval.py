@@ -134,7 +134,7 @@ def test_a_local_task_is_answered_by_the_controller(python: str, inputs: Path) -
     [results] = output.rglob("*_results.json")
     assert json.loads(results.read_text())["results"]["two_questions"]["exact,none"] == 0.5, shown
     [samples] = output.rglob("*_samples_two_questions.jsonl")
-    answered = [json.loads(line)["filtered_resps"][0] for line in samples.read_text().splitlines()]
+    answered = [json.loads(line)["filtered_resps"] for line in samples.read_text().splitlines()]
     rows, expected = [json.loads(line) for line in log.read_text().splitlines()], expected_answers(inputs)
     assert answered == [line["answer"] for line in rows] == [each.answer for each in expected]
     assert [line["blocks"] for line in rows] == [list(map(int, each.configuration.blocks)) for each in expected]

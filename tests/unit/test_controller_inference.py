@@ -9,6 +9,7 @@ import torch
 
 from tests import tiny_vlms
 from tests.unit.test_controller_policy import question
+from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.execution import Executor
 from verl_ext.controller.inference import AdaptiveModel, Decision
@@ -17,16 +18,25 @@ from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 SIZES = (1024, 4096, 9216)
 
 
-def model(preferred_tier: int) -> AdaptiveModel:
-    """One whose controller always takes this tier."""
-    adapter = adapter_of(*tiny_vlms.qwen3_vl_moe(), SIZES)
+def tiny_adapter() -> VLMAdapter:
+    return adapter_of(*tiny_vlms.qwen3_vl_moe(), SIZES)
+
+
+def controller_of(adapter: VLMAdapter, preferred_tier: int) -> BudgetController:
+    """One that always takes this tier."""
     controller = BudgetController(BudgetControllerConfig(**vars(adapter.space(2, 4, (1, 2, 4))), **WIDTHS))
     torch.manual_seed(0)
     with torch.no_grad():
         controller.block_head.weight.normal_()
         controller.topk_head.weight.normal_()
         controller.tier_head.bias[preferred_tier] = 9.0
-    return AdaptiveModel(Executor(adapter, max_new_tokens=3), controller)
+    return controller
+
+
+def model(preferred_tier: int) -> AdaptiveModel:
+    """One whose controller always takes this tier."""
+    adapter = tiny_adapter()
+    return AdaptiveModel(Executor(adapter, max_new_tokens=3), controller_of(adapter, preferred_tier))
 
 
 WIDTHS = {"vision_width": 32, "language_width": 32, "low_ms": 5.0, "high_ms": 50.0, "vlm": {}}
@@ -52,10 +62,10 @@ def test_the_low_encoding_is_made_once_and_another_only_where_it_is_needed(
 
 
 def test_it_chooses_the_mode_for_image_question_and_budget() -> None:
-    adaptive, sample = model(1), question(2)
+    controller, sample = controller_of(adapter := tiny_adapter(), 1), question(2)
+    adaptive = AdaptiveModel(Executor(adapter, max_new_tokens=3), controller)
     vision, language = adaptive.executor.features(sample)
-    controller = adaptive._controller
-    for budget in (5.0, 50.0):
+    for budget in (5.0, 50.0, 5.0):
         chosen = controller.distribution(vision[None], language[None], torch.tensor([budget])).mode()
         [expected] = chosen.configurations(controller.space)
         assert adaptive.answer(sample.opened(), sample.question, budget).configuration == expected

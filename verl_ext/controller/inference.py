@@ -12,6 +12,7 @@ from verl_ext.controller.distribution import ConfigurationDistribution
 from verl_ext.controller.execution import Executor, Seen
 from verl_ext.controller.latency import Latency, now
 from verl_ext.controller.network import BudgetController
+from verl_ext.controller.traced import TracedController
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class AdaptiveModel:
 
     def __init__(self, executor: Executor, controller: BudgetController) -> None:
         self.executor, self._device = executor, executor.adapter.model.device
-        self._controller = controller.to(self._device).eval()
+        self._network, self._space = TracedController(controller.to(self._device).eval()), controller.space
 
     def answer(self, image: Image.Image, question: str, budget_ms: float) -> Answered:
         """Decide, and answer.
@@ -108,13 +109,11 @@ class AdaptiveModel:
         """
         adapter, times = self.executor.adapter, [now(self._device)]
         vision, language = adapter.pooled_vision(low.encoding), adapter.pooled_language(question)
-        budgets = torch.tensor([budget_ms], device=self._device)
         times.append(now(self._device))
-        logits = self._controller(vision.float()[None], language.float()[None], budgets)
+        logits = self._network(vision.float()[None], language.float()[None], budget_ms)
         times.append(now(self._device))
-        space = self._controller.space
         # a few small operations, which wait less for each other on the CPU
-        chosen = ConfigurationDistribution(space, *(each.cpu() for each in logits)).mode()
-        [configuration] = chosen.configurations(space)
+        chosen = ConfigurationDistribution(self._space, *(each.cpu() for each in logits)).mode()
+        [configuration] = chosen.configurations(self._space)
         times.append(now(self._device))
         return Decision(configuration, *(1e3 * (end - begin) for begin, end in zip(times, times[1:])))

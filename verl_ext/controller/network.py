@@ -133,9 +133,19 @@ class BudgetController(PreTrainedModel):
             language: (batch, language_width).
             budgets_ms: (batch,), milliseconds.
         """
-        features = {"vision": vision, "language": language, "budget": self.budget_encoder(budgets_ms)}
-        hidden = self.trunk(torch.cat([self.projections[name](part) for name, part in features.items()], dim=-1))
-        batch, blocks = len(hidden), self.space.num_blocks
+        return self.logits(vision, language, self.budget_features(budgets_ms))
+
+    def budget_features(self, budgets_ms: torch.Tensor) -> torch.Tensor:
+        """What the trunk sees of budgets (batch,) in milliseconds: (batch, hidden)."""
+        return self.projections["budget"](self.budget_encoder(budgets_ms))
+
+    def logits(
+        self, vision: torch.Tensor, language: torch.Tensor, budget: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `forward` gives, where the budgets' features (batch, hidden) are known."""
+        parts = [self.projections["vision"](vision), self.projections["language"](language), budget]
+        hidden = self.trunk(torch.cat(parts, dim=-1))
+        batch, blocks = hidden.shape[0], self.space.num_blocks
         topk = hidden.new_zeros(batch, blocks, 0) if self.topk_head is None else self.topk_head(hidden)
         return (
             self.tier_head(hidden),
