@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.health_curves import CURVES
+from verl_ext.health.rules import RULES
 from verl_ext.metrics.reference import render_reference
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -15,6 +17,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 def test_the_metrics_reference_is_up_to_date() -> None:
     assert (ROOT / "docs/metrics.md").read_text().strip() == render_reference().strip()
+
+
+def test_the_page_on_health_has_every_rule() -> None:
+    page = (ROOT / "docs/health.md").read_text()
+    for each in RULES:
+        assert f"| `{each.name}` | {each.meaning} |" in page
+    assert f"a labelled set of {len(CURVES)} runs" in page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

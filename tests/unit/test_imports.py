@@ -20,7 +20,8 @@ BASE = {
     "verl_ext.config",
 }
 ALLOWED = {
-    "verl_ext.config": {"verl_ext.errors", "verl_ext.deadline", "verl_ext.gpus"},
+    "verl_ext.config": {"verl_ext.errors", "verl_ext.deadline", "verl_ext.gpus", "verl_ext.health.limits"},
+    "verl_ext.health": {"verl_ext.errors", "verl_ext.tell", "verl_ext.metrics", "verl_ext.checkpoint.layout"},
     "verl_ext.metrics": {"verl_ext.errors", "verl_ext.tell"},
     "verl_ext.data": BASE | {"eval_pipeline.problems"},
     "verl_ext.checkpoint": BASE | {"verl_ext.metrics"},
@@ -43,9 +44,22 @@ ALLOWED = {
         "verl_ext.grpo.seeds",
     },
     "verl_ext.trainer": BASE
-    | {"verl_ext.metrics", "verl_ext.data", "verl_ext.checkpoint", "verl_ext.grpo", "verl_ext.controller"},
+    | {
+        "verl_ext.metrics",
+        "verl_ext.health",
+        "verl_ext.data",
+        "verl_ext.checkpoint",
+        "verl_ext.grpo",
+        "verl_ext.controller",
+    },
     "verl_ext.launch": BASE
-    | {"verl_ext.metrics", "verl_ext.data", "verl_ext.checkpoint", "verl_ext.grpo.rewards.registry"},
+    | {
+        "verl_ext.metrics",
+        "verl_ext.health.rules",
+        "verl_ext.data",
+        "verl_ext.checkpoint",
+        "verl_ext.grpo.rewards.registry",
+    },
     "eval_pipeline": {
         "verl_ext.errors",
         "verl_ext.native_output",

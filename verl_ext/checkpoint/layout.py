@@ -111,6 +111,11 @@ def list_steps(run_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: -(step_of(path) or 0))
 
 
+def complete_steps(run_dir: Path) -> list[int]:
+    """Steps of a run's complete checkpoints, the newest first; sizes and digests are not looked at."""
+    return [step_of(path) or 0 for path in list_steps(run_dir) if (path / MANIFEST).is_file()]
+
+
 def read_tracker(run_dir: Path) -> tuple[Path | None, str | None]:
     """The checkpoint that the tracker names, and what is wrong with the tracker where it names none."""
     path = run_dir / TRACKER

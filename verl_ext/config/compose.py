@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import asdict
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -12,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_ext.config.overrides import apply_overrides, leaves, merge_known
 from verl_ext.config.recipes import find_recipe
 from verl_ext.errors import UserError
+from verl_ext.health.limits import Limits
 
 VERL_CONFIG = "sft_trainer"
 OURS = {"sft": ("sft",), "grpo": ("sft", "grpo"), "budget": ("sft", "budget"), "vlm_sft": ("sft", "vlm_sft")}
@@ -61,6 +63,7 @@ def base_config(stage: str) -> DictConfig:
     OmegaConf.set_struct(config, False)
     for name in OURS[stage]:
         config.merge_with(OmegaConf.load(Path(__file__).with_name(f"{name}.yaml")))
+    config.merge_with({"health": {"limits": asdict(Limits())}})
     OmegaConf.set_struct(config, True)
     return config
 

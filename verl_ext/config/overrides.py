@@ -119,8 +119,9 @@ def nested(key: str, value: Any) -> DictConfig:
 def suggestion(key: str, known: list[str]) -> str:
     """The closest known key, by the whole name or by its last part, or how to add a key on purpose."""
     same_leaf = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
-    guess = same_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    return f"did you mean '{guess[0]}'?" if guess else f"--print-config lists them all (+{key}=... adds one on purpose)"
+    near = [*same_leaf, *difflib.get_close_matches(key, known, n=1, cutoff=0.7)]
+    guess = max(near, key=lambda name: difflib.SequenceMatcher(None, name, key).ratio(), default=None)
+    return f"did you mean '{guess}'?" if guess else f"--print-config lists them all (+{key}=... adds one on purpose)"
 
 
 def check_type(key: str, old: Any, new: Any, source: str) -> None:

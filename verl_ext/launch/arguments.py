@@ -11,6 +11,7 @@ EXIT_CODES = {
     "0": "the run is finished",
     "1": "a rank failed; its traceback stands above, and the same command goes on from the last checkpoint",
     "2": "bad input; the message says how to mend it",
+    "3": "stopped by a rule of health.stop_on, with a checkpoint; look before the same command goes on from there",
     "75": "stopped by SIGTERM, SIGUSR1, SIGINT or SIGHUP, or ahead of trainer.preemption.deadline; to be requeued",
     "128 + N": "killed by a second signal N, such as 130 for a second Ctrl-C",
 }

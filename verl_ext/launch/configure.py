@@ -20,6 +20,7 @@ from verl_ext.errors import UserError
 from verl_ext.launch.budget_check import check_budget
 from verl_ext.launch.grpo_check import check_grpo
 from verl_ext.launch.grpo_model import settle_model
+from verl_ext.launch.health_check import check_health
 from verl_ext.launch.vlm_check import check_vlm_sft
 from verl_ext.metrics.names import describe
 
@@ -65,6 +66,7 @@ def check_config(config: DictConfig) -> None:
     check_preemption(config)
     check_evaluation_keys(config)
     check_retention(config.trainer)
+    check_health(config)
     check_batch(config, world_size)
     check_model(config)
     if config.stage == "budget":

@@ -7,10 +7,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from verl_ext.errors import SICK_EXIT_CODE, STOP_SIGNALS, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
 
-# A rank that was asked has saved (75), was asked twice (128 + N), or was so new that it had no handler yet (-N).
-EXIT_CODES_OF_A_STOP = {STOPPED_EXIT_CODE, *(128 + number for number in STOP_SIGNALS), *(-n for n in STOP_SIGNALS)}
+# A rank that was asked has saved (75), so has one that a health rule stopped (3), one was asked twice (128 + N), or was
+# so new that it had no handler yet (-N).
+EXIT_CODES_OF_A_STOP = {
+    STOPPED_EXIT_CODE,
+    SICK_EXIT_CODE,
+    *(128 + number for number in STOP_SIGNALS),
+    *(-n for n in STOP_SIGNALS),
+}
 
 
 class RankFailure(Protocol):
@@ -74,9 +80,12 @@ class Stopped:
 
     @classmethod
     def by(cls, request: Request | None, exit_codes: Iterable[int] = ()) -> Stopped:
-        """The exit code is 128 + N when the launcher or a rank was ended by a second signal N."""
+        """The exit code is 128 + N when the launcher or a rank was ended by a second signal N, 3 by a health rule."""
+        exit_codes = list(exit_codes)
         if request is not None and request.second is not None:
             return cls(request, 128 + request.second)
+        if SICK_EXIT_CODE in exit_codes:
+            return cls(None, SICK_EXIT_CODE)
         return cls(request, max((code for code in exit_codes if code > 128), default=STOPPED_EXIT_CODE))
 
 

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from verl_ext.errors import UserError
 from verl_ext.metrics.epoch_history import line_of
+from verl_ext.metrics.event import Event
 from verl_ext.metrics.row import Row
 
 _ON_THE_BAR = {"loss": "train/loss", "reward": "train/reward_total_mean", "acc": "train/accuracy_mean"}
@@ -49,6 +50,10 @@ class ConsoleLines:
     def write_epoch(self, kind: str, row: Mapping[str, float]) -> None:
         """Print what an epoch came to."""
         self._show(line_of(kind, row))
+
+    def write_event(self, event: Event) -> None:
+        """Print what is said of the run."""
+        self._show(f"step {event.step}/{self._total_steps} | {event.level}: {event.name}: {event.text}")
 
     def close(self, exit_code: int = 0) -> None:
         """Nothing is kept open."""

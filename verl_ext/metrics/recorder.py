@@ -11,11 +11,12 @@ from verl_ext.errors import UserError
 from verl_ext.metrics.console import ConsoleLines
 from verl_ext.metrics.csv_history import CsvHistory
 from verl_ext.metrics.epoch_history import EpochTables
+from verl_ext.metrics.event import Event
 from verl_ext.metrics.jsonl import METRICS_FILE, MetricsFile
 from verl_ext.metrics.log_file import LOG_FILE, LogFile
 from verl_ext.metrics.notice import warn
-from verl_ext.metrics.samples import SAMPLES_FILE, SampleRow, SamplesFile
-from verl_ext.metrics.sinks import EpochSink, Sink, TensorBoardSink, VerlSink, WandbSink
+from verl_ext.metrics.records import EVENTS_FILE, SAMPLES_FILE, RecordsFile, SampleRow
+from verl_ext.metrics.sinks import EpochSink, EventSink, Sink, TensorBoardSink, VerlSink, WandbSink
 from verl_ext.metrics.wandb_run import open_wandb_run, persistent_run_id
 
 OWN_BACKENDS = ("console", "tensorboard", "wandb")
@@ -61,7 +62,8 @@ class MetricsRecorder:
         others = _verl_backends(backends)
         run_dir = Path(run_dir)
         self._file = MetricsFile(run_dir / METRICS_FILE, attempt)
-        self._samples = SamplesFile(run_dir / SAMPLES_FILE, attempt)
+        self._samples = RecordsFile(run_dir / SAMPLES_FILE, attempt)
+        self._events = RecordsFile(run_dir / EVENTS_FILE, attempt)
         self._sinks: list[Sink] = []
         if by_epoch:
             self._add("csv", partial(EpochTables, run_dir))
@@ -127,6 +129,20 @@ class MetricsRecorder:
                 self._sinks.remove(sink)
                 _warn_off(sink.name, error)
 
+    def log_event(self, event: Event) -> None:
+        """Write what is said of the run to `events.jsonl`, the console and, from a warning on, W&B's alerts.
+
+        Raises:
+            UserError: `events.jsonl` cannot be written.
+        """
+        self._events.append(event.step, [event.row()])
+        for sink in [sink for sink in self._sinks if isinstance(sink, EventSink)]:
+            try:
+                sink.write_event(event)
+            except Exception as error:
+                self._sinks.remove(sink)
+                _warn_off(sink.name, error)
+
     def close(self, exit_code: int = 0) -> None:
         """Flush and close everything; a second call does nothing.
 
@@ -136,6 +152,7 @@ class MetricsRecorder:
         sinks, self._sinks = self._sinks, []
         self._file.close()
         self._samples.close()
+        self._events.close()
         for sink in sinks:
             try:
                 sink.close(exit_code)

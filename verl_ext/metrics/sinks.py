@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from verl_ext.errors import STOPPED_EXIT_CODE
 from verl_ext.metrics.epoch_history import tags_of
+from verl_ext.metrics.event import Event
+from verl_ext.metrics.records import SampleRow
 from verl_ext.metrics.row import Row
-from verl_ext.metrics.samples import SampleRow
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -37,6 +38,16 @@ class EpochSink(Protocol):
 
     def write_epoch(self, kind: str, row: Mapping[str, float]) -> None:
         """Take the figures of an epoch; `kind` is Train or Val, `row` has the `COLUMNS` of `epoch_history`."""
+
+
+@runtime_checkable
+class EventSink(Protocol):
+    """A place that is also told what is said of the run."""
+
+    name: str
+
+    def write_event(self, event: Event) -> None:
+        """Take an event."""
 
 
 class TensorBoardSink:
@@ -88,6 +99,14 @@ class WandbSink:
         for tag in tags:
             self._run.define_metric(tag, step_metric="epoch")
         self._run.log({**tags, "epoch": int(row["epoch"])})
+
+    def write_event(self, event: Event) -> None:
+        """Send an alert, which W&B passes on by mail or chat; a notice is none."""
+        import wandb
+
+        levels = {"warning": wandb.AlertLevel.WARN, "alarm": wandb.AlertLevel.ERROR}
+        if event.level in levels:
+            self._run.alert(event.name, f"step {event.step}: {event.text}", levels[event.level])
 
     def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Log samples as a table under `train/samples`."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
+from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
 from verl_ext.trainer.stop_signals import RankSignals, end_at_once
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
@@ -53,7 +53,7 @@ def tell_launcher(message: str) -> None:
 
 
 def train(config: DictConfig) -> None:
-    """Build the ranks, the data and the trainer, and fit; leaves with `STOPPED_EXIT_CODE` after a stop."""
+    """Build the ranks, the data and the trainer, and fit; leaves with the code of what stopped it."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     import torch.distributed as dist
     from transformers import set_seed
@@ -78,8 +78,8 @@ def train(config: DictConfig) -> None:
     exit_code = 0
     try:
         trainer.fit()
-    except Stop:
-        exit_code = STOPPED_EXIT_CODE
+    except Stop as stop:
+        exit_code = stop.exit_code
     # torchrun ends all ranks when the first one leaves with a code; rank 0 may still be closing the trackers.
     dist.barrier()
     dist.destroy_process_group()

@@ -9,13 +9,16 @@ from types import TracebackType
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.collective import on_rank_zero
-from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
+from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
+from verl_ext.health.watch import HealthWatch
 from verl_ext.metrics.atomic import replace_file
 from verl_ext.metrics.console import ProgressBar
+from verl_ext.metrics.event import Event
 from verl_ext.metrics.notice import warn
 from verl_ext.metrics.recorder import MetricsRecorder
+from verl_ext.metrics.records import SampleRow
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.metrics.samples import SampleRow
+from verl_ext.trainer.health import watch_of
 from verl_ext.trainer.preemption import Stop
 
 
@@ -26,12 +29,23 @@ class Attempt:
         config: the resolved configuration; written to `config.yaml` in the run directory.
         first_step: step of the checkpoint that the attempt begins from.
         total_steps: step at which the run is finished.
+        steps_per_epoch: optimizer steps in a pass over the data.
         world_size: ranks.
         is_main: whether this is rank 0.
     """
 
-    def __init__(self, config: DictConfig, first_step: int, total_steps: int, world_size: int, is_main: bool) -> None:
+    def __init__(
+        self,
+        config: DictConfig,
+        first_step: int,
+        total_steps: int,
+        steps_per_epoch: int,
+        world_size: int,
+        is_main: bool,
+    ) -> None:
         self.config, self.is_main = config, is_main
+        self.steps_per_epoch = steps_per_epoch
+        self.health: HealthWatch | None = None
         self.run_dir = Path(config.trainer.default_local_dir)
         self.first_step, self.last_step, self.total_steps = first_step, first_step, total_steps
         self.world_size = world_size
@@ -42,6 +56,7 @@ class Attempt:
 
     def _open(self) -> None:
         self.record = RunRecord(self.run_dir)
+        self.health = watch_of(self.config, self.first_step, self.total_steps, self.steps_per_epoch)
         number = self.record.start_attempt(
             first_step=self.first_step, world_size=self.world_size, total_steps=self.total_steps
         )
@@ -70,6 +85,13 @@ class Attempt:
         if "train/loss" in metrics:
             self.last_step = step
             self.bar.update(metrics)
+        for found in self.health.note(step, metrics) if self.health is not None else ():
+            self.recorder.log_event(Event(step, found.rule, found.level.word, found.sentence))
+
+    @property
+    def stop_rule(self) -> str | None:
+        """The health rule that the recipe stops for and that has come to a warning or an alarm; None for none."""
+        return None if self.health is None else self.health.stop_rule
 
     def log_epoch(self, kind: str, row: Mapping[str, float]) -> None:
         """Write what an epoch came to; see `MetricsRecorder.log_epoch`."""
@@ -101,7 +123,7 @@ class Attempt:
         if error is None:
             return "finished", "all steps are done", 0
         if isinstance(error, Stop):
-            return "stopped", f"stopped by {error} after step {self.last_step}", STOPPED_EXIT_CODE
+            return "stopped", f"stopped by {error} after step {self.last_step}", error.exit_code
         if isinstance(error, UserError):
             return "failed", str(error), USER_ERROR_EXIT_CODE
         return "failed", f"{type(error).__name__}: {error}", 1

@@ -9,8 +9,8 @@ from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.experience import Experience
 from verl_ext.grpo.figures import spreads
 from verl_ext.grpo.policy import Policy, Sample
+from verl_ext.metrics.records import SampleRow
 from verl_ext.metrics.reduce import reduce_over_ranks
-from verl_ext.metrics.samples import SampleRow
 
 MOST_WARNINGS = 3
 """Of failed rewards, in one step on one rank."""

@@ -69,7 +69,7 @@ class PipelineTrainer(TrainerSetup, ABC):
             synchronize="cuda" if self.device_name == "cuda" else None, on_part=self.trace and self.trace.part
         )
         self.guard = NonFiniteGuard(config.trainer.max_nonfinite_steps, train_dataset.describe)
-        self.preemption = Preemption(signals, self.deadline(config))
+        self.preemption = Preemption(signals, self.deadline(config), list(config.health.stop_on))
         with open(os.devnull, "w") as sink, redirect_stdout(sink):  # verl prints the whole configuration and more
             copy = verls_config(config)
             super().__init__(copy, device_mesh, ulysses_device_mesh, tokenizer, train_dataset, val_dataset)
@@ -105,9 +105,8 @@ class PipelineTrainer(TrainerSetup, ABC):
             Stop: the run was asked to stop; everything is saved.
         """
         self.preemption.hold()
-        self.attempt = Attempt(
-            self.recorded_config, self.global_step, self.total_training_steps, dist.get_world_size(), self.is_main
-        )
+        steps = self.global_step, self.total_training_steps, self.steps_per_epoch
+        self.attempt = Attempt(self.recorded_config, *steps, dist.get_world_size(), self.is_main)
         with self.attempt:
             try:
                 self.train()
@@ -138,6 +137,7 @@ class PipelineTrainer(TrainerSetup, ABC):
                 self.run_validation()
             if self.is_due(self.config.trainer.save_freq):
                 self.save()
+            self.preemption.sick_by = self.attempt.stop_rule
             if self.steps_left and not self.preemption.check(self.checkpoint_manager.is_writing):
                 self.finish_writing()
 

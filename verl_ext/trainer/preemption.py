@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from verl_ext.errors import SICK_EXIT_CODE, STOPPED_EXIT_CODE
 from verl_ext.trainer.stop_signals import RankSignals
 
 SLACK = 1.25
@@ -17,7 +19,16 @@ SLACK_S = 5.0
 
 
 class Stop(Exception):
-    """All ranks agreed to stop here; the message is what asked for it."""
+    """All ranks agreed to stop here.
+
+    Args:
+        reason: what asked for it.
+        exit_code: that the ranks leave with.
+    """
+
+    def __init__(self, reason: str, exit_code: int = STOPPED_EXIT_CODE) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
 
 
 class Preemption:
@@ -26,13 +37,17 @@ class Preemption:
     Args:
         signals: what this rank is asked; None in a process whose signals are someone else's.
         deadline: when this machine goes away, in seconds since 1970; None when that is not known.
+        rules: health rules that stop the run; the same on every rank.
 
     Attributes:
         expected_save_s: how long a save is taken to last before there was one.
+        sick_by: the one of `rules` that has found something; on rank 0 alone.
     """
 
-    def __init__(self, signals: RankSignals | None, deadline: float | None) -> None:
+    def __init__(self, signals: RankSignals | None, deadline: float | None, rules: Sequence[str] = ()) -> None:
         self.signals, self.deadline = signals, deadline
+        self._rules = list(rules)
+        self.sick_by: str | None = None
         self.longest_step_s = self.longest_save_s = self.expected_save_s = 0.0
 
     def hold(self) -> None:
@@ -59,13 +74,16 @@ class Preemption:
             Stop: on every rank.
         """
         asked = int(self.signals.received or 0) if self.signals is not None else 0
-        votes = torch.tensor([asked, self.deadline_is_near(is_writing), is_writing], dtype=torch.int64)
+        sick = 0 if self.sick_by is None else 1 + self._rules.index(self.sick_by)
+        votes = torch.tensor([asked, self.deadline_is_near(is_writing), sick, is_writing], dtype=torch.int64)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        number, near, writing = votes.tolist()
+        number, near, sick, writing = votes.tolist()
         if number:
             raise Stop(signal.Signals(number).name)
         if near:
             raise Stop("the deadline")
+        if sick:
+            raise Stop(f"the health rule {self._rules[sick - 1]}", SICK_EXIT_CODE)
         return bool(writing)
 
     def deadline_is_near(self, is_writing: bool) -> bool:

@@ -1,4 +1,4 @@
-"""`samples.jsonl`: samples for a person to read, a few at a time, across all attempts of a run."""
+"""`samples.jsonl`, samples for a person to read, and `events.jsonl`, what was said of a run; across all attempts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from verl_ext.errors import UserError
 from verl_ext.metrics.lines import LineWriter, drop_torn_tail, end_with_newline
 
 SAMPLES_FILE = "samples.jsonl"
+EVENTS_FILE = "events.jsonl"
 SampleRow = Mapping[str, str | float]
 
 
-class SamplesFile:
-    """Appends samples, one JSON object a line; made at the first, so that a stage without any has no file."""
+class RecordsFile:
+    """Appends records, one JSON object a line; made at the first, so that a run without any has no file."""
 
     def __init__(self, path: Path, attempt: int) -> None:
         """Append to `path`, from which start of the run, counted from 1."""
@@ -22,7 +23,7 @@ class SamplesFile:
         self._writer: LineWriter | None = None
 
     def append(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Write some samples of one step.
+        """Write some records of one step.
 
         Raises:
             UserError: the disk refuses them.

@@ -1,0 +1,215 @@
+"""Curves of runs, healthy and sick, with the rules that must complain of each: those at warning or alarm, no others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Rows = list[tuple[int, dict[str, float]]]
+PEAK = 1e-5
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run.
+
+    Attributes:
+        name: what happens.
+        stage: of the run.
+        rows: step and metrics, by the number of a seed.
+        complaints: rules that must be at warning or alarm at its end.
+        limits: thresholds that differ from the defaults.
+    """
+
+    name: str
+    stage: str
+    rows: Callable[[int], Rows]
+    complaints: frozenset[str]
+    limits: dict[str, float] = field(default_factory=dict)
+
+
+CURVES: list[Curve] = []
+Shape = Callable[[float, np.random.Generator], float]
+"""Value by the share of the run that is done."""
+
+
+def noisy(shape: Callable[[float], float], noise: float = 0.0) -> Shape:
+    return lambda share, rng: shape(share) * (1 + noise * rng.standard_normal())
+
+
+def falling(start: float, end: float, rate: float = 5.0, noise: float = 0.05) -> Shape:
+    return noisy(lambda share: end + (start - end) * math.exp(-rate * share), noise)
+
+
+def flat(value: float, noise: float = 0.05) -> Shape:
+    return noisy(lambda share: value, noise)
+
+
+def line(start: float, end: float, noise: float = 0.05) -> Shape:
+    return noisy(lambda share: start + (end - start) * share, noise)
+
+
+def from_(share_at: float, before: Shape, after: Shape) -> Shape:
+    """One shape until a share of the run, then another."""
+    return lambda share, rng: before(share, rng) if share < share_at else after(share, rng)
+
+
+SFT = {
+    "train/loss": falling(2.4, 1.1),
+    "train/grad_norm": flat(1.2, 0.2),
+    "time/train/step_s": flat(2.0),
+    "time/train/data_s": flat(0.01),
+    "throughput/train/tokens_per_s": flat(9000.0),
+}
+SFT_VAL = falling(2.3, 1.2, noise=0.003)
+GRPO = {
+    "train/loss": lambda share, rng: 0.01 * rng.standard_normal(),
+    "train/grad_norm": flat(0.4, 0.2),
+    "time/train/step_s": flat(20.0, 0.1),
+    "time/train/data_s": flat(0.01),
+    "throughput/train/valid_tokens_per_s": flat(3000.0, 0.1),
+    "train/reward_total_mean": line(0.3, 0.9, 0.1),
+    "train/reward_correct_mean": line(0.2, 0.7, 0.1),
+    "train/reward_format_mean": line(0.3, 0.5, 0.05),
+    "train/adv_mean": lambda share, rng: 1e-9 * rng.standard_normal(),
+    "train/adv_std": flat(0.9),
+    "train/entropy": line(0.8, 0.4),
+    "train/seq_completion_len_mean": line(200, 260),
+    "train/seq_prompt_len_max": flat(180, 0.1),
+    "train/rollout_logprob_diff_mean": flat(0.01, 0.1),
+}
+BUDGET = {
+    "train/loss": lambda share, rng: -0.05 + 0.1 * rng.standard_normal(),
+    "train/grad_norm": flat(0.5, 0.2),
+    "time/train/step_s": flat(1.2),
+    "time/train/data_s": flat(0.001),
+    "throughput/train/configs_per_s": flat(160.0, 0.1),
+    "train/reward_total_mean": line(-0.2, 0.4, 0.1),
+    "train/accuracy_mean": line(0.15, 0.45, 0.1),
+    "train/adv_mean": lambda share, rng: 1e-9 * rng.standard_normal(),
+    "train/adv_std": flat(0.3),
+    "train/latency_ms_mean": line(240, 200, 0.03),
+    "train/budget_ms_mean": flat(275, 0.02),
+    "train/budget_violation_mean": falling(0.4, 0.02, 4.0, 0.2),
+}
+BASES = {"sft": SFT, "grpo": GRPO, "budget": BUDGET}
+
+
+def add(
+    name: str,
+    stage: str,
+    *complaints: str,
+    steps: int = 300,
+    epochs: float = 3.0,
+    val: Shape | None = None,
+    disk: Shape | None = None,
+    limits: dict[str, float] | None = None,
+    lr: Shape | None = None,
+    **changed: Shape,
+) -> None:
+    """Enter a run whose metrics are those of a healthy one but for `changed`, by the end of their names."""
+    shapes = dict(BASES[stage])
+    for end, shape in changed.items():
+        [full] = [each for each in shapes if each.endswith(f"/{end}")]
+        shapes[full] = shape
+
+    def rows(seed: int) -> Rows:
+        rng, found = np.random.default_rng([seed, sum(map(ord, name))]), []
+        for step in range(1, steps + 1):
+            share = step / steps
+            row = {each: float(shape(share, rng)) for each, shape in shapes.items()}
+            rate = PEAK if lr is None else lr(share, rng)
+            found.append((step, {**row, "train/lr(1e-3)": 1e3 * rate, "train/epoch": share * epochs}))
+            if stage == "sft" and step % (steps // 10) == 0:
+                found.append((step, {"val/loss": float((val or SFT_VAL)(share, rng))}))
+            if disk is not None and step % (steps // 10) == 0:
+                found.append((step, {"system/disk_free_gib": float(disk(share, rng))}))
+        return found
+
+    CURVES.append(Curve(name, stage, rows, frozenset(complaints), limits or {}))
+
+
+NAN: Shape = lambda share, rng: math.nan  # noqa: E731
+
+# Healthy
+add("a textbook run", "sft")
+add("small batches jitter", "sft", loss=falling(2.4, 1.1, noise=0.2))
+add("a plateau after learning", "sft", loss=falling(2.4, 1.1, rate=30))
+add("many epochs", "sft", epochs=15)
+add("a slow start in the warm-up", "sft", loss=from_(0.1, flat(2.4), falling(2.8, 1.1)))
+add("one spike of the loss", "sft", loss=from_(0.5, falling(2.4, 1.1), from_(0.504, flat(6.0), falling(2.4, 1.1))))
+add("saves make steps slow now and then", "sft", step_s=lambda share, rng: 2 + 10 * (rng.random() < 0.05))
+add("validation wobbles", "sft", val=falling(2.3, 1.2, noise=0.008))
+add("a plateau of the validation", "sft", val=falling(2.3, 1.2, rate=20, noise=0.002))
+add("the loss starts high, not too high", "sft", loss=falling(4.6, 1.1))
+add("a long run", "sft", steps=3000)
+add("a loss that generalises may be small", "sft", loss=falling(2.0, 0.02, 9.0), val=falling(2.0, 0.03, 9.0, 0.002))
+add("the disk fills slowly", "sft", disk=line(900, 700, 0.0))
+add("rotation keeps the disk steady", "sft", disk=flat(40, 0.001))
+add("rewards rise", "grpo")
+add("noisy rewards rise", "grpo", reward_total_mean=line(0.2, 0.8, 0.4))
+add("rewards reach their plateau", "grpo", reward_total_mean=noisy(lambda s: 0.9 - 0.7 * math.exp(-9 * s), 0.05))
+add("certainty with success", "grpo", entropy=falling(0.8, 0.01, 9.0), steps=400)
+add("shorter answers with more reward", "grpo", seq_completion_len_mean=falling(240, 80, 9.0))
+add("longer answers take longer", "grpo", seq_completion_len_mean=line(100, 400), step_s=line(10, 20, 0.1))
+add("a controller learns", "budget", epochs=30)
+add("a controller learns in few epochs", "budget", epochs=7, steps=112)
+add("losses of a policy are of either sign", "budget", epochs=30, loss=lambda share, rng: rng.standard_normal())
+add("rewards begin below zero", "budget", epochs=30, reward_total_mean=line(-1.0, 0.3, 0.1))
+
+# Loss and validation
+add("divergence", "sft", "loss_diverging", loss=from_(0.6, falling(2.4, 1.1), line(-3.0, 4.0)))
+add("divergence to nothing", "sft", "loss_not_finite", loss=from_(0.9, falling(2.4, 1.1), NAN))
+add("a rise over every epoch", "sft", "loss_rising", "loss_diverging", "loss_not_falling", epochs=15,
+    loss=line(1.5, 3.5, 0.02))  # fmt: skip
+add("nothing is learnt", "sft", "loss_not_falling", loss=flat(2.4))
+add("wild jumps", "sft", "loss_jitter", "loss_not_falling", loss=lambda share, rng: 2.4 * abs(rng.standard_normal()))
+add("a first loss of another tokenizer", "sft", "initial_loss", loss=falling(9.5, 1.1))
+add("memorised", "sft", "final_loss", "overfitting", "val_loss_rising", loss=falling(2.4, 0.01, 8.0, 0.05),
+    val=noisy(lambda s: 1.2 + 4 * (s - 0.4) ** 2, 0.001))  # fmt: skip
+add("overfitting", "sft", "overfitting", "val_loss_rising", loss=line(1.5, 0.3, 0.03),
+    val=noisy(lambda s: 1.3 + 2 * (s - 0.5) ** 2, 0.001))  # fmt: skip
+add("validation rises with the loss", "sft", "val_loss_rising", "loss_diverging",
+    loss=from_(0.5, falling(2.4, 1.1), line(-1.0, 4.0)), val=from_(0.5, SFT_VAL, line(0.5, 3.0, 0.001)))  # fmt: skip
+
+# Gradient and schedule
+add("exploding gradients", "sft", "grad_norm_exploding", grad_norm=from_(0.7, flat(1.0, 0.2), flat(600.0, 0.5)))
+add("vanishing gradients", "sft", "grad_norm_vanishing", grad_norm=falling(1.0, 1e-6, 20.0))
+add("another schedule", "sft", "lr_schedule", lr=line(PEAK, 0.0, 0.0))
+add("a rate ten times too high", "sft", "lr_schedule", lr=flat(10 * PEAK, 0.0))
+
+# Time and disk
+add("a neighbour takes the machine", "sft", "step_time_high", step_s=from_(0.9, flat(2.0), flat(9.0)))
+add("slower and slower", "sft", "step_time_rising", step_s=line(2.0, 4.5))
+add("the disk is the bottleneck", "sft", "waiting_for_data", data_s=flat(1.2, 0.1))
+add("unstable throughput", "sft", "throughput_unstable", tokens_per_s=lambda share, rng: 9000 * math.exp(rng.normal()))
+add("the disk fills", "sft", "disk_filling", disk=line(500, 10, 0.0))
+
+# Rewards
+add("no groups", "grpo", "loss_zero", "advantages_flat", loss=flat(0.0), adv_std=flat(0.0),
+    reward_total_mean=flat(0.5, 0.1), reward_correct_mean=flat(0.4, 0.1), reward_format_mean=flat(0.2))  # fmt: skip
+add("groups are mixed up", "grpo", "advantages_not_centred", adv_mean=flat(0.4))
+add("collapse of the reward", "grpo", "reward_falling", reward_total_mean=from_(0.7, line(0.3, 0.9), flat(0.1)))
+add("rewards fall for many epochs", "budget", "reward_falling", epochs=30, reward_total_mean=line(0.6, -0.2, 0.02))
+add("always below zero", "budget", "reward_negative", epochs=30, reward_total_mean=flat(-0.7, 0.1))
+add("nothing is right", "budget", "accuracy_zero", epochs=30, accuracy_mean=flat(0.0))
+add("nothing is right in one epoch", "grpo", "accuracy_zero", epochs=1, reward_correct_mean=flat(0.0),
+    reward_format_mean=flat(0.3))  # fmt: skip
+add("format without answers", "grpo", "format_without_correctness", reward_format_mean=line(0.1, 0.5),
+    reward_correct_mean=flat(0.05, 0.3))  # fmt: skip
+add("entropy collapses", "grpo", "entropy_collapse", entropy=falling(0.8, 0.001, 20.0),
+    reward_total_mean=flat(0.4, 0.1), reward_correct_mean=flat(0.3, 0.1), reward_format_mean=flat(0.2))  # fmt: skip
+add("answers shrink", "grpo", "completions_shortening", seq_completion_len_mean=falling(240, 8, 20.0),
+    reward_total_mean=flat(0.4, 0.1))  # fmt: skip
+add("engine and trainer differ", "grpo", "logprob_gap", rollout_logprob_diff_mean=flat(0.12))
+add("an extreme policy loss", "budget", "loss_jitter", epochs=30, loss=lambda share, rng: 300 * rng.standard_normal())
+
+# Budgets
+add("always late", "budget", "violation_high", "latency_off_budget", epochs=30, latency_ms_mean=flat(380, 0.02),
+    budget_violation_mean=flat(0.8))  # fmt: skip
+add("late on average", "budget", "latency_off_budget", epochs=30, latency_ms_mean=flat(300, 0.02),
+    budget_violation_mean=flat(0.3))  # fmt: skip
+add("accuracy is given away", "budget", "accuracy_falling", epochs=30, accuracy_mean=line(0.5, 0.2, 0.02))

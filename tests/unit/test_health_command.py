@@ -1,0 +1,147 @@
+"""`python -m verl_ext.health RUN_DIR` on run directories of known content."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.health_curves import CURVES
+from verl_ext.checkpoint.layout import Manifest
+from verl_ext.config.compose import compose_config
+from verl_ext.health.__main__ import main
+from verl_ext.health.wandb_state import wandb_end
+from verl_ext.metrics.wandb_run import open_wandb_run
+
+BY_NAME = {curve.name: curve for curve in CURVES}
+
+
+def write_run(run_dir: Path, curve_name: str, status: str = "finished", reason: str = "all steps are done") -> Path:
+    """A run with the curve's metrics and one checkpoint, of its last step."""
+    rows = BY_NAME[curve_name].rows(0)
+    total, now = rows[-1][0], time.time()
+    config = compose_config("sft", ["trainer.logger=[console]", "trainer.save_freq=100", "optim.lr_scheduler=constant"])
+    config.optim.update(lr=1e-5, lr_warmup_steps_ratio=0.0)
+    OmegaConf.save(config, run_dir / "config.yaml")
+    lines = [json.dumps({"step": step, "attempt": 1, "time": now, **metrics}) for step, metrics in rows]
+    (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    attempt = {"attempt": 1, "start": "", "end": None if status == "running" else "", "first_step": 0}
+    run = {"status": status, "total_steps": total, "project": "p", "experiment": "e"}
+    (run_dir / "run.json").write_text(json.dumps({**run, "attempts": [{**attempt, "exit_reason": reason}]}))
+    write_checkpoint(run_dir, total)
+    (run_dir / "latest_checkpointed_iteration.txt").write_text(str(total))
+    return run_dir
+
+
+def write_checkpoint(run_dir: Path, step: int) -> None:
+    directory = run_dir / f"global_step_{step}"
+    (directory / "huggingface").mkdir(parents=True)
+    (directory / "huggingface/model.safetensors").write_bytes(b"x" * 64)
+    manifest = Manifest(step, 1, "", {"huggingface/model.safetensors": {"bytes": 64}})
+    (directory / "manifest.json").write_text(manifest.to_json())
+
+
+def look(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    """Exit code and what is said of each point and rule: level by text."""
+    code = main([str(run_dir), "--json"])
+    content = json.loads(capsys.readouterr().out)
+    points = {point["text"]: point["level"] for listed in content["checklists"].values() for point in listed}
+    return code, {**points, **{each["rule"]: each["level"] for each in content["rules"]}}
+
+
+def test_a_healthy_run_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path, "a textbook run")
+    code, told = look(run_dir, capsys)
+    assert code == 0 and set(told.values()) == {"ok", None}
+    for point in ("train/loss falls", "train/lr(1e-3) follows its schedule from the warm-up on", "all steps are done"):
+        assert told[point] == "ok"
+    assert main([str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert "After 100 steps" in shown and "At every checkpoint" in shown and "At the end" in shown
+    assert "p/e (sft), finished, step 300" in shown and "too little to tell" in shown
+
+
+def test_an_alarm_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = look(write_run(tmp_path, "exploding gradients"), capsys)
+    assert code == 1 and told["grad_norm_exploding"] == "alarm"
+    assert told["train/grad_norm is in range"] == "ok"  # the first hundred steps were well
+
+
+def test_what_is_wrong_with_the_files_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path, "a textbook run", "failed", "rank 1 was killed: NCCL timeout")
+    (run_dir / "latest_checkpointed_iteration.txt").write_text("200")
+    write_checkpoint(run_dir, 200)
+    (run_dir / "global_step_300/huggingface/model.safetensors").write_bytes(b"x")
+    code, told = look(run_dir, capsys)
+    assert code == 1
+    assert told["every checkpoint is complete, huggingface/ too"] == "alarm"
+    assert told["the expected checkpoints are there"] == "alarm"
+    assert told["all steps are done"] == "alarm"
+    assert told["no NCCL timeout, no lack of memory"] == "warning"
+    assert told["latest_checkpointed_iteration.txt names the newest"] == "ok"  # of those that are complete
+
+
+def test_a_tracker_that_lags_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path, "a textbook run")
+    write_checkpoint(run_dir, 200)
+    (run_dir / "latest_checkpointed_iteration.txt").write_text("200")
+    code, told = look(run_dir, capsys)
+    assert code == 0 and told["latest_checkpointed_iteration.txt names the newest"] == "warning"
+
+
+def test_a_run_that_says_nothing_any_more_is_an_alarm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path, "a textbook run", "running", "")
+    code, told = look(run_dir, capsys)
+    assert code == 0 and told["the run is alive"] == "ok"
+    path = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "time": row["time"] - 3600}) + "\n" for row in rows))
+    code, told = look(run_dir, capsys)
+    assert code == 1 and told["the run is alive"] == "alarm"
+
+
+def test_thresholds_are_those_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path, "a textbook run")
+    config = OmegaConf.load(run_dir / "config.yaml")
+    config.health.limits.initial_loss_max = 1.0
+    OmegaConf.save(config, run_dir / "config.yaml")
+    assert look(run_dir, capsys)[1]["initial_loss"] == "warning"
+    config.health.limits = {"of_another_version": 1}
+    OmegaConf.save(config, run_dir / "config.yaml")
+    assert refused(run_dir, capsys).startswith("error: health.limits of config.yaml is of another version")
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no run.json" in refused(tmp_path, capsys)
+    run_dir = write_run(tmp_path, "a textbook run")
+    (run_dir / "config.yaml").write_text("- a list")
+    assert "not the configuration of a run" in refused(run_dir, capsys)
+    with pytest.raises(SystemExit) as left:
+        main([])
+    assert left.value.code == 2 and main(["--rules"]) == 0
+    assert "overfitting" in capsys.readouterr().out
+
+
+def refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as left:
+        main([str(run_dir)])
+    assert left.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_end_of_a_wandb_run_is_read_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert wandb_end(tmp_path) is None
+    run = open_wandb_run(project="p", name="n", directory=tmp_path, config={"many": "x" * 300_000})
+    for step in range(50):
+        run.log({"train/loss": 1.0, "global_step": step})
+    assert wandb_end(tmp_path) is None
+    run.finish(exit_code=3)
+    deadline = time.monotonic() + 60
+    while wandb_end(tmp_path) is None and time.monotonic() < deadline:  # W&B's service writes behind its client's back
+        time.sleep(0.05)
+    assert wandb_end(tmp_path) == 3

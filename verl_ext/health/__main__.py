@@ -1,0 +1,102 @@
+"""`python -m verl_ext.health RUN_DIR`: is this run well? From its files alone, while it trains or afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+
+from verl_ext.errors import UserError, exit_on_user_error
+from verl_ext.health.checklist import Point, checklists, gravest
+from verl_ext.health.findings import Finding, Level
+from verl_ext.health.rules import RULES
+from verl_ext.health.run_files import RunFiles
+from verl_ext.tell import tell
+
+MARKS = {Level.OK: "ok     ", Level.NOTICE: "notice ", Level.WARNING: "WARNING", Level.ALARM: "ALARM  "}
+UNKNOWN = "-      "
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m verl_ext.health",
+        description="Go through the three checklists of a run and through all health rules, from its files alone.",
+        epilog="Exit codes: 0 no alarm stands, 1 one does, 2 bad input.",
+    )
+    parser.add_argument("run_dir", type=Path, nargs="?", help="checkpoints/<project>/<experiment>")
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the text")
+    parser.add_argument("--rules", action="store_true", help="list the rules and leave")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Look at a run.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's own.
+
+    Returns:
+        1 when an alarm stands, else 0.
+
+    Raises:
+        SystemExit: with code 2 after bad input, which is explained on standard error.
+    """
+    arguments = build_parser().parse_args(argv)
+    with exit_on_user_error():
+        if arguments.rules:
+            tell("\n".join(f"{each.name:28} {each.meaning}" for each in RULES))
+            return 0
+        if arguments.run_dir is None:
+            raise UserError("say which run: python -m verl_ext.health checkpoints/<project>/<experiment>")
+        files = RunFiles.read(arguments.run_dir)
+        lists, findings = checklists(files), list(files.findings().values())
+        tell(as_json(files, lists, findings) if arguments.json else as_text(files, lists, findings))
+        worst = max([gravest(chain(*lists.values())), *(each.level for each in findings)])
+        return int(worst == Level.ALARM)
+
+
+def as_text(files: RunFiles, lists: dict[str, list[Point]], findings: Sequence[Finding]) -> str:
+    """For people."""
+    run = files.run
+    lines = [f"{run['project']}/{run['experiment']} ({files.facts.stage}), {run['status']}, step {files.history.step}"]
+    for title, points in lists.items():
+        lines += ["", title, *(_line(point) for point in points)]
+    lines += ["", "Rules"]
+    ordered = sorted(findings, key=lambda each: -each.level)
+    lines += [f"  {MARKS[each.level]} {each.rule}: {each.sentence}" for each in ordered]
+    silent = [each.name for each in RULES if files.facts.stage in each.stages and each.name not in _names(findings)]
+    return "\n".join([*lines, *([f"  {UNKNOWN} too little to tell: {', '.join(silent)}"] if silent else [])])
+
+
+def as_json(files: RunFiles, lists: dict[str, list[Point]], findings: Sequence[Finding]) -> str:
+    """For programs."""
+    points = {
+        title: [
+            {"text": each.text, "level": each.seen and each.seen.level.word, "seen": each.seen and each.seen.message}
+            for each in listed
+        ]
+        for title, listed in lists.items()
+    }
+    rules = [{**asdict(each), "level": each.level.word} for each in findings]
+    return json.dumps(
+        {"run": dict(files.run), "step": files.history.step, "checklists": points, "rules": rules}, indent=1
+    )
+
+
+def _line(point: Point) -> str:
+    if point.seen is None:
+        return f"  {UNKNOWN} {point.text}: too little to tell"
+    return f"  {MARKS[point.seen.level]} {point.text}: {point.seen.message}"
+
+
+def _names(findings: Sequence[Finding]) -> set[str]:
+    return {each.rule for each in findings}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

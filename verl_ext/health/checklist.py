@@ -1,0 +1,202 @@
+"""The three checklists: after a hundred steps, at every checkpoint, at the end."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_ext.checkpoint.layout import EXPORT, Manifest, list_steps, read_tracker, step_of, what_is_wrong
+from verl_ext.health.facts import LANGUAGE
+from verl_ext.health.findings import Level, Seen, alarm, notice, ok, warning
+from verl_ext.health.gpu_use import gpu_use
+from verl_ext.health.run_files import EARLY_STEPS, RunFiles
+from verl_ext.health.wandb_state import wandb_end
+
+BUSY_SHARE = 0.8
+"""Of a GPU's time that training should use."""
+SILENCE_STEPS, SILENCE_S = 10, 600.0
+"""A run that is silent for longer than so many of its steps, and so many seconds, has likely hung."""
+SIZE_MARGIN = 0.2
+"""Share by which the sizes of a run's checkpoints may differ."""
+GIB = 1 << 30
+TROUBLE = re.compile(r"NCCL|timeout|timed out|out of memory|OutOfMemory|\bOOM\b|SIGKILL", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One line of a checklist.
+
+    Attributes:
+        text: what should be so.
+        seen: what is; None where there is too little to tell.
+    """
+
+    text: str
+    seen: Seen | None
+
+
+def checklists(files: RunFiles, now: float | None = None) -> dict[str, list[Point]]:
+    """All three by their titles.
+
+    Args:
+        files: of the run.
+        now: seconds since 1970; None takes the clock.
+    """
+    begun = files.history.step >= EARLY_STEPS or files.run["status"] != "running"
+    title = f"After {EARLY_STEPS} steps" + ("" if begun else f" (at step {files.history.step} so far)")
+    return {
+        title: list(first_steps(files)),
+        "At every checkpoint": list(each_checkpoint(files)),
+        "At the end": list(the_end(files, time.time() if now is None else now)),
+    }
+
+
+def first_steps(files: RunFiles) -> Iterable[Point]:
+    """What a run's beginning shows."""
+    early = files.findings(early=True)
+    seen: Callable[[str], Seen | None] = lambda name: _seen(early, name)  # noqa: E731
+    if files.facts.stage in LANGUAGE:
+        yield Point("train/loss falls", seen("loss_not_falling"))
+    else:
+        yield Point("train/loss is not 0 throughout, and not extreme", worst(seen("loss_zero"), seen("loss_jitter")))
+    yield Point("train/lr(1e-3) follows its schedule from the warm-up on", seen("lr_schedule"))
+    yield Point("train/grad_norm is in range", worst(seen("grad_norm_range"), seen("grad_norm_exploding")))
+    yield Point("step times are steady", worst(seen("step_time_high"), seen("step_time_rising")))
+    yield Point(f"GPUs are busy for more than {BUSY_SHARE:.0%} of the time", _gpus(files))
+    yield Point("no NCCL timeout, no lack of memory", _trouble(files))
+
+
+def each_checkpoint(files: RunFiles) -> Iterable[Point]:
+    """What the checkpoints on the disk show."""
+    found = files.findings()
+    yield Point("val/loss does not keep rising", worst(_seen(found, "val_loss_rising"), _seen(found, "overfitting")))
+    yield Point(f"every checkpoint is complete, {EXPORT}/ too", _exports(files))
+    yield Point("the sizes of the checkpoints are alike", _sizes(files))
+    yield Point("latest_checkpointed_iteration.txt names the newest", _tracker(files))
+
+
+def the_end(files: RunFiles, now: float) -> Iterable[Point]:
+    """How the run ended, or that it is alive."""
+    run, last = files.run, files.history.step
+    total = run["total_steps"]
+    if run["status"] == "running":
+        yield Point("the run is alive", _alive(files, now))
+    else:
+        done = run["status"] == "finished" and last == total
+        told = f"{last} of {total} steps, {run['status']}: {_reason(files)}"
+        yield Point(
+            "all steps are done", ok(told) if done else alarm(told) if run["status"] == "failed" else notice(told)
+        )
+    yield Point("the final train/loss is in range", _seen(files.findings(), "final_loss"))
+    yield Point("the expected checkpoints are there", _expected(files))
+    yield Point("the W&B run is closed", _wandb(files))
+
+
+def worst(*seen: Seen | None) -> Seen | None:
+    """The gravest of several; None where none can tell."""
+    return max((each for each in seen if each is not None), key=lambda each: each.level, default=None)
+
+
+def _seen(findings: dict, name: str) -> Seen | None:
+    found = findings.get(name)
+    return None if found is None else Seen(found.level, found.sentence)
+
+
+def _gpus(files: RunFiles) -> Seen | None:
+    if files.config["trainer"]["device"] != "cuda" or files.run["status"] != "running":
+        return None
+    used = gpu_use()
+    if not used:
+        return None
+    told = "used for " + ", ".join(f"{share:.0%}" for share in used)
+    return ok(told) if min(used) > BUSY_SHARE else warning(f"{told}; look at the parts of the step (time/train/...)")
+
+
+def _trouble(files: RunFiles) -> Seen:
+    told = [f"attempt {each['attempt']}: {each['exit_reason']}" for each in files.run["attempts"] if _troubled(each)]
+    return warning("; ".join(told)) if told else ok(f"none in {len(files.run['attempts'])} attempts")
+
+
+def _troubled(attempt: dict) -> bool:
+    return bool(TROUBLE.search(attempt.get("exit_reason") or ""))
+
+
+def _exports(files: RunFiles) -> Seen | None:
+    paths = list_steps(files.directory)
+    if not paths:
+        return None
+    wrong = [f"{path.name}: {reason}" for path in paths if (reason := what_is_wrong(path)) is not None]
+    exported = [path for path in paths if any((path / EXPORT).glob("*.safetensors"))]
+    if wrong:
+        return alarm("; ".join(wrong) + "; remove what is not complete, or run python -m verl_ext.checkpoint verify")
+    return ok(f"{len(paths)} complete, {len(exported)} of them with {EXPORT}/")
+
+
+def _sizes(files: RunFiles) -> Seen | None:
+    sizes = [Manifest.read(path).num_bytes for path in list_steps(files.directory) if what_is_wrong(path) is None]
+    if not sizes:
+        return None
+    told = f"{min(sizes) / GIB:.2f} to {max(sizes) / GIB:.2f} GiB"
+    alike = max(sizes) <= (1 + SIZE_MARGIN) * min(sizes)
+    return ok(told) if alike else notice(f"{told}; exports may be rarer than saves, or an optimizer was dropped")
+
+
+def _tracker(files: RunFiles) -> Seen | None:
+    steps = [step_of(path) or 0 for path in list_steps(files.directory) if what_is_wrong(path) is None]
+    if not steps:
+        return None
+    tracked, wrong = read_tracker(files.directory)
+    if tracked is None:
+        return warning(f"it {wrong}; the next start takes the newest complete checkpoint")
+    behind = step_of(tracked) != max(steps)
+    told = f"it names {tracked.name}"
+    return warning(f"{told}, but global_step_{max(steps)} is there") if behind else ok(told)
+
+
+def _alive(files: RunFiles, now: float) -> Seen:
+    silent_s, recent = now - files.history.time, files.history.series("time/train/step_s").recent(20)
+    allowed = max(SILENCE_S, SILENCE_STEPS * float(np.median(recent)) if len(recent) else 0.0)
+    told = f"its last row is {silent_s:.0f} s old"
+    return (
+        ok(told) if silent_s <= allowed else alarm(f"{told}; look at its processes, and start the same command again")
+    )
+
+
+def _reason(files: RunFiles) -> str:
+    attempts = files.run["attempts"]
+    return (attempts[-1].get("exit_reason") if attempts else None) or "no reason is known"
+
+
+def _expected(files: RunFiles) -> Seen | None:
+    total, every = files.run["total_steps"], files.config["trainer"]["save_freq"]
+    last = files.history.step
+    if total is None or files.run["status"] == "waiting":
+        return None
+    due = total if last >= total else last - last % every if every > 0 else 0
+    if not due:
+        return None
+    there = [step_of(path) or 0 for path in list_steps(files.directory) if what_is_wrong(path) is None]
+    if not any(step >= due for step in there):
+        return alarm(
+            f"global_step_{due} was due and is not there; the last complete one is {max(there, default='none')}"
+        )
+    return ok(f"{len(there)} kept, the newest is global_step_{max(there)}")
+
+
+def _wandb(files: RunFiles) -> Seen | None:
+    if "wandb" not in files.config["trainer"]["logger"] or files.run["status"] == "running":
+        return None
+    code = wandb_end(files.directory)
+    if code is None:
+        return warning("its file has no end; python -m wandb sync uploads what there is")
+    expected = files.run["status"] == "finished"
+    return ok(f"with exit code {code}") if (code == 0) == expected else warning(f"with exit code {code}")
+
+
+def gravest(points: Iterable[Point]) -> Level:
+    """Of all points."""
+    return max((each.seen.level for each in points if each.seen is not None), default=Level.OK)

@@ -1,0 +1,75 @@
+"""What the rules see of a run: its metrics by step and by epoch."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Mapping
+
+import numpy as np
+
+from verl_ext.health.series import Array, Series
+
+MOST_EPOCHS = 256
+"""Epochs whose means are kept."""
+EPOCH = "train/epoch"
+_NOT_METRICS = ("step", "attempt", "time")
+
+
+class History:
+    """Takes a run's rows in their order, those that a later attempt overtook left out.
+
+    Args:
+        names: of the metrics that are kept; None for all.
+    """
+
+    def __init__(self, names: frozenset[str] | None = None) -> None:
+        self._names = names
+        self._series: dict[str, Series] = defaultdict(Series)
+        self._epoch: int | None = None
+        self._sums: dict[str, tuple[float, int]] = {}
+        self._epochs: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MOST_EPOCHS))
+        self.step, self.time, self.num_epochs = 0, 0.0, 0
+        self.nonfinite_streak = 0
+
+    def add(self, step: int, metrics: Mapping[str, float], time: float = 0.0) -> None:
+        """Take a row.
+
+        Args:
+            step: optimizer steps since the run began.
+            metrics: value by name; non-finite values are counted, and kept nowhere.
+            time: when it was logged, seconds since 1970.
+        """
+        self.step, self.time = max(step, self.step), time
+        if (loss := metrics.get("train/loss")) is not None:
+            self.nonfinite_streak = 0 if math.isfinite(loss) else self.nonfinite_streak + 1
+        if EPOCH in metrics:
+            self._turn_to_epoch(math.ceil(metrics[EPOCH] - 1e-9))
+        for name, value in metrics.items():
+            if name not in _NOT_METRICS and (self._names is None or name in self._names) and math.isfinite(value):
+                self._series[name].add(step, value)
+                if EPOCH in metrics:
+                    total, count = self._sums.get(name, (0.0, 0))
+                    self._sums[name] = total + value, count + 1
+        if EPOCH in metrics and abs(metrics[EPOCH] - round(metrics[EPOCH])) < 1e-9:
+            self._close_epoch()
+
+    def series(self, name: str) -> Series:
+        """A metric; without a point where it was never logged."""
+        return self._series[name] if name in self._series else Series()
+
+    def epochs(self, name: str) -> Array:
+        """Means of a metric over the last whole epochs, the oldest first."""
+        return np.array(self._epochs[name]) if name in self._epochs else np.empty(0)
+
+    def _turn_to_epoch(self, epoch: int) -> None:
+        if self._epoch is not None and epoch > self._epoch:
+            self._close_epoch()
+        self._epoch = epoch
+
+    def _close_epoch(self) -> None:
+        if self._sums:
+            self.num_epochs += 1
+        for name, (total, count) in self._sums.items():
+            self._epochs[name].append(total / count)
+        self._sums = {}

@@ -1,0 +1,103 @@
+"""Rules on what a language model draws."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from verl_ext.health.facts import Facts
+from verl_ext.health.findings import Seen, alarm, notice, ok, warning
+from verl_ext.health.history import History
+from verl_ext.health.limits import Limits
+from verl_ext.health.rule import Rule, rule
+from verl_ext.health.rules.reward import TOTAL
+from verl_ext.health.trends import noise_of
+
+ROLLOUT: list[Rule] = []
+ENTROPY = "train/entropy"
+LENGTH, PROMPT, GAP = "train/seq_completion_len_mean", "train/seq_prompt_len_max", "train/rollout_logprob_diff_mean"
+EARLY = 30
+"""Steps before which a beginning is no beginning to compare with."""
+
+
+@rule(
+    ENTROPY,
+    TOTAL,
+    advice="raise actor.entropy_coeff or the temperature, or lower optim.lr",
+    into=ROLLOUT,
+    stages={"grpo"},
+)
+def entropy_collapse(history: History, facts: Facts, limits: Limits) -> Seen | None:
+    """The entropy is a small part of what it was; only a notice where the reward rose on the way."""
+    series = history.series(ENTROPY)
+    if series.num_points < EARLY:
+        return None
+    first, now = float(series.first.mean()), float(np.median(series.recent(limits.window)))
+    told = f"the entropy went from {first:.3g} to {now:.3g} nat"
+    if now > limits.entropy_share_min * first:
+        return ok(told)
+    return notice(f"{told}, and the reward rose") if _reward_rose(history, limits) else warning(told)
+
+
+@rule(
+    LENGTH,
+    TOTAL,
+    advice="read samples.jsonl: short answers may be a way around the reward",
+    into=ROLLOUT,
+    stages={"grpo"},
+)
+def completions_shortening(history: History, facts: Facts, limits: Limits) -> Seen | None:
+    """Completions are half as long as they were; only a notice where the reward rose on the way."""
+    series = history.series(LENGTH)
+    if series.num_points < EARLY:
+        return None
+    first, now = float(series.first.mean()), float(np.median(series.recent(limits.window)))
+    told = f"completions went from {first:.0f} to {now:.0f} tokens"
+    if now > limits.length_share_min * first:
+        return ok(told)
+    return notice(f"{told}, and the reward rose") if _reward_rose(history, limits) else warning(told)
+
+
+@rule(LENGTH, advice="raise data.max_response_length: answers are cut off", into=ROLLOUT, stages={"grpo"})
+def completions_at_limit(history: History, facts: Facts, limits: Limits) -> Seen | None:
+    """The mean completion is practically as long as is allowed."""
+    recent = history.series(LENGTH).recent(limits.window)
+    if facts.max_response_length is None or len(recent) < 3:
+        return None
+    told = f"completions have {np.median(recent):.0f} of at most {facts.max_response_length} tokens"
+    return notice(told) if np.median(recent) > 0.95 * facts.max_response_length else ok(told)
+
+
+@rule(
+    PROMPT, advice="raise data.max_prompt_length: longer prompts are refused or left out", into=ROLLOUT, stages={"grpo"}
+)
+def prompts_at_limit(history: History, facts: Facts, limits: Limits) -> Seen | None:
+    """The longest prompts are as long as is allowed."""
+    recent = history.series(PROMPT).recent(limits.window)
+    if facts.max_prompt_length is None or not len(recent):
+        return None
+    told = f"the longest prompt has {recent.max():.0f} of at most {facts.max_prompt_length} tokens"
+    return notice(told) if recent.max() >= facts.max_prompt_length else ok(told)
+
+
+@rule(
+    GAP,
+    advice="give engine and trainer one number type, or set algorithm.rollout_correction.rollout_is",
+    into=ROLLOUT,
+    stages={"grpo"},
+)
+def logprob_gap(history: History, facts: Facts, limits: Limits) -> Seen | None:
+    """The engine that draws and the trainer that learns disagree about probabilities."""
+    recent = history.series(GAP).recent(limits.window)
+    if len(recent) < 3:
+        return None
+    gap = float(np.median(recent))
+    told = f"engine and trainer differ by {gap:.3g} nat a token"
+    return alarm(told) if gap > limits.logprob_gap_alarm else warning(told) if gap > limits.logprob_gap else ok(told)
+
+
+def _reward_rose(history: History, limits: Limits) -> bool:
+    series = history.series(TOTAL)
+    if not series.num_points:
+        return False
+    risen = float(np.median(series.recent(limits.window))) - float(series.first.mean())
+    return risen > 4 * noise_of(series.recent()) / np.sqrt(min(len(series.first), limits.window))

@@ -1,0 +1,100 @@
+"""A run as its files tell, live or finished."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl_ext.checkpoint.layout import complete_steps
+from verl_ext.errors import UserError
+from verl_ext.health.facts import Facts
+from verl_ext.health.findings import Finding
+from verl_ext.health.history import History
+from verl_ext.health.limits import Limits
+from verl_ext.health.replay import replay
+from verl_ext.health.rules import RULES
+from verl_ext.metrics.jsonl import METRICS_FILE
+from verl_ext.metrics.run_file import RUN_FILE, load_run
+
+EARLY_STEPS = 100
+"""After how many steps the first checklist is gone through."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """One run.
+
+    Attributes:
+        directory: of the run.
+        run: the content of `run.json`.
+        config: the content of `config.yaml`.
+        history: all steps.
+        early: the first `EARLY_STEPS` of them.
+        facts: for the rules.
+        limits: thresholds of the recipe.
+    """
+
+    directory: Path
+    run: Mapping[str, Any]
+    config: Mapping[str, Any]
+    history: History
+    early: History
+    facts: Facts
+    limits: Limits
+
+    @classmethod
+    def read(cls, directory: Path) -> RunFiles:
+        """Read a run directory.
+
+        Raises:
+            UserError: it is none, or a file cannot be read.
+        """
+        for name in (RUN_FILE, METRICS_FILE, "config.yaml"):
+            if not (directory / name).is_file():
+                raise UserError(
+                    f"{directory} has no {name}, so it is no run that has begun; give the directory of a run, such as "
+                    "checkpoints/<project>/<experiment>"
+                )
+        run, config = load_run(directory / RUN_FILE), read_config(directory / "config.yaml")
+        history, steps_per_epoch = replay(directory, run["attempts"])
+        early, _ = replay(directory, run["attempts"], until=EARLY_STEPS)
+        facts = Facts.of(config, run["total_steps"], steps_per_epoch, lambda: complete_steps(directory))
+        return cls(directory, run, config, history, early, facts, limits_of(config))
+
+    def findings(self, early: bool = False) -> dict[str, Finding]:
+        """What each rule sees, by its name, those left out that have too little to tell."""
+        history = self.early if early else self.history
+        found = (each.find(history, self.facts, self.limits) for each in RULES)
+        return {each.rule: each for each in found if each is not None}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A run's `config.yaml`.
+
+    Raises:
+        UserError: it is no configuration of a run.
+    """
+    try:
+        config = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict) or not {"stage", "trainer", "optim", "data"} <= config.keys():
+        raise UserError(f"{path} is not the configuration of a run; the trainer writes it when a run begins")
+    return config
+
+
+def limits_of(config: Mapping[str, Any]) -> Limits:
+    """The thresholds of a recipe; the defaults for a run that was made before there were any.
+
+    Raises:
+        UserError: a threshold that no rule has.
+    """
+    wanted = (config.get("health") or {}).get("limits") or {}
+    try:
+        return Limits(**wanted)
+    except TypeError as error:
+        raise UserError(f"health.limits of config.yaml is of another version: {error}") from error

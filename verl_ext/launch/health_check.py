@@ -1,0 +1,27 @@
+"""Refuses health settings that name no rule."""
+
+from __future__ import annotations
+
+import difflib
+
+from omegaconf import DictConfig
+
+from verl_ext.config.checks import require_positive
+from verl_ext.errors import UserError
+from verl_ext.health.rules import BY_NAME
+
+
+def check_health(config: DictConfig) -> None:
+    """`health.every` counts steps, and `health.stop_on` names rules of the stage.
+
+    Raises:
+        UserError: another value.
+    """
+    require_positive("health.every", config.health.every)
+    known = [name for name, rule in BY_NAME.items() if config.stage in rule.stages]
+    for name in config.health.stop_on:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=3) or known
+            raise UserError(f"health.stop_on names '{name}', which is no rule of this stage; take {', '.join(near)}")
+    if config.health.stop_on and not config.health.enabled:
+        raise UserError("health.stop_on has no effect with health.enabled=false; set it to true")
