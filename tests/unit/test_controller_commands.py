@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from pyarrow import parquet
 from tests import tiny_vlms
 from tests.conftest import ROOT
 from tests.unit.test_controller_policy import question
+from verl_ext.controller import calibration
 from verl_ext.controller.adapters.base import Inputs, VLMAdapter
 from verl_ext.controller.calibration import calibrate
 from verl_ext.controller.importance import blocks_to_keep, load_importance, measure_importance
@@ -123,9 +125,29 @@ def test_the_same_seed_measures_the_same_configurations(saved: Path, monkeypatch
         return generate(self, inputs, *more)
 
     monkeypatch.setattr(type(adapter), "generate", noted)
+    monkeypatch.setattr(calibration, "CALM", math.inf)  # however busy this machine is
     for _ in range(2):
         calibrate(adapter, space, [question(0), question(1)], 10, 2, 1, seed=5)
     assert ran[: len(ran) // 2] == ran[len(ran) // 2 :] and len(set(ran)) == 3
+
+
+@pytest.mark.parametrize(
+    ("scatters", "costs", "kept"),
+    [
+        ([1.05], [30.0], 0),
+        ([1.6, 1.1], [50.0, 31.0], 1),
+        ([1.6, 1.4, 1.5, 1.3], [50.0, 40.0, 45.0, 41.0], 1),
+    ],
+)
+def test_a_busy_machine_is_measured_again_and_the_quickest_counts(
+    scatters: list[float], costs: list[float], kept: int, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [LatencyModel({}, 1.0, "", "", 0.0, {"90": each}) for each in scatters]
+    results = iter(zip(models, costs))
+    monkeypatch.setattr(calibration, "fitted", lambda *_: next(results))
+    adapter = load_adapter(str(saved / "model"), SIZES)
+    assert calibrate(adapter, adapter.space(2, 4, (1, 4)), [question(0)], 10, 1, 1) is models[kept]
+    assert next(results, None) is None
 
 
 @pytest.mark.parametrize(

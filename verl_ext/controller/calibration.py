@@ -21,9 +21,16 @@ from verl_ext.controller.latency_model import PERCENTILES, LatencyModel, explain
 from verl_ext.controller.loading import fingerprint
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.data.questions import ImageQuestion
+from verl_ext.tell import tell
 
 GOOD_R2 = 0.95
 """From which on a latency model tells configurations apart well."""
+TOLD = "90"
+"""Percentile of single runs by which a measurement is judged."""
+CALM = 1.2
+"""Times the latency model that nine tenths of the runs keep on a machine that nothing disturbs."""
+MOST_MEASUREMENTS = 4
+"""Tries at finding it so."""
 FITTED = 0.8
 """Share of the configurations that the coefficients are fitted to."""
 
@@ -40,7 +47,7 @@ def calibrate(
     hidden: int = 256,
     seed: int = 0,
 ) -> LatencyModel:
-    """Measure and fit.
+    """Measure and fit, again while the machine is disturbed; of several measurements the quickest and calmest counts.
 
     Args:
         adapter: of the model.
@@ -56,17 +63,35 @@ def calibrate(
     for tier in range(len(space.tiers)):  # the first run at a size is not warm
         executor.run_anew(questions[0], space.configuration(tier, [True] * space.num_blocks))
     draws = [(rng.choice(questions), space.draw(rng)) for _ in range(num_configurations)]
-    runs = measured(executor, draws, repeats)
+    own_ms = deciding_ms(executor, space, questions, hidden)
+    kept: tuple[float, LatencyModel] | None = None
+    for left in reversed(range(MOST_MEASUREMENTS)):
+        found, told_ms = fitted(measured(executor, draws, repeats), adapter, own_ms)
+        kept = (told_ms, found) if kept is None or told_ms < kept[0] else kept
+        if found.scatter[TOLD] <= CALM or not left:
+            break
+        tell(f"the machine is busy: a tenth of the runs take {found.scatter[TOLD]:.2f} times as long; measuring again")
+    return kept[1]
+
+
+def fitted(runs: Sequence[Sequence[Outcome]], adapter: VLMAdapter, own_ms: float) -> tuple[LatencyModel, float]:
+    """The latency model of some runs, and what it tells on average that nine tenths of them keep, in milliseconds.
+
+    Args:
+        runs: of each draw.
+        adapter: of the model.
+        own_ms: what deciding takes.
+    """
     workloads = [each[0].workload for each in runs]
     latencies = [median_of([outcome.latency for outcome in each]) for each in runs]
-    cut = round(FITTED * num_configurations)
-    own_ms = deciding_ms(executor, space, questions, hidden)
+    cut = round(FITTED * len(runs))
     found = LatencyModel(
         fit(workloads[:cut], latencies[:cut]), 0.0, machine_name(adapter), fingerprint(adapter.model), own_ms
     )
     predictions = [found.predict(workload).total_ms for workload in workloads]
     r2 = explained(predictions[cut:], [latency.total_ms for latency in latencies[cut:]])
-    return replace(found, r2=r2, scatter=scatter(runs, predictions))
+    found = replace(found, r2=r2, scatter=scatter(runs, predictions))
+    return found, statistics.fmean(predictions) * found.scatter[TOLD]
 
 
 def measured(executor: Executor, draws: Sequence[Draw], repeats: int) -> list[list[Outcome]]:
