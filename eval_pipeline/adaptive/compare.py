@@ -65,5 +65,5 @@ def compare(measured: Measured, statics: Sequence[Configuration], budgets_ms: Se
         **{name: results.columns([0] * len(budgets_ms)) for name, results in measured.full.items()},
     }
     deciding = dict(zip(DECIDING, measured.deciding.mean((0, 1)).tolist()))
-    summary = summarise(methods, budgets_ms, deciding, measured.full_ms)
+    summary = summarise(methods, budgets_ms, deciding, measured.full_ms, measured.share_again)
     return Comparison(budgets_ms, statics, measured, methods, pareto_front(measured.statics), table, summary)

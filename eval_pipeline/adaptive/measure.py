@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from eval_pipeline.adaptive.canary import Canary
 from eval_pipeline.adaptive.results import Cell, Results
 from eval_pipeline.adaptive.sample_runs import SampleRuns
 from eval_pipeline.adaptive.subject import Subject
@@ -58,6 +59,7 @@ class Measured:
         drawn: (samples, budgets), configurations that were drawn evenly.
         full: by name (samples, 1), all of the model; `full` as it was released, `full_routed` as configurations run.
         full_ms: mean of that in milliseconds as measured, wherever latencies come from otherwise.
+        share_again: measurements that were made again over all runs, see `Canary`.
     """
 
     train: Results
@@ -67,6 +69,7 @@ class Measured:
     drawn: Results
     full: dict[str, Results]
     full_ms: float
+    share_again: float
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Bench:
         self._subject, self._plan, self._latency = subject, plan, latency
         self._cheapest = cheapest(subject.space, subject.importance)
         self._full = ways_of_full(subject, latency)
+        self._canary = Canary(latency.is_measured and subject.model.executor.adapter.model.device.type == "cpu")
 
     def check_budgets(self, samples: Sequence[ImageQuestion]) -> None:
         """Get warm, and refuse budgets that nothing can keep.
@@ -134,6 +138,7 @@ class Bench:
             Results.of([each.drawn for each in cells]),
             {name: full.columns([place]) for place, name in enumerate(self._full)},
             statistics.fmean(each.full_ms for each in cells),
+            self._canary.share_again,
         )
 
     def _held_out(self, runs: SampleRuns, bar: tqdm) -> SampleCells:
@@ -169,7 +174,7 @@ class Bench:
         return accuracy, self._latency.of_run(outcome), self._subject.space.complexity(configuration)
 
     def _runs(self, sample: ImageQuestion) -> SampleRuns:
-        return SampleRuns(self._subject.model, sample, self._plan.repeats, self._cheapest)
+        return SampleRuns(self._subject.model, sample, self._plan.repeats, self._cheapest, self._canary)
 
     def _warm_up(self, sample: ImageQuestion) -> None:
         space = self._subject.space

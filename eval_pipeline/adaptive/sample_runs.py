@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
+from eval_pipeline.adaptive.canary import Canary
 from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.execution import Outcome, Seen
 from verl_ext.controller.inference import AdaptiveModel, Decision
 from verl_ext.controller.latency import median_of
 from verl_ext.data.questions import ImageQuestion
+
+T = TypeVar("T")
 
 
 class SampleRuns:
@@ -22,10 +27,14 @@ class SampleRuns:
         sample: a question.
         repeats: runs of each, of whose parts the medians count.
         cheapest: the least configuration, which runs first at each tier and does not count: the first one is not warm.
+        canary: by which a disturbed run is made again.
     """
 
-    def __init__(self, model: AdaptiveModel, sample: ImageQuestion, repeats: int, cheapest: Configuration) -> None:
+    def __init__(
+        self, model: AdaptiveModel, sample: ImageQuestion, repeats: int, cheapest: Configuration, canary: Canary
+    ) -> None:
         self.sample, self._model, self._repeats, self._cheapest = sample, model, repeats, cheapest
+        self._canary = canary
         self._image = sample.opened()
         self._seen: dict[int, Seen] = {}
         self._outcomes: dict[tuple[Configuration, bool], Outcome] = {}
@@ -41,7 +50,7 @@ class SampleRuns:
         key = configuration, exact
         if key not in self._outcomes:
             seen, answer = self.seen(configuration.tier), self._model.executor.answer
-            found = [answer(seen, configuration, exact=exact) for _ in range(self._repeats)]
+            found = self._measure(lambda: answer(seen, configuration, exact=exact))
             self._outcomes[key] = replace(found[0], latency=median_of([each.latency for each in found]))
         return self._outcomes[key]
 
@@ -51,13 +60,16 @@ class SampleRuns:
         Behind another decision it would find its weights in the processor's caches.
         """
         question, see = self.sample.question, self._model.executor.see
-        found = [self._model.decide(see(self._image, question, 0), question, budget_ms) for _ in range(self._repeats)]
+        found = self._measure(lambda: self._model.decide(see(self._image, question, 0), question, budget_ms))
         parts = zip(*((each.features_ms, each.network_ms, each.choice_ms) for each in found))
         return Decision(found[0].configuration, *map(statistics.median, parts))
+
+    def _measure(self, run: Callable[[], T]) -> list[T]:
+        return [self._canary.calm(run) for _ in range(self._repeats)]
 
     def _see(self, tier: int) -> Seen:
         see = self._model.executor.see
         cold = see(self._image, self.sample.question, tier)
         self._model.executor.answer(cold, replace(self._cheapest, tier=tier))
-        found = [see(self._image, self.sample.question, tier) for _ in range(self._repeats)]
+        found = self._measure(lambda: see(self._image, self.sample.question, tier))
         return replace(found[0], vision_ms=statistics.median(each.vision_ms for each in found))

@@ -34,6 +34,7 @@ class Summary:
         choice_ms: mean of taking the likeliest configuration, a part of it.
         full_ms: mean latency of all of the model, as measured.
         network_share: `network_ms` / `full_ms`.
+        measured_again: measurements that were made again over all runs, because something else had the processor.
     """
 
     controller_minus_lookup_table: float
@@ -48,10 +49,15 @@ class Summary:
     choice_ms: float
     full_ms: float
     network_share: float
+    measured_again: float
 
 
 def summarise(
-    methods: Mapping[str, Results], budgets_ms: Sequence[float], deciding: Mapping[str, float], full_ms: float
+    methods: Mapping[str, Results],
+    budgets_ms: Sequence[float],
+    deciding: Mapping[str, float],
+    full_ms: float,
+    measured_again: float = 0.0,
 ) -> Summary:
     """Compare.
 
@@ -60,6 +66,7 @@ def summarise(
         budgets_ms: (budgets,).
         deciding: means of `decision_ms`, `features_ms`, `network_ms` and `choice_ms`.
         full_ms: mean latency of all of the model.
+        measured_again: see `Summary`.
     """
     controller, table = methods["controller"], methods["lookup_table"]
     violations = controller.violations(budgets_ms).mean(0)
@@ -75,6 +82,7 @@ def summarise(
         **deciding,
         full_ms=full_ms,
         network_share=deciding["network_ms"] / full_ms,
+        measured_again=measured_again,
     )
 
 

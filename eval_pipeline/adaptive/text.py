@@ -99,7 +99,9 @@ def summary_lines(comparison: Comparison) -> list[str]:
     late = f"{100 * found.worst_violation_rate:.1f} % at {found.worst_violation_budget_ms:.1f} ms"
     parts = f"features {found.features_ms:.2f}, network {found.network_ms:.2f}, choice {found.choice_ms:.2f}"
     share = f"the network is {100 * found.network_share:.2f} % of the full model's {found.full_ms:.1f} ms"
-    return [gain, gap, f"worst violation rate: {late}", f"deciding: {found.decision_ms:.2f} ms ({parts}); {share}"]
+    lines = [gain, gap, f"worst violation rate: {late}", f"deciding: {found.decision_ms:.2f} ms ({parts}); {share}"]
+    again = f"measured again, because something else had the processor: {100 * found.measured_again:.1f} % of the runs"
+    return [*lines, again] if found.measured_again else lines
 
 
 STATIC = ("tier", "blocks", "top-k")

@@ -236,6 +236,7 @@ _SUMMARY_FIGURES: dict[str, tuple[str, str]] = {
     "choice_ms": ("ms", "Mean of taking the likeliest configuration, a part of it."),
     "full_ms": ("ms", "Mean latency of all of the model, as measured."),
     "network_share": ("1", "`network_ms` / `full_ms`."),
+    "measured_again": ("1", "Measurements made again, because something else had the processor, over all runs."),
 }
 
 ADAPTIVE: dict[str, Metric] = {
