@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
+source scripts/browser.sh
 choose_python
 suites=(tests/unit tests/integration)
 case "${1:-}" in
@@ -13,6 +14,7 @@ esac
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1 WANDB_MODE=offline
 code=0 found=5  # pytest's code for a suite of which nothing was chosen
 for suite in "${suites[@]}"; do
+  if [[ $suite == tests/integration ]]; then ensure_browser; fi
   # unit tests need one processor each; an integration test starts processes of its own
   workers=()
   [[ $suite == tests/unit ]] && workers=(-n 2 --dist loadfile)

@@ -22,6 +22,14 @@ BASE = {
 ALLOWED = {
     "verl_ext.config": {"verl_ext.errors", "verl_ext.deadline", "verl_ext.gpus", "verl_ext.health.limits"},
     "verl_ext.health": {"verl_ext.errors", "verl_ext.tell", "verl_ext.metrics", "verl_ext.checkpoint.layout"},
+    "verl_ext.monitor": {
+        "verl_ext.errors",
+        "verl_ext.tell",
+        "verl_ext.metrics",
+        "verl_ext.health",
+        "verl_ext.checkpoint.layout",
+        "verl_ext.checkpoint.lease",
+    },
     "verl_ext.metrics": {"verl_ext.errors", "verl_ext.tell"},
     "verl_ext.data": BASE | {"eval_pipeline.problems"},
     "verl_ext.checkpoint": BASE | {"verl_ext.metrics"},

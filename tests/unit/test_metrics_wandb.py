@@ -1,11 +1,13 @@
 """Real W&B runs, all of them offline."""
 
+import json
 import sys
 
 import pytest
 import wandb
 
 from tests.wandb_files import read_history, read_records
+from verl_ext.metrics.event import Event
 from verl_ext.metrics.recorder import MetricsRecorder
 from verl_ext.metrics.wandb_run import RUN_ID_FILE, open_wandb_run, persistent_run_id
 
@@ -88,3 +90,29 @@ def test_the_id_is_chosen_once_and_an_empty_file_is_filled(tmp_path):
     (tmp_path / RUN_ID_FILE).write_text("\n")
     run_id = persistent_run_id(tmp_path)
     assert run_id and persistent_run_id(tmp_path) == run_id
+
+
+def test_warnings_and_alarms_are_alerts_and_all_events_are_on_record(tmp_path, capsys):
+    recorder = MetricsRecorder(
+        run_dir=tmp_path / "run",
+        attempt=1,
+        backends=["wandb", "console"],
+        project="p",
+        experiment="e",
+        config={},
+        total_steps=10,
+    )
+    for level in ("ok", "notice", "warning", "alarm"):
+        recorder.log_event(Event(3, f"rule_{level}", level, "what was seen"))
+    recorder.close()
+    [path] = (tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb")
+    alerts = [record.alert for record in read_records(path) if record.WhichOneof("record_type") == "alert"]
+    assert [(each.title, each.text, each.level) for each in alerts] == [
+        ("rule_warning", "step 3: what was seen", "WARN"),
+        ("rule_alarm", "step 3: what was seen", "ERROR"),
+    ]
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [(each["level"], each["step"], each["attempt"]) for each in events] == [
+        (level, 3, 1) for level in ("ok", "notice", "warning", "alarm")
+    ]
+    assert "step 3/10 | alarm: rule_alarm: what was seen" in capsys.readouterr().out

@@ -1,0 +1,94 @@
+"""A real monitor and a real browser that looks at it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.conftest import ROOT
+
+START_S = 60
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+DATA = """name => {
+  const box = document.querySelector(`[data-testid="chart ${name}"]`);
+  const chart = getElement(parseInt(box.id.slice(1))).chart;
+  return chart.getOption().series.map(line => ({name: line.name, data: line.data,
+    marks: (line.markLine && line.markLine.data || []).map(mark => mark.xAxis)}));
+}"""
+
+
+@contextlib.contextmanager
+def browser() -> Iterator[Browser]:
+    """Headless Chromium; without one the test is skipped."""
+    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip("no Chromium is installed; tests/run.sh installs Debian's where it may")
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@contextlib.contextmanager
+def monitor(root: Path, database: Path, *words: str, host: str = "127.0.0.1") -> Iterator[str]:
+    """`python -m verl_ext.monitor` on a free port; its address."""
+    with socket.create_server((host, 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "verl_ext.monitor", "--root", str(root), "--port", str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("PYTEST_CURRENT_TEST", None)  # by which NiceGUI would take itself to be tested
+    command += ["--host", host, "--database", str(database), *words]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    address = f"http://{host}:{port}/"
+    try:
+        _wait_for(address, process)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _wait_for(address: str, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            urllib.request.urlopen(address, timeout=5).close()
+            return
+        except urllib.error.HTTPError:
+            return  # it refuses, so it is there
+        except OSError:
+            assert process.poll() is None and time.monotonic() < deadline, "the monitor does not answer"
+            time.sleep(0.1)
+
+
+def series(page: Page, chart: str) -> list[dict[str, Any]]:
+    """What a chart shows: name, points and marked places of each of its lines."""
+    page.wait_for_selector(f'[data-testid="chart {chart}"] canvas')
+    return page.evaluate(DATA, chart)
+
+
+def text(page: Page, name: str) -> str:
+    """What an element says."""
+    return page.get_by_test_id(name).first.inner_text()
+
+
+def wait_for_text(page: Page, name: str, wanted: str) -> None:
+    """Until an element says something."""
+    page.wait_for_function(
+        '([name, wanted]) => { const box = document.querySelector(`[data-testid="${name}"]`);'
+        " return box && box.innerText.includes(wanted); }",
+        arg=[name, wanted],
+        timeout=60_000,
+    )

@@ -1,0 +1,80 @@
+"""Who may see the page."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from verl_ext.errors import UserError
+from verl_ext.monitor.__main__ import main
+from verl_ext.monitor.access import COOKIE, Access, is_loopback
+from verl_ext.monitor.server import require_token
+
+
+def ask(token: str | None, kind: str = "http", query: str = "", **headers: str) -> tuple[bool, list[dict[str, Any]]]:
+    """Whether the page was reached, and what was sent."""
+    reached, sent = [], []
+
+    async def page(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(True)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> dict[str, str]:
+        return {"type": "websocket.connect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": kind, "headers": encoded, "query_string": query.encode()}
+    asyncio.run(Access(page, token)(scope, receive, send))
+    return bool(reached), sent
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_without_the_token_nothing_is_reached(kind: str) -> None:
+    for headers in ({}, {"cookie": f"{COOKIE}=wrong"}, {"host": "localhost:6007"}):
+        reached, sent = ask("secret", kind, "token=guess", **headers)
+        assert not reached and sent[0].get("status") == 403 or sent[0] == {"type": "websocket.close", "code": 1008}
+
+
+def test_the_token_comes_once_and_stays_as_a_cookie() -> None:
+    reached, [start] = ask("secret", query="token=secret")
+    assert reached
+    [cookie] = [value.decode() for name, value in start["headers"] if name == b"set-cookie"]
+    assert cookie.startswith(f"{COOKIE}=secret;") and "HttpOnly" in cookie and "SameSite=Strict" in cookie
+    assert ask("secret", "websocket", cookie=f"{COOKIE}=secret")[0]
+
+
+def test_on_this_machine_alone_other_names_are_refused() -> None:
+    for host in ("localhost:6007", "127.0.0.1:6007", "[::1]:6007", "localhost"):
+        assert ask(None, host=host)[0], host
+    for host in ("evil.example:6007", "192.168.1.2:6007", ""):
+        assert not ask(None, host=host)[0], host
+
+
+def test_another_host_needs_a_token() -> None:
+    assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost") and not is_loopback("0.0.0.0")
+    require_token("0.0.0.0", "secret", False)
+    require_token("127.0.0.1", None, True)
+    with pytest.raises(UserError, match="--token"):
+        require_token("0.0.0.0", None, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--root", "no/such/directory"], "give --root"),
+        (["--root", ".", "--host", "0.0.0.0"], "--token"),
+        (["--root", ".", "--port", "99999"], "give another --port"),
+        (["plot", "."], "give a run directory"),
+        (["plot", ".", "--smoothing", "1"], "below 1"),
+    ],
+)
+def test_bad_input_is_one_sentence(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    shown = capsys.readouterr().err
+    assert left.value.code == 2 and told in shown and shown.startswith("error: ") and shown.count("\n") == 1

@@ -1,0 +1,103 @@
+"""`python -m verl_ext.monitor`: every run below a directory in a browser."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl_ext.errors import UserError, exit_on_user_error
+from verl_ext.monitor.plot.command import add_arguments, run
+from verl_ext.monitor.store.database import database_for
+from verl_ext.tell import tell
+
+TOKEN = "VERL_EXT_MONITOR_TOKEN"
+PACKAGES = ("nicegui", "orjson", "numpy", "scipy", "yaml", "matplotlib")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m verl_ext.monitor",
+        description="Show every run below a directory in a browser: live while it trains, and afterwards.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="other commands")
+    plot = commands.add_parser("plot", help="write the charts of one run as PNG files and one HTML page, and leave")
+    add_arguments(plot)
+    parser.add_argument("--root", type=Path, default=Path("checkpoints"), help="where runs lie (checkpoints)")
+    parser.add_argument("--port", type=int, default=6007, help="TCP port (6007)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
+    parser.add_argument("--token", help=f"word that visitors must bring; needed with another host (or set {TOKEN})")
+    parser.add_argument("--database", type=Path, help="the monitor's own SQLite file (in the user's cache)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until the process is asked to end.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's own.
+
+    Raises:
+        SystemExit: with code 2 after bad input, which is explained on standard error.
+    """
+    arguments = build_parser().parse_args(argv)
+    with exit_on_user_error():
+        require_packages()
+        if arguments.command == "plot":
+            run(arguments)
+        else:
+            serve_with(arguments)
+    return 0
+
+
+def serve_with(arguments: argparse.Namespace) -> None:
+    """Check the arguments, and serve.
+
+    Raises:
+        UserError: the root is no directory, the port is taken, a token is missing, or a package is.
+    """
+    from verl_ext.monitor.access import is_loopback
+    from verl_ext.monitor.server import require_token, serve
+
+    token = arguments.token or os.environ.get(TOKEN) or None
+    if not arguments.root.is_dir():
+        raise UserError(f"{arguments.root} is no directory; give --root, the directory below which runs lie")
+    require_token(arguments.host, token, is_loopback(arguments.host))
+    check_port(arguments.host, arguments.port)
+    address = f"http://{arguments.host}:{arguments.port}/"
+    tell(f"Training monitor of {arguments.root} on {address}{f'?token={token}' if token else ''} (Ctrl-C ends it)")
+    database = arguments.database or database_for(arguments.root)
+    serve(arguments.root.resolve(), database, arguments.host, arguments.port, token)
+
+
+def require_packages() -> None:
+    """Refuse to begin without the packages of the extra `monitor`.
+
+    Raises:
+        UserError: one is missing.
+    """
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"the monitor needs {', '.join(missing)}; install them with: pip install '.[monitor]'")
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse a port that cannot be had.
+
+    Raises:
+        UserError: it is taken, or not allowed.
+    """
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except (OSError, OverflowError) as error:
+        raise UserError(f"port {port} of {host} cannot be had ({error}); give another --port") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

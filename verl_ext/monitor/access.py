@@ -1,0 +1,74 @@
+"""Who may see the page: this machine, or whoever has the token."""
+
+from __future__ import annotations
+
+import hmac
+from http.cookies import SimpleCookie
+from ipaddress import ip_address
+from urllib.parse import parse_qs
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+COOKIE = "verl_ext_monitor"
+REFUSAL = b"The token is missing or wrong: open the address that the monitor printed, with ?token=... at its end.\n"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host names this machine itself."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Access:
+    """ASGI middleware: refuses requests without the token, or where there is none, for another host than this machine.
+
+    The latter keeps a web page elsewhere from reading this one through a name that it had pointed to 127.0.0.1.
+
+    Args:
+        app: what is guarded.
+        token: that must come with the first request; None on a loopback address.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See the ASGI specification."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
+        if not self._allows(headers, given):
+            await _refuse(scope, receive, send)
+            return
+
+        async def with_cookie(message: dict) -> None:
+            if given and message["type"] == "http.response.start":
+                cookie = f"{COOKIE}={given}; HttpOnly; SameSite=Strict; Path=/"
+                message["headers"] = [*message.get("headers", []), (b"set-cookie", cookie.encode("latin-1"))]
+            await send(message)
+
+        await self._app(scope, receive, with_cookie if self._token else send)
+
+    def _allows(self, headers: dict[str, str], given: str) -> bool:
+        if self._token is None:
+            host = headers.get("host", "")
+            name = host.rsplit(":", 1)[0] if host.count(":") == 1 or host.startswith("[") else host
+            return is_loopback(name.strip("[]"))
+        cookies = SimpleCookie(headers.get("cookie", ""))
+        kept = cookies[COOKIE].value if COOKIE in cookies else ""
+        return any(hmac.compare_digest(each.encode(), self._token.encode()) for each in (given, kept))
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
+    await send({"type": "http.response.body", "body": REFUSAL})

@@ -1,0 +1,1 @@
+"""The web page: a panel each for what can be looked at."""

@@ -1,0 +1,71 @@
+"""`python -m verl_ext.monitor plot RUN_DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_ext.errors import UserError
+from verl_ext.metrics.jsonl import METRICS_FILE
+from verl_ext.metrics.run_file import RUN_FILE
+from verl_ext.tell import tell
+
+if TYPE_CHECKING:
+    from verl_ext.monitor.view import RunView
+
+PAGE_FILE = "charts.html"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    parser.add_argument("run_dir", type=Path, help="checkpoints/<project>/<experiment>")
+    parser.add_argument("--output", type=Path, default=Path("plots"), help="directory that the files go to (plots)")
+    parser.add_argument("--smoothing", type=float, default=0.6, help="from 0, none, to below 1 (0.6)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write every chart as PNG, and one page with all of them.
+
+    Raises:
+        UserError: the directory is no run's, the smoothing is none, or a file cannot be written.
+    """
+    if not 0 <= arguments.smoothing < 1:
+        raise UserError(f"--smoothing is {arguments.smoothing}; it must be from 0 to below 1")
+    from verl_ext.monitor.plot.html import write_page
+    from verl_ext.monitor.plot.png import write_charts
+
+    with view_of(arguments.run_dir) as view:
+        try:
+            paths = write_charts(view, arguments.output, arguments.smoothing)
+            write_page(view, arguments.output / PAGE_FILE, arguments.smoothing)
+        except OSError as error:
+            raise UserError(
+                f"{arguments.output} cannot be written ({error.strerror}); give another --output"
+            ) from error
+    tell(f"wrote {len(paths)} charts and {PAGE_FILE} to {arguments.output}")
+
+
+@contextmanager
+def view_of(run_dir: Path) -> Iterator[RunView]:
+    """One run, read into a database that is gone afterwards.
+
+    Raises:
+        UserError: it is no run that has begun.
+    """
+    for name in (RUN_FILE, METRICS_FILE):
+        if not (run_dir / name).is_file():
+            raise UserError(f"{run_dir} has no {name}, so it is no run that has begun; give a run directory")
+    from verl_ext.monitor.store.database import open_database
+    from verl_ext.monitor.store.ingest import Ingest
+    from verl_ext.monitor.view import RunView
+
+    root = run_dir.resolve().parent
+    with tempfile.TemporaryDirectory(prefix="verl_ext_plot_") as directory:
+        connection = open_database(Path(directory) / "plot.sqlite")
+        run = Ingest(connection, root).take_one(run_dir.resolve())
+        yield RunView(connection, run, root)
+        connection.close()
