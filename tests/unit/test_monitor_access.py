@@ -10,7 +10,7 @@ import pytest
 from verl_ext.errors import UserError
 from verl_ext.monitor.__main__ import main
 from verl_ext.monitor.access import COOKIE, Access, is_loopback
-from verl_ext.monitor.server import require_token
+from verl_ext.monitor.server import Remembered, require_token
 
 
 def ask(token: str | None, kind: str = "http", query: str = "", **headers: str) -> tuple[bool, list[dict[str, Any]]]:
@@ -78,3 +78,11 @@ def test_bad_input_is_one_sentence(words: list[str], told: str, capsys: pytest.C
         main(words)
     shown = capsys.readouterr().err
     assert left.value.code == 2 and told in shown and shown.startswith("error: ") and shown.count("\n") == 1
+
+
+def test_pages_of_one_browser_do_not_disturb_each_other() -> None:
+    kept = {"run": "a", "language": "zh"}
+    first, second = Remembered(kept), Remembered(kept)
+    first["run"] = "b"
+    assert (first["run"], second["run"], kept["run"], second["language"]) == ("b", "a", "b", "zh")
+    assert Remembered(kept)["run"] == "b"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import sqlite3
-from collections.abc import Iterator
+from collections import UserDict
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
+from typing import Any
 
 import orjson
 from starlette.responses import StreamingResponse
@@ -41,14 +43,13 @@ def serve(root: Path, database: Path, host: str, port: int, token: str | None) -
 
     @ui.page("/", title="Training monitor")
     def index() -> None:
-        Page(PageContext(connection, root, app.storage.user))
+        Page(PageContext(connection, root, Remembered(app.storage.user)))
 
     @app.get("/csv/{run}")
     def csv(run: int) -> StreamingResponse:
         name = f"attachment; filename=metrics_{run}.csv"
-        return StreamingResponse(
-            csv_lines(connection, run), media_type="text/csv", headers={"Content-Disposition": name}
-        )
+        lines = csv_lines(open_database(database), run)  # its own connection: the answer is made in another thread
+        return StreamingResponse(lines, media_type="text/csv", headers={"Content-Disposition": name})
 
     app.on_startup(follower.start)
     app.on_shutdown(follower.stop)
@@ -61,6 +62,25 @@ def serve(root: Path, database: Path, host: str, port: int, token: str | None) -
         storage_secret=secrets.token_hex(16),
         title="Training monitor",
     )
+
+
+class Remembered(UserDict):
+    """Settings of one page, which a new page of the same browser begins with.
+
+    Two open pages do not disturb each other: what is set in one counts there, and for pages that are opened later.
+
+    Args:
+        kept: of the browser.
+    """
+
+    def __init__(self, kept: MutableMapping[str, Any]) -> None:
+        super().__init__(kept)
+        self._kept = kept
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        if hasattr(self, "_kept"):  # not while it begins
+            self._kept[name] = value
 
 
 def csv_lines(connection: sqlite3.Connection, run: int) -> Iterator[str]:

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.collective import on_rank_zero
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
+from verl_ext.health.findings import Finding
 from verl_ext.health.watch import HealthWatch
 from verl_ext.metrics.atomic import replace_file
 from verl_ext.metrics.console import ProgressBar
@@ -85,8 +86,17 @@ class Attempt:
         if "train/loss" in metrics:
             self.last_step = step
             self.bar.update(metrics)
-        for found in self.health.note(step, metrics) if self.health is not None else ():
+        for found in self._findings(step, metrics):
             self.recorder.log_event(Event(step, found.rule, found.level.word, found.sentence))
+
+    def _findings(self, step: int, metrics: Mapping[str, float]) -> Sequence[Finding]:
+        """What the health rules have to say; a rule that fails costs the rules, and not the run."""
+        try:
+            return [] if self.health is None else self.health.note(step, metrics)
+        except Exception as error:  # whatever a rule stumbles over, training is worth more
+            self.health = None
+            warn(f"the health rules are off from step {step} on: {type(error).__name__}: {error}")
+            return []
 
     @property
     def stop_rule(self) -> str | None:

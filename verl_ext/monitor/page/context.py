@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class PageContext:
 
     connection: sqlite3.Connection
     root: Path
-    settings: dict[str, Any]
+    settings: MutableMapping[str, Any]
     _views: dict[int, RunView] = field(default_factory=dict)
 
     @property

@@ -1,0 +1,63 @@
+"""The health rules of an attempt: what they say goes on record, and a rule that fails costs no run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from verl_ext.config.compose import compose_config
+from verl_ext.health.watch import HealthWatch
+from verl_ext.trainer.attempt import Attempt
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def attempt_in(run_dir: Path, *overrides: str) -> Attempt:
+    words = [f"trainer.default_local_dir={run_dir}", "trainer.logger=[]", "health.every=1", *overrides]
+    config = compose_config("sft", words)
+    return Attempt(config, 0, 100, 10, 1, True)
+
+
+def events(run_dir: Path) -> list[str]:
+    path = run_dir / "events.jsonl"
+    return [json.loads(line)["name"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_what_a_rule_finds_is_on_record_and_may_stop_the_run(tmp_path: Path) -> None:
+    with attempt_in(tmp_path, "health.stop_on=[initial_loss]") as attempt:
+        for step in range(1, 6):
+            assert attempt.stop_rule is None
+            attempt.log(step, {"train/loss": 9.0})
+        assert attempt.stop_rule == "initial_loss"
+    assert events(tmp_path) == ["initial_loss"]
+
+
+def test_a_rule_that_fails_costs_the_rules_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with attempt_in(tmp_path) as attempt:
+        monkeypatch.setattr(HealthWatch, "findings", lambda self: 1 / 0)
+        for step in (1, 2, 3):
+            attempt.log(step, {"train/loss": 9.0})
+        assert attempt.stop_rule is None and attempt.last_step == 3
+    assert capsys.readouterr().err.count("the health rules are off from step 1 on: ZeroDivisionError") == 1
+
+
+def test_without_the_rules_nothing_is_said(tmp_path: Path) -> None:
+    with attempt_in(tmp_path, "health.enabled=false") as attempt:
+        for step in range(1, 9):
+            attempt.log(step, {"train/loss": 9.0})
+    assert events(tmp_path) == []
+
+
+def test_a_second_attempt_knows_what_the_first_one_said(tmp_path: Path) -> None:
+    with attempt_in(tmp_path) as attempt:
+        for step in range(1, 9):
+            attempt.log(step, {"train/loss": 9.0})
+    second = Attempt(attempt.config, 6, 100, 10, 1, True)
+    with second:
+        for step in range(7, 12):
+            second.log(step, {"train/loss": 9.0})
+    assert events(tmp_path) == ["initial_loss"]
