@@ -155,6 +155,12 @@ add("rewards reach their plateau", "grpo", reward_total_mean=noisy(lambda s: 0.9
 add("certainty with success", "grpo", entropy=falling(0.8, 0.01, 9.0), steps=400)
 add("shorter answers with more reward", "grpo", seq_completion_len_mean=falling(240, 80, 9.0))
 add("longer answers take longer", "grpo", seq_completion_len_mean=line(100, 400), step_s=line(10, 20, 0.1))
+add("rare rewards", "grpo", reward_total_mean=lambda share, rng: rng.binomial(32, 0.01) / 32,
+    reward_correct_mean=lambda share, rng: rng.binomial(32, 0.02) / 32, reward_format_mean=flat(0.3))  # fmt: skip
+add("rare rewards become less rare", "grpo",
+    reward_total_mean=lambda share, rng: rng.binomial(32, 0.01 + 0.04 * share) / 32,
+    reward_correct_mean=lambda share, rng: rng.binomial(32, 0.01 + 0.04 * share) / 32,
+    reward_format_mean=flat(0.3))  # fmt: skip
 add("a controller learns", "budget", epochs=30)
 add("a controller learns in few epochs", "budget", epochs=7, steps=112)
 add("losses of a policy are of either sign", "budget", epochs=30, loss=lambda share, rng: rng.standard_normal())
@@ -177,6 +183,9 @@ add("validation rises with the loss", "sft", "val_loss_rising", "loss_diverging"
 
 # Gradient and schedule
 add("exploding gradients", "sft", "grad_norm_exploding", grad_norm=from_(0.7, flat(1.0, 0.2), flat(600.0, 0.5)))
+add("half of the gradients are infinite", "sft", "grad_norm_exploding",
+    grad_norm=lambda share, rng: math.inf if rng.random() < 0.9 else 1.0)  # fmt: skip
+add("a validation without a number", "sft", "val_loss_not_finite", val=from_(0.8, SFT_VAL, NAN))
 add("vanishing gradients", "sft", "grad_norm_vanishing", grad_norm=falling(1.0, 1e-6, 20.0))
 add("another schedule", "sft", "lr_schedule", lr=line(PEAK, 0.0, 0.0))
 add("a rate ten times too high", "sft", "lr_schedule", lr=flat(10 * PEAK, 0.0))

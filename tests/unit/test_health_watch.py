@@ -18,8 +18,10 @@ from verl_ext.health.watch import CALM_CHECKS, HealthWatch
 from verl_ext.launch.health_check import check_health
 
 
-def watch(*stop_on: str, history: History | None = None, every: int = 10) -> HealthWatch:
-    return HealthWatch(history or History(), Facts("sft", 1000), Limits(), every, stop_on)
+def watch(
+    *stop_on: str, history: History | None = None, every: int = 10, told: dict[str, Level] | None = None
+) -> HealthWatch:
+    return HealthWatch(history or History(), Facts("sft", 1000), Limits(), every, stop_on, told)
 
 
 def feed(watched: HealthWatch, steps: range, **metrics: float) -> list[tuple[int, str, Level]]:
@@ -60,12 +62,16 @@ def test_only_rules_that_are_named_stop_a_run_and_a_notice_does_not() -> None:
     assert watched.stop_rule == "loss_not_finite"
 
 
-def test_what_stood_when_an_attempt_began_neither_tells_nor_stops_again() -> None:
+@pytest.mark.parametrize("was_told", [True, False])
+def test_what_was_told_before_neither_tells_nor_stops_again(was_told: bool) -> None:
     history = History()
-    for step in range(1, 41):
+    for step in range(1, 37):  # the run was stopped between two checks
         history.add(step, {"train/loss": 2.0, "train/grad_norm": 300.0})
-    watched = watch("grad_norm_exploding", history=history)
-    assert feed(watched, range(41, 61), loss=2.0, grad_norm=300.0) == [] and watched.stop_rule is None
+    told = {"grad_norm_exploding": Level.ALARM, "grad_norm_range": Level.NOTICE} if was_told else {}
+    watched = watch("grad_norm_exploding", history=history, told=told)
+    found = [rule for _, rule, _ in feed(watched, range(37, 61), loss=2.0, grad_norm=300.0)]
+    assert found == ([] if was_told else ["grad_norm_range", "grad_norm_exploding"])
+    assert watched.stop_rule == (None if was_told else "grad_norm_exploding")
 
 
 def test_a_validation_is_checked_when_it_comes() -> None:
@@ -104,6 +110,8 @@ def test_recipes_have_every_threshold_with_its_default() -> None:
         ("health.stop_on=[overfiting]", "take overfitting"),
         ("health.stop_on=[violation_high]", "no rule of this stage"),
         ("health.every=0", "whole number of at least 1"),
+        ("health.limits.window=300", "from 3 to 256 steps"),
+        ("health.limits.grad_norm_alarm=-1", "above 0"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(override: str, told: str) -> None:

@@ -64,6 +64,7 @@ ALLOWED = {
     | {
         "verl_ext.metrics",
         "verl_ext.health.rules",
+        "verl_ext.health.series",
         "verl_ext.data",
         "verl_ext.checkpoint",
         "verl_ext.grpo.rewards.registry",

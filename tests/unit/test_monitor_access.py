@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 from verl_ext.errors import UserError
 from verl_ext.monitor.__main__ import main
-from verl_ext.monitor.access import COOKIE, Access, is_loopback
+from verl_ext.monitor.access import COOKIE, Access, digest_of, is_loopback
 from verl_ext.monitor.server import Remembered, require_token
 
 
@@ -44,8 +45,20 @@ def test_the_token_comes_once_and_stays_as_a_cookie() -> None:
     reached, [start] = ask("secret", query="token=secret")
     assert reached
     [cookie] = [value.decode() for name, value in start["headers"] if name == b"set-cookie"]
-    assert cookie.startswith(f"{COOKIE}=secret;") and "HttpOnly" in cookie and "SameSite=Strict" in cookie
-    assert ask("secret", "websocket", cookie=f"{COOKIE}=secret")[0]
+    assert (
+        cookie.startswith(f"{COOKIE}={digest_of('secret')};") and "HttpOnly" in cookie and "SameSite=Strict" in cookie
+    )
+    kept = f'x={{"a": [1]}}; {COOKIE}={digest_of("secret")}'
+    assert ask("secret", "websocket", cookie=kept)[0]
+    reached, [start] = ask("secret", query="token=wrong", cookie=kept)
+    assert reached and start["headers"] == []  # a wrong word takes nothing away
+
+
+def test_any_word_can_be_a_token() -> None:
+    for token in ("a+b/c==", "a b;c", "密码", "#&?"):
+        reached, [start] = ask(token, query=f"token={quote(token, safe='')}")
+        [cookie] = [value.decode() for name, value in start["headers"] if name == b"set-cookie"]
+        assert reached and ask(token, cookie=cookie.split(";")[0])[0]
 
 
 def test_on_this_machine_alone_other_names_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -189,3 +190,51 @@ def test_the_latest_figures_and_the_time_left(root: Path, connection: sqlite3.Co
     assert (standing.step, standing.total_steps, standing.seconds_left) == (100, 200, 1000.0)
     assert standing.latest == {"train/loss": 0.01, "val/loss": 0.5}
     assert np.isclose(view.curve("val/loss").last, (100, 0.5)).all()
+
+
+def test_runs_that_go_or_come_anew_leave_nothing_behind(root: Path, connection: sqlite3.Connection) -> None:
+    run_dir, ingest = root / "p/e", Ingest(connection, root)
+    write_record(run_dir)
+    write_rows(run_dir, 1, range(1, 41))
+    path = run_dir / "eval/eval_step_40/metrics.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"datasets": {"gsm8k": {"accepted_at_1": 0.5}}}))
+    event = {"step": 20, "attempt": 1, "time": 5.0, "name": "old", "level": "alarm", "text": "rises"}
+    (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
+    [run] = take(connection, root)
+    shutil.rmtree(run_dir)
+    write_record(run_dir)
+    write_rows(run_dir, 1, range(1, 3))
+    (run_dir / "events.jsonl").write_text(json.dumps({**event, "name": "new", "text": "longer than before"}) + "\n")
+    assert take(connection, root) == [run] and count(connection, "training_logs") == 2
+    take(connection, root)
+    assert count(connection, "evaluations") == 0
+    told = [row["text"] for row in connection.execute("SELECT * FROM events WHERE kind = 'alarm'")]
+    assert told == ["new: longer than before"]
+    view = RunView(connection, run, root)
+    shutil.rmtree(run_dir)
+    assert ingest.find_runs() == [] and not view.refresh()
+    assert [count(connection, table) for table in ("runs", "training_logs", "events", "attempts")] == [0, 0, 0, 0]
+
+
+def test_one_bad_run_does_not_hide_the_others(
+    root: Path, connection: sqlite3.Connection, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_record(root / "p/good")
+    write_rows(root / "p/good", 1, range(1, 4))
+    (root / "bad").mkdir()
+    (root / "bad/run.json").write_text('{"status": "finished", "attempts": ["a"]}')
+    write_record(root / "p/huge")
+    (root / "p/huge/metrics.jsonl").write_text('{"step": 1e30, "attempt": 1, "time": 1.0, "train/loss": 1.0}\n' * 2)
+    runs = take(connection, root)
+    take(connection, root)
+    assert len(runs) == 2 and count(connection, "training_logs") == 3
+    assert capsys.readouterr().err.count("bad cannot be followed") == 2  # once by each of two
+
+
+def test_an_attempt_begins_once_in_the_log(root: Path, connection: sqlite3.Connection) -> None:
+    write_record(root / "p/e")
+    take(connection, root)
+    write_record(root / "p/e", status="finished")
+    take(connection, root)
+    assert connection.execute("SELECT count(*) FROM events WHERE kind = 'start'").fetchone()[0] == 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import datetime
 
 import numpy as np
 
@@ -20,6 +22,8 @@ BUSY_SHARE = 0.8
 """Of a GPU's time that training should use."""
 SILENCE_STEPS, SILENCE_S = 10, 600.0
 """A run that is silent for longer than so many of its steps, and so many seconds, has likely hung."""
+PAUSES = ("time/val/step_s", "time/eval/step_s", "time/train/save_s", "time/checkpoint/write_s")
+"""What a run may be silent for."""
 SIZE_MARGIN = 0.2
 """Share by which the sizes of a run's checkpoints may differ."""
 GIB = 1 << 30
@@ -63,7 +67,8 @@ def first_steps(files: RunFiles) -> Iterable[Point]:
         yield Point("train/loss falls", seen("loss_not_falling"))
     else:
         yield Point("train/loss is not 0 throughout, and not extreme", worst(seen("loss_zero"), seen("loss_jitter")))
-    yield Point("train/lr(1e-3) follows its schedule from the warm-up on", seen("lr_schedule"))
+    # of the present steps: a run that was prolonged began on another schedule
+    yield Point("train/lr(1e-3) follows its schedule", _seen(files.findings(), "lr_schedule"))
     yield Point("train/grad_norm is in range", worst(seen("grad_norm_range"), seen("grad_norm_exploding")))
     yield Point("step times are steady", worst(seen("step_time_high"), seen("step_time_rising")))
     yield Point(f"GPUs are busy for more than {BUSY_SHARE:.0%} of the time", _gpus(files))
@@ -107,7 +112,9 @@ def _seen(findings: dict, name: str) -> Seen | None:
 
 
 def _gpus(files: RunFiles) -> Seen | None:
-    if files.config["trainer"]["device"] != "cuda" or files.run["status"] != "running":
+    attempts = files.run["attempts"]
+    is_here = bool(attempts) and attempts[-1].get("host") == socket.gethostname()
+    if files.config["trainer"]["device"] != "cuda" or files.run["status"] != "running" or not is_here:
         return None
     used = gpu_use()
     if not used:
@@ -158,12 +165,26 @@ def _tracker(files: RunFiles) -> Seen | None:
 
 
 def _alive(files: RunFiles, now: float) -> Seen:
-    silent_s, recent = now - files.history.time, files.history.series("time/train/step_s").recent(20)
-    allowed = max(SILENCE_S, SILENCE_STEPS * float(np.median(recent)) if len(recent) else 0.0)
+    silent_s = now - max(files.history.time, _begun(files))
+    steps = files.history.series("time/train/step_s").recent(20)
+    pauses = (files.history.series(name).recent() for name in PAUSES)
+    allowed = max(
+        SILENCE_S,
+        SILENCE_STEPS * float(np.median(steps)) if len(steps) else 0.0,
+        *(2 * float(each.max()) for each in pauses if len(each)),
+    )
     told = f"its last row is {silent_s:.0f} s old"
     return (
         ok(told) if silent_s <= allowed else alarm(f"{told}; look at its processes, and start the same command again")
     )
+
+
+def _begun(files: RunFiles) -> float:
+    """When the last attempt began, in seconds since 1970; 0 where that is not known."""
+    try:
+        return datetime.fromisoformat(files.run["attempts"][-1]["start"]).timestamp()
+    except (IndexError, KeyError, TypeError, ValueError):
+        return 0.0
 
 
 def _reason(files: RunFiles) -> str:
@@ -177,7 +198,9 @@ def _expected(files: RunFiles) -> Seen | None:
     if total is None or files.run["status"] == "waiting":
         return None
     due = total if last >= total else last - last % every if every > 0 else 0
-    if not due:
+    if files.run["status"] == "running" and every > 0:
+        due = (due - 1) // every * every  # the one that is due now may be under way
+    if due <= 0:
         return None
     there = [step_of(path) or 0 for path in list_steps(files.directory) if what_is_wrong(path) is None]
     if not any(step >= due for step in there):

@@ -13,6 +13,10 @@ from verl_ext.health.series import Array, Series
 MOST_EPOCHS = 256
 """Epochs whose means are kept."""
 EPOCH = "train/epoch"
+NONFINITE = frozenset({"train/grad_norm", "val/loss"})
+"""Metrics of which it is kept whether they were finite."""
+MOST_FINITE = 256
+"""Values of each of which it is kept."""
 _NOT_METRICS = ("step", "attempt", "time")
 
 
@@ -31,6 +35,7 @@ class History:
         self._epochs: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MOST_EPOCHS))
         self.step, self.time, self.num_epochs = 0, 0.0, 0
         self.nonfinite_streak = 0
+        self._finite: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=MOST_FINITE))
 
     def add(self, step: int, metrics: Mapping[str, float], time: float = 0.0) -> None:
         """Take a row.
@@ -45,6 +50,8 @@ class History:
             self.nonfinite_streak = 0 if math.isfinite(loss) else self.nonfinite_streak + 1
         if EPOCH in metrics:
             self._turn_to_epoch(math.ceil(metrics[EPOCH] - 1e-9))
+        for name in NONFINITE & metrics.keys():
+            self._finite[name].append(math.isfinite(metrics[name]))
         for name, value in metrics.items():
             if name not in _NOT_METRICS and (self._names is None or name in self._names) and math.isfinite(value):
                 self._series[name].add(step, value)
@@ -57,6 +64,10 @@ class History:
     def series(self, name: str) -> Series:
         """A metric; without a point where it was never logged."""
         return self._series[name] if name in self._series else Series()
+
+    def num_nonfinite(self, name: str, count: int) -> int:
+        """How many of the last values of one of `NONFINITE` were no finite numbers."""
+        return list(self._finite[name])[-count:].count(False) if name in self._finite else 0
 
     def epochs(self, name: str) -> Array:
         """Means of a metric over the last whole epochs, the oldest first."""

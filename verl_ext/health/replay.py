@@ -45,8 +45,11 @@ def replay(
     """
     history, steps_per_epoch = History(WATCHED), None
     path = run_dir / METRICS_FILE
+    last = max((each["attempt"] for each in attempts), default=None)
     for row in rows_in_force(iterate_metrics(path), attempts) if path.is_file() else ():
         if until is not None and row["step"] > until:
+            if row["attempt"] == last:  # nothing that counts comes behind it
+                break
             continue
         metrics = {name: float(row[name]) for name in row.keys() & _NEEDED}
         if metrics.get("train/epoch"):

@@ -5,6 +5,7 @@ The file is a LevelDB log: blocks of 32 KiB, in them parts of records, each behi
 
 from __future__ import annotations
 
+import importlib.util
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,9 @@ READ_BLOCKS = 8
 
 
 def wandb_end(run_dir: Path) -> int | None:
-    """Exit code of the newest W&B run of a run directory; None where it has no end, or there is none."""
+    """Exit code of the newest W&B run of a run directory; None where it has no end, there is none, or no W&B here."""
     files = sorted(run_dir.glob("wandb/*run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
-    if not files:
+    if not files or importlib.util.find_spec("wandb") is None:
         return None
     from wandb.proto.wandb_internal_pb2 import Record
 

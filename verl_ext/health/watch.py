@@ -14,34 +14,43 @@ CALM_CHECKS = 3
 """Checks in a row without it before a finding counts as gone; a rule at its threshold would be told again and again."""
 
 
+VALIDATED = frozenset({"val/loss", "eval/reward_total_mean"})
+"""One of them is in every row of a validation."""
+
+
 class HealthWatch:
     """Follows a run.
 
     Args:
-        history: of the steps before this attempt; what stands at its end is known, and neither told nor stopped for.
+        history: of the steps before this attempt.
         facts: of the run.
         limits: thresholds.
         every: steps between two checks; validations and losses that are not finite are checked at once.
         stop_on: rules that stop the run when they come to a warning or an alarm.
+        told: what earlier attempts have told last, by rule; it is neither told nor stopped for again.
     """
 
     def __init__(
-        self, history: History, facts: Facts, limits: Limits, every: int = 10, stop_on: Sequence[str] = ()
+        self,
+        history: History,
+        facts: Facts,
+        limits: Limits,
+        every: int = 10,
+        stop_on: Sequence[str] = (),
+        told: Mapping[str, Level] | None = None,
     ) -> None:
         self._history, self._facts, self._limits, self._every = history, facts, limits, every
         self._stop_on = frozenset(stop_on)
         self._rules = [each for each in RULES if facts.stage in each.stages]
-        self._standing: dict[str, Level] = {}
+        self._standing: dict[str, Level] = dict(told or {})
         self._calm: dict[str, int] = {}
         self.stop_rule: str | None = None
-        if history.step:
-            self._standing = {each.rule: each.level for each in self.findings()}
 
     def note(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
         """Take a row of metrics; gives what has changed, where the rules were checked."""
         self._history.add(step, metrics)
         is_due = "train/loss" in metrics and (step % self._every == 0 or step == self._facts.total_steps)
-        if not (is_due or "val/loss" in metrics or self._history.nonfinite_streak):
+        if not (is_due or VALIDATED & metrics.keys() or self._history.nonfinite_streak):
             return []
         changes = [each for each in self.findings() if self._is_news(each)]
         stopping = [each.rule for each in changes if each.rule in self._stop_on and each.level >= Level.WARNING]

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from verl_ext.config.checks import require_positive
 from verl_ext.errors import UserError
 from verl_ext.health.rules import BY_NAME
+from verl_ext.health.series import MOST_RECENT
 
 
 def check_health(config: DictConfig) -> None:
@@ -18,6 +19,12 @@ def check_health(config: DictConfig) -> None:
         UserError: another value.
     """
     require_positive("health.every", config.health.every)
+    window = config.health.limits.window
+    if not 3 <= window <= MOST_RECENT:
+        raise UserError(f"health.limits.window is {window}; it must be from 3 to {MOST_RECENT} steps")
+    for name, value in config.health.limits.items():
+        if value is None or value <= 0:
+            raise UserError(f"health.limits.{name} is {value}; it must be above 0")
     known = [name for name, rule in BY_NAME.items() if config.stage in rule.stages]
     for name in config.health.stop_on:
         if name not in known:

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from verl_ext.errors import UserError, exit_on_user_error
 from verl_ext.monitor.plot.command import add_arguments, run
@@ -70,7 +71,8 @@ def serve_with(arguments: argparse.Namespace) -> None:
     require_token(arguments.host, token, is_loopback(arguments.host))
     check_port(arguments.host, arguments.port)
     address = f"http://{arguments.host}:{arguments.port}/"
-    tell(f"Training monitor of {arguments.root} on {address}{f'?token={token}' if token else ''} (Ctrl-C ends it)")
+    asked = "" if token is None else f"?token={quote(token, safe='')}"
+    tell(f"Training monitor of {arguments.root} on {address}{asked} (Ctrl-C ends it)")
     database = arguments.database or database_for(arguments.root)
     serve(arguments.root.resolve(), database, arguments.host, arguments.port, token)
 

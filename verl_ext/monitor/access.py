@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
-from http.cookies import SimpleCookie
 from ipaddress import ip_address
 from urllib.parse import parse_qs
 
+from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 COOKIE = "verl_ext_monitor"
@@ -43,26 +44,35 @@ class Access:
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
-        if not self._allows(headers, given):
+        brought = self._token is not None and same(given, self._token)
+        if not (brought or self._allows(headers)):
             await _refuse(scope, receive, send)
             return
 
         async def with_cookie(message: dict) -> None:
-            if given and message["type"] == "http.response.start":
-                cookie = f"{COOKIE}={given}; HttpOnly; SameSite=Strict; Path=/"
+            if message["type"] == "http.response.start":
+                cookie = f"{COOKIE}={digest_of(self._token or '')}; HttpOnly; SameSite=Strict; Path=/"
                 message["headers"] = [*message.get("headers", []), (b"set-cookie", cookie.encode("latin-1"))]
             await send(message)
 
-        await self._app(scope, receive, with_cookie if self._token else send)
+        await self._app(scope, receive, with_cookie if brought else send)
 
-    def _allows(self, headers: dict[str, str], given: str) -> bool:
+    def _allows(self, headers: dict[str, str]) -> bool:
         if self._token is None:
             host = headers.get("host", "")
             name = host.rsplit(":", 1)[0] if host.count(":") == 1 or host.startswith("[") else host
             return is_loopback(name.strip("[]"))
-        cookies = SimpleCookie(headers.get("cookie", ""))
-        kept = cookies[COOKIE].value if COOKIE in cookies else ""
-        return any(hmac.compare_digest(each.encode(), self._token.encode()) for each in (given, kept))
+        return same(cookie_parser(headers.get("cookie", "")).get(COOKIE, ""), digest_of(self._token))
+
+
+def digest_of(token: str) -> str:
+    """What the cookie holds: the token itself may have characters that cookies may not."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def same(one: str, other: str) -> bool:
+    """Whether two secrets are the same, in a time that tells nothing of where they differ."""
+    return hmac.compare_digest(one.encode(), other.encode())
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:

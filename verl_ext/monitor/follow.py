@@ -6,7 +6,6 @@ import threading
 import time
 from pathlib import Path
 
-from verl_ext.metrics.notice import warn
 from verl_ext.monitor.store.database import open_database
 from verl_ext.monitor.store.ingest import Ingest
 
@@ -28,16 +27,19 @@ class Follower(threading.Thread):
         super().__init__(name="follower", daemon=True)
         self._connection = open_database(database)
         self._ingest, self._stopping = Ingest(self._connection, root), threading.Event()
-        self._told: set[str] = set()
 
     def run(self) -> None:
         """Look again and again."""
         looked = 0.0
         behind: set[int] = set()  # runs of which more is there than was taken at once
         while not self._stopping.is_set():
-            runs = {*self._ingest.running(), *behind}
-            if time.monotonic() - looked > FIND_EVERY_S:  # what does not run may still have changed
-                runs, looked = {*self._ingest.find_runs()}, time.monotonic()
+            try:
+                runs = {*self._ingest.running(), *behind}
+                if time.monotonic() - looked > FIND_EVERY_S:  # what does not run may still have changed
+                    runs, looked = {*self._ingest.find_runs()}, time.monotonic()
+            except Exception as error:  # a full disk, a locked database: it may pass, and pages wait for this thread
+                self._ingest.tell_once(f"runs cannot be looked for: {type(error).__name__}: {error}")
+                runs = set()
             behind = {run for run in runs if self._take(run)}
             if not behind:
                 self._stopping.wait(TAKE_EVERY_S)
@@ -47,10 +49,7 @@ class Follower(threading.Thread):
         try:
             return self._ingest.take(run)
         except Exception as error:  # files of any kind may lie there, and people look at the other runs
-            message = f"run {run} cannot be followed: {type(error).__name__}: {error}"
-            if message not in self._told:
-                self._told.add(message)
-                warn(message)
+            self._ingest.tell_once(f"run {run} cannot be followed: {type(error).__name__}: {error}")
             return False
 
     def stop(self) -> None:

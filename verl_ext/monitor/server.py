@@ -59,9 +59,18 @@ def serve(root: Path, database: Path, host: str, port: int, token: str | None) -
         show=False,
         reload=False,
         show_welcome_message=False,
-        storage_secret=secrets.token_hex(16),
+        storage_secret=secret_of(database),
         title="Training monitor",
     )
+
+
+def secret_of(database: Path) -> str:
+    """By which cookies are signed; kept beside the database, so that browsers are known after a restart."""
+    path = database.with_suffix(".secret")
+    if not path.exists():
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(secrets.token_hex(16))
+    return path.read_text()
 
 
 class Remembered(UserDict):

@@ -88,7 +88,10 @@ class RunView:
 
     def refresh(self) -> bool:
         """Take what is new; whether there was anything."""
-        former, self.record = self.record, self._record()
+        former, found = self.record, self._record()
+        if found is None:  # the run is gone, and what was read of it is all there is
+            return False
+        self.record = found
         if self.record["record"] != former["record"]:
             self._axis.first_steps = self._first_steps()
         if self.record["generation"] != former["generation"]:  # another file has taken the place of the first

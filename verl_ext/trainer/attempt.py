@@ -57,7 +57,7 @@ class Attempt:
 
     def _open(self) -> None:
         self.record = RunRecord(self.run_dir)
-        self.health = watch_of(self.config, self.first_step, self.total_steps, self.steps_per_epoch)
+        self.health = self._watch()
         number = self.record.start_attempt(
             first_step=self.first_step, world_size=self.world_size, total_steps=self.total_steps
         )
@@ -88,6 +88,14 @@ class Attempt:
             self.bar.update(metrics)
         for found in self._findings(step, metrics):
             self.recorder.log_event(Event(step, found.rule, found.level.word, found.sentence))
+
+    def _watch(self) -> HealthWatch | None:
+        """The health rules with what is known of the run; without them where that cannot be read."""
+        try:
+            return watch_of(self.config, self.first_step, self.total_steps, self.steps_per_epoch)
+        except Exception as error:  # whatever lies in the run directory, training is worth more
+            warn(f"the health rules are off: {type(error).__name__}: {error}")
+            return None
 
     def _findings(self, step: int, metrics: Mapping[str, float]) -> Sequence[Finding]:
         """What the health rules have to say; a rule that fails costs the rules, and not the run."""

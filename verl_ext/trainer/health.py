@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.checkpoint.layout import complete_steps
 from verl_ext.health.facts import Facts
+from verl_ext.health.findings import Level
 from verl_ext.health.limits import Limits
 from verl_ext.health.replay import replay
 from verl_ext.health.watch import HealthWatch
+from verl_ext.metrics.records import EVENTS_FILE
 from verl_ext.metrics.run_record import RunRecord
 
 
@@ -26,7 +29,22 @@ def watch_of(config: DictConfig, first_step: int, total_steps: int, steps_per_ep
     wanted, run_dir = config.health, Path(config.trainer.default_local_dir)
     if not wanted.enabled:
         return None
-    history, _ = replay(run_dir, RunRecord(run_dir).read()["attempts"], until=first_step)
+    attempts = RunRecord(run_dir).read()["attempts"]
+    history, _ = replay(run_dir, attempts, until=first_step)
     content = OmegaConf.to_container(config, resolve=True)
     facts = Facts.of(content, total_steps, steps_per_epoch, lambda: complete_steps(run_dir))
-    return HealthWatch(history, facts, Limits(**wanted.limits), wanted.every, list(wanted.stop_on))
+    told = told_before(run_dir / EVENTS_FILE, first_step)
+    return HealthWatch(history, facts, Limits(**wanted.limits), wanted.every, list(wanted.stop_on), told)
+
+
+def told_before(path: Path, step: int) -> dict[str, Level]:
+    """By rule what `events.jsonl` says of it last, up to a step; empty where there is none."""
+    found: dict[str, Level] = {}
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+            if row["step"] <= step:
+                found[row["name"]] = Level[row["level"].upper()]
+        except (ValueError, KeyError, TypeError):
+            continue  # a line that a crash left torn
+    return found

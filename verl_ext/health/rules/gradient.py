@@ -31,10 +31,12 @@ def grad_norm_range(history: History, facts: Facts, limits: Limits) -> Seen | No
 def grad_norm_exploding(history: History, facts: Facts, limits: Limits) -> Seen | None:
     """The gradient norm is above 100 for half of the recent steps."""
     recent = history.series(NORM).recent(limits.window)
-    if len(recent) < limits.window:
+    lost = history.num_nonfinite(NORM, limits.window)
+    if len(recent) + lost < limits.window:
         return None
-    share = float((recent > limits.grad_norm_alarm).mean())
-    told = f"{share:.0%} of the last {len(recent)} gradient norms are above {limits.grad_norm_alarm:g}"
+    large = lost + int((recent[lost:] > limits.grad_norm_alarm).sum())
+    share = large / limits.window
+    told = f"{share:.0%} of the last {limits.window} gradient norms are above {limits.grad_norm_alarm:g} or not finite"
     return alarm(told) if share >= 0.5 else warning(told) if share >= 0.2 else ok(told)
 
 

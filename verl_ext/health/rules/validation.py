@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from verl_ext.health.facts import LANGUAGE, Facts
-from verl_ext.health.findings import Seen, notice, ok, warning
+from verl_ext.health.findings import Seen, alarm, notice, ok, warning
 from verl_ext.health.history import History
 from verl_ext.health.limits import Limits
 from verl_ext.health.rule import Rule, rule
@@ -17,6 +17,14 @@ RISES = 3
 """Validations in a row, each above the one before."""
 AFTER_BEST = 2
 """Validations above the best that are overfitting and no accident."""
+
+
+@rule(VAL, advice="look at the validation data, and at the model's number type", into=VALIDATION, stages=LANGUAGE)
+def val_loss_not_finite(history: History, facts: Facts, limits: Limits) -> Seen | None:
+    """The last validation loss is NaN or infinite."""
+    if history.num_nonfinite(VAL, 1):
+        return alarm("the last val/loss was not finite")
+    return ok("val/loss is finite") if history.series(VAL).num_points else None
 
 
 @rule(VAL, TRAIN, advice="stop and take the best checkpoint", into=VALIDATION, stages=LANGUAGE)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 from nicegui import run, ui
 
-from verl_ext.errors import UserError
+from verl_ext.errors import first_line_of
 from verl_ext.health.checklist import Point, checklists
 from verl_ext.health.findings import Finding, Level
 from verl_ext.health.run_files import RunFiles
+from verl_ext.metrics.jsonl import METRICS_FILE
+from verl_ext.metrics.run_file import RUN_FILE
 from verl_ext.monitor.page.context import PageContext
 from verl_ext.monitor.view import RunView
 
@@ -19,6 +24,9 @@ ICONS = {
 }
 
 
+FILES = (METRICS_FILE, RUN_FILE)
+
+
 class HealthPanel:
     """Builds itself where it is made.
 
@@ -27,19 +35,21 @@ class HealthPanel:
     """
 
     def __init__(self, context: PageContext) -> None:
-        self._context = context
+        self._context, self._state = context, None
         self._box = ui.column().classes("w-full gap-1").props('data-testid="health"')
 
     async def show(self, view: RunView) -> None:
         """Look at the run's files, in a thread: there may be many rows."""
+        if (state := _state(view.directory)) == self._state:
+            return
         try:
             lists, findings = await run.io_bound(_look, view.directory)
-        except UserError as error:
-            lists, findings = {}, []
+        except Exception as error:  # the files of a run may be of any kind, and the page goes on
             self._box.clear()
             with self._box:
-                ui.label(str(error)).classes("opacity-70")
+                ui.label(first_line_of(error)).classes("opacity-70")
             return
+        self._state = state
         self._box.clear()
         with self._box:
             for title, points in lists.items():
@@ -49,6 +59,12 @@ class HealthPanel:
             ui.label("Rules").classes("text-lg mt-2")
             for found in sorted(findings, key=lambda each: -each.level):
                 _line(found.level, found.rule, found.sentence)
+
+
+def _state(directory: Path) -> tuple[object, ...]:
+    """What changes when there is anything new to see; for a live run also every half minute, as silence may grow."""
+    stats = [(path.stat().st_size, path.stat().st_mtime) for name in FILES if (path := directory / name).exists()]
+    return directory, *stats, int(time.time() / 30)
 
 
 def _look(directory: object) -> tuple[dict[str, list[Point]], list[Finding]]:

@@ -31,7 +31,7 @@ PANELS: dict[str, Any] = {
     "Health": HealthPanel,
     "Log": LogPanel,
 }
-SLOW = ("Evaluation", "Checkpoints", "Samples", "Health")
+SLOW = ("Evaluation", "Compare", "Checkpoints", "Samples", "Health")
 
 
 class Page:

@@ -22,6 +22,7 @@ CREATE TABLE runs (
     generation INTEGER NOT NULL DEFAULT 0,      -- how often another file has taken its place
     metrics_head TEXT NOT NULL DEFAULT '',      -- digest of its beginning: another one is another file
     events_offset INTEGER NOT NULL DEFAULT 0,
+    events_head TEXT NOT NULL DEFAULT '',
     last_packed INTEGER NOT NULL DEFAULT 0,     -- rows of training_logs up to here are in columns too
     unreadable INTEGER NOT NULL DEFAULT 0       -- lines that are no rows
 );

@@ -50,18 +50,17 @@ def _figure(value: Any) -> str:
 
 
 def take_attempts(connection: sqlite3.Connection, run: int, attempts: Sequence[Mapping[str, Any]]) -> None:
-    """Write a run's attempts, and the lines on how each began and ended, once."""
-    told = "DELETE FROM events WHERE run = ? AND kind IN ('start', 'end', 'failure')"
-    connection.execute(told, (run,))
+    """Write a run's attempts, and the lines on how each began and ended, each once."""
+    query = "SELECT attempt, kind FROM events WHERE run = ? AND kind IN ('start', 'end', 'failure')"
+    told = set(map(tuple, connection.execute(query, (run,))))
     connection.execute("DELETE FROM attempts WHERE run = ?", (run,))
     names = ("start", "end", "first_step", "last_step", "world_size", "exit_reason", "host")
     for each in attempts:
-        values = [each.get(name) for name in names]
-        connection.execute(
-            "INSERT OR REPLACE INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (run, each["attempt"], *values)
-        )
+        values = [run, each["attempt"], *(each.get(name) for name in names)]
+        connection.execute("INSERT OR REPLACE INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         for event in _of_attempt(each):
-            connection.execute("INSERT INTO events VALUES (NULL, ?, ?, ?, ?, ?, ?)", (run, *event))
+            if (event[1], event[3]) not in told:
+                connection.execute("INSERT INTO events VALUES (NULL, ?, ?, ?, ?, ?, ?)", (run, *event))
 
 
 def _of_attempt(attempt: Mapping[str, Any]) -> Iterator[Event]:
@@ -82,22 +81,21 @@ def _seconds(moment: Any) -> float | None:
         return None
 
 
-def take_events(connection: sqlite3.Connection, run: int, directory: Path, offset: int) -> None:
-    """Read on in `events.jsonl`, what the health rules said."""
-    new = read_new(directory / EVENTS_FILE, offset)
+def take_events(connection: sqlite3.Connection, row: sqlite3.Row, directory: Path) -> None:
+    """Read on in `events.jsonl`, what the health rules said; `row` is the run's."""
+    run, new = row["id"], read_new(directory / EVENTS_FILE, row["events_offset"], row["events_head"])
     if new is None:
         return
+    if new.is_other:
+        said = "DELETE FROM events WHERE run = ? AND kind IN ('ok', 'notice', 'warning', 'alarm')"
+        connection.execute(said, (run,))
     for line in new.lines:
         try:
-            row = orjson.loads(line)
-            event = (
-                float(row["time"]),
-                row.get("attempt"),
-                row.get("step"),
-                str(row["level"]),
-                f"{row['name']}: {row['text']}",
-            )
-        except (ValueError, TypeError, KeyError):
+            told = orjson.loads(line)
+            text = f"{told['name']}: {told['text']}"
+            event = (float(told["time"]), told.get("attempt"), told.get("step"), str(told["level"]), text)
+        except (ValueError, TypeError, KeyError, AttributeError):
             continue  # a line that a crash left torn
         connection.execute("INSERT INTO events VALUES (NULL, ?, ?, ?, ?, ?, ?)", (run, *event))
-    connection.execute("UPDATE runs SET events_offset = ? WHERE id = ?", (new.offset, run))
+    offsets = "UPDATE runs SET events_offset = ?, events_head = ? WHERE id = ?"
+    connection.execute(offsets, (new.offset, new.head, run))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,15 @@ import orjson
 
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE
+from verl_ext.metrics.notice import warn
 from verl_ext.metrics.run_file import RUN_FILE, STATUSES
 from verl_ext.monitor.store.columns import PACKED_ROWS, Row, pack, rows_after
 from verl_ext.monitor.store.evaluations import take_evaluations
 from verl_ext.monitor.store.events import events_of_row, take_attempts, take_events
 from verl_ext.monitor.store.lines import read_new
+
+MOST = 1 << 53
+"""Greater numbers of steps are none."""
 
 
 class Ingest:
@@ -27,17 +32,36 @@ class Ingest:
 
     def __init__(self, connection: sqlite3.Connection, root: Path) -> None:
         self._connection, self._root = connection, root
+        self._told: set[str] = set()
 
     def find_runs(self) -> list[int]:
-        """Look for runs below the root, and read what their `run.json` say; ids, those that are gone left out."""
-        found = sorted(path.parent for path in self._root.rglob(RUN_FILE) if path.is_file())
+        """Look for runs below the root, and read what their `run.json` say; ids. Those that are gone are forgotten."""
         ids = []
-        for directory in found:
-            with self._connection:
-                if (run := self._take_record(directory)) is not None:
-                    take_evaluations(self._connection, run, directory)
-                    ids.append(run)
+        for directory in run_directories(self._root):
+            try:
+                with self._connection:
+                    if (run := self._take_record(directory)) is not None:
+                        take_evaluations(self._connection, run, directory)
+                        ids.append(run)
+            except Exception as error:  # files of any kind may lie there, and people look at the other runs
+                self.tell_once(f"{directory} cannot be followed: {type(error).__name__}: {error}")
+        self._drop_all_but(ids)
         return ids
+
+    def tell_once(self, message: str) -> None:
+        """Warn of something, the first time."""
+        if message not in self._told:
+            self._told.add(message)
+            warn(message)
+
+    def _drop_all_but(self, ids: list[int]) -> None:
+        """Forget runs whose directories are gone."""
+        with self._connection:
+            known = [run for (run,) in self._connection.execute("SELECT id FROM runs")]
+            for run in set(known) - set(ids):
+                for table in ("training_logs", "columns", "events", "evaluations", "attempts"):
+                    self._connection.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
+                self._connection.execute("DELETE FROM runs WHERE id = ?", (run,))
 
     def running(self) -> list[int]:
         """Runs that were running when their records were last read."""
@@ -45,11 +69,14 @@ class Ingest:
 
     def take(self, run: int) -> bool:
         """Read on in the files of a run; whether there may be more at once."""
-        row = self._connection.execute("SELECT * FROM runs WHERE id = ?", (run,)).fetchone()
-        directory = self._root / row["path"]
         with self._connection:
+            self._connection.execute("BEGIN IMMEDIATE")  # offsets are read where nobody else writes them
+            row = self._connection.execute("SELECT * FROM runs WHERE id = ?", (run,)).fetchone()
+            if row is None:
+                return False
+            directory = self._root / row["path"]
             self._take_record(directory)
-            take_events(self._connection, run, directory, row["events_offset"])
+            take_events(self._connection, row, directory)
             return self._take_metrics(row, directory / METRICS_FILE)
 
     def take_all(self, run: int) -> None:
@@ -141,13 +168,26 @@ class Ingest:
 
     def _forget(self, run: int) -> None:
         """The file is another one: what was read of it does not count."""
-        for table in ("training_logs", "columns"):
+        for table in ("training_logs", "columns", "events", "evaluations", "attempts"):
             self._connection.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
-        self._connection.execute(
-            "DELETE FROM events WHERE run = ? AND kind IN ('step', 'evaluation', 'checkpoint')", (run,)
+        reset = (
+            "UPDATE runs SET last_packed = 0, unreadable = 0, generation = generation + 1, record = '', "
+            "events_offset = 0, events_head = '' WHERE id = ?"
         )
-        reset = "UPDATE runs SET last_packed = 0, unreadable = 0, generation = generation + 1 WHERE id = ?"
         self._connection.execute(reset, (run,))
+
+
+def run_directories(root: Path) -> list[Path]:
+    """Directories below a root that have a `run.json`; one that vanishes meanwhile is left out.
+
+    Checkpoints are not looked into: there are no runs in them, and many files.
+    """
+    found = []
+    for directory, below, names in os.walk(root):
+        below[:] = [name for name in below if not name.startswith(("global_step_", "wandb"))]
+        if RUN_FILE in names:
+            found.append(Path(directory))
+    return sorted(found)
 
 
 def parse_lines(lines: list[bytes]) -> tuple[list[Row], int]:
@@ -158,7 +198,9 @@ def parse_lines(lines: list[bytes]) -> tuple[list[Row], int]:
         try:
             row: dict[str, Any] = orjson.loads(line)
             step, attempt, time = row.pop("step"), row.pop("attempt"), row.pop("time")
-            rows.append((int(attempt), int(step), float(time), row))
-        except (ValueError, TypeError, KeyError, AttributeError):
+            if not all(isinstance(each, int) and abs(each) < MOST for each in (step, attempt)):
+                raise ValueError("no number of a step or an attempt")
+            rows.append((attempt, step, float(time), row))
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             unreadable += bool(line.strip())
     return rows, unreadable
