@@ -69,7 +69,8 @@ def choose(page: Page, run: str) -> None:
     page.get_by_test_id("run").click()
     page.get_by_role("option").filter(has_text=run).first.click()
     expect(page.get_by_test_id("run")).to_have_value(re.compile(re.escape(run)))
-    page.wait_for_timeout(700)
+    wait_for_text(page, "shown", run)
+    page.wait_for_timeout(500)  # the browser draws what it has got
 
 
 def open_tab(page: Page, name: str) -> None:
@@ -133,6 +134,19 @@ def test_a_run_is_followed_while_it_trains(page: Page, root: Path, quickstart: P
     smoothed, raw = series(page, "Loss")
     assert [value for _, value in raw["data"]] == pytest.approx(losses, rel=1e-5)
     assert len(smoothed["data"]) == 40 and smoothed["data"] != raw["data"]
+    slider = page.get_by_test_id("smoothing")
+    box = slider.bounding_box()
+    slider.click(position={"x": 1, "y": box["height"] / 2})  # none of it
+    page.wait_for_timeout(1000)
+    [alone] = series(page, "Loss")
+    assert alone["data"] == raw["data"]
+    slider.click(position={"x": box["width"] - 1, "y": box["height"] / 2})  # as much as there is
+    page.wait_for_timeout(1000)
+    smoother, behind = series(page, "Loss")
+    spread = [
+        max(y for _, y in line["data"]) - min(y for _, y in line["data"]) for line in (smoother, smoothed, behind)
+    ]
+    assert behind["data"] == raw["data"] and spread[0] < spread[1] < spread[2]
 
 
 def test_the_log_is_searched(page: Page) -> None:

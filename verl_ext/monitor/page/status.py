@@ -26,6 +26,7 @@ class StatusPanel:
     def __init__(self, context: PageContext) -> None:
         self._context = context
         with ui.row().classes("w-full items-center gap-2"):
+            self._run = ui.label().classes("sr-only").props('data-testid="shown"')  # for those who hear the page
             self._status = ui.badge().props('data-testid="status"')
             self._mode = ui.badge(color="grey-6").props('data-testid="mode"')
             self._reason = ui.label().classes("text-sm opacity-70").props('data-testid="reason"')
@@ -40,6 +41,7 @@ class StatusPanel:
     def show(self, view: RunView) -> None:
         """Show a run as it stands now."""
         say, standing, status = self._context.say, view.standing(), view.record["status"]
+        self._run.set_text(view.record["path"])
         self._status.set_text(say(status))
         self._status.props(f"color={STATUS_COLOURS[status]}")
         self._mode.set_text(say("Live" if status == "running" else "History"))
