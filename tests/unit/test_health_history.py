@@ -38,7 +38,7 @@ def test_epochs_are_means_over_their_steps_once_they_are_over() -> None:
     for step in range(1, 8):  # three steps an epoch
         history.add(step, {"train/loss": float(step), "train/epoch": step / 3})
         history.add(step, {"val/loss": 1.0})
-    assert history.epochs("train/loss").tolist() == [2.0, 5.0] and history.num_epochs == 2
+    assert history.epochs("train/loss").tolist() == [2.0, 5.0]
     assert history.epochs("val/loss").tolist() == [] and history.series("val/loss").num_points == 7
     assert history.epochs("nothing").tolist() == [] and math.isnan(history.series("nothing").last_value)
 

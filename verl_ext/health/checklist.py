@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import datetime
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from verl_ext.health.findings import Level, Seen, alarm, notice, ok, warning
 from verl_ext.health.gpu_use import gpu_use
 from verl_ext.health.run_files import EARLY_STEPS, RunFiles
 from verl_ext.health.wandb_state import wandb_end
+from verl_ext.metrics.run_file import seconds_of
 
 BUSY_SHARE = 0.8
 """Of a GPU's time that training should use."""
@@ -181,10 +181,8 @@ def _alive(files: RunFiles, now: float) -> Seen:
 
 def _begun(files: RunFiles) -> float:
     """When the last attempt began, in seconds since 1970; 0 where that is not known."""
-    try:
-        return datetime.fromisoformat(files.run["attempts"][-1]["start"]).timestamp()
-    except (IndexError, KeyError, TypeError, ValueError):
-        return 0.0
+    attempts = files.run["attempts"]
+    return (seconds_of(attempts[-1]["start"]) if attempts else None) or 0.0
 
 
 def _reason(files: RunFiles) -> str:

@@ -33,7 +33,7 @@ class History:
         self._epoch: int | None = None
         self._sums: dict[str, tuple[float, int]] = {}
         self._epochs: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MOST_EPOCHS))
-        self.step, self.time, self.num_epochs = 0, 0.0, 0
+        self.step, self.time = 0, 0.0
         self.nonfinite_streak = 0
         self._finite: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=MOST_FINITE))
 
@@ -79,8 +79,6 @@ class History:
         self._epoch = epoch
 
     def _close_epoch(self) -> None:
-        if self._sums:
-            self.num_epochs += 1
         for name, (total, count) in self._sums.items():
             self._epochs[name].append(total / count)
         self._sums = {}

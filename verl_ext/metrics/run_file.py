@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,14 @@ def load_run(path: Path) -> dict[str, Any]:
     if not _is_run(run):
         raise UserError(f"{path} is not a run record; delete it or put it aside")
     return {**_new_run(), **run}
+
+
+def seconds_of(moment: Any) -> float | None:
+    """A time of a run record in seconds since 1970; None where it has none yet, or is no time."""
+    try:
+        return datetime.fromisoformat(moment).timestamp()
+    except (TypeError, ValueError):
+        return None
 
 
 def write_run(path: Path, run: dict[str, Any]) -> None:

@@ -66,7 +66,6 @@ CHINESE = {
     "State": "状态",
     "attempt": "第几次启动",
     "best": "最佳",
-    "smoothed": "平滑后",
     "schedule": "调度",
     "Time": "时间",
     "Kind": "类型",

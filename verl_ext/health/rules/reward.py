@@ -14,7 +14,7 @@ from verl_ext.health.trends import falls, noise_of, rises, trend_of
 
 REWARD: list[Rule] = []
 TOTAL, ADV_MEAN, ADV_STD = "train/reward_total_mean", "train/adv_mean", "train/adv_std"
-CORRECT = ("train/reward_correct_mean", "train/accuracy_mean", "train/reward_code_mean")
+CORRECT = ("train/reward_correct_mean", "train/accuracy_mean", "train/code_tests_mean")
 FORMAT = ("train/reward_format_mean", "train/tag_count_reward_mean")
 LONG = 100
 """Steps that take the place of epochs where a run has few of them."""

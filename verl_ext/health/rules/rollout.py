@@ -28,14 +28,7 @@ EARLY = 30
 )
 def entropy_collapse(history: History, facts: Facts, limits: Limits) -> Seen | None:
     """The entropy is a small part of what it was; only a notice where the reward rose on the way."""
-    series = history.series(ENTROPY)
-    if series.num_points < EARLY:
-        return None
-    first, now = float(series.first.mean()), float(np.median(series.recent(limits.window)))
-    told = f"the entropy went from {first:.3g} to {now:.3g} nat"
-    if now > limits.entropy_share_min * first:
-        return ok(told)
-    return notice(f"{told}, and the reward rose") if _reward_rose(history, limits) else warning(told)
+    return _shrunk(history, limits, ENTROPY, limits.entropy_share_min, "the entropy went from {:.3g} to {:.3g} nat")
 
 
 @rule(
@@ -47,14 +40,7 @@ def entropy_collapse(history: History, facts: Facts, limits: Limits) -> Seen | N
 )
 def completions_shortening(history: History, facts: Facts, limits: Limits) -> Seen | None:
     """Completions are half as long as they were; only a notice where the reward rose on the way."""
-    series = history.series(LENGTH)
-    if series.num_points < EARLY:
-        return None
-    first, now = float(series.first.mean()), float(np.median(series.recent(limits.window)))
-    told = f"completions went from {first:.0f} to {now:.0f} tokens"
-    if now > limits.length_share_min * first:
-        return ok(told)
-    return notice(f"{told}, and the reward rose") if _reward_rose(history, limits) else warning(told)
+    return _shrunk(history, limits, LENGTH, limits.length_share_min, "completions went from {:.0f} to {:.0f} tokens")
 
 
 @rule(LENGTH, advice="raise data.max_response_length: answers are cut off", into=ROLLOUT, stages={"grpo"})
@@ -93,6 +79,18 @@ def logprob_gap(history: History, facts: Facts, limits: Limits) -> Seen | None:
     gap = float(np.median(recent))
     told = f"engine and trainer differ by {gap:.3g} nat a token"
     return alarm(told) if gap > limits.logprob_gap_alarm else warning(told) if gap > limits.logprob_gap else ok(told)
+
+
+def _shrunk(history: History, limits: Limits, name: str, share: float, form: str) -> Seen | None:
+    """Whether a metric is below a share of what it was at first; less grave where the reward rose on the way."""
+    series = history.series(name)
+    if series.num_points < EARLY:
+        return None
+    first, now = float(series.first.mean()), float(np.median(series.recent(limits.window)))
+    told = form.format(first, now)
+    if now > share * first:
+        return ok(told)
+    return notice(f"{told}, and the reward rose") if _reward_rose(history, limits) else warning(told)
 
 
 def _reward_rose(history: History, limits: Limits) -> bool:

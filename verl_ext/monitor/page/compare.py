@@ -40,8 +40,8 @@ class ComparePanel:
         self._draw()
 
     def _draw(self) -> None:
-        views = {}
-        for run in self._runs.value:
+        views, known = {}, {row["id"] for row in self._context.runs()}
+        for run in (each for each in self._runs.value if each in known):  # one may be gone by now
             view = self._context.view(run)
             view.refresh()
             views[view.record["path"]] = view

@@ -45,7 +45,7 @@ class StatusPanel:
         self._status.set_text(say(status))
         self._status.props(f"color={STATUS_COLOURS[status]}")
         self._mode.set_text(say("Live" if status == "running" else "History"))
-        self._reason.set_text(_reason(view))
+        self._reason.set_text(self._told(view))
         share = standing.step / standing.total_steps if standing.total_steps else 0.0
         self._bar.set_value(min(share, 1.0))
         left = standing.seconds_left
@@ -61,6 +61,13 @@ class StatusPanel:
         for name, text in told.items():
             self._figures[name].set_text(text)
 
+    def _told(self, view: RunView) -> str:
+        """How the last attempt ended, and what of the run's file could not be read."""
+        attempt, lost = view.last_attempt(), view.record["unreadable"]
+        parts = [attempt["exit_reason"]] if attempt is not None and attempt["exit_reason"] else []
+        parts += [f"{lost} {self._context.say('unreadable lines of metrics.jsonl')}"] if lost else []
+        return " · ".join(parts)
+
     def _speed(self, latest: dict[str, float]) -> str:
         name = next((each for each in SPEEDS if each in latest), None)
         return "-" if name is None else f"{latest[name]:,.1f} {self._context.say(SPEEDS[name])}"
@@ -68,8 +75,3 @@ class StatusPanel:
 
 def _figure(value: float | None, scale: float = 1.0) -> str:
     return "-" if value is None else f"{value * scale:.4g}"
-
-
-def _reason(view: RunView) -> str:
-    row = view.last_attempt()
-    return (row["exit_reason"] or "") if row is not None else ""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from verl_ext.metrics.records import EVENTS_FILE
+from verl_ext.metrics.run_file import seconds_of
 from verl_ext.monitor.store.columns import Row
 from verl_ext.monitor.store.lines import read_new
 
@@ -65,20 +65,13 @@ def take_attempts(connection: sqlite3.Connection, run: int, attempts: Sequence[M
 
 def _of_attempt(attempt: Mapping[str, Any]) -> Iterator[Event]:
     number, reason = attempt["attempt"], attempt.get("exit_reason") or ""
-    if (begun := _seconds(attempt.get("start"))) is not None:
+    if (begun := seconds_of(attempt.get("start"))) is not None:
         where = f"on {attempt.get('host')}, {attempt.get('world_size')} ranks" if attempt.get("host") else ""
         first = attempt.get("first_step")
         yield begun, number, first, "start", f"attempt {number} began at step {first or 0} {where}".rstrip()
-    if (ended := _seconds(attempt.get("end"))) is not None:
+    if (ended := seconds_of(attempt.get("end"))) is not None:
         well = reason.startswith(("all steps", "stopped"))
         yield ended, number, attempt.get("last_step"), "end" if well else "failure", f"attempt {number} ended: {reason}"
-
-
-def _seconds(moment: Any) -> float | None:
-    try:
-        return datetime.fromisoformat(moment).timestamp()
-    except (TypeError, ValueError):
-        return None
 
 
 def take_events(connection: sqlite3.Connection, row: sqlite3.Row, directory: Path) -> None:
