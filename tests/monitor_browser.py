@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.conftest import ROOT
 
@@ -25,7 +26,7 @@ DATA = """name => {
   const box = document.querySelector(`[data-testid="chart ${name}"]`);
   const chart = getElement(parseInt(box.id.slice(1))).chart;
   return chart.getOption().series.map(line => ({name: line.name, data: line.data,
-    marks: (line.markLine && line.markLine.data || []).map(mark => mark.xAxis)}));
+    marks: (line.markLine && line.markLine.data || []).map(mark => mark.xAxis ?? mark.yAxis)}));
 }"""
 
 
@@ -71,6 +72,35 @@ def _wait_for(address: str, process: subprocess.Popen) -> None:
         except OSError:
             assert process.poll() is None and time.monotonic() < deadline, "the monitor does not answer"
             time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def visit(running: Browser, address: str) -> Iterator[Page]:
+    """A fresh visitor's page; nothing it does may leave this machine, open a dialog, or raise in the browser."""
+    context = running.new_context(viewport={"width": 1400, "height": 1000})
+    page, strays, dialogs, errors = context.new_page(), [], [], []
+    local = re.compile(rf"^({re.escape(address)}|ws://{re.escape(address[7:])}|data:|blob:)")
+    page.on("request", lambda request: strays.append(request.url) if not local.match(request.url) else None)
+    page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(address)
+    yield page
+    context.close()
+    assert (strays, dialogs, errors) == ([], [], [])
+
+
+def choose(page: Page, run: str) -> None:
+    """Look at another run."""
+    page.get_by_test_id("run").click()
+    page.get_by_role("option").filter(has_text=run).first.click()
+    expect(page.get_by_test_id("run")).to_have_value(re.compile(re.escape(run)))
+    wait_for_text(page, "shown", run)
+    page.wait_for_timeout(500)  # the browser draws what it has got
+
+
+def open_tab(page: Page, name: str) -> None:
+    """Look at another part of the page."""
+    page.get_by_test_id(f"tab {name}").click()
 
 
 def series(page: Page, chart: str) -> list[dict[str, Any]]:

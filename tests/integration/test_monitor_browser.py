@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page
 
 from tests.integration.runs import NUM_STEPS, Run
-from tests.monitor_browser import browser, monitor, series, text, wait_for_text
+from tests.monitor_browser import browser, choose, monitor, open_tab, series, text, visit, wait_for_text
 from verl_ext.metrics.jsonl import read_metrics
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -52,29 +52,8 @@ def address(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 
 @pytest.fixture
 def page(chromium: Browser, address: str) -> Iterator[Page]:
-    """A fresh visitor's page; nothing it does may leave this machine, open a dialog, or raise in the browser."""
-    context = chromium.new_context(viewport={"width": 1400, "height": 1000})
-    page, strays, dialogs, errors = context.new_page(), [], [], []
-    local = re.compile(rf"^({re.escape(address)}|ws://{re.escape(address[7:])}|data:|blob:)")
-    page.on("request", lambda request: strays.append(request.url) if not local.match(request.url) else None)
-    page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(address)
-    yield page
-    context.close()
-    assert (strays, dialogs, errors) == ([], [], [])
-
-
-def choose(page: Page, run: str) -> None:
-    page.get_by_test_id("run").click()
-    page.get_by_role("option").filter(has_text=run).first.click()
-    expect(page.get_by_test_id("run")).to_have_value(re.compile(re.escape(run)))
-    wait_for_text(page, "shown", run)
-    page.wait_for_timeout(500)  # the browser draws what it has got
-
-
-def open_tab(page: Page, name: str) -> None:
-    page.get_by_test_id(f"tab {name}").click()
+    with visit(chromium, address) as page:
+        yield page
 
 
 def test_every_chart_is_there_with_the_last_value_and_restarts_lie_behind_each_other(page: Page, root: Path) -> None:
