@@ -25,6 +25,14 @@ def pytest_configure() -> None:
             signal.signal(number, lambda *_: None)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache directory of the tests' own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory with `model/`, `train.parquet`, `val.parquet` and `problems.jsonl` of a small quickstart."""

@@ -47,4 +47,4 @@ def loss_and_gradients(trainer: SFTTrainer) -> tuple[float, dict[str, torch.Tens
     trainer.optimizer.zero_grad()
     loss, _ = trainer.forward_backward(next(iter(trainer.train_dataloader)))
     gradients = {name: tensor.grad.full_tensor().clone() for name, tensor in trainer.fsdp_model.named_parameters()}
-    return loss, gradients
+    return float(loss), gradients

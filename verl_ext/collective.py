@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -51,6 +52,13 @@ def on_every_rank(function: Callable[[], T], group: ProcessGroup | None = None) 
     kept: list[T] = []
     gather_results(lambda: kept.append(function()), group)
     return kept[0]
+
+
+def first_of_node_first(function: Callable[[], T]) -> T:
+    """As `on_every_rank`, but a node's first rank is done before its others begin, who find what it has left there."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    made = on_every_rank(lambda: function() if is_first else None)
+    return on_every_rank(lambda: made if is_first else function())  # type: ignore[return-value]
 
 
 def on_rank_zero(function: Callable[[], T], group: ProcessGroup | None = None) -> T:

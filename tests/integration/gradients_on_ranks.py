@@ -1,4 +1,4 @@
-"""Run by torchrun: loss and gradients of one global batch for several micro-batch sizes, written by rank 0."""
+"""Run by torchrun: loss and gradients of one global batch for several ways to compute them, written by rank 0."""
 
 from __future__ import annotations
 
@@ -10,15 +10,28 @@ import torch.distributed as dist
 
 from tests.training import loss_and_gradients, make_trainer, small_config
 
+PLAIN = ("data.packing=false", "model.fused_loss=false", "model.fsdp_config.keep_gathered=false")
+WAYS = {
+    "plain": PLAIN,
+    "plain, 1 sample": (*PLAIN, "data.micro_batch_size_per_gpu=1"),
+    "plain, few tokens": (*PLAIN, "data.max_tokens_per_gpu=150"),
+    "fused": ("data.packing=false", "model.fsdp_config.keep_gathered=false"),
+    "packed": ("model.fsdp_config.keep_gathered=true",),
+    "packed, gathered anew": ("data.micro_batch_size_per_gpu=1", "model.fsdp_config.keep_gathered=false"),
+    "packed, few tokens": ("data.max_tokens_per_gpu=150", "model.fused_loss=false"),
+    "packed, 1 sample": ("data.max_tokens_per_gpu=1", "model.enable_gradient_checkpointing=true"),
+}
+
 if __name__ == "__main__":
     quickstart, data, output = map(Path, sys.argv[1:4])
     dist.init_process_group("gloo")
     results = {}
-    for size in (1, 2, 4):
-        overrides = (f"data.micro_batch_size_per_gpu={size}", f"data.train_files={data}", "data.max_length=1024")
-        trainer = make_trainer(small_config(quickstart, output.parent / "run", *overrides))
+    for way, overrides in WAYS.items():
+        common = (f"data.train_files={data}", "data.max_length=1024", "data.micro_batch_size_per_gpu=4")
+        trainer = make_trainer(small_config(quickstart, output.parent / "run", *common, *overrides))
         loss, gradients = loss_and_gradients(trainer)
-        results[size] = {"loss": loss, "gradients": gradients, "validation": trainer.validate()}
+        results[way] = {"loss": loss, "gradients": gradients, "validation": trainer.validate()}
+        results[way]["again"] = loss_and_gradients(trainer)[0]  # what was left gathered is not taken for new
     if dist.get_rank() == 0:
         torch.save(results, output)
     dist.destroy_process_group()

@@ -35,14 +35,15 @@ def measure(quickstart: Path, data: pd.DataFrame, ranks: int, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("chats", [single_turn, multi_turn])
-def test_micro_batches_and_ranks_change_nothing(chats: object, quickstart: Path, tmp_path: Path) -> None:
+def test_packing_micro_batches_and_ranks_change_nothing(chats: object, quickstart: Path, tmp_path: Path) -> None:
     results = {ranks: measure(quickstart, chats(quickstart), ranks, tmp_path) for ranks in (1, 2)}
-    reference = results[1][4]
+    reference = results[1]["plain"]
     for ranks in (1, 2):
-        for size, result in results[ranks].items():
-            assert result["loss"] == pytest.approx(reference["loss"], rel=1e-5), (ranks, size)
+        for way, result in results[ranks].items():
+            assert result["loss"] == pytest.approx(reference["loss"], rel=1e-5), (ranks, way)
+            assert result["again"] == pytest.approx(reference["loss"], rel=1e-5), (ranks, way)
             assert result["validation"]["val/loss"] == pytest.approx(reference["validation"]["val/loss"], rel=1e-5)
             assert result["validation"]["val/num_loss_tokens"] == reference["validation"]["val/num_loss_tokens"]
             for name, gradient in reference["gradients"].items():
                 error = (result["gradients"][name] - gradient).norm() / gradient.norm()
-                assert error < 1e-5, (ranks, size, name)
+                assert error < 1e-5, (ranks, way, name)

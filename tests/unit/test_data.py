@@ -17,6 +17,7 @@ from tests.training import small_config
 from verl_ext.data.batching import MicroBatcher, validation_micro_batches
 from verl_ext.data.chat import ChatDataset
 from verl_ext.data.load import load_dataset
+from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.errors import UserError
 
@@ -177,13 +178,17 @@ def test_a_data_set_class_of_the_users_own_loses_its_padding(
 
 
 def test_every_rank_count_sees_the_same_global_batches() -> None:
-    def batches(ranks: int) -> list[list[int]]:
-        parts = [list(GlobalBatchSampler(103, 12, rank, ranks, seed=1)) for rank in range(ranks)]
-        return [sum(step, []) for step in zip(*parts)]
+    plan = MicroBatchPlan(np.arange(1, 104), packs=True, max_tokens=120)
 
-    assert batches(1) == batches(2) == batches(4)
-    seen = sum(batches(1), [])
+    def batches(ranks: int, plan: MicroBatchPlan | None) -> list[list[int]]:
+        parts = [list(GlobalBatchSampler(103, 12, rank, ranks, 1, plan)) for rank in range(ranks)]
+        return [sum((sum(share, []) if plan else share for share in step), []) for step in zip(*parts)]
+
+    assert batches(1, None) == batches(2, None) == batches(4, None)
+    seen = sum(batches(1, None), [])
     assert len(seen) == len(set(seen)) == 96
+    for ranks in (1, 2, 4):
+        assert [sorted(step) for step in batches(ranks, plan)] == [sorted(step) for step in batches(1, None)]
 
 
 def test_a_position_resumes_anywhere_also_at_the_end_of_an_epoch() -> None:
@@ -221,15 +226,26 @@ def samples(lengths: list[int]) -> list[dict[str, Any]]:
 
 
 def test_a_micro_batch_is_padded_to_its_own_longest() -> None:
-    batch = MicroBatcher(micro_batch_size=2, pad_token_id=0)(samples([3, 9, 4, 8, 2]))
+    three, nine, four, eight, two = samples([3, 9, 4, 8, 2])
+    batch = MicroBatcher(pad_token_id=0, packs=False)([[nine, eight], [four, three], [two]])
     assert [tuple(part["input_ids"].shape) for part in batch.micro_batches] == [(2, 9), (2, 4), (1, 2)]
-    assert batch.num_tokens == 26
+    assert batch.lengths == [9, 8, 4, 3, 2]
     assert batch.num_loss_tokens == 26 - 5
-    assert batch.rows == [0, 1, 2, 3, 4]
+    assert batch.rows == [1, 3, 2, 0, 4]
     second = batch.micro_batches[1]
     assert second["input_ids"].tolist() == [[1, 2, 3, 4], [1, 2, 3, 0]]
     assert second["attention_mask"].tolist() == second["loss_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
     assert second["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 0]]
+
+
+def test_packed_samples_begin_anew_and_do_not_learn_their_first_token() -> None:
+    batch = MicroBatcher(pad_token_id=0, packs=True)([samples([3, 2])])
+    [row] = batch.micro_batches
+    assert row["input_ids"].tolist() == [[1, 2, 3, 1, 2]]
+    assert row["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+    assert row["loss_mask"].tolist() == [[0, 1, 1, 0, 1]]
+    assert batch.lengths == row["sample_lengths"].tolist() == [3, 2]
+    assert batch.num_loss_tokens == 3
 
 
 class Listed(list):
@@ -238,10 +254,12 @@ class Listed(list):
         return np.array([len(sample["input_ids"]) for sample in self])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_validation_drops_nothing_and_keeps_ranks_in_step(ranks: int) -> None:
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 9])
+def test_validation_drops_nothing_and_keeps_ranks_in_step(ranks: int, packs: bool) -> None:
     dataset = Listed(samples([3, 9, 4, 8, 2, 7, 5]))
-    parts = [list(validation_micro_batches(dataset, MicroBatcher(2, 0), rank, ranks)) for rank in range(ranks)]
+    plan, make = MicroBatchPlan(dataset.lengths, packs, max_tokens=12), MicroBatcher(0, packs).micro_batch
+    parts = [list(validation_micro_batches(dataset, plan, make, rank, ranks)) for rank in range(ranks)]
     assert len({len(part) for part in parts}) == 1
-    counted = sum(int(micro["loss_mask"].sum()) for part in parts for micro in part)
-    assert counted == dataset.lengths.sum()
+    counted = sum(int(micro["loss_mask"][:, 1:].sum()) for part in parts for micro in part)
+    assert counted == dataset.lengths.sum() - len(dataset)

@@ -89,7 +89,7 @@ def test_chats_are_grouped_in_their_order() -> None:
     assert batch.groups[1][0]["row"] == 5
     made = batcher().at(batch.groups[0], 0)
     assert made["image_grid_thw"].tolist() == [[1, 2, 2]] * 5
-    assert batcher().pad(batch.groups[0])["image_grid_thw"].tolist() == [[1, 8, 8]] * 5
+    assert batcher().micro_batch(batch.groups[0])["image_grid_thw"].tolist() == [[1, 8, 8]] * 5
 
 
 def trainer_at(step: int, recipe: Path, *overrides: str) -> VLMSFTTrainer:

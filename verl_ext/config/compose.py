@@ -16,7 +16,7 @@ from verl_ext.errors import UserError
 from verl_ext.health.limits import Limits
 
 VERL_CONFIG = "sft_trainer"
-OURS = {"sft": ("sft",), "grpo": ("sft", "grpo"), "budget": ("sft", "budget"), "vlm_sft": ("sft", "vlm_sft")}
+OURS = {"sft": ("sft", "chats"), "grpo": ("sft", "grpo"), "budget": ("sft", "budget"), "vlm_sft": ("sft", "vlm_sft")}
 """What is merged over it for each stage, later over earlier."""
 STAGES = {"sft": ("sft", "vlm_sft"), "grpo": ("grpo", "budget")}
 """Which stages the recipes of a command may be of; the first where a recipe does not say."""

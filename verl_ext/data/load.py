@@ -17,6 +17,7 @@ from verl_ext.data.chat import ChatDataset
 from verl_ext.data.prompts import PromptDataset
 from verl_ext.data.question_sources import QuestionSource
 from verl_ext.data.questions import QuestionDataset
+from verl_ext.data.tokenise import cache_directory
 from verl_ext.errors import UserError, first_line_of
 
 
@@ -77,7 +78,7 @@ def load_dataset(
 ) -> Dataset:
     """A `ChatDataset`, or the class that `data.custom_cls` names, as in verl."""
     if config.custom_cls.path is None:
-        return ChatDataset(files, tokenizer, config, max_samples, progress)
+        return ChatDataset(files, tokenizer, config, max_samples, progress, cache_directory(config.token_cache))
     from verl.utils.import_utils import load_extern_object
 
     try:

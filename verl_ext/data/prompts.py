@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from verl_ext.config.inputs import file_list
-from verl_ext.data.chat import plain
+from verl_ext.data.chat_encoder import plain
 from verl_ext.data.template import ChatTemplate
 from verl_ext.errors import UserError
 from verl_ext.tell import tell

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.errors import UserError
 
 
-class GlobalBatchSampler(Sampler[list[int]]):
+class GlobalBatchSampler(Sampler[list[Any]]):
     """Yields this rank's part of each global batch from the current position to the end of the epoch.
+
+    A part is a list of samples' numbers, or with a plan a list of such lists, one for each micro-batch.
 
     The order does not depend on the number of ranks, and the position is a count of samples of the whole job, so one
     number resumes every rank exactly, also at the very end of an epoch. The last incomplete batch is left out.
@@ -23,29 +26,44 @@ class GlobalBatchSampler(Sampler[list[int]]):
         rank: this data-parallel rank.
         num_ranks: number of data-parallel ranks; it divides the global batch.
         seed: `trainer.seed`.
+        plan: which samples share a micro-batch, and on which rank; None gives each rank an equal run of them.
     """
 
-    def __init__(self, num_samples: int, global_batch_size: int, rank: int, num_ranks: int, seed: int) -> None:
+    def __init__(
+        self,
+        num_samples: int,
+        global_batch_size: int,
+        rank: int,
+        num_ranks: int,
+        seed: int,
+        plan: MicroBatchPlan | None = None,
+    ) -> None:
         if num_samples < global_batch_size:
             raise UserError(
                 f"the training set has {num_samples} samples, fewer than one global batch of {global_batch_size}; "
                 f"set data.train_batch_size to {num_samples} or less"
             )
         self.num_samples, self.global_batch_size, self.seed = num_samples, global_batch_size, seed
-        self.local_batch_size = global_batch_size // num_ranks
-        self.start = rank * self.local_batch_size
+        self.rank, self.num_ranks, self.plan = rank, num_ranks, plan
         self.epoch, self.batches_done = 0, 0
 
     def __len__(self) -> int:
         """Batches in a whole epoch."""
         return self.num_samples // self.global_batch_size
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self.num_samples, generator=generator).tolist()
         for batch in range(self.batches_done, len(self)):
-            first = batch * self.global_batch_size + self.start
-            yield order[first : first + self.local_batch_size]
+            first = batch * self.global_batch_size
+            yield self._share(order[first : first + self.global_batch_size])
+
+    def _share(self, rows: list[int]) -> list[Any]:
+        """What this rank gets of a global batch."""
+        if self.plan is not None:
+            return self.plan.shares(rows, self.num_ranks)[self.rank]
+        local_batch_size = self.global_batch_size // self.num_ranks
+        return rows[self.rank * local_batch_size :][:local_batch_size]
 
     def advance(self) -> None:
         """Count one global batch as trained on; the last of an epoch moves to the start of the next."""

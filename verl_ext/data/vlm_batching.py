@@ -51,7 +51,7 @@ class VLMBatcher:
         groups = [list(samples[start : start + size]) for start in range(0, len(samples), size)]
         return ChatBatch(groups, [sample["row"] for sample in samples])
 
-    def pad(self, samples: Sequence[dict[str, Any]]) -> MicroBatch:
+    def micro_batch(self, samples: Sequence[dict[str, Any]]) -> MicroBatch:
         """A micro-batch at the highest tier."""
         return self.at(samples, len(self.tier_sizes) - 1)
 

@@ -58,14 +58,17 @@ def train(config: DictConfig) -> None:
     import torch.distributed as dist
     from transformers import set_seed
 
-    from verl_ext.collective import on_every_rank
+    from verl_ext.collective import first_of_node_first, on_every_rank
     from verl_ext.native_output import quiet_native_stdout
     from verl_ext.trainer.distributed import build_meshes, init_process_group, settle_device
+    from verl_ext.trainer.malloc import keep_freed_memory
     from verl_ext.trainer.preemption import Stop
     from verl_ext.trainer.stages import load_stage
     from verl_ext.trainer.tokenizer import load_tokenizer
 
     device_name = settle_device(config)
+    if device_name == "cpu":
+        keep_freed_memory()
     with quiet_native_stdout():
         init_process_group(device_name)
         meshes = build_meshes(device_name, config.ulysses_sequence_parallel_size)
@@ -73,7 +76,8 @@ def train(config: DictConfig) -> None:
     set_seed(config.trainer.seed + dist.get_rank() // config.ulysses_sequence_parallel_size)
     tokenizer = on_every_rank(lambda: load_tokenizer(config))
     stage = load_stage(config.stage)
-    datasets = on_every_rank(lambda: stage.load_datasets(config, tokenizer, progress=dist.get_rank() == 0))
+    each_rank = first_of_node_first if stage.keeps_tokens else on_every_rank
+    datasets = each_rank(lambda: stage.load_datasets(config, tokenizer, progress=dist.get_rank() == 0))
     trainer = stage.trainer(config, *meshes, tokenizer, *datasets, RankSignals())
     exit_code = 0
     try:

@@ -46,7 +46,7 @@ class GRPOTrainer(PipelineTrainer):
             self.trace,
         )
         self.updater = Updater(
-            self.policy, settings, dist.get_world_size(), self.optimizer_step, self.timer, self.device_name
+            self.policy, settings, dist.get_world_size(), self.update_weights, self.timer, self.device_name
         )
         self.report = GRPOReport(self.policy, self.environment, self.device_name)
         rounds = algorithm.dynamic_sampling.max_rounds
@@ -89,6 +89,10 @@ class GRPOTrainer(PipelineTrainer):
             data.micro_batch_size_per_gpu,
             self.rollout_correction(),
         )
+
+    def update_weights(self, loss: float) -> float:
+        """One update; returns the gradient's norm."""
+        return self.optimizer_step(loss)[1]
 
     def rollout_correction(self) -> tuple[str, float] | None:
         """Level and threshold of truncated importance sampling, None for none of it."""

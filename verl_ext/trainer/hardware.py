@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from transformers.utils import is_flash_attn_2_available
 from verl.utils.torch_dtypes import PrecisionType
 
@@ -45,6 +46,11 @@ def pick_precision(setting: str, device_name: str) -> torch.dtype:
         )
         return torch.bfloat16 if has_bf16 else torch.float32
     return PrecisionType.to_dtype(setting)
+
+
+def packs_samples(config: DictConfig) -> bool:
+    """Whether samples are packed into rows; with Ulysses verl's own forward pass takes padded ones."""
+    return config.stage == "sft" and config.data.packing and config.ulysses_sequence_parallel_size == 1
 
 
 def autocast(precision: torch.dtype, device_name: str) -> Any:

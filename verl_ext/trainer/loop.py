@@ -65,9 +65,7 @@ class PipelineTrainer(TrainerSetup, ABC):
         self.is_main = device_mesh.get_rank() == 0
         self.run_dir = Path(config.trainer.default_local_dir)
         self.trace = Trace(self.run_dir, device_mesh.get_rank()) if config.trainer.trace else None
-        self.timer = StepTimer(
-            synchronize="cuda" if self.device_name == "cuda" else None, on_part=self.trace and self.trace.part
-        )
+        self.timer = StepTimer(on_gpu=self.device_name == "cuda", on_part=self.trace and self.trace.part)
         self.guard = NonFiniteGuard(config.trainer.max_nonfinite_steps, train_dataset.describe)
         self.preemption = Preemption(signals, self.deadline(config), list(config.health.stop_on))
         with open(os.devnull, "w") as sink, redirect_stdout(sink):  # verl prints the whole configuration and more
@@ -173,24 +171,27 @@ class PipelineTrainer(TrainerSetup, ABC):
         self.owes_validation = False
         self.log(metrics)
 
-    def optimizer_step(self, loss: float) -> float:
+    def optimizer_step(self, loss: float | torch.Tensor) -> tuple[float, float]:
         """Clip, update and move the learning rate on; skip all of it when loss or gradient is not finite.
+
+        Both are read together: it is the one time in a step that a GPU is waited for.
 
         Args:
             loss: of this step, the same on every rank.
 
         Returns:
-            The gradient's norm before clipping.
+            The loss, and the gradient's norm before clipping.
         """
         norm = fsdp2_clip_grad_norm_(self.fsdp_model.parameters(), max_norm=self.config.optim.clip_grad)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        finite = all(map(torch.isfinite, torch.tensor([loss, grad_norm])))
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        loss, grad_norm = torch.stack([torch.as_tensor(loss, device=norm.device).double(), norm.double()]).tolist()
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if finite:
             self.optimizer.step()
             self.lr_scheduler.step()
         self.optimizer.zero_grad()
-        self.guard.count(bool(finite))
-        return grad_norm
+        self.guard.count(finite)
+        return loss, grad_norm
 
     # Saving
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,23 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.collective import on_every_rank
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.trainer.hardware import pick_attention, pick_precision
+from verl_ext.trainer.hardware import packs_samples, pick_attention, pick_precision
 from verl_ext.trainer.lora import add_lora
 
 
-def build_model(config: DictConfig, device_mesh: DeviceMesh, device_name: str) -> PreTrainedModel:
+def build_model(
+    config: DictConfig,
+    device_mesh: DeviceMesh,
+    device_name: str,
+    before_sharding: Callable[[PreTrainedModel], None] = lambda model: None,
+) -> PreTrainedModel:
     """The model of `model.partial_pretrain`, with LoRA where asked for, sharded over `device_mesh`.
 
     Args:
         config: the resolved configuration.
         device_mesh: one-dimensional mesh over all ranks.
         device_name: cuda, npu or cpu.
+        before_sharding: is given the model while its parameters are whole.
 
     Returns:
         The model as FSDP2 modules, its parameters DTensors in `model.fsdp_config.model_dtype`.
@@ -42,6 +49,7 @@ def build_model(config: DictConfig, device_mesh: DeviceMesh, device_name: str) -
     model = on_every_rank(lambda: add_lora(model, config))
     if config.model.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    before_sharding(model)
     return shard(model, config, device_mesh, device_name)
 
 
@@ -67,9 +75,7 @@ def load_model(
     """The unsharded model: real weights on rank 0, no memory on the others, which receive theirs when it is sharded."""
     arguments: dict[str, Any] = {
         "dtype": PrecisionType.to_dtype(config.model.fsdp_config.model_dtype),
-        "attn_implementation": pick_attention(
-            config.model.attn_implementation, device_name, pick_precision(config.model.mixed_precision, device_name)
-        ),
+        "attn_implementation": attention_of(config, device_name),
         "trust_remote_code": config.model.trust_remote_code,
     }
     try:
@@ -86,6 +92,24 @@ def load_model(
         ) from error
 
 
+def attention_of(config: DictConfig, device_name: str) -> str:
+    """Name of the attention function among those of transformers."""
+    precision = pick_precision(config.model.mixed_precision, device_name)
+    picked = pick_attention(config.model.attn_implementation, device_name, precision)
+    if packs_samples(config) and picked == "sdpa":
+        from verl_ext.trainer.packed_attention import PACKED_SDPA
+
+        return PACKED_SDPA
+    return picked
+
+
+def compile_blocks(model: PreTrainedModel) -> None:
+    """Have each transformer block run compiled, in place; lengths differ between micro-batches, so with any."""
+    for module in model.modules():
+        if type(module).__name__ in (model._no_split_modules or ()):
+            module.compile(dynamic=True)
+
+
 def disable_dropout(model: PreTrainedModel) -> None:
     """Have forward passes in training mode leave nothing out; the model's configuration stays what it is."""
     for module in model.modules():
@@ -98,7 +122,7 @@ def disable_dropout(model: PreTrainedModel) -> None:
 
 def patch_model(model: PreTrainedModel, config: DictConfig) -> None:
     """Apply verl's patches for Ulysses and padding removal, and Liger's kernels, where the configuration asks."""
-    if config.use_remove_padding or config.ulysses_sequence_parallel_size > 1:
+    if config.ulysses_sequence_parallel_size > 1 or (config.use_remove_padding and not packs_samples(config)):
         from verl.models.transformers.monkey_patch import apply_monkey_patch
 
         apply_monkey_patch(model=model, ulysses_sp_size=config.ulysses_sequence_parallel_size)

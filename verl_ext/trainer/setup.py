@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -10,14 +11,16 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import DataLoader, Dataset
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 
 from verl_ext.checkpoint.layout import step_of
 from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.config.digest import config_digest
-from verl_ext.data.batching import MicroBatcher
+from verl_ext.data.ahead import Ahead
+from verl_ext.data.batching import Groups
+from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.metrics.notice import warn
 from verl_ext.trainer.distributed import COLLECTIVE_TIMEOUT
@@ -60,11 +63,12 @@ class TrainerSetup(FSDPSFTTrainer):
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         data = self.config.data
         self.batcher = self.make_batcher()
+        plan = self.plan_for(train_dataset)
         self.train_sampler = GlobalBatchSampler(
-            len(train_dataset), data.train_batch_size, self.dp_rank, self.dp_size, self.config.trainer.seed
+            len(train_dataset), data.train_batch_size, self.dp_rank, self.dp_size, self.config.trainer.seed, plan
         )
-        self.train_dataloader = DataLoader(
-            train_dataset,
+        loader = DataLoader(
+            train_dataset if plan is None else Groups(train_dataset),
             batch_sampler=self.train_sampler,
             num_workers=data.num_workers,
             collate_fn=self.batcher,
@@ -72,6 +76,7 @@ class TrainerSetup(FSDPSFTTrainer):
             # Its own: every iterator draws a seed, and a resumed run would draw once more from the global generator.
             generator=torch.Generator(),
         )
+        self.train_dataloader = loader if data.num_workers else Ahead(loader)
         self.steps_per_epoch = len(self.train_sampler)
         steps_in_epochs = self.steps_per_epoch * self.config.trainer.total_epochs
         self.total_training_steps = self.config.trainer.total_training_steps or steps_in_epochs
@@ -85,12 +90,20 @@ class TrainerSetup(FSDPSFTTrainer):
         """What exports have beside the model."""
         return self.tokenizer
 
-    def make_batcher(self) -> Callable[[list[dict[str, Any]]], Any]:
-        """What makes one rank's batch of a step from the samples of the data set."""
-        return MicroBatcher(self.config.data.micro_batch_size_per_gpu, self.tokenizer.pad_token_id)
+    @abstractmethod
+    def make_batcher(self) -> Callable[[list[Any]], Any]:
+        """What makes one rank's batch of a step: of its samples, or of the groups of them that `plan_for` makes."""
+
+    def plan_for(self, dataset: Dataset) -> MicroBatchPlan | None:
+        """Which samples share a micro-batch and on which rank; None leaves it to the batcher."""
+        return None
+
+    def make_model(self) -> PreTrainedModel:
+        """The model that is trained, sharded."""
+        return build_model(self.config, self.device_mesh, self.device_name)
 
     def _build_model_optimizer(self) -> None:
-        self.model = self.fsdp_model = build_model(self.config, self.device_mesh, self.device_name)
+        self.model = self.fsdp_model = self.make_model()
         self.model_config = self.model.config
         self.optimizer = build_optimizer(self.fsdp_model, self.config.optim)
         self.lr_scheduler = build_scheduler(self.optimizer, self.config.optim, self.total_steps, self.updates_per_step)

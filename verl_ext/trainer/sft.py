@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import time
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 
 import torch
-from torch.nn import functional as F
+import torch.distributed as dist
 from verl.utils.flops_counter import FlopsCounter
 
 from verl_ext.data.batching import Batch, MicroBatch, validation_micro_batches
 from verl_ext.metrics.reduce import reduce_over_ranks
-from verl_ext.trainer.hardware import autocast, peak_memory, pick_precision
-from verl_ext.trainer.loop import Metrics, PipelineTrainer
-from verl_ext.trainer.turn_end import stop_at_turn_end
+from verl_ext.trainer.hardware import peak_memory
+from verl_ext.trainer.loop import Metrics
+from verl_ext.trainer.sft_setup import SFTSetup
 
 
 def perplexity(loss: float) -> float:
@@ -22,12 +23,8 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else (math.inf if loss == loss else math.nan)
 
 
-class SFTTrainer(PipelineTrainer):
+class SFTTrainer(SFTSetup):
     """Trains on chats: every assistant token of the global batch weighs the same."""
-
-    def _build_model_optimizer(self) -> None:
-        super()._build_model_optimizer()
-        stop_at_turn_end(self.model, self.tokenizer, self.train_dataset.turn_ends(), self.is_main)
 
     def training_step(self, batch: Batch) -> Metrics:
         """One optimizer step; see `PipelineTrainer.training_step`."""
@@ -36,7 +33,7 @@ class SFTTrainer(PipelineTrainer):
         with self.timer.measure("forward_backward"):
             loss, num_loss_tokens = self.forward_backward(batch)
         with self.timer.measure("optimizer"):
-            grad_norm = self.optimizer_step(loss)
+            loss, grad_norm = self.optimizer_step(loss)
         return {
             "train/loss": loss,
             "train/lr(1e-3)": lr * 1e3,
@@ -48,24 +45,27 @@ class SFTTrainer(PipelineTrainer):
             **self.measure_step(batch),
         }
 
-    def forward_backward(self, batch: Batch) -> tuple[float, float]:
+    def forward_backward(self, batch: Batch) -> tuple[torch.Tensor, float]:
         """Accumulate the gradient of the global mean over all micro-batches and ranks.
 
         FSDP averages gradients over ranks, so each rank's sum is scaled by ranks / tokens of the global batch; neither
         the micro-batch size nor the number of ranks changes the result.
 
         Returns:
-            The mean loss and the number of loss tokens of the global batch, the same on every rank.
+            The mean loss, a scalar that a GPU may still be working on, and the number of loss tokens of the global
+            batch, both the same on every rank.
         """
         num_tokens = max(self.sum_over_data_ranks(batch.num_loss_tokens), 1.0)
-        total = torch.zeros((), device=self.device_name)
+        total = torch.zeros((), dtype=torch.float64, device=self.device_name)
         with self.sequence_parallelism():  # around backward too, where checkpointed layers run forward again
             for number, micro_batch in enumerate(batch.micro_batches):
+                self.gathering.begin(is_last=number == len(batch.micro_batches) - 1)
                 with self.what_runs(number):
                     loss = self.summed_loss(micro_batch)
                     (loss * (self.dp_size / num_tokens)).backward()
                 total += loss.detach()
-        return self.sum_over_data_ranks(float(total)) / num_tokens, num_tokens
+        dist.all_reduce(total)
+        return total / (num_tokens * self.config.ulysses_sequence_parallel_size), num_tokens
 
     def what_runs(self, number: int) -> AbstractContextManager[None]:
         """Around a micro-batch, counted within the step: which part of the model runs; all of it here."""
@@ -77,13 +77,10 @@ class SFTTrainer(PipelineTrainer):
 
     def summed_loss(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Sum of the cross-entropy over a micro-batch's loss tokens, a scalar with gradient."""
-        tensors = {name: tensor.to(self.device_name) for name, tensor in micro_batch.items()}
         if self.config.ulysses_sequence_parallel_size > 1:
+            tensors = {name: tensor.to(self.device_name) for name, tensor in micro_batch.items()}
             return self.summed_loss_over_sequence_ranks(tensors)
-        learnt = tensors.pop("loss_mask")[:, 1:].bool()  # (batch, seq - 1): token t is predicted from those before it
-        with autocast(pick_precision(self.config.model.mixed_precision, self.device_name), self.device_name):
-            logits = self.fsdp_model(**tensors, use_cache=False).logits[:, :-1]  # (batch, seq - 1, vocab)
-        return F.cross_entropy(logits[learnt].float(), tensors["input_ids"][:, 1:][learnt], reduction="sum")
+        return self.token_loss(micro_batch)
 
     def summed_loss_over_sequence_ranks(self, tensors: MicroBatch) -> torch.Tensor:
         """The same with the sequence split by Ulysses: verl's own forward pass, its local mean made a sum again."""
@@ -91,8 +88,11 @@ class SFTTrainer(PipelineTrainer):
         return self._compute_loss_and_backward(tensors, do_backward=False) * num_tokens
 
     def sum_over_data_ranks(self, value: float) -> float:
-        """Sum over data-parallel ranks; the ranks of one sequence-parallel group hold the same samples."""
-        reduced = reduce_over_ranks(sums={"value": value}, device=self.device_name)["value"]
+        """Sum over data-parallel ranks; the ranks of one sequence-parallel group hold the same samples.
+
+        On the CPU, where the value is: no GPU is waited for.
+        """
+        reduced = reduce_over_ranks(sums={"value": value})["value"]
         return reduced / self.config.ulysses_sequence_parallel_size
 
     def measure_step(self, batch: Batch) -> Metrics:
@@ -101,9 +101,8 @@ class SFTTrainer(PipelineTrainer):
         parts = {f"time/train/{part}_s": value for part, value in self.timer.pop().items()}
         compute = parts["time/train/forward_backward_s"] + parts["time/train/optimizer_s"]
         reduced = reduce_over_ranks(
-            sums={"tokens": batch.num_tokens, "samples": len(batch.rows), **self.flops(batch, seconds)},
+            sums={"tokens": sum(batch.lengths), "samples": len(batch.rows), **self.flops(batch, seconds)},
             maxima={**parts, "time/train/step_s": seconds, "train/time(s)": compute, **peak_memory(self.device_name)},
-            device=self.device_name,
         )
         copies = self.config.ulysses_sequence_parallel_size  # of each sample
         step_s = reduced["time/train/step_s"]
@@ -117,9 +116,13 @@ class SFTTrainer(PipelineTrainer):
         """This rank's share of the GPU's peak by verl's count; nothing on a CPU, whose peak verl only guesses."""
         if self.device_name != "cuda":
             return {}
-        lengths = [int(n) for micro_batch in batch.micro_batches for n in micro_batch["attention_mask"].sum(-1)]
-        achieved, peak = FlopsCounter(self.model_config).estimate_flops(lengths, seconds)
+        achieved, peak = self.flops_counter.estimate_flops(batch.lengths, seconds)
         return {"mfu": achieved / peak}
+
+    @cached_property
+    def flops_counter(self) -> FlopsCounter:
+        """verl's count of a model's operations."""
+        return FlopsCounter(self.model_config)
 
     @torch.no_grad()
     def validate(self) -> Metrics:
@@ -128,17 +131,22 @@ class SFTTrainer(PipelineTrainer):
             return {}
         start = time.perf_counter()
         self.fsdp_model.eval()
-        loss = num_tokens = 0.0
-        for micro_batch in validation_micro_batches(self.val_dataset, self.batcher, self.dp_rank, self.dp_size):
-            self.preemption.check()
-            num_tokens += int(micro_batch["loss_mask"][:, 1:].sum())
-            loss += float(self.summed_loss(micro_batch))
-        loss, num_tokens = self.sum_over_data_ranks(loss), self.sum_over_data_ranks(num_tokens)
-        mean = loss / num_tokens
+        num_tokens = 0
+        total = torch.zeros((), dtype=torch.float64, device=self.device_name)
+        shares = self.val_dataset, self.validation_plan(), self.batcher.micro_batch, self.dp_rank, self.dp_size
+        try:
+            for micro_batch in validation_micro_batches(*shares):
+                self.preemption.check()
+                num_tokens += int(micro_batch["loss_mask"][:, 1:].sum())
+                total += self.summed_loss(micro_batch)
+        finally:
+            self.gathering.release()
+        num_loss_tokens = self.sum_over_data_ranks(num_tokens)
+        mean = self.sum_over_data_ranks(float(total)) / num_loss_tokens
         seconds = time.perf_counter() - start
         return {
             "val/loss": mean,
             "val/perplexity": perplexity(mean),
-            "val/num_loss_tokens": num_tokens,
+            "val/num_loss_tokens": num_loss_tokens,
             "time/val/step_s": seconds,
         }

@@ -14,10 +14,12 @@ class Stage:
     Attributes:
         trainer: the class.
         load_datasets: training and validation set; the arguments are those of `data.load.load_datasets`.
+        keeps_tokens: whether what one rank of a node has loaded is there for its others.
     """
 
     trainer: Callable[..., Any]
     load_datasets: Callable[..., tuple[Any, Any]]
+    keeps_tokens: bool = False
 
 
 def load_stage(name: str) -> Stage:
@@ -39,4 +41,4 @@ def load_stage(name: str) -> Stage:
     from verl_ext.data.load import load_datasets
     from verl_ext.trainer.sft import SFTTrainer
 
-    return Stage(SFTTrainer, load_datasets)
+    return Stage(SFTTrainer, load_datasets, keeps_tokens=True)

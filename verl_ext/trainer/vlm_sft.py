@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+import sys
 from contextlib import AbstractContextManager
 
 import torch
 from omegaconf import DictConfig
+from torch.utils.data import Dataset
 from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
 
 from verl_ext.collective import on_every_rank
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import Configuration
-from verl_ext.data.batching import Batch
+from verl_ext.data.batching import Batch, sample_lengths
 from verl_ext.data.image_chats import ImageChatDataset
 from verl_ext.data.load import load_questions
+from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.vlm_batching import ChatBatch, VLMBatcher
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.trainer.loop import Metrics
@@ -75,10 +78,20 @@ class VLMSFTTrainer(SFTTrainer):
         )
         self.adapter = adapter_of(model, self.processor, tuple(section.tier_sizes))
         self.space = self.adapter.space(section.min_active, len(self.adapter.blocks), list(section.topk_choices))
+        self.prepare_loss(model)
         self.model = self.fsdp_model = shard(model, config, self.device_mesh, self.device_name)
         self.model_config = model.config
         self.optimizer = build_optimizer(self.fsdp_model, config.optim)
         self.lr_scheduler = build_scheduler(self.optimizer, config.optim, self.total_steps)
+        self.gather_as_asked()
+
+    def plan_for(self, dataset: Dataset) -> None:
+        """See `TrainerSetup.plan_for`: chats are grouped in the order they come."""
+
+    def validation_plan(self) -> MicroBatchPlan:
+        """See `SFTTrainer.validation_plan`: chats with as many questions together."""
+        size = self.config.data.micro_batch_size_per_gpu
+        return MicroBatchPlan(sample_lengths(self.val_dataset), False, sys.maxsize, size)
 
     def training_step(self, batch: ChatBatch) -> Metrics:
         """See `PipelineTrainer.training_step`."""

@@ -1,0 +1,88 @@
+"""Who shares a forward pass with whom: every sample once, within the budget, and as much for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from verl_ext.data.packing import MicroBatchPlan, Shares, attention_share, fill_evenly, first_fit_decreasing
+
+
+def lengths_like_code(number: int, seed: int = 0) -> np.ndarray:
+    """Long-tailed lengths up to 1024."""
+    return np.clip(np.random.default_rng(seed).lognormal(5, 1, number), 8, 1024).astype(np.int64)
+
+
+def tokens_of(lengths: np.ndarray, shares: Shares) -> np.ndarray:
+    """Tokens by rank and micro-batch (ranks, micro_batches)."""
+    return np.array([[lengths[group].sum() for group in share] for share in shares])
+
+
+def all_rows(shares: Shares) -> list[int]:
+    return sorted(row for share in shares for group in share for row in group)
+
+
+def test_first_fit_decreasing_fills_bins_in_the_order_of_length() -> None:
+    assert first_fit_decreasing(np.array([4, 8, 1, 4, 2, 1]), 10) == [[1, 4], [0, 3, 2, 5]]
+    assert first_fit_decreasing(np.array([12, 3]), 10) == [[0], [1]]  # too long for any: alone
+
+
+def test_first_fit_decreasing_is_near_the_fewest_bins_there_can_be() -> None:
+    lengths = lengths_like_code(2000)
+    bins = first_fit_decreasing(lengths, 2048)
+    assert sorted(sum(bins, [])) == list(range(2000))
+    assert max(lengths[bin_].sum() for bin_ in bins) <= 2048
+    assert len(bins) <= 1.01 * lengths.sum() / 2048 + 1
+
+
+def test_filling_evenly_leaves_no_bin_empty() -> None:
+    bins = fill_evenly(np.array([100.0, 1.0, 1.0, 1.0]), 4)
+    assert sorted(map(len, bins)) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+@pytest.mark.parametrize("budget", [1024, 2048, 8192])
+def test_packed_shares_keep_the_budget_and_leave_no_rank_waiting(num_ranks: int, budget: int) -> None:
+    lengths = lengths_like_code(4000)
+    plan = MicroBatchPlan(lengths, packs=True, max_tokens=budget)
+    rows = np.random.default_rng(1).permutation(4000)[:256].tolist()
+    shares = plan.shares(rows, num_ranks)
+    assert all_rows(shares) == sorted(rows)
+    assert len({len(share) for share in shares}) == 1
+    tokens = tokens_of(lengths, shares)
+    assert tokens.max() <= budget
+    at_once = tokens.max(axis=0).sum() / tokens.mean(axis=0).sum()  # what the slowest take over what all take
+    assert at_once < 1.03
+    fewest = -(-lengths[rows].sum() // budget)
+    assert tokens.size <= -(-fewest // num_ranks) * num_ranks + num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_padded_shares_put_like_lengths_together(num_ranks: int) -> None:
+    lengths = lengths_like_code(512)
+    rows: Sequence[int] = range(512)
+    of_size = MicroBatchPlan(lengths, packs=False, max_tokens=1 << 40, max_samples=8).shares(rows, num_ranks)
+    assert all_rows(of_size) == list(rows)
+    assert {len(group) for share in of_size for group in share} == {8}
+    padded = sum(lengths[group].max() * len(group) for share in of_size for group in share)
+    assert padded < 1.1 * lengths.sum()
+    of_tokens = MicroBatchPlan(lengths, packs=False, max_tokens=4096).shares(rows, num_ranks)
+    assert all_rows(of_tokens) == list(rows)
+    assert len({len(share) for share in of_tokens}) == 1
+    assert max(lengths[group].max() * len(group) for share in of_tokens for group in share) <= 4096
+
+
+def test_samples_longer_than_the_budget_are_alone() -> None:
+    for packs in (True, False):
+        plan = MicroBatchPlan(np.array([50, 60, 70, 80]), packs, max_tokens=10)
+        assert plan.shares(range(4), 2) == [[[3], [0]], [[2], [1]]]
+
+
+def test_one_long_sample_weighs_more_than_short_ones_of_as_many_tokens() -> None:
+    lengths = np.array([4096, *([256] * 16), *([256] * 4)])
+    shares = MicroBatchPlan(lengths, True, 8192, quadratic=attention_share(512)).shares(range(21), 2)
+    with_long = next(share[0] for share in shares if 0 in share[0])
+    assert lengths[with_long].sum() < lengths.sum() / 2
+    assert attention_share(512) == pytest.approx(1 / 6144)

@@ -1,0 +1,82 @@
+"""Chats are tokenised once: kept by what the tokens depend on, and made anew when any of it changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from transformers import AutoTokenizer
+
+from tests.training import small_config
+from verl_ext.data import tokenise
+from verl_ext.data.chat import ChatDataset
+from verl_ext.errors import UserError
+
+
+def dataset(quickstart: Path, cache: Path | None, *overrides: str, file: Path | None = None, max_samples: int = -1):
+    config = small_config(quickstart, quickstart, *overrides).data
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
+    return ChatDataset(str(file or quickstart / "train.parquet"), tokenizer, config, max_samples, False, cache)
+
+
+def same(one: ChatDataset, other: ChatDataset) -> bool:
+    return all(np.array_equal(getattr(one.tokens, name), getattr(other.tokens, name)) for name in vars(one.tokens))
+
+
+def test_what_was_kept_is_what_was_made(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = dataset(quickstart, None)
+    first = dataset(quickstart, tmp_path)
+    monkeypatch.setattr(tokenise, "_tokenise", None)  # the second time nothing is tokenised
+    again = dataset(quickstart, tmp_path)
+    assert same(made, first) and same(made, again)
+    assert again.describe([3]).endswith("train.parquet rows 3")
+    assert not again.tokens.input_ids.flags.writeable and not again.tokens.input_ids.flags.owndata  # mapped, not read
+    assert [path.suffix for path in tmp_path.iterdir()] == [".arrow"]
+
+
+@pytest.mark.parametrize("change", ["data.max_length=40", "data.apply_chat_template_kwargs={thinking: true}"])
+def test_other_settings_are_kept_apart(change: str, quickstart: Path, tmp_path: Path) -> None:
+    dataset(quickstart, tmp_path, "data.truncation=right")
+    dataset(quickstart, tmp_path, "data.truncation=right", change)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_other_content_under_the_same_name_is_tokenised(quickstart: Path, tmp_path: Path) -> None:
+    file, cache = tmp_path / "chats.parquet", tmp_path / "cache"
+    rows = pd.read_parquet(quickstart / "train.parquet")
+    rows.head(20).to_parquet(file)
+    first = dataset(quickstart, cache, file=file)
+    rows.tail(20).to_parquet(file)
+    second = dataset(quickstart, cache, file=file)
+    assert not same(first, second) and same(second, dataset(quickstart, None, file=file))
+    assert len(dataset(quickstart, cache, file=file, max_samples=5)) == 5
+
+
+def test_a_damaged_file_is_made_anew(quickstart: Path, tmp_path: Path) -> None:
+    whole = dataset(quickstart, None)
+    dataset(quickstart, tmp_path)
+    [kept] = tmp_path.iterdir()
+    kept.write_bytes(kept.read_bytes()[:1000])
+    assert same(dataset(quickstart, tmp_path), whole)
+    assert kept.stat().st_size > 1000
+
+
+def test_a_directory_that_cannot_be_written_costs_the_cache_alone(
+    quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert same(dataset(quickstart, tmp_path / "file"), dataset(quickstart, None))
+    assert "every start makes them anew" in capsys.readouterr().err
+
+
+def test_several_processes_make_the_same(quickstart: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tokenise, "FEWEST_PER_PROCESS", 100)
+    monkeypatch.setattr(tokenise, "CHUNK", 60)
+    assert same(dataset(quickstart, None, "data.num_tokenizers=2"), dataset(quickstart, None, "data.num_tokenizers=1"))
+    rows = pd.read_parquet(quickstart / "train.parquet")
+    chats = [list(chat) for chat in rows["messages"]]
+    pd.DataFrame({"messages": [*chats[:130], chats[130][:1], *chats[131:]]}).to_parquet(tmp_path / "bad.parquet")
+    with pytest.raises(UserError, match="row 130 cannot be used: it has no assistant turn"):
+        dataset(quickstart, None, "data.num_tokenizers=2", file=tmp_path / "bad.parquet")

@@ -1,0 +1,27 @@
+"""Refuses settings of `chats.yaml` that cannot work."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from verl_ext.config.checks import check_choices, require_positive, value_of
+from verl_ext.errors import UserError
+
+CHOICES = {"model.fsdp_config.keep_gathered": ("auto", True, False)}
+NULL_OR_AT_LEAST_ONE = ("data.max_tokens_per_gpu", "data.num_tokenizers")
+
+
+def check_chats(config: DictConfig) -> None:
+    """Refuse single values outside their range, and packing where attention cannot keep samples apart.
+
+    Raises:
+        UserError: the key, its value and what it may be.
+    """
+    check_choices(config, CHOICES)
+    for key in NULL_OR_AT_LEAST_ONE:
+        if value_of(config, key) is not None:
+            require_positive(key, value_of(config, key))
+    if config.data.packing and config.model.attn_implementation == "eager":
+        raise UserError(
+            "model.attn_implementation=eager takes padded samples alone; set data.packing=false, or take auto"
+        )

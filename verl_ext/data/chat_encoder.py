@@ -1,0 +1,130 @@
+"""Turns rows of a parquet file into token ids and the mask of what is learnt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedTokenizerBase
+
+from verl_ext.data.template import ChatTemplate, Encoded, Message
+from verl_ext.errors import UserError
+
+Tokens = tuple[np.ndarray, np.ndarray]
+"""Token ids (seq,) int32, and 1 for each that is learnt (seq,) uint8."""
+
+
+class ChatEncoder:
+    """Renders chats, tokenises them and cuts them to length; can be sent to another process.
+
+    Args:
+        tokenizer: a fast tokenizer with a chat template.
+        config: the `data` section.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DictConfig) -> None:
+        self.config = config
+        kwargs = OmegaConf.to_container(OmegaConf.create(config.apply_chat_template_kwargs))
+        self.template = ChatTemplate(tokenizer, kwargs)
+
+    def encode(self, name: str, first: int, records: list[dict[str, Any]]) -> list[Tokens]:
+        """Tokens of some rows.
+
+        Args:
+            name: of the file, for messages.
+            first: number of the first row in it.
+            records: the rows, by column.
+
+        Raises:
+            UserError: a row that cannot be rendered, has no assistant turn, or is too long with `truncation=error`; the
+                message names file and row.
+        """
+        return list(self._encode(name, first, records))
+
+    def _encode(self, name: str, first: int, records: list[dict[str, Any]]) -> Iterator[Tokens]:
+        chats = [self._at(name, first + i, self._messages, record) for i, record in enumerate(records)]
+        columns = [self._at(name, first + i, self._columns, record) for i, record in enumerate(records)]
+        for row, item in enumerate(self.template.encode(chats, columns), start=first):
+            tokens, mask = self._at(name, row, self._truncate, item)
+            yield np.asarray(tokens, dtype=np.int32), np.asarray(mask, dtype=np.uint8)
+
+    def _at(self, name: str, row: int, function: Callable[[Any], Any], argument: Any) -> Any:
+        """Call a function on a row; what goes wrong names the file and the row."""
+        try:
+            return function(argument)
+        except (UserError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{name} row {row} cannot be used: {error}") from error
+
+    def _messages(self, record: dict[str, Any]) -> list[Message]:
+        if self.config.multiturn.enable:
+            messages = plain(record[self.config.multiturn.messages_key])
+        else:
+            prompt = pick(record[self.config.prompt_key], self.config.prompt_dict_keys)
+            response = pick(record[self.config.response_key], self.config.response_dict_keys)
+            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+        return check_chat(messages)
+
+    def _columns(self, record: dict[str, Any]) -> dict[str, Any]:
+        keys = {"tools": self.config.multiturn.tools_key, "enable_thinking": self.config.multiturn.enable_thinking_key}
+        found = {name: plain(record[key]) for name, key in keys.items() if key in record}
+        if isinstance(found.get("tools"), str):  # how tools of differing shape fit in one parquet column
+            found["tools"] = json.loads(found["tools"])
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _truncate(self, encoded: Encoded) -> tuple[list[int], list[int]]:
+        if isinstance(encoded, UserError):
+            raise encoded
+        (tokens, mask), limit = encoded, self.config.max_length
+        if len(tokens) <= limit:
+            return tokens, mask
+        if self.config.truncation == "error":
+            raise UserError(
+                f"it has {len(tokens)} tokens, more than data.max_length={limit}; "
+                "raise it, set data.truncation=right, or drop the row"
+            )
+        return (tokens[:limit], mask[:limit]) if self.config.truncation == "right" else (tokens[-limit:], mask[-limit:])
+
+
+def check_chat(messages: Any) -> list[Message]:
+    """The turns of a chat with text for content, or a `UserError` that says which turn is wrong."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise UserError("its messages are no list of turns with role and content; prepare the file anew")
+    for turn, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise UserError(f"turn {turn} has no role; give it user, assistant, system or tool")
+        message["content"] = text_of(message.get("content"), turn)
+        if message["content"] is None and not message.get("tool_calls"):
+            raise UserError(f"turn {turn} has no content; drop the row from the file")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise UserError("it has no assistant turn; drop the row from the file")
+    if messages[0]["role"] == "assistant":
+        raise UserError("it begins with the assistant; put a user or system turn before it")
+    return messages
+
+
+def text_of(content: Any, turn: int) -> str | None:
+    """A turn's content as text; a list of text parts is joined."""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        raise UserError(f"turn {turn} has content that is not text; this stage trains on text alone")
+    return content
+
+
+def pick(value: Any, keys: Any) -> Any:
+    """Descend into a nested column by `prompt_dict_keys` or `response_dict_keys`."""
+    for key in keys or ():
+        value = value[key]
+    return value
+
+
+def plain(value: Any) -> Any:
+    """Arrow's nested arrays and mappings as Python lists and dicts without the null fields that parquet fills in."""
+    if isinstance(value, np.ndarray | list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items() if item is not None or key == "content"}
+    return None if isinstance(value, float) and np.isnan(value) else value

@@ -1,0 +1,89 @@
+"""What supervised fine-tuning builds: batches that leave nobody waiting, a model that makes its loss in parts."""
+
+from __future__ import annotations
+
+import sys
+
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+
+from verl_ext.data.batching import MicroBatcher, sample_lengths
+from verl_ext.data.packing import MicroBatchPlan, attention_share
+from verl_ext.metrics.notice import warn
+from verl_ext.trainer.forward_check import LOSS_TOLERANCE, check_packing, loss_heads_error
+from verl_ext.trainer.gathering import Gathering, keeps_gathered
+from verl_ext.trainer.hardware import packs_samples, pick_precision
+from verl_ext.trainer.loop import PipelineTrainer
+from verl_ext.trainer.loss_head import install_loss_head
+from verl_ext.trainer.model import build_model, compile_blocks, load_model_config
+from verl_ext.trainer.token_loss import TokenLoss
+from verl_ext.trainer.turn_end import stop_at_turn_end
+
+
+class SFTSetup(PipelineTrainer):
+    """The parts of a trainer of chats.
+
+    Attributes:
+        token_loss: the forward pass.
+        gathering: of weights and gradients over the ranks.
+    """
+
+    token_loss: TokenLoss
+    gathering: Gathering
+
+    def _build_model_optimizer(self) -> None:
+        super()._build_model_optimizer()
+        stop_at_turn_end(self.model, self.tokenizer, self.train_dataset.turn_ends(), self.is_main)
+        self.gather_as_asked()
+        self.check_forward()
+
+    def make_batcher(self) -> MicroBatcher:
+        """See `TrainerSetup.make_batcher`."""
+        return MicroBatcher(self.tokenizer.pad_token_id, packs_samples(self.config))
+
+    def plan_for(self, dataset: Dataset) -> MicroBatchPlan:
+        """See `TrainerSetup.plan_for`."""
+        data, packs = self.config.data, packs_samples(self.config)
+        most = data.max_tokens_per_gpu or (data.micro_batch_size_per_gpu * data.max_length if packs else sys.maxsize)
+        most_samples = None if packs or data.max_tokens_per_gpu else data.micro_batch_size_per_gpu
+        quadratic = attention_share(load_model_config(self.config).get_text_config().hidden_size)
+        return MicroBatchPlan(sample_lengths(dataset), packs, most, most_samples, quadratic)
+
+    def make_model(self) -> PreTrainedModel:
+        """See `TrainerSetup.make_model`."""
+        return build_model(self.config, self.device_mesh, self.device_name, self.prepare_loss)
+
+    def prepare_loss(self, model: PreTrainedModel) -> None:
+        """Change what must be changed before the model is sharded: its output layer, its blocks."""
+        config = self.config
+        whole_rows = config.ulysses_sequence_parallel_size == 1
+        by_liger = config.model.use_liger and self.device_name == "cuda"
+        head = install_loss_head(model, by_liger) if config.model.fused_loss and whole_rows else None
+        if config.model.get("compile"):
+            compile_blocks(model)
+        precision = pick_precision(config.model.mixed_precision, self.device_name)
+        self.token_loss = TokenLoss(model, head, precision, self.device_name)
+
+    def gather_as_asked(self) -> None:
+        """Settle what stays gathered between micro-batches."""
+        setting = self.config.model.fsdp_config.keep_gathered
+        keeps = keeps_gathered(setting, self.fsdp_model, self.token_loss.precision, self.device_name)
+        self.gathering = Gathering(self.fsdp_model, keeps)
+
+    def check_forward(self) -> None:
+        """Have the model itself say whether it can be packed, and whether its loss can be fused; collective."""
+        loss, vocab_size = self.token_loss, self.model_config.get_text_config().vocab_size
+        self.fsdp_model.eval()
+        if packs_samples(self.config):
+            check_packing(loss.logits, vocab_size, loss.precision, type(self.model).__name__)
+        if loss.head is not None:
+            error = loss_heads_error(loss.logits, loss, self.batcher.micro_batch, vocab_size)
+            if not error < LOSS_TOLERANCE[loss.precision]:
+                loss.head = None
+                if self.is_main:
+                    warn(f"model.fused_loss is off: it differs by {error:.2g} from the loss of this model's logits")
+        self.gathering.release()
+
+    def validation_plan(self) -> MicroBatchPlan:
+        """Which samples of the validation set share a forward pass."""
+        return self.plan_for(self.val_dataset)
