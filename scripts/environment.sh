@@ -32,6 +32,10 @@ has_installer() {  # a first set-up that was interrupted can leave a .venv witho
 
 make_venv() {  # $1: requirements file, $2: the stamp it will leave
   local base
+  if [ -L .venv ]; then  # venv --clear follows a link, and would empty an environment that others use
+    echo "error: .venv is a link to $(readlink -f .venv), which was not made from this $1; set VERL_EXT_PYTHON to its bin/python to use it as it is, or remove the link to have .venv made." >&2
+    return 2
+  fi
   base=$(find_base_python) || return 2
   echo "Making .venv with $("$base" --version) from $1 (about 9 GB, a few minutes) ..." >&2
   if ! has_installer || [ -e .venv/requirements.stamp ]; then  # a stamp of other requirements: nothing of them may stay

@@ -13,6 +13,7 @@ from eval_pipeline.engines.seeds import seed_of
 from eval_pipeline.engines.settings import EngineSettings
 from eval_pipeline.engines.vllm_arguments import arguments_for, reason_of
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.quick_imports import quick_imports
 from verl_ext.vllm_environment import prepare_environment
 
 if TYPE_CHECKING:
@@ -34,8 +35,9 @@ class VllmModel:
 
     def __init__(self, settings: EngineSettings, model: str) -> None:
         started = time.monotonic()
-        device = prepare_environment()
-        from vllm import LLM, __version__
+        with quick_imports():
+            device = prepare_environment()
+            from vllm import LLM, __version__
 
         imported = time.monotonic()
         try:

@@ -16,6 +16,7 @@ BASE = {
     "verl_ext.collective",
     "verl_ext.native_output",
     "verl_ext.gpus",
+    "verl_ext.quick_imports",
     "verl_ext.vllm_environment",
     "verl_ext.config",
 }
@@ -73,6 +74,7 @@ ALLOWED = {
         "verl_ext.errors",
         "verl_ext.native_output",
         "verl_ext.gpus",
+        "verl_ext.quick_imports",
         "verl_ext.vllm_environment",
         "verl_ext.tell",
         "verl_ext.metrics",

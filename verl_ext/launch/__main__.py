@@ -9,6 +9,7 @@ from collections.abc import Callable
 from verl_ext.errors import STOPPED_EXIT_CODE, exit_on_user_error
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.stop import StopRequest, StopSignals
+from verl_ext.metrics.startup import process_start, startup
 from verl_ext.tell import tell
 
 
@@ -40,6 +41,7 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
         UserError: the input cannot be used.
         StopRequest: the launcher was asked to stop before it had begun to train.
     """
+    startup.begin(process_start())
     with signals.raising():
         from omegaconf import OmegaConf  # after --help, which needs no packages
 

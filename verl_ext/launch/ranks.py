@@ -14,6 +14,7 @@ from verl_ext.launch.keeper import Keeper
 from verl_ext.launch.outcome import Failure, Outcome, RankFailure, Stopped, judge
 from verl_ext.launch.stop import StopSignals
 from verl_ext.launch.torchrun import torchrun
+from verl_ext.metrics.startup import startup
 
 RANK_MODULE = "verl_ext.trainer"
 
@@ -66,7 +67,9 @@ def run_ranks(config: DictConfig, signals: StopSignals, module: str = RANK_MODUL
         path = Path(directory) / "config.yaml"
         with signals.raising():
             OmegaConf.save(config, path)
+            startup.mark("launcher")
             thread = RankThread(torchrun(config, module, Path(directory), [str(path)]))
+            startup.hand_on(Path(directory))
         keeper = Keeper(module, signals, config.trainer.preemption.grace_s)
         thread.start()
         keeper.wait(thread)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from verl_ext.quick_imports import quick_imports
+
 
 def torchrun(config: DictConfig, module: str, directory: Path, arguments: list[str]) -> Callable[[], object]:
     """Prepare everything up to the start of the ranks; imports torch, which takes seconds.
@@ -24,8 +26,9 @@ def torchrun(config: DictConfig, module: str, directory: Path, arguments: list[s
         A function that runs the ranks of this node to their end. In a thread other than the main one it leaves the
         signals alone. It raises torch's `ChildFailedError` when a rank fails.
     """
-    from torch.distributed.launcher.api import elastic_launch
-    from torch.distributed.run import config_from_args, parse_args
+    with quick_imports():
+        from torch.distributed.launcher.api import elastic_launch
+        from torch.distributed.run import config_from_args, parse_args
 
     set_rank_environment(config.trainer.n_gpus_per_node)
     silence_torchrun()

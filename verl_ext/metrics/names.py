@@ -182,6 +182,26 @@ TIME: dict[str, Metric] = {
     "time/val/step_s": Metric("s", "A whole validation pass.", _RANK_0),
 }
 
+_START_PARTS = {
+    "launcher": "From the command to a checked configuration.",
+    "torchrun": "Importing torch for torchrun, and torchrun's way to a new process for each rank.",
+    "imports": "Starting Python and importing the stage.",
+    "process_group": "Meeting the other ranks.",
+    "tokenizer": "Loading the tokenizer.",
+    "data": "Reading and tokenising the data.",
+    "model": "Loading the model, sharding it, and making the optimizer.",
+    "checkpoint": "Choosing and loading a checkpoint, and waiting for the other ranks.",
+    "trackers": "Opening run.json, tables and trackers.",
+    "validation": "The validation before the first step.",
+    "first_step": "The first step.",
+    "total": "All of it.",
+}
+"""In the order in which they pass."""
+
+START: dict[str, Metric] = {
+    f"time/start/{part}_s": Metric("s", meaning, _RANK_0) for part, meaning in _START_PARTS.items()
+}
+
 SYSTEM: dict[str, Metric] = {
     "system/disk_free_gib": Metric("GiB", "Free space where checkpoints are written, after a save.", _RANK_0),
     "system/peak_memory_gib": Metric("GiB", "Peak memory: of the device on GPUs, of the process on CPUs.", _LARGEST),
@@ -255,6 +275,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
     "Validation": VALIDATION,
     "Throughput": THROUGHPUT,
     "Time": TIME,
+    "The start, once for each, with its first step": START,
     "System": SYSTEM,
     "Checkpoint evaluation": EVALUATION,
     "The budget controller's evaluation": ADAPTIVE,

@@ -13,6 +13,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
+from verl_ext.metrics.startup import process_start, startup
+from verl_ext.quick_imports import quick_imports
 from verl_ext.trainer.stop_signals import RankSignals, end_at_once
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
@@ -22,6 +24,8 @@ def main() -> None:
     """Train the stage of the configuration; a `UserError` goes to the launcher, which prints it once."""
     die_with_launcher()
     end_at_once()
+    startup.go_on(Path(sys.argv[1]).parent)
+    startup.mark("torchrun", process_start())
     config = OmegaConf.load(sys.argv[1])
     OmegaConf.set_struct(config, True)
     try:
@@ -55,17 +59,20 @@ def tell_launcher(message: str) -> None:
 def train(config: DictConfig) -> None:
     """Build the ranks, the data and the trainer, and fit; leaves with the code of what stopped it."""
     warnings.filterwarnings("ignore", category=FutureWarning)
-    import torch.distributed as dist
-    from transformers import set_seed
+    with quick_imports():
+        import torch.distributed as dist
+        from transformers import set_seed
 
-    from verl_ext.collective import first_of_node_first, on_every_rank
-    from verl_ext.native_output import quiet_native_stdout
-    from verl_ext.trainer.distributed import build_meshes, init_process_group, settle_device
-    from verl_ext.trainer.malloc import keep_freed_memory
-    from verl_ext.trainer.preemption import Stop
-    from verl_ext.trainer.stages import load_stage
-    from verl_ext.trainer.tokenizer import load_tokenizer
+        from verl_ext.collective import first_of_node_first, on_every_rank
+        from verl_ext.native_output import quiet_native_stdout
+        from verl_ext.trainer.distributed import build_meshes, init_process_group, settle_device
+        from verl_ext.trainer.malloc import keep_freed_memory
+        from verl_ext.trainer.preemption import Stop
+        from verl_ext.trainer.stages import load_stage
+        from verl_ext.trainer.tokenizer import load_tokenizer
 
+        stage = load_stage(config.stage)
+    startup.mark("imports")
     device_name = settle_device(config)
     if device_name == "cpu":
         keep_freed_memory()
@@ -74,10 +81,12 @@ def train(config: DictConfig) -> None:
         meshes = build_meshes(device_name, config.ulysses_sequence_parallel_size)
     # Dropout differs between ranks, but not between those that share a sequence.
     set_seed(config.trainer.seed + dist.get_rank() // config.ulysses_sequence_parallel_size)
+    startup.mark("process_group")
     tokenizer = on_every_rank(lambda: load_tokenizer(config))
-    stage = load_stage(config.stage)
+    startup.mark("tokenizer")
     each_rank = first_of_node_first if stage.keeps_tokens else on_every_rank
     datasets = each_rank(lambda: stage.load_datasets(config, tokenizer, progress=dist.get_rank() == 0))
+    startup.mark("data")
     trainer = stage.trainer(config, *meshes, tokenizer, *datasets, RankSignals())
     exit_code = 0
     try:

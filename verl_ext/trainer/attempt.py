@@ -19,6 +19,7 @@ from verl_ext.metrics.notice import warn
 from verl_ext.metrics.recorder import MetricsRecorder
 from verl_ext.metrics.records import SampleRow
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.metrics.startup import startup
 from verl_ext.trainer.health import watch_of
 from verl_ext.trainer.preemption import Stop
 
@@ -56,6 +57,7 @@ class Attempt:
         return self
 
     def _open(self) -> None:
+        startup.mark("checkpoint")
         self.record = RunRecord(self.run_dir)
         self.health = self._watch()
         number = self.record.start_attempt(
@@ -64,6 +66,7 @@ class Attempt:
         replace_file(self.run_dir / "config.yaml", [OmegaConf.to_yaml(self.config)])
         self.recorder = self._open_recorder(number)
         self.bar = ProgressBar(self.total_steps, initial=self.first_step)
+        startup.mark("trackers")
 
     def _open_recorder(self, number: int) -> MetricsRecorder:
         return MetricsRecorder(
@@ -86,6 +89,11 @@ class Attempt:
         if "train/loss" in metrics:
             self.last_step = step
             self.bar.update(metrics)
+            startup.mark("first_step")
+            if seconds := startup.take():
+                self.recorder.log(step, {f"time/start/{part}_s": value for part, value in seconds.items()})
+        else:
+            startup.mark("validation")
         for found in self._findings(step, metrics):
             self.recorder.log_event(Event(step, found.rule, found.level.word, found.sentence))
 

@@ -23,6 +23,7 @@ from verl_ext.data.batching import Groups
 from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.metrics.notice import warn
+from verl_ext.metrics.startup import startup
 from verl_ext.trainer.distributed import COLLECTIVE_TIMEOUT
 from verl_ext.trainer.guard import NonFiniteGuard
 from verl_ext.trainer.model import build_model
@@ -109,6 +110,7 @@ class TrainerSetup(FSDPSFTTrainer):
         self.lr_scheduler = build_scheduler(self.optimizer, self.config.optim, self.total_steps, self.updates_per_step)
 
     def _init_checkpoint_manager(self) -> None:
+        startup.mark("model")
         trainer = self.config.trainer
         digest = config_digest(self.recorded_config)
         self.checkpoint_manager = CheckpointManager(

@@ -1,0 +1,96 @@
+"""The evaluation's benchmark: what it makes of seconds, what it hands to the judge, and how it times the command."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.evaluation import overlap_of, summary_of
+from benchmarks.evaluation_command import parts_of
+from benchmarks.evaluation_turns import Events, ReplacingWorker, Turns
+from eval_pipeline.engines.answer import Answer
+from eval_pipeline.figures.evaluated import DatasetResult, EvaluatedModel
+from eval_pipeline.recipe.load import load_recipe
+from eval_pipeline.work.batch import Answered, BatchId, Failed, key_of
+from verl_ext.errors import UserError
+
+
+def turn(wall_s, cpu_s, **more):
+    return {"wall_s": wall_s, "cpu_s": cpu_s, **more}
+
+
+def test_perfect_overlap_is_a_ratio_of_one_and_none_is_the_sum():
+    assert overlap_of(turn(10, 10), turn(5, 5), turn(10, 15), 2)["ratio"] == 1.0
+    assert overlap_of(turn(10, 10), turn(5, 5), turn(15, 15), 2)["ratio"] == 1.5
+    assert overlap_of(turn(5, 5), turn(10, 10), turn(10, 15), 2)["one_after_the_other_ratio"] == 1.5
+
+
+def test_where_both_need_all_processors_their_time_is_the_bound():
+    found = overlap_of(turn(10, 20), turn(5, 10), turn(15, 30), 2)
+    assert found["cpu_bound_s"] == 15.0 and found["over_cpu_bound"] == 1.0 and found["ratio"] == 1.5
+    idle = overlap_of(turn(10, 2), turn(5, 2), turn(11, 4), 2)  # the longer of the two is the bound then
+    assert idle["over_cpu_bound"] == idle["ratio"] == 1.1
+
+
+def test_each_variant_is_compared_with_the_same_generation():
+    found = {"generation": [turn(8, 16), turn(10, 20), turn(30, 20)]}
+    for variant, judged_s in (("generated", 1), ("canonical", 4)):
+        found[f"judging {variant}"] = [turn(judged_s, 2 * judged_s)]
+        found[f"whole {variant}"] = [turn(10 + judged_s, 22, tail_s=0.5)]
+    summary = summary_of(found, num_problems=164, num_processors=2)
+    assert summary["generation"]["wall_s"] == 10
+    assert summary["generated"]["ratio"] == 1.1 and summary["canonical"]["ratio"] == 1.4
+    assert summary["canonical"]["problems_per_s"] == pytest.approx(164 / 14)
+
+
+def test_a_turn_asks_for_its_part_alone(tmp_path):
+    turns = Turns(load_recipe("humaneval"), tmp_path)
+    assert turns.num_problems == 164
+    generation = turns._batch_for("generation", "")
+    assert generation.needs_engine and generation.judged == {key_of(each) for each in generation.requests}
+    turns._answers = {key_of(each): Answer("no program", 3, False) for each in generation.requests}
+    judging = turns._batch_for("judging", "canonical")
+    assert not judging.needs_engine and not judging.judged
+    assert all("def " in answer.text for answer in judging.answers.values())
+    whole = turns._batch_for("whole", "generated")
+    assert whole.needs_engine and not whole.answers and not whole.judged
+
+
+def test_several_batches_are_refused(tmp_path):
+    with pytest.raises(UserError, match="batch_size"):
+        Turns(load_recipe("humaneval", ["batch_size=100"]), tmp_path)
+
+
+def test_another_text_takes_an_answers_place_with_all_else_kept():
+    worker = ReplacingWorker.__new__(ReplacingWorker)
+    worker.texts = {"a": "right"}
+    drawn = Answer("wrong", 7, True)
+    assert worker._in_place_of("a", drawn) == replace(drawn, text="right")
+    assert worker._in_place_of("b", drawn) == drawn
+    assert worker._in_place_of("a", replace(drawn, error="too long")).error is None
+    worker.texts = {}
+    assert worker._in_place_of("a", replace(drawn, error="too long")).error == "too long"
+
+
+def test_events_of_a_turn_are_kept():
+    batch, events = BatchId("model", "humaneval", "", 0), Events()
+    events.take(Answered(batch, ("a", 0), Answer("x", 1, False)))
+    events.take(Failed(batch, "no room"))
+    assert list(events.answers) == [("a", 0)] and events.failure == "no room"
+
+
+def test_the_command_is_timed_by_its_files(tmp_path):
+    work = tmp_path / "work/humaneval"
+    work.mkdir(parents=True)
+    seconds = {"import_s": 4.0, "load_s": 2.0}
+    result = DatasetResult({"num_problems": 164}, {}, tier=1, protocol={}, isolation="bwrap", seconds=seconds)
+    model = EvaluatedModel("m", None, tmp_path, "m", "digest", {"humaneval": result})
+    times = {work / "protocol-1.json": 108.0, work / "verdicts-1.jsonl": 112.0, tmp_path / "metrics.json": 112.5}
+    for path, moment in times.items():
+        path.write_text(json.dumps(model.to_json()))
+        os.utime(path, (moment, moment))
+    parts = parts_of(tmp_path, begun=100.0, ended=113.0)
+    assert parts["start_s"] + parts["answering_s"] + parts["writing_s"] == parts["total_s"] == 12.5
+    assert (parts["start_s"], parts["exit_s"]) == (8.0, 0.5)
+    assert parts["problems_per_s"] == 164 / 12.5

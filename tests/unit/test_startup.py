@@ -1,0 +1,88 @@
+"""Where the seconds of a start go, and imports without the garbage collector."""
+
+import gc
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.start import parts_of, summary_of
+from tests.conftest import ROOT
+from verl_ext.metrics.names import START
+from verl_ext.metrics.startup import Startup, process_start
+from verl_ext.quick_imports import quick_imports
+
+
+def test_parts_add_up_over_two_processes(tmp_path):
+    launcher, rank = Startup(), Startup()
+    launcher.begin(10.0)
+    launcher.mark("launcher", 11.0)
+    launcher.hand_on(tmp_path)
+    assert launcher.take() == {}  # it is the rank's now, and a restart begins with nothing
+    rank.go_on(tmp_path)
+    for part, moment in (("torchrun", 13.0), ("imports", 17.0), ("data", 18.0), ("imports", 18.5)):
+        rank.mark(part, moment)
+    assert rank.take() == {"launcher": 1.0, "torchrun": 2.0, "imports": 4.5, "data": 1.0, "total": 8.5}
+    rank.mark("first_step")
+    assert rank.take() == {}
+
+
+def test_nothing_is_counted_where_no_command_started(tmp_path):
+    startup = Startup()
+    startup.go_on(tmp_path)
+    startup.mark("model")
+    assert startup.take() == {}
+
+
+def test_a_process_knows_when_it_was_made():
+    code = "from verl_ext.metrics.startup import process_start; print(process_start())"
+    before = time.perf_counter()
+    started = float(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True).stdout)
+    assert before - 0.05 < started < time.perf_counter()
+    assert process_start() < before
+
+
+def test_the_collector_rests_while_modules_are_imported_and_only_then():
+    frozen = gc.get_freeze_count()
+    try:
+        with quick_imports():
+            assert not gc.isenabled()
+        assert gc.isenabled() and gc.get_freeze_count() > frozen
+        with pytest.raises(ImportError), quick_imports():
+            raise ImportError
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
+
+
+def test_a_collector_that_is_off_stays_off():
+    gc.disable()
+    try:
+        with quick_imports():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_the_benchmark_reads_what_a_run_records():
+    rows = [
+        {"time": 107.0, "val/loss": 6.0},
+        {"time": 108.0, "train/loss": 6.0},
+        {"time": 108.1, "time/start/launcher_s": 1.0, "time/start/imports_s": 6.5, "time/start/total_s": 7.5},
+    ]
+    parts = parts_of(rows, begun=100.0)
+    assert parts == {"launcher_s": 1.0, "imports_s": 6.5, "total_s": 7.5, "outside_s": 8.0}
+    assert summary_of([parts, {**parts, "outside_s": 9.0}])["outside_s"] == {"min": 8.0, "median": 8.5, "max": 9.0}
+    assert {f"time/start/{name}" for name in parts} - {"time/start/outside_s"} <= START.keys()
+
+
+def test_the_launcher_imports_nothing_of_other_stages():
+    code = (
+        "import sys, verl_ext.launch.configure, verl_ext.launch.run\n"
+        "unwanted = {'torch', 'verl_ext.launch.grpo_check', 'verl_ext.launch.budget_check'}\n"
+        "print(sorted(unwanted & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True)
+    assert done.stdout.strip() == "[]"
