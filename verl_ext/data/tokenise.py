@@ -6,6 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -20,7 +21,7 @@ from tqdm import tqdm
 from verl_ext.data import tokenised
 from verl_ext.data.chat_encoder import ChatEncoder, Tokens
 from verl_ext.data.tokenised import Tokenised
-from verl_ext.metrics.notice import warn
+from verl_ext.tell import tell
 
 VERSION = 1
 """Of what is made of a row; another one makes every kept file useless."""
@@ -61,7 +62,9 @@ def tokenise(
         tokenised.write(made, path)
         return tokenised.read(path)
     except OSError as error:
-        warn(f"the tokenised data cannot be kept in {directory} ({error}), so every start makes them anew")
+        tell(
+            f"warning: tokenised data cannot be kept in {directory} ({error}); every start makes them anew", sys.stderr
+        )
         return made
 
 

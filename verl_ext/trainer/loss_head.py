@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         wants = [learns and needed for needed in ctx.needs_input_grad]
         total = torch.zeros((), device=hidden.device)
-        grads = (
+        grads = _Gradients(
             torch.empty_like(hidden) if wants[0] else None,
             torch.zeros(weight.shape, device=weight.device) if wants[1] else None,  # in fp32: it sums up chunks
             torch.zeros(bias.shape, device=bias.device) if bias is not None and wants[2] else None,
@@ -97,9 +98,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
         size = max(FEWEST_TOKENS, CHUNK_ELEMENTS // weight.shape[0])
         for first in range(0, len(hidden), size):
             part = slice(first, first + size)
-            total += _chunk(hidden[part], weight, bias, targets[part], part, grads)
+            total += grads.add(hidden[part], weight, bias, targets[part], part)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(*grads)
+        ctx.save_for_backward(grads.of_hidden, grads.of_weight, grads.of_bias)
         return total
 
     @staticmethod
@@ -114,26 +115,49 @@ class _SummedCrossEntropy(torch.autograd.Function):
         )
 
 
-def _chunk(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    part: slice,
-    grads: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-) -> torch.Tensor:
-    """Loss of some tokens; their part of the gradients is written into `grads`."""
-    logits = F.linear(hidden, weight, bias).float()  # (tokens, vocab)
-    normaliser = logits.logsumexp(-1)
-    loss = (normaliser - logits.gather(1, targets[:, None])[:, 0]).sum()
-    if any(grad is not None for grad in grads):
-        wrong = logits.sub_(normaliser[:, None]).exp_()  # the softmax; less 1 at the target it is the gradient
-        wrong[torch.arange(len(targets), device=targets.device), targets] -= 1
-        rounded = wrong.to(weight.dtype)
-        if grads[0] is not None:
-            grads[0][part] = rounded @ weight
-        if grads[1] is not None:
-            grads[1].add_(rounded.T @ hidden)
-        if grads[2] is not None:
-            grads[2].add_(wrong.sum(0))
-    return loss
+@dataclass(frozen=True)
+class _Gradients:
+    """What the chunks come to; None for what is not wanted."""
+
+    of_hidden: torch.Tensor | None
+    of_weight: torch.Tensor | None
+    of_bias: torch.Tensor | None
+
+    def add(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        part: slice,
+    ) -> torch.Tensor:
+        """Loss of a chunk; its part of the gradients is added.
+
+        With e = exp(logits - peak) and s their sum over the vocabulary, the gradient of the logits is (e - s at the
+        target) / s. The division is made on the narrow side of the products, so that the wide e is passed over less.
+        """
+        logits = F.linear(hidden, weight, bias).float()  # (tokens, vocab)
+        peak = logits.amax(-1, keepdim=True)
+        of_target = logits.gather(1, targets[:, None]) - peak
+        wide = logits.sub_(peak).exp_()
+        sums = wide.sum(-1, keepdim=True)
+        loss = (sums.log() - of_target).sum()
+        if self.of_hidden is None and self.of_weight is None and self.of_bias is None:
+            return loss
+        wide.scatter_add_(1, targets[:, None], -sums)
+        rounded = wide.to(weight.dtype)
+        if self.of_hidden is not None:
+            self.of_hidden[part] = (rounded @ weight) / sums
+        if self.of_weight is not None:
+            _add_product(self.of_weight, rounded.T, (hidden / sums).to(weight.dtype))
+        if self.of_bias is not None:
+            self.of_bias.add_((wide / sums).sum(0))
+        return loss
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, without a copy where the types allow it."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)

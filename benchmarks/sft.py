@@ -1,0 +1,194 @@
+"""Useful tokens per second of supervised fine-tuning: ours beside a bare loop, stock verl and TRL, in one run.
+
+    python -m benchmarks.sft --peer DIRECTORY [--rounds 3] [--num-steps 4] [--quick] [--output FILE.json]
+
+All train the same model of 26M parameters on the same functions of Python's standard library at their natural lengths,
+at most 1024 tokens, on two ranks where they have ranks. A token is useful if it is no padding. Ours and the bare loops
+take turns, `--rounds` times; a side's figure is its median. TRL is installed into `--peer` where it is not there yet.
+Each first step is left out. `--quick` leaves out stock verl and TRL, for `benchmarks/run.sh --quick`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.sft_job import Job, write_inputs
+from verl_ext.errors import UserError, exit_on_user_error
+from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+RANKS, BATCH_SIZE, STOCK_BATCH_SIZE, MAX_LENGTH, ROW = 2, 64, 8, 1024, 2048
+TRL = "trl==1.6.0"
+BARE = {
+    "bare, padded": ("padded", 1),
+    "bare, packed": ("packed", 1),
+    "bare, tuned": ("tuned", 1),
+    "bare, tuned, 2 ranks": ("tuned", 2),
+}
+PEERS = {
+    "verl as shipped (bf16)": ("sft_stock", "bf16"),
+    "verl in fp32": ("sft_stock", "fp32"),
+    "TRL, like lengths, 4 samples": ("sft_peer", "unpacked_4"),
+    "TRL, like lengths, 8 samples": ("sft_peer", "unpacked_8"),
+    "TRL, packed, 1 row": ("sft_peer", "packed_1"),
+    "TRL, packed, 2 rows": ("sft_peer", "packed_2"),
+}
+
+
+class Bench:
+    """Starts the sides.
+
+    Args:
+        scratch: directory with the inputs.
+        num_steps: of each run; the first is left out.
+        peer: directory with TRL.
+    """
+
+    def __init__(self, scratch: Path, num_steps: int, peer: Path | None) -> None:
+        self.scratch, self.num_steps, self.peer = scratch, num_steps, peer
+
+    def ours(self, *more: str) -> float:
+        """Useful tokens per second of `run_sft.sh`, as its metrics have them."""
+        with tempfile.TemporaryDirectory(dir=self.scratch) as directory:
+            settings = {
+                "prepare": "[]",
+                "data.train_files": self.scratch / "chats/train.parquet",
+                "data.val_files": "null",
+                "data.max_length": MAX_LENGTH,
+                "data.truncation": "right",
+                "data.train_batch_size": BATCH_SIZE,
+                "data.max_tokens_per_gpu": ROW,
+                "data.token_cache": self.scratch / "tokens",
+                "model.partial_pretrain": self.scratch / "model",
+                "trainer.total_training_steps": self.num_steps,
+                "trainer.save_freq": -1,
+                "trainer.test_freq": -1,
+                "trainer.checkpoint.save_contents": "[model]",
+                "trainer.logger": "[console]",
+                "trainer.default_local_dir": directory,
+            }
+            words = [*(f"{key}={value}" for key, value in settings.items()), *more]
+            run(["bash", "run_sft.sh", str(RANKS), *words], {"VERL_EXT_PYTHON": sys.executable})
+            rows = [row for row in read_metrics(Path(directory, METRICS_FILE)) if "train/loss" in row]
+        seconds = [row["time/train/step_s"] for row in rows[1:]]
+        tokens = [row["throughput/train/tokens_per_s"] * row["time/train/step_s"] for row in rows[1:]]
+        return sum(tokens) / sum(seconds)
+
+    def bare(self, way: str, ranks: int) -> float:
+        """The same of a bare loop."""
+        return rate_of(self._started("sft_bare", way, ranks, BATCH_SIZE, self.num_steps))
+
+    def peers(self, module: str, way: str) -> float:
+        """The same of a peer; stock verl gets small batches, for it pads each sample to the longest there may be."""
+        if module == "sft_stock":
+            return rate_of(self._started(module, way, RANKS, STOCK_BATCH_SIZE, 3))
+        return rate_of(self._started(module, way, RANKS, BATCH_SIZE, self.num_steps))
+
+    def _started(self, module: str, way: str, ranks: int, batch_size: int, num_steps: int) -> str:
+        scratch = self.scratch
+        inputs = str(scratch / "chats/train.parquet"), str(scratch / "model"), str(scratch / "out")
+        path = Job(*inputs, batch_size, num_steps, MAX_LENGTH, way).save(scratch / "job.json")
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        paths = [str(ROOT), *([str(self.peer)] if module == "sft_peer" else [])]
+        threads = {"OMP_NUM_THREADS": str(2 // ranks), "PYTHONPATH": os.pathsep.join(reversed(paths))}
+        return run([sys.executable, *launch, "-m", f"benchmarks.{module}", str(path)], threads)
+
+
+def run(command: list[str], more: dict[str, str]) -> str:
+    """Standard output of a command that ends well.
+
+    Raises:
+        UserError: it did not.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", **more}
+    environment |= {"TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        raise UserError(f"{' '.join(map(str, command[:6]))} ended with {done.returncode}:\n{last}")
+    return done.stdout
+
+
+def rate_of(output: str) -> float:
+    """Useful tokens per second of the steps that a side printed, the first left out."""
+    steps = [json.loads(line.removeprefix("STEP ")) for line in output.splitlines() if line.startswith("STEP ")]
+    return sum(step["tokens"] for step in steps[1:]) / sum(step["seconds"] for step in steps[1:])
+
+
+def ensure_peer(directory: Path) -> None:
+    """Install TRL into a directory of its own; it uses this environment's torch and transformers."""
+    if not (directory / "trl").is_dir():
+        words = ["install", "--quiet", "--no-deps", "--target", str(directory), TRL]
+        run([sys.executable, "-m", "pip", *words], {})
+
+
+def measure(bench: Bench, rounds: int, quick: bool) -> dict[str, Any]:
+    """All figures: tokens per second by side, and what ours is of them."""
+    sides: dict[str, list[float]] = {"ours": [], **{name: [] for name in BARE}}
+    bar = tqdm(total=rounds * len(sides) + (0 if quick else len(PEERS) + 1), unit="run")
+    for _ in range(rounds):
+        sides["ours"].append(bench.ours())
+        bar.update()
+        for name, (way, ranks) in BARE.items():
+            sides[name].append(bench.bare(way, ranks))
+            bar.update()
+    if not quick:
+        sides["ours, compiled"] = [
+            bench.ours("model.compile=true", f"trainer.total_training_steps={2 * bench.num_steps}")
+        ]
+        for name, (module, way) in PEERS.items():
+            bar.update()
+            sides[name] = [bench.peers(module, way)]
+        bar.update()
+    bar.close()
+    rates = {name: statistics.median(found) for name, found in sides.items()}
+    return {"tokens_per_s": rates, "runs": sides, "ours_over": {name: rates["ours"] / rates[name] for name in rates}}
+
+
+@exit_on_user_error()
+def main() -> None:
+    """Measure, print the figures and write them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", type=Path, help="directory of TRL's own; it is installed where it is not there")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of ours and of each bare loop (default 3)")
+    parser.add_argument("--num-steps", type=int, default=4, help="steps of a run; the first is left out (default 4)")
+    parser.add_argument("--quick", action="store_true", help="ours and the bare loops alone")
+    parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or arguments.num_steps < 2:
+        raise UserError("--rounds must be at least 1 and --num-steps at least 2")
+    if arguments.peer is None and not arguments.quick:
+        raise UserError("say by --peer where TRL is or is to be installed, or take --quick")
+    if not arguments.quick:
+        arguments.peer = arguments.peer.absolute()
+        ensure_peer(arguments.peer)
+    with tempfile.TemporaryDirectory(prefix="benchmark_sft_") as scratch:
+        write_inputs(Path(scratch))
+        found = measure(Bench(Path(scratch), arguments.num_steps, arguments.peer), arguments.rounds, arguments.quick)
+    about = {
+        "date": date.today().isoformat(),
+        "machine": f"{os.cpu_count()} x {platform.machine()}, Linux {platform.release()}",
+        "ranks": RANKS,
+        "samples_per_step": BATCH_SIZE,
+        "max_length": MAX_LENGTH,
+    }
+    for name, rate in found["tokens_per_s"].items():
+        print(f"{name:<32}{rate:8.0f} tokens/s{found['ours_over'][name]:10.2f}")
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps({**about, **found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
