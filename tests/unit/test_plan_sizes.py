@@ -55,8 +55,7 @@ def work(**settings: Any) -> Workload:
         is_flash=False,
         is_eager=False,
         fused_loss=False,
-        reshard=True,
-        reduce_once=False,
+        keeps_gathered=False,
     )
     return replace(plain, **settings)
 
@@ -140,23 +139,22 @@ def test_a_larger_micro_batch_holds_more_and_checkpointing_less() -> None:
 
 def test_a_fused_loss_needs_the_logits_of_a_chunk() -> None:
     shape = built_in("Qwen/Qwen2.5-1.5B-Instruct")
-    whole, chunk = work(logit_tokens=8192, learnt_tokens=8192), work(logit_tokens=1024, learnt_tokens=1024)
+    whole = work(logit_tokens=8192, learnt_tokens=8192, **BF16)
     fused = replace(whole, fused_loss=True)
-    assert activations.loss_forward_bytes(shape, fused) == activations.loss_forward_bytes(shape, chunk)
-    assert activations.loss_forward_bytes(shape, whole) == 8 * activations.loss_forward_bytes(shape, chunk)
     assert activations.loss_forward_bytes(shape, whole) == 12 * 8192 * 151936
+    assert activations.loss_forward_bytes(shape, fused) == 8 * 128 * 151936
+    moments = StepMemory(shape, fused, 2, True).memory().moments
+    plain = StepMemory(shape, whole, 2, True).memory().moments
+    output = 151936 * 1536
+    more = moments["loss, forward"]["gradients"] - plain["loss, forward"]["gradients"]
+    assert more == 4 * output + 2 * output  # added up in fp32, and a chunk's part in bf16
 
 
-def test_layers_that_stay_gathered_are_held_whole() -> None:
+def test_weights_that_stay_gathered_are_held_whole_with_their_gradients() -> None:
     shape = small_shape()
-    moments = StepMemory(shape, work(reshard=False), 2, True).memory().moments
-    assert moments["loss, forward"]["communication"] == 4 * shape.numel
-
-
-def test_gradients_that_are_reduced_once_are_held_whole() -> None:
-    shape = small_shape()
-    moments = StepMemory(shape, work(reduce_once=True, num_micro_batches=2), 2, True).memory().moments
-    assert moments["loss, forward"]["gradients"] == 4 * shape.numel
+    moments = StepMemory(shape, work(keeps_gathered=True, num_micro_batches=2), 2, True).memory().moments
+    assert moments["loss, forward"]["communication"] == moments["loss, forward"]["gradients"] == 4 * shape.numel
     sharded = StepMemory(shape, work(num_micro_batches=2), 2, True).memory().moments
+    assert sharded["loss, forward"]["communication"] == 0
     assert sharded["loss, forward"]["gradients"] == 4 * shape.shard_numel(2)
     assert moments["optimizer"] == sharded["optimizer"]

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from verl_ext.errors import exit_on_user_error
+from verl_ext.plan.options import OWN, read_words
 from verl_ext.tell import tell
 
 
@@ -16,14 +17,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m verl_ext.plan",
         description="Predict memory and speed of a recipe on so many GPUs; nothing is started.",
-        epilog="Exit codes: 0 all plans fit, 1 one does not, 2 bad input. docs/plan.md explains the formulas.",
+        epilog="The command's own words:\n"
+        + "\n".join(f"  {name:14}{meaning}" for name, meaning in OWN.items())
+        + "\n\nExit codes: 0 all plans fit, 1 one does not, 2 bad input. docs/plan.md explains the formulas.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "words",
         nargs="*",
         metavar="key=value",
-        help="recipe=NAME, overrides of the configuration, and gpus=, hardware=, gpus_per_node=, stage=, mfu=, "
-        "mean_length=, learnt_share=",
+        help="recipe=NAME, overrides of its configuration, and the words below",
     )
     parser.add_argument("--largest", action="store_true", help="take the largest micro-batch or token budget that fits")
     output = parser.add_mutually_exclusive_group()
@@ -47,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_intermixed_args(argv)
     with exit_on_user_error():
         # here, as they take seconds: --help answers at once
-        from verl_ext.plan.options import read_words
         from verl_ext.plan.planning import plans_for
         from verl_ext.plan.report import as_dict, as_markdown, as_text
 

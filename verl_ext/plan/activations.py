@@ -9,9 +9,11 @@ and attention that keeps no scores. A test compares the count with what autograd
 from __future__ import annotations
 
 from verl_ext.plan.shape import ModelShape
-from verl_ext.plan.workload import FUSED_CHUNK, Workload
+from verl_ext.plan.workload import Workload
 
 FP32 = 4
+CHUNK_ELEMENTS, FEWEST_TOKENS = 1 << 24, 128
+"""Logits that the fused loss makes at a time, and the fewest tokens that it makes them of."""
 
 
 def norm_bytes(compute: int, width: int, feeds_linear: bool = True) -> int:
@@ -28,11 +30,13 @@ def layer_bytes(shape: ModelShape, work: Workload) -> int:
     compute, heads = work.compute_bytes, shape.num_heads
     query, key = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     # sdpa takes grouped keys and values only without a mask; else transformers repeats them for every head
-    kept_key = key if work.is_flash or not (work.is_padded or work.is_packed or work.is_eager) else query
+    kept_key = key if work.is_flash or not (work.is_padded or work.is_eager) else query
     norms = 2 * norm_bytes(compute, shape.hidden)
     if shape.has_qk_norm:
         norms += norm_bytes(compute, query, feeds_linear=False) + norm_bytes(compute, key, feeds_linear=False)
     attention = compute * (2 * query + 2 * kept_key) + FP32 * heads
+    if work.is_packed and not work.is_flash:  # sdpa runs sample by sample, and the results are put together
+        attention += compute * query
     if has_mask(work):  # sdpa makes numbers of the mask, anew in every layer, and keeps them
         attention += compute * work.row_tokens
     if work.is_eager:  # the softmax in fp32, and what is multiplied with the values
@@ -52,8 +56,8 @@ def kept_bytes(shape: ModelShape, work: Workload) -> int:
 
 
 def has_mask(work: Workload) -> bool:
-    """Whether sdpa is given a mask of all pairs, as it is where rows are padded or packed."""
-    return (work.is_padded or work.is_packed) and not work.is_flash and not work.is_eager
+    """Whether sdpa is given a mask of all pairs, as it is where rows are padded."""
+    return work.is_padded and not work.is_flash and not work.is_eager
 
 
 def backward_bytes(shape: ModelShape, work: Workload) -> int:
@@ -70,38 +74,43 @@ def backward_bytes(shape: ModelShape, work: Workload) -> int:
 def loss_forward_bytes(shape: ModelShape, work: Workload) -> int:
     """Logits and cross-entropy: the logits, those of learnt tokens gathered, in fp32, and their log-softmax.
 
-    GRPO has logits in fp32, and the entropy's softmax and product beside them (verl's `entropy_from_logits`).
+    The fused loss holds a chunk's logits in fp32 with the exponentials of their sum. GRPO has logits in fp32, and the
+    entropy's softmax and product beside them (verl's `entropy_from_logits`).
     """
-    tokens, learnt = in_loss(work)
+    compute, learnt = work.compute_bytes, work.learnt_tokens
+    if work.fused_loss:
+        return chunk_tokens(shape, work) * shape.vocab * 2 * FP32
     if work.is_grpo:
         return shape.vocab * learnt * 3 * FP32
-    in_fp32 = 0 if work.compute_bytes == FP32 else FP32
-    return shape.vocab * (tokens * work.compute_bytes + learnt * (work.compute_bytes + in_fp32 + FP32))
+    in_fp32 = 0 if compute == FP32 else FP32
+    return shape.vocab * (work.logit_tokens * compute + learnt * (compute + in_fp32 + FP32))
 
 
 def loss_backward_bytes(shape: ModelShape, work: Workload) -> int:
-    """The largest of the backward pass through the loss.
+    """The largest of the backward pass through the loss; the fused loss has none, as it made its gradients before.
 
     The log-softmax, the gradient that comes and the one that goes; then the gradient in the logits' type while it is
     scattered to all tokens; then two of all tokens where the last one is cut off. GRPO has the logits, the gradients of
     each token's sum of exponentials one by one and stacked, and that of the chosen tokens (`logprobs_from_logits_v2`).
     """
-    tokens, learnt = in_loss(work)
+    compute, tokens, learnt = work.compute_bytes, work.logit_tokens, work.learnt_tokens
+    if work.fused_loss:
+        return 0
     if work.is_grpo:
         return shape.vocab * learnt * 4 * FP32
-    compute = work.compute_bytes
-    scattered = learnt * compute + tokens * compute
-    return shape.vocab * max(3 * FP32 * learnt, scattered, 0 if work.fused_loss else 2 * tokens * compute)
+    return shape.vocab * max(3 * FP32 * learnt, (learnt + tokens) * compute, 2 * tokens * compute)
 
 
 def logits_gradient_bytes(shape: ModelShape, work: Workload) -> int:
     """The gradient of the logits, from which the output projection's is made."""
-    return shape.vocab * in_loss(work)[0] * work.compute_bytes
+    return 0 if work.fused_loss else shape.vocab * work.logit_tokens * work.compute_bytes
 
 
-def in_loss(work: Workload) -> tuple[int, int]:
-    """Tokens whose logits exist at a time, and those of them in the loss."""
-    if work.fused_loss:
-        chunk = min(FUSED_CHUNK, work.learnt_tokens)
-        return chunk, chunk
-    return work.logit_tokens, work.learnt_tokens
+def chunk_tokens(shape: ModelShape, work: Workload) -> int:
+    """Tokens whose logits the fused loss makes at a time."""
+    return min(max(FEWEST_TOKENS, CHUNK_ELEMENTS // shape.vocab), work.learnt_tokens)
+
+
+def fused_gradient_bytes(shape: ModelShape, work: Workload) -> int:
+    """The fused loss's gradient of the output projection, added up in fp32 from the forward pass on."""
+    return FP32 * shape.vocab * shape.hidden if work.fused_loss else 0

@@ -61,13 +61,13 @@ class StepMemory:
         self._shape, self._work, self._num_ranks, self._is_gpu = shape, work, num_ranks, is_gpu
         shard = work.master_bytes * shape.shard_numel(num_ranks)
         accumulates = work.num_micro_batches > 1
-        self._sharded_before = shard if accumulates and not work.reduce_once else 0.0
-        self._whole_before = work.reduce_bytes * shape.numel if accumulates and work.reduce_once else 0.0
+        self._sharded_before = shard if accumulates and not work.keeps_gathered else 0.0
+        self._whole_before = work.reduce_bytes * shape.numel if accumulates and work.keeps_gathered else 0.0
         self._always = {"weights": shard, "optimizer": 2 * shard}
         self._always["gradients"] = self._sharded_before + self._whole_before
         self._kept = activations.kept_bytes(shape, work)
         self._root, self._embedding, self._layer = map(self._gathered, (shape.root, shape.embedding, shape.layer))
-        self._stays_gathered = 0.0 if work.reshard else float(work.compute_bytes * shape.numel)
+        self._stays_gathered = float(work.compute_bytes * shape.numel) if work.keeps_gathered else 0.0
         adds_up = self._whole_before and work.compute_bytes == work.reduce_bytes  # into what is there already
         self._root_waits = 0.0 if adds_up else self._root
 
@@ -112,21 +112,22 @@ class StepMemory:
     def _first_gathering(self) -> Parts:
         """The root is gathered, its buffer stays until the next copy, and the embedding is gathered too."""
         gathered = self._root + self._embedding
-        return {"communication": gathered + self._buffer(gathered)}
+        return {"communication": gathered + self._buffer(gathered), "gradients": -self._whole_before}
 
     def _loss(self, logits: float) -> Parts:
         """The root is sharded again when the model returns its logits, unless nothing is.
 
-        A fused loss runs inside the root: it has the output projection, its gradient, and gradients of the hidden
-        states.
+        A fused loss runs inside the root, while the last layer's buffer is not yet freed: it has the output projection,
+        its gradient and a chunk's part of it, and learnt tokens' hidden states with their gradients.
         """
-        inside = self._root if self._work.fused_loss else 0
-        hidden = 2 * self._hidden(self._work.learnt_tokens) if self._work.fused_loss else 0
+        if not self._work.fused_loss:
+            return {"activations": self._kept, "logits": logits, "communication": self._stays_gathered}
+        part = self._work.compute_bytes * self._shape.vocab * self._shape.hidden
         return {
-            "activations": self._kept + hidden,
+            "activations": self._kept + 2 * self._hidden(self._work.learnt_tokens),
             "logits": logits,
-            "communication": self._stays_gathered or inside,
-            "gradients": inside,
+            "communication": self._stays_gathered or self._root + self._prefetched(self._layer),
+            "gradients": activations.fused_gradient_bytes(self._shape, self._work) + part,
         }
 
     def _hidden(self, tokens: int) -> float:
@@ -137,9 +138,14 @@ class StepMemory:
         return {
             "activations": self._kept + self._hidden(self._work.tokens),
             "logits": activations.logits_gradient_bytes(self._shape, self._work),
-            "gradients": self._root,
+            "gradients": self._gradient_of_output(),
             "communication": self._stays_gathered or self._root + self._prefetched(self._layer),
         }
+
+    def _gradient_of_output(self) -> float:
+        """In the type of the forward pass, with the fused loss's own where that is another."""
+        fused = activations.fused_gradient_bytes(self._shape, self._work)
+        return self._root + (0 if self._work.compute_bytes == activations.FP32 else fused)
 
     def _prefetched(self, gathered: float) -> float:
         """The buffer of the next all-gather, which begins while a layer computes."""
@@ -165,16 +171,16 @@ class StepMemory:
     def _first_layer(self) -> Parts:
         """The same at the other end: all other layers' gradients are there, and the last reduce-scatter's input.
 
-        Gradients that are reduced once are counted before that: in a micro-batch that is not the last.
+        Gradients that stay whole are counted before their reduction: in a micro-batch that is not the last.
         """
         shape, work = self._shape, self._work
-        gathered = self._layer + (self._prefetched(self._embedding) if work.reshard else self._embedding)
+        gathered = self._layer + (self._embedding if work.keeps_gathered else self._prefetched(self._embedding))
         reduced = 0 if self._whole_before else self._reduced([shape.layer] * (shape.num_layers - 1))
         behind = 0 if self._whole_before else work.reduce_bytes * shape.layer.numel
         return {
             "activations": self._kept / shape.num_layers + self._again(),
             "gradients": self._root_waits + reduced,
-            "communication": self._root + gathered + behind,
+            "communication": self._stays_gathered if self._whole_before else self._root + gathered + behind,
         }
 
     def _reducing(self, group: Group) -> float:

@@ -62,11 +62,11 @@ def find_model(config: DictConfig) -> tuple[PretrainedConfig, list[str]]:
         UserError: no model is named, or its dimensions cannot be had.
     """
     name, notes = named_model(config)
-    error = None
-    for is_there in (lambda: True, lambda: is_hub_name(name) and hub_answers()):  # the cache and the disk, then the hub
-        if is_there():
+    error: Exception = OSError(name)
+    for asks_hub in (False, True):  # the disk and the cache first
+        if not asks_hub or (is_hub_name(name) and hub_answers()):
             try:
-                return read(name, config, local_files_only=error is None), notes
+                return read(name, config, local_files_only=not asks_hub), notes
             except (OSError, ValueError) as failure:  # what transformers raises for a missing or a damaged file
                 error = failure
     if name in BUILT_IN:
@@ -74,9 +74,14 @@ def find_model(config: DictConfig) -> tuple[PretrainedConfig, list[str]]:
             *notes,
             f"{name} cannot be read here; its dimensions are built in",
         ]
-    how = "let the hub be reached" if is_hub_name(name) else "prepare it"
-    reason = first_line_of(error) if error else "it is nowhere"
-    raise UserError(f"model.partial_pretrain={name} cannot be read ({reason}); {how}, or name another model")
+    if is_hub_name(name):
+        raise UserError(
+            f"model.partial_pretrain={name} is neither here nor can it be had from the hub; name another model"
+        )
+    if Path(name).exists():
+        raise UserError(f"model.partial_pretrain={name} cannot be read ({first_line_of(error)}); name another model")
+    commands = " and ".join(f"`python -m verl_ext.data.prepare {each}`" for each in config.prepare)
+    raise UserError(f"model.partial_pretrain={name} is not there; {commands or 'make it'} first, or name another model")
 
 
 def read(name: str, config: DictConfig, local_files_only: bool) -> PretrainedConfig:

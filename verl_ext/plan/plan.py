@@ -78,7 +78,7 @@ def make_plan(config: DictConfig, shape: ModelShape, cluster: Cluster, lengths: 
     Raises:
         UserError: the configuration cannot run there, or the plan has no formulas for it.
     """
-    work = workload_of(config, cluster.gpus, cluster.hardware, lengths)
+    work = workload_of(config, shape.numel, cluster.gpus, cluster.hardware, lengths)
     memory = StepMemory(shape, work, cluster.gpus, cluster.hardware.is_gpu).memory()
     time = step_time(shape, work, cluster)
     if work.is_grpo:

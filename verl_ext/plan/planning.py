@@ -10,6 +10,7 @@ from verl_ext.plan.models import find_model
 from verl_ext.plan.options import Options
 from verl_ext.plan.plan import Plan, advice, largest_that_fits, make_plan
 from verl_ext.plan.shape import shape_of
+from verl_ext.plan.workload import refuse_unknown
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ def plans_for(options: Options, largest: bool) -> tuple[list[Planned], list[str]
         UserError: bad input.
     """
     config = compose_config(options.command, options.overrides)
+    refuse_unknown(config)
     model_config, notes = find_model(config)
     shape = shape_of(model_config)
     if config.model.use_liger:

@@ -77,12 +77,9 @@ def forward_flops(shape: ModelShape, work: Workload, num_ranks: int) -> Flops:
 def seen_tokens(work: Workload) -> float:
     """How many tokens a token is compared with, in the mean.
 
-    Half of its sample by kernels that skip what comes after it. sdpa skips nothing once it has a mask, and so compares
-    with all of a row, which is long where samples are packed.
+    Half of its sample by kernels that skip what comes after it; sdpa skips nothing once it has a mask.
     """
-    if not has_mask(work):
-        return work.tokens_per_sample / 2
-    return work.row_tokens if work.is_packed else work.tokens_per_sample
+    return work.tokens_per_sample if has_mask(work) else work.tokens_per_sample / 2
 
 
 def step_time(shape: ModelShape, work: Workload, cluster: Cluster) -> StepTime:
@@ -94,14 +91,14 @@ def step_time(shape: ModelShape, work: Workload, cluster: Cluster) -> StepTime:
     backward_s = 2 * forward_s + (flops.layers / per_second / num_micro_batches if work.checkpointing else 0)
     exposed = hidden = 0.0
     for number in range(work.num_micro_batches):
-        reduces = not work.reduce_once or number == work.num_micro_batches - 1
-        gathers, returns = passes(shape, work, cluster, reduces)
+        is_first, is_last = number == 0, number == work.num_micro_batches - 1
+        gathers, returns = passes(shape, work, cluster, is_first, is_last)
         for compute_s, (behind, alone) in ((forward_s, gathers), (backward_s, returns)):
             exposed += alone + max(behind - compute_s, 0)
             hidden += min(behind, compute_s)
     once_more = work.forward_passes * num_micro_batches
     compute = num_micro_batches * (forward_s + backward_s) + once_more * forward_s
-    behind, alone = passes(shape, work, cluster, False)[0]
+    behind, alone = passes(shape, work, cluster, True, False)[0]
     parts = {
         "compute": compute,
         "communication": exposed * work.num_updates + once_more * (alone + max(behind - forward_s, 0)),
@@ -112,12 +109,13 @@ def step_time(shape: ModelShape, work: Workload, cluster: Cluster) -> StepTime:
 
 
 def passes(
-    shape: ModelShape, work: Workload, cluster: Cluster, reduces: bool
+    shape: ModelShape, work: Workload, cluster: Cluster, is_first: bool, is_last: bool
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Seconds of collectives that layers can hide, and of those that nothing can: forward, then backward.
 
     FSDP2 gathers a layer while the one before computes, and reduces its gradient while the next computes; the root's
     and the embedding's gathering at the start has nothing before it, and their reduction at the end nothing after it.
+    Weights that stay gathered are gathered for the first micro-batch, and reduced in the last.
     """
     layer, ends = shape.layer.numel, [shape.root.numel, shape.embedding.numel]
 
@@ -126,11 +124,10 @@ def passes(
 
     layers = [layer] * shape.num_layers
     gather, gather_ends = seconds(layers, work.compute_bytes), seconds(ends, work.compute_bytes)
-    again = gather if work.reshard else 0.0
-    root_again = seconds(ends[:1], work.compute_bytes)
-    reduce = seconds(layers, work.reduce_bytes) if reduces else 0.0
-    reduce_ends = seconds(ends, work.reduce_bytes) if reduces else 0.0
-    return (gather, gather_ends), (again + reduce, root_again + reduce_ends)
+    reduce, reduce_ends = seconds(layers, work.reduce_bytes), seconds(ends, work.reduce_bytes)
+    if work.keeps_gathered:
+        return (gather * is_first, gather_ends * is_first), (reduce * is_last, reduce_ends * is_last)
+    return (gather, gather_ends), (gather + reduce, seconds(ends[:1], work.compute_bytes) + reduce_ends)
 
 
 def optimizer_s(shape: ModelShape, work: Workload, cluster: Cluster) -> float:

@@ -12,14 +12,13 @@ from verl_ext.errors import UserError
 from verl_ext.plan.hardware import Hardware
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-FUSED_CHUNK = 1024
-"""Tokens whose logits are made at a time with `model.fused_loss`."""
+AUTO_SHARE = 0.15
+"""Of a GPU's memory, that whole weights and gradients may take for `model.fsdp_config.keep_gathered=auto`."""
 SWITCHES = {
     "data.packing": False,
     "data.max_tokens_per_gpu": None,
     "model.fused_loss": False,
-    "model.fsdp_config.reshard_after_forward": True,
-    "model.fsdp_config.reduce_once": False,
+    "model.fsdp_config.keep_gathered": False,
 }
 """Keys that a configuration may not have, with what their absence means."""
 UNKNOWN = {"model.lora_rank": 0, "model.fsdp_config.cpu_offload": False, "ulysses_sequence_parallel_size": 1}
@@ -37,16 +36,14 @@ class Workload:
         rows: of the largest micro-batch, and `row_tokens` of each; what decides memory.
         num_micro_batches: of a rank between two updates, and `num_updates` of a step.
         logit_tokens: tokens of the largest micro-batch whose logits are made, `learnt_tokens` of them in the loss.
-        is_padded: whether rows of unlike length share a micro-batch; `is_packed`: whether samples share a row. Both
-            need a mask.
+        is_padded: whether rows of unlike length share a micro-batch; `is_packed`: whether samples share a row.
         forward_passes: over all samples without a backward pass (GRPO's old log-probabilities).
         master_bytes, compute_bytes, reduce_bytes: of a number of the stored weights, of the forward pass, of the
             gradients on their way.
         checkpointing: recompute each layer in the backward pass.
         is_flash: flash-attention, else PyTorch's sdpa; `is_eager`: attention scores are kept.
-        fused_loss: logits are made in chunks.
-        reshard: gathered layers are freed after the forward pass.
-        reduce_once: gradients stay whole until the last micro-batch of an update.
+        fused_loss: logits are made in chunks, and the gradients with them.
+        keeps_gathered: weights stay gathered, and gradients whole, until the last micro-batch of an update.
     """
 
     is_grpo: bool
@@ -68,8 +65,7 @@ class Workload:
     is_flash: bool
     is_eager: bool
     fused_loss: bool
-    reshard: bool
-    reduce_once: bool
+    keeps_gathered: bool
 
     @property
     def tokens(self) -> int:
@@ -92,11 +88,12 @@ class Lengths:
     are_equal: bool = False
 
 
-def workload_of(config: DictConfig, gpus: int, hardware: Hardware, lengths: Lengths) -> Workload:
+def workload_of(config: DictConfig, numel: int, gpus: int, hardware: Hardware, lengths: Lengths) -> Workload:
     """Read a configuration.
 
     Args:
         config: resolved, of the stage sft or grpo.
+        numel: parameters of its model.
         gpus: ranks.
         hardware: decides what `auto` means.
         lengths: of the data.
@@ -136,8 +133,7 @@ def workload_of(config: DictConfig, gpus: int, hardware: Hardware, lengths: Leng
         is_flash=model.attn_implementation == "flash_attention_2",
         is_eager=model.attn_implementation == "eager",
         fused_loss=switch(config, "model.fused_loss"),
-        reshard=switch(config, "model.fsdp_config.reshard_after_forward"),
-        reduce_once=switch(config, "model.fsdp_config.reduce_once"),
+        keeps_gathered=keeps_gathered(config, numel * (compute + 4), hardware),
     )
 
 
@@ -145,6 +141,12 @@ def switch(config: DictConfig, key: str) -> Any:
     """A setting that the configuration may not have."""
     value = OmegaConf.select(config, key)
     return SWITCHES[key] if value is None else value
+
+
+def keeps_gathered(config: DictConfig, whole_bytes: int, hardware: Hardware) -> bool:
+    """`model.fsdp_config.keep_gathered`; auto is where it takes little of the memory, as for the trainer."""
+    setting = switch(config, "model.fsdp_config.keep_gathered")
+    return whole_bytes <= AUTO_SHARE * hardware.memory_bytes if setting == "auto" else bool(setting)
 
 
 def refuse_unknown(config: DictConfig) -> None:
@@ -190,16 +192,16 @@ def samples_between_updates(config: DictConfig, gpus: int) -> int:
 def micro_batches(config: DictConfig, samples: int, longest: int, mean: float) -> tuple[int, int, int]:
     """Rows of the largest micro-batch, tokens of each, and how many micro-batches a rank's samples make.
 
-    Micro-batches of a token budget are as full as whole samples allow; without packing, the largest has as many rows of
-    the longest length as the budget holds. Packed samples are one row.
+    A micro-batch has as many whole samples as its budget holds, and at least one. Packed samples are one row, with the
+    budget of `micro_batch_size_per_gpu` samples of the longest where none is given; else the largest micro-batch has
+    rows of the longest.
     """
-    budget = switch(config, "data.max_tokens_per_gpu")
-    rows = min(config.data.micro_batch_size_per_gpu, samples)
-    count = math.ceil(samples / rows)
-    if budget is not None:
-        if budget < longest:
-            raise UserError(f"data.max_tokens_per_gpu={budget} holds no sample of {longest} tokens; raise it")
-        rows, count = min(budget // longest, samples), math.ceil(samples * mean / budget)
-    if switch(config, "data.packing"):
-        return 1, min(budget, samples * longest) if budget is not None else rows * longest, count
-    return rows, longest, count
+    budget, packs = switch(config, "data.max_tokens_per_gpu"), switch(config, "data.packing")
+    size = min(config.data.micro_batch_size_per_gpu, samples)
+    if budget is None and not packs:
+        return size, longest, math.ceil(samples / size)
+    budget = max(budget or size * longest, longest)
+    count = math.ceil(samples * mean / budget)
+    if packs:
+        return 1, min(budget, samples * longest), count
+    return min(budget // longest, samples), longest, count
