@@ -45,6 +45,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TARGET = 0.15
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 """A tensor of 1 MiB and more is a mapping of its own, which `free` returns to the system; mallopt(3)."""
+PLAIN = ("+data.packing=false", "+model.fused_loss=false", "+model.fsdp_config.keep_gathered=false")
+"""What a setting does not do unless it says so."""
 WORDS = "def add(left, right): return left + right\n"
 
 
@@ -90,11 +92,8 @@ SETTINGS = {
     "two ranks, checkpointing": Setting(2, 512, 4, WIDE, overrides=CHECKPOINTING),
     "two ranks, padded rows": Setting(2, 512, 4, WIDE, short_length=256),
     "two ranks, bf16": Setting(2, 256, 4, qwen2(768, 2048, 4, 12, 32000), overrides=("model.mixed_precision=bf16",)),
-    "two ranks, layers stay gathered": Setting(
-        2, 256, 2, qwen2(1024, 2816, 6, 16, 16000), overrides=("+model.fsdp_config.reshard_after_forward=false",)
-    ),
-    "two ranks, two micro-batches, reduced once": Setting(
-        2, 256, 2, qwen2(1024, 2816, 6, 16, 16000), 2, overrides=("+model.fsdp_config.reduce_once=true",)
+    "two ranks, two micro-batches, weights stay gathered": Setting(
+        2, 256, 2, qwen2(1024, 2816, 6, 16, 16000), 2, overrides=("+model.fsdp_config.keep_gathered=true",)
     ),
     "two ranks, vocabulary of Qwen2.5": Setting(2, 256, 2, qwen2(512, 1408, 4, 8, 152064)),
     "one rank, tied, checkpointing, two micro-batches": Setting(
@@ -122,7 +121,7 @@ def sft_config(setting: Setting, data: Path | str, model: Path | str, run_dir: P
         "trainer.logger": "[]",
     }
     words = [f"{key}={value}" for key, value in settings.items()]
-    return compose_config("sft", ["recipe=quickstart", *words, *setting.overrides])
+    return compose_config("sft", ["recipe=quickstart", *words, *PLAIN, *setting.overrides])
 
 
 @dataclass
@@ -157,7 +156,7 @@ class Bench:
         lengths = [setting.length, setting.short_length or setting.length] * 64
         rows = [
             {"messages": [{"role": "user", "content": "go"}, {"role": "assistant", "content": text}]}
-            for text in (WORDS * (length if length == setting.length else length // 16) for length in lengths)
+            for text in (WORDS * (length // (8 if length == setting.length else 16)) for length in lengths)
         ]
         pd.DataFrame(rows).to_parquet(self.scratch / "train.parquet")
         return self.scratch / "train.parquet"

@@ -8,6 +8,7 @@ by torch's profiler, whose record of the allocator gives the bytes of live tenso
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import sys
@@ -30,19 +31,16 @@ from verl_ext.trainer.tokenizer import load_tokenizer
 
 
 class SwitchedTrainer(SFTTrainer):
-    """With switches that the plan knows, set by FSDP2's own calls whether or not the configuration has them."""
-
-    def _build_model_optimizer(self) -> None:
-        super()._build_model_optimizer()
-        if not switch(self.recorded_config, "model.fsdp_config.reshard_after_forward"):
-            self.fsdp_model.set_reshard_after_forward(False)
+    """With `keep_gathered` as the plan knows it, by FSDP2's own calls, whether or not the configuration has it."""
 
     def what_runs(self, number: int) -> AbstractContextManager[None]:
-        """See `SFTTrainer.what_runs`; gradients are reduced in the last micro-batch alone where that is asked for."""
-        if switch(self.recorded_config, "model.fsdp_config.reduce_once"):
+        """See `SFTTrainer.what_runs`; weights are sharded and gradients reduced behind the last micro-batch alone."""
+        if switch(self.recorded_config, "model.fsdp_config.keep_gathered"):
             data = self.recorded_config.data
-            samples = data.train_batch_size // self.dp_size
-            self.fsdp_model.set_requires_gradient_sync((number + 1) * data.micro_batch_size_per_gpu >= samples)
+            is_last = (number + 1) * data.micro_batch_size_per_gpu * self.dp_size >= data.train_batch_size
+            self.fsdp_model.set_reshard_after_forward(False)
+            self.fsdp_model.set_reshard_after_backward(is_last)
+            self.fsdp_model.set_requires_gradient_sync(is_last)
         return super().what_runs(number)
 
 
@@ -59,9 +57,14 @@ def forget_peak() -> None:
 
 
 def warm_up() -> None:
-    """Have the kernels' and gloo's code and threads in memory before the baseline is read."""
+    """Have the kernels' and gloo's code and threads in memory before the baseline is read, and what is free given back.
+
+    Tokenising leaves a heap that the model's tensors would fill again, which would then seem to take nothing.
+    """
     torch.nn.Linear(64, 64)(torch.ones(64, 64)).sum().backward()
     dist.all_reduce(torch.ones(1024))
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def most_allocated(trainer: SFTTrainer, batch: Batch) -> int:
@@ -96,7 +99,6 @@ def measure(config_path: str) -> dict[str, Any]:
     tokenizer = load_tokenizer(config)
     datasets = load_datasets(config, tokenizer)
     warm_up()
-    gc.collect()
     baseline = resident_bytes("VmRSS")
     trainer = SwitchedTrainer(config, *build_meshes(device_name, 1), tokenizer, *datasets)
     batches = trainer.remaining_batches()
