@@ -74,12 +74,12 @@ def backward_bytes(shape: ModelShape, work: Workload) -> int:
 def loss_forward_bytes(shape: ModelShape, work: Workload) -> int:
     """Logits and cross-entropy: the logits, those of learnt tokens gathered, in fp32, and their log-softmax.
 
-    The fused loss holds a chunk's logits in fp32 with the exponentials of their sum. GRPO has logits in fp32, and the
-    entropy's softmax and product beside them (verl's `entropy_from_logits`).
+    The fused loss holds a chunk's gradient in fp32, with a copy in the type of the forward pass. GRPO has logits in
+    fp32, and the entropy's softmax and product beside them (verl's `entropy_from_logits`).
     """
     compute, learnt = work.compute_bytes, work.learnt_tokens
     if work.fused_loss:
-        return chunk_tokens(shape, work) * shape.vocab * 2 * FP32
+        return chunk_tokens(shape, work) * shape.vocab * (FP32 if compute == FP32 else FP32 + compute)
     if work.is_grpo:
         return shape.vocab * learnt * 3 * FP32
     in_fp32 = 0 if compute == FP32 else FP32
