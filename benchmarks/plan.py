@@ -71,6 +71,11 @@ class Setting:
     short_length: int | None = None
     overrides: tuple[str, ...] = ()
 
+    @property
+    def samples(self) -> int:
+        """Of a step, and of the data set: every step is the same."""
+        return self.ranks * self.rows * self.micro_batches
+
 
 def qwen2(hidden: int, intermediate: int, layers: int, heads: int, vocab: int, tied: bool = False) -> dict[str, Any]:
     """Dimensions of a model with four heads of keys and values."""
@@ -90,7 +95,7 @@ WIDE = qwen2(768, 2048, 8, 12, 32000)
 SETTINGS = {
     "two ranks": Setting(2, 512, 4, WIDE),
     "two ranks, checkpointing": Setting(2, 512, 4, WIDE, overrides=CHECKPOINTING),
-    "two ranks, padded rows": Setting(2, 512, 4, WIDE, short_length=256),
+    "one rank, padded rows": Setting(1, 512, 4, WIDE, short_length=256),
     "two ranks, bf16": Setting(2, 256, 4, qwen2(768, 2048, 4, 12, 32000), overrides=("model.mixed_precision=bf16",)),
     "two ranks, two micro-batches, weights stay gathered": Setting(
         2, 256, 2, qwen2(1024, 2816, 6, 16, 16000), 2, overrides=("+model.fsdp_config.keep_gathered=true",)
@@ -113,10 +118,11 @@ def sft_config(setting: Setting, data: Path | str, model: Path | str, run_dir: P
         "data.val_files": "null",
         "data.max_length": setting.length,
         "data.truncation": "right",
-        "data.train_batch_size": setting.ranks * setting.rows * setting.micro_batches,
+        "data.train_batch_size": setting.samples,
         "data.micro_batch_size_per_gpu": setting.rows,
         "model.partial_pretrain": model,
         "trainer.default_local_dir": run_dir,
+        "trainer.total_epochs": 3,
         "trainer.total_training_steps": 3,
         "trainer.logger": "[]",
     }
@@ -152,8 +158,9 @@ class Bench:
         return path
 
     def data(self, setting: Setting) -> Path:
-        """Chats that are longer than a sample may be, every other one as short as the setting says."""
-        lengths = [setting.length, setting.short_length or setting.length] * 64
+        """One step's chats: longer than a sample may be, every other one about as short as the setting says."""
+        lengths = [setting.length, setting.short_length or setting.length] * (setting.samples // 2)
+        lengths = lengths or [setting.length]
         rows = [
             {"messages": [{"role": "user", "content": "go"}, {"role": "assistant", "content": text}]}
             for text in (WORDS * (length // (8 if length == setting.length else 16)) for length in lengths)
@@ -175,7 +182,8 @@ class Bench:
         environment = {**os.environ, **ALLOCATOR, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise UserError(f"the ranks failed: {' '.join(done.stderr.splitlines()[-3:])}")
+            reasons = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()[-1:]
+            raise UserError(f"the ranks failed: {reasons[0]}")
         return json.loads(output.read_text())
 
 
@@ -237,17 +245,23 @@ def main() -> None:
         bench = Bench(Path(name))
         for setting in tqdm(arguments.settings, unit="setting"):
             found[setting] = compare(bench, SETTINGS[setting])
+            if arguments.output is not None:
+                record(found, arguments.output)
     print(table_of(found))
-    if arguments.output is not None:
-        former = json.loads(arguments.output.read_text())["settings"] if arguments.output.is_file() else {}
-        figures = {
-            "date": date.today().isoformat(),
-            "machine": f"{os.cpu_count()} x {platform.machine()}, Linux {platform.release()}",
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "target": TARGET,
-            "settings": {**former, **found},
-        }
-        arguments.output.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def record(found: dict[str, dict[str, Any]], path: Path) -> None:
+    """Put figures into a file, beside those that it has of other settings."""
+    former = json.loads(path.read_text())["settings"] if path.is_file() else {}
+    settings = {**former, **found}
+    figures = {
+        "date": date.today().isoformat(),
+        "machine": f"{os.cpu_count()} x {platform.machine()}, Linux {platform.release()}",
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "target": TARGET,
+        "settings": {name: settings[name] for name in SETTINGS if name in settings},
+    }
+    path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

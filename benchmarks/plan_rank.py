@@ -112,7 +112,6 @@ def measure(config_path: str) -> dict[str, Any]:
         "tensor_bytes": state_bytes(trainer) + most_allocated(trainer, next(batches)),
         "step_s": seconds,
         "micro_batches": [list(each["input_ids"].shape) for each in batch.micro_batches],
-        "tokens": batch.num_tokens,
         "loss_tokens": batch.num_loss_tokens,
     }
 
