@@ -32,6 +32,7 @@ ALLOWED = {
         "verl_ext.checkpoint.lease",
     },
     "verl_ext.metrics": {"verl_ext.errors", "verl_ext.tell"},
+    "verl_ext.plan": {"verl_ext.errors", "verl_ext.tell", "verl_ext.config"},
     "verl_ext.data": BASE | {"eval_pipeline.problems"},
     "verl_ext.checkpoint": BASE | {"verl_ext.metrics"},
     "verl_ext.grpo": BASE

@@ -1,0 +1,170 @@
+"""Times, the rollout engine, advice, and the command with its tables."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import replace
+
+import pytest
+from transformers import AutoConfig, Qwen2Config
+
+from benchmarks.plan import PLAIN, SETTINGS, predicted, sft_config
+from tests.conftest import ROOT
+from verl_ext.config.compose import compose_config
+from verl_ext.plan import models
+from verl_ext.plan.__main__ import main
+from verl_ext.plan.hardware import HARDWARE
+from verl_ext.plan.links import Cluster
+from verl_ext.plan.models import BUILT_IN
+from verl_ext.plan.plan import GIB, Plan, advice, largest_that_fits, make_plan
+from verl_ext.plan.shape import shape_of
+from verl_ext.plan.workload import Lengths
+
+ALL = Lengths()
+H100 = HARDWARE["h100"]
+SHAPE_7B = shape_of(AutoConfig.for_model(**BUILT_IN["Qwen/Qwen2.5-Coder-7B-Instruct"]))
+
+
+@pytest.fixture(autouse=True)
+def without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "hub_answers", lambda: False)
+
+
+def plan_7b(*overrides: str, gpus: int = 8, recipe: str = "qwen2.5_coder_7b", command: str = "sft") -> Plan:
+    plain = PLAIN if command == "sft" else ()
+    config = compose_config(command, [f"recipe={recipe}", *plain, *overrides])
+    return make_plan(config, SHAPE_7B, Cluster(H100, gpus, 8), ALL)
+
+
+def test_a_collective_inside_a_node_and_between_nodes() -> None:
+    exact = replace(H100, link_share=1.0, latency=0.0)
+    assert Cluster(exact, 1, 8).collective_s(1e9) == 0
+    assert Cluster(exact, 8, 8).collective_s(9e9) == pytest.approx(9e9 * 7 / 8 / 450e9)
+    # eight nodes: each sends 7/8 of it through eight adapters of 50 GB/s, which is slower than NVLink
+    assert Cluster(exact, 64, 8).collective_s(8e9) == pytest.approx(8e9 * 7 / 8 / 400e9)
+    assert Cluster(H100, 64, 8).collective_s(8) > 63 * H100.latency
+
+
+def test_compute_is_six_operations_a_parameter_and_eight_with_checkpointing() -> None:
+    plain = plan_7b("model.enable_gradient_checkpointing=false", "data.max_length=1")
+    tokens = 128
+    expected = 6 * SHAPE_7B.matmul_numel * tokens
+    assert plain.time.model_flops == pytest.approx(expected, rel=1e-3)
+    seconds = expected / 8 / (H100.flops * H100.compute_share)
+    assert plain.time.parts["compute"] == pytest.approx(seconds, rel=1e-3)
+    checkpointed = (
+        plan_7b().time.parts["compute"] / plan_7b("model.enable_gradient_checkpointing=false").time.parts["compute"]
+    )
+    assert 1.30 < checkpointed < 1.34
+
+
+def test_sdpa_with_a_mask_skips_no_pairs() -> None:
+    padded, alone = plan_7b().time.model_flops, plan_7b("data.micro_batch_size_per_gpu=1").time.model_flops
+    assert padded - alone == pytest.approx(3 * 4 * 28 * 3584 * 128 * 4096 * 2048)
+    packed = plan_7b("data.packing=true").time.model_flops
+    assert packed == plan_7b("model.attn_implementation=flash_attention_2").time.model_flops == alone
+
+
+def test_communication_hides_behind_compute_until_there_is_too_little_of_it() -> None:
+    assert plan_7b().time.bound_by == "compute"
+    small = plan_7b("data.max_length=64", "data.micro_batch_size_per_gpu=1", gpus=64)
+    assert small.time.bound_by == "communication" and "the network" in small.bound_by
+
+
+def test_weights_that_stay_gathered_save_communication() -> None:
+    short = ("data.max_length=64", "data.micro_batch_size_per_gpu=1")
+    usual, kept = plan_7b(*short).time, plan_7b(*short, "model.fsdp_config.keep_gathered=true").time
+    assert kept.parts["communication"] + kept.hidden_s < (usual.parts["communication"] + usual.hidden_s) / 10
+
+
+def test_the_memory_of_the_7b_grpo_recipe() -> None:
+    plan = plan_7b(recipe="qwen2.5_coder_7b_code", command="grpo")
+    drawing = plan.memory.moments["drawing"]
+    assert drawing["engine weights"] == 2 * SHAPE_7B.numel
+    assert drawing["engine weights"] + drawing["KV cache"] == 0.5 * H100.memory_bytes
+    assert plan.memory.peak_bytes / GIB == pytest.approx(48.9, abs=0.3)  # docs/grpo.md has this by hand
+    assert set(plan.time.parts) == {"generation", "weights to the engine", "compute", "communication", "optimizer"}
+
+
+def test_an_engine_that_does_not_sleep_is_there_in_the_update() -> None:
+    asleep = plan_7b(recipe="qwen2.5_coder_7b_code", command="grpo")
+    awake = plan_7b("rollout.free_cache_engine=false", recipe="qwen2.5_coder_7b_code", command="grpo")
+    moment = "loss, backward"
+    more = sum(awake.memory.moments[moment].values()) - sum(asleep.memory.moments[moment].values())
+    assert more == 0.5 * H100.memory_bytes
+
+
+def test_advice_names_settings_that_fit() -> None:
+    plan = plan_7b("data.micro_batch_size_per_gpu=16")
+    assert not plan.fits
+    assert advice(plan, ALL).startswith("with model.fused_loss=true it takes ")
+    assert "8 GPUs" in advice(plan_7b(gpus=1), ALL) or "2 GPUs" in advice(plan_7b(gpus=1), ALL)
+    tiny = make_plan(plan.config, SHAPE_7B, Cluster(replace(H100, memory_bytes=1e9), 8, 8), ALL)
+    assert advice(tiny, ALL).startswith("no setting that the plan knows makes it fit")
+
+
+def test_the_largest_micro_batch_fits_and_twice_that_does_not() -> None:
+    best = largest_that_fits(plan_7b("data.train_batch_size=1024"), ALL)
+    size = best.config.data.micro_batch_size_per_gpu
+    assert best.fits and not plan_7b("data.train_batch_size=1024", f"data.micro_batch_size_per_gpu={2 * size}").fits
+
+
+def test_the_command_tells_and_its_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=qwen2.5_coder_7b", "gpus=8"]) == 0
+    told = capsys.readouterr().out
+    assert "7,615,616,512 parameters" in told and "its dimensions are built in" in told and "It fits." in told
+    assert main(["recipe=qwen2.5_coder_7b", "gpus=1", "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    assert not found["fits"] and "GPUs" in found["advice"]
+    assert sum(found["memory_bytes"][found["peak"]].values()) == pytest.approx(found["peak_bytes"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["recipe=nowhere"], "error: there is no recipe 'nowhere'"),
+        (["hardware=h1000"], "error: there is no hardware 'h1000'"),
+        (["gpus=3", "recipe=qwen2.5_coder_7b"], "error: data.train_batch_size=128 does not divide over 3 GPUs"),
+    ],
+)
+def test_bad_input_is_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(says) and error.count("\n") == 1
+
+
+PAGE = (ROOT / "docs/plan.md").read_text()
+TABLES = re.findall(r"```bash\n\.venv/bin/python -m verl_ext\.plan ([^`]*)\n```\n\n((?:\|.*\n)+)", PAGE)
+
+
+@pytest.mark.parametrize(("words", "table"), TABLES, ids=range(len(TABLES)))
+def test_tables_of_the_page_are_what_their_commands_print(
+    words: str, table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(shlex.split(words.replace("\\\n", " ")))
+    assert capsys.readouterr().out.strip() == table.strip()
+
+
+def test_the_page_has_the_tables() -> None:
+    assert len(TABLES) >= 3
+
+
+RESULTS = json.loads((ROOT / "benchmarks/results/plan_2cpu.json").read_text())
+
+
+@pytest.mark.parametrize("name", RESULTS["settings"])
+def test_recorded_measurements_are_within_the_target_of_what_is_predicted_today(name: str) -> None:
+    found, setting = RESULTS["settings"][name], SETTINGS[name]
+    shape = shape_of(Qwen2Config(**setting.model))
+    plan = predicted(setting, sft_config(setting, "data", "model", "run"), found["loss_share"], shape)
+    assert plan.memory.peak_bytes / GIB == pytest.approx(found["predicted_gib"])
+    for measured in ("resident_gib", "tensors_gib"):
+        assert abs(plan.memory.peak_bytes / GIB / found[measured] - 1) <= RESULTS["target"]
+
+
+def test_enough_settings_were_measured() -> None:
+    assert len(RESULTS["settings"]) >= 8 and set(RESULTS["settings"]) <= set(SETTINGS)

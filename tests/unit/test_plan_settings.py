@@ -1,0 +1,152 @@
+"""From configurations to a rank's step: micro-batches, token budgets, GRPO's updates, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from benchmarks.plan import PLAIN
+from verl_ext.config.compose import compose_config
+from verl_ext.errors import UserError
+from verl_ext.plan import models
+from verl_ext.plan.hardware import HARDWARE, find_hardware
+from verl_ext.plan.models import find_model, named_model
+from verl_ext.plan.options import read_words
+from verl_ext.plan.workload import Lengths, Workload, workload_of
+
+
+def config(*overrides: str, recipe: str = "qwen2.5_coder_7b", command: str = "sft") -> DictConfig:
+    plain = PLAIN if command == "sft" else ()
+    return compose_config(command, [f"recipe={recipe}", *plain, *overrides])
+
+
+def workload(*overrides: str, gpus: int = 8, lengths: Lengths = Lengths(), **which: str) -> Workload:  # noqa: B008
+    return workload_of(config(*overrides, **which), 7_615_616_512, gpus, HARDWARE["h100"], lengths)
+
+
+def test_the_7b_recipe_on_eight_gpus() -> None:
+    work = workload()
+    assert (work.samples, work.rows, work.row_tokens, work.num_micro_batches) == (128, 2, 4096, 8)
+    assert (work.master_bytes, work.compute_bytes, work.reduce_bytes) == (4, 2, 4)
+    assert work.checkpointing and not work.keeps_gathered and not work.fused_loss
+    assert work.logit_tokens == work.learnt_tokens == 8192
+
+
+def test_a_rank_with_less_than_a_micro_batch_has_what_there_is() -> None:
+    work = workload(gpus=128)
+    assert (work.rows, work.num_micro_batches, work.is_padded) == (1, 1, False)
+
+
+def test_a_token_budget_counts_tokens_not_samples() -> None:
+    work = workload("data.max_tokens_per_gpu=16384", lengths=Lengths(mean=1024))
+    assert (work.rows, work.num_micro_batches) == (4, 1)
+    packed = workload("data.packing=true", "data.max_tokens_per_gpu=8192")
+    assert (packed.rows, packed.row_tokens, packed.num_micro_batches) == (1, 8192, 8)
+    assert packed.is_packed and not packed.is_padded
+
+
+def test_a_budget_below_the_longest_sample_holds_one_of_it() -> None:
+    work = workload("data.max_tokens_per_gpu=100")
+    assert (work.rows, work.row_tokens) == (1, 4096)
+
+
+def test_packing_without_a_budget_joins_the_rows() -> None:
+    work = workload("data.packing=true")
+    assert (work.rows, work.row_tokens, work.num_micro_batches) == (1, 8192, 8)
+
+
+def test_switches_that_the_configuration_has() -> None:
+    work = workload("model.fused_loss=true", "model.fsdp_config.keep_gathered=true")
+    assert work.fused_loss and work.keeps_gathered
+
+
+def test_weights_stay_gathered_by_themselves_where_they_are_small() -> None:
+    settings = config()
+    OmegaConf.update(settings, "model.fsdp_config.keep_gathered", "auto")
+    # 6 bytes a parameter, in 15 % of 80 GB
+    assert workload_of(settings, 1_999_999_999, 8, HARDWARE["h100"], Lengths()).keeps_gathered
+    assert not workload_of(settings, 2_000_000_001, 8, HARDWARE["h100"], Lengths()).keeps_gathered
+
+
+def test_a_share_of_the_tokens_is_learnt() -> None:
+    assert workload(lengths=Lengths(learnt_share=0.5)).learnt_tokens == 4096
+
+
+def test_grpo_counts_completions_and_updates() -> None:
+    work = workload(recipe="qwen2.5_coder_7b_code", command="grpo")
+    assert (work.samples, work.num_updates, work.num_micro_batches, work.rows) == (512, 2, 8, 4)
+    assert (work.logit_tokens, work.tokens, work.forward_passes) == (4 * 2048, 4 * 4096, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "says"),
+    [
+        (["data.train_batch_size=100"], 8, "set data.train_batch_size=104"),
+        (["model.lora_rank=8"], 8, "plan with model.lora_rank=0"),
+        (["ulysses_sequence_parallel_size=2"], 8, "ulysses_sequence_parallel_size=1"),
+    ],
+)
+def test_what_the_plan_cannot_do_is_refused(overrides: list[str], gpus: int, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        workload(*overrides, gpus=gpus)
+
+
+def test_other_stages_and_lengths_that_cannot_be_are_refused() -> None:
+    with pytest.raises(UserError, match="stages sft and grpo, not vlm_sft"):
+        workload(recipe="budget_vlm")
+    with pytest.raises(UserError, match="mean_length=5000 is more than the longest sample of 4096"):
+        workload(lengths=Lengths(mean=5000))
+
+
+def test_hardware_that_is_not_known_is_refused() -> None:
+    with pytest.raises(UserError, match="did you mean hardware=h100"):
+        find_hardware("h10")
+
+
+def test_words_are_settings_or_overrides() -> None:
+    words = ["recipe=qwen2.5_coder_7b", "gpus=8,64", "mfu=0.5", "hardware=h200", "mean_length=700", "optim.lr=1"]
+    options = read_words(words)
+    assert options.gpus == (8, 64) and options.hardware.compute_share == 0.5 and options.hardware.name == "h200"
+    assert options.lengths.mean == 700 and options.overrides == ["recipe=qwen2.5_coder_7b", "optim.lr=1"]
+    assert options.command == "sft"
+    assert read_words(["recipe=qwen2.5_coder_7b_code"]).command == "grpo"
+    assert read_words(["recipe=gsm8k"]).command == "sft"
+    assert read_words(["recipe=gsm8k", "stage=grpo"]).command == "grpo"
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("gpus=0", "gpus=0 must be a number greater than 0"),
+        ("gpus=many", "gpus=many must be a number"),
+        ("gpus=1.5", "gpus=1.5 must be a whole number"),
+        ("mfu=40", "mfu=40 is a share"),
+        ("stage=eval", "take stage=sft or stage=grpo"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(word: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        read_words([word])
+
+
+@pytest.fixture
+def without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "hub_answers", lambda: False)
+
+
+@pytest.mark.usefixtures("without_a_network")
+def test_dimensions_are_built_in_where_the_hub_cannot_be_reached() -> None:
+    found, notes = find_model(config())
+    assert (found.hidden_size, found.num_hidden_layers, found.vocab_size) == (3584, 28, 152064)
+    assert notes == ["Qwen/Qwen2.5-Coder-7B-Instruct cannot be read here; its dimensions are built in"]
+    with pytest.raises(UserError, match="nobody/nothing is neither here nor"):
+        find_model(config("model.partial_pretrain=nobody/nothing"))
+    with pytest.raises(UserError, match="is not there; `python -m verl_ext.data.prepare quickstart --output"):
+        find_model(config("model.partial_pretrain=data/none/model", recipe="quickstart"))
+
+
+def test_the_model_of_a_run_is_that_of_its_recipe() -> None:
+    name, notes = named_model(config(recipe="gsm8k", command="grpo"))
+    assert name == "Qwen/Qwen2.5-1.5B-Instruct" and "recipe=gsm8k" in notes[0]
+    with pytest.raises(UserError, match="give model.partial_pretrain"):
+        named_model(config("model.sft_run=checkpoints/other/run", recipe="gsm8k", command="grpo"))

@@ -1,0 +1,156 @@
+"""The plan of one configuration on so many GPUs: memory, time, whether it fits, and what would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.errors import UserError
+from verl_ext.plan.links import Cluster
+from verl_ext.plan.memory import Memory, StepMemory
+from verl_ext.plan.rollout import Rollout, with_generation, with_rollout
+from verl_ext.plan.shape import ModelShape
+from verl_ext.plan.speed import StepTime, step_time
+from verl_ext.plan.workload import Lengths, Workload, samples_between_updates, switch, workload_of
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was predicted.
+
+    Attributes:
+        config: the configuration.
+        cluster: the machines.
+        shape: the model.
+        work: a rank's step.
+        memory: of a rank.
+        time: of a step.
+    """
+
+    config: DictConfig
+    cluster: Cluster
+    shape: ModelShape
+    work: Workload
+    memory: Memory
+    time: StepTime
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the memory of the data sheet; see `Hardware.memory_bytes`."""
+        return self.memory.peak_bytes <= self.cluster.hardware.memory_bytes
+
+    @property
+    def bound_by(self) -> str:
+        """What the step waits for most."""
+        bound = self.time.bound_by
+        return f"{bound} ({self.cluster.slowest_link})" if bound == "communication" else bound
+
+    @property
+    def mfu(self) -> float:
+        """The model's operations, by the peak of all GPUs."""
+        return self.time.model_flops / self.time.total_s / self.cluster.gpus / self.cluster.hardware.flops
+
+    @property
+    def micro_batch(self) -> str:
+        """How samples share a forward pass, as the configuration sets it."""
+        budget = switch(self.config, "data.max_tokens_per_gpu")
+        if budget is not None:
+            return f"{budget} tokens"
+        return (
+            f"{min(self.config.data.micro_batch_size_per_gpu, samples_between_updates(self.config, self.cluster.gpus))}"
+        )
+
+
+def make_plan(config: DictConfig, shape: ModelShape, cluster: Cluster, lengths: Lengths) -> Plan:
+    """Predict.
+
+    Args:
+        config: resolved, of the stage sft or grpo.
+        shape: of its model.
+        cluster: that it is to run on.
+        lengths: of the data.
+
+    Raises:
+        UserError: the configuration cannot run there, or the plan has no formulas for it.
+    """
+    work = workload_of(config, shape.numel, cluster.gpus, cluster.hardware, lengths)
+    memory = StepMemory(shape, work, cluster.gpus, cluster.hardware.is_gpu).memory()
+    time = step_time(shape, work, cluster)
+    if work.is_grpo:
+        rollout = Rollout.of(config, cluster.hardware.is_gpu)
+        memory = with_rollout(memory, rollout, shape, work, cluster)
+        time = with_generation(time, rollout, shape, work, cluster)
+    return Plan(config, cluster, shape, work, memory, time)
+
+
+def changed(plan: Plan, lengths: Lengths, settings: dict[str, Any], gpus: int | None = None) -> Plan | None:
+    """The plan with other settings; None where they cannot run."""
+    config = OmegaConf.create(OmegaConf.to_container(plan.config))
+    for key, value in settings.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    try:
+        return make_plan(config, plan.shape, replace(plan.cluster, gpus=gpus or plan.cluster.gpus), lengths)
+    except UserError:
+        return None
+
+
+def advice(plan: Plan, lengths: Lengths) -> str:
+    """One sentence: what makes it fit, tried out by the same formulas, from what costs least to what costs most."""
+    for settings, gpus in remedies(plan):
+        other = changed(plan, lengths, settings, gpus)
+        if other is not None and other.fits:
+            texts = [
+                f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()
+            ]
+            what = " and ".join(texts + ([f"{gpus} GPUs"] if gpus else []))
+            return f"with {what} it takes {other.memory.peak_bytes / GIB:.1f} GiB and fits."
+    return "no setting that the plan knows makes it fit; take GPUs with more memory, or a smaller model."
+
+
+def remedies(plan: Plan) -> Iterator[tuple[dict[str, Any], int | None]]:
+    """Settings to try, in order, and numbers of GPUs."""
+    yield from ((each, None) for each in remedies_of_engine(plan))
+    saving = {} if plan.work.fused_loss or plan.work.is_grpo else {"model.fused_loss": True}
+    checkpointing = {} if plan.work.checkpointing else {"model.enable_gradient_checkpointing": True}
+    key, size = "data.micro_batch_size_per_gpu", plan.config.data.micro_batch_size_per_gpu
+    smaller = [{key: each} for each in (32, 16, 8, 4, 2, 1) if each < size]
+    least = {**saving, **checkpointing, **(smaller[-1] if smaller else {})}
+    for settings in (saving, checkpointing, *smaller, {**saving, **checkpointing}, least):
+        if settings:
+            yield settings, None
+    for factor in (2, 4, 8, 16):
+        yield least, plan.cluster.gpus * factor
+
+
+def remedies_of_engine(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Where an engine shares the GPUs: less of them for it, or that it sleeps."""
+    if plan.work.is_grpo and plan.config.rollout.engine == "vllm":
+        if not plan.config.rollout.free_cache_engine:
+            yield {"rollout.free_cache_engine": True}
+        for percent in (50, 40, 30, 20):
+            if percent / 100 < plan.config.rollout.gpu_memory_utilization:
+                yield {"rollout.gpu_memory_utilization": percent / 100}
+
+
+def largest_that_fits(plan: Plan, lengths: Lengths) -> Plan:
+    """The same with the largest micro-batch, or the largest token budget where there is one, that fits.
+
+    Sizes are doubled from one sample, budgets from the longest sample. Where none fits, the smallest.
+    """
+    has_budget = switch(plan.config, "data.max_tokens_per_gpu") is not None
+    key, size = ("data.micro_batch_size_per_gpu", 1)
+    if has_budget:
+        key, size = "data.max_tokens_per_gpu", plan.config.data.max_length
+    most = samples_between_updates(plan.config, plan.cluster.gpus) * size
+    best: Plan | None = None
+    while size <= most:
+        other = changed(plan, lengths, {key: size})
+        if other is None or (best is not None and not other.fits):
+            break
+        best, size = other, size * 2
+    return best or plan
