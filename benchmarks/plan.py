@@ -106,6 +106,18 @@ SETTINGS = {
     ),
     "one rank, one long sample": Setting(1, 2048, 1, qwen2(768, 2048, 6, 12, 16000)),
     "one rank, large model, few tokens": Setting(1, 128, 1, qwen2(1280, 3456, 8, 20, 32000)),
+    "two ranks, packed, fused loss": Setting(2, 512, 4, WIDE, overrides=("data.packing=true", "model.fused_loss=true")),
+    "two ranks, packed, fused, checkpointing, two micro-batches, weights stay gathered": Setting(
+        2,
+        512,
+        4,
+        WIDE,
+        2,
+        overrides=(
+            *("data.packing=true", "model.fused_loss=true", "data.max_tokens_per_gpu=2048", *CHECKPOINTING),
+            "model.fsdp_config.keep_gathered=true",
+        ),
+    ),
     "two ranks, small vocabulary": Setting(2, 512, 2, qwen2(1024, 2816, 10, 16, 4096), micro_batches=2),
 }
 

@@ -13,7 +13,6 @@ import gc
 import json
 import sys
 import time
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from verl_ext.data.batching import Batch
 from verl_ext.data.load import load_datasets
-from verl_ext.plan.workload import switch
 from verl_ext.trainer.distributed import build_meshes, init_process_group, settle_device
 from verl_ext.trainer.sft import SFTTrainer
 from verl_ext.trainer.tokenizer import load_tokenizer
-
-
-class SwitchedTrainer(SFTTrainer):
-    """With `keep_gathered` as the plan knows it, by FSDP2's own calls, whether or not the configuration has it."""
-
-    def what_runs(self, number: int) -> AbstractContextManager[None]:
-        """See `SFTTrainer.what_runs`; weights are sharded and gradients reduced behind the last micro-batch alone."""
-        if switch(self.recorded_config, "model.fsdp_config.keep_gathered"):
-            data = self.recorded_config.data
-            is_last = (number + 1) * data.micro_batch_size_per_gpu * self.dp_size >= data.train_batch_size
-            self.fsdp_model.set_reshard_after_forward(False)
-            self.fsdp_model.set_reshard_after_backward(is_last)
-            self.fsdp_model.set_requires_gradient_sync(is_last)
-        return super().what_runs(number)
 
 
 def resident_bytes(name: str) -> int:
@@ -100,7 +84,7 @@ def measure(config_path: str) -> dict[str, Any]:
     datasets = load_datasets(config, tokenizer)
     warm_up()
     baseline = resident_bytes("VmRSS")
-    trainer = SwitchedTrainer(config, *build_meshes(device_name, 1), tokenizer, *datasets)
+    trainer = SFTTrainer(config, *build_meshes(device_name, 1), tokenizer, *datasets)
     batches = trainer.remaining_batches()
     trainer.training_step(next(batches))
     forget_peak()

@@ -5,7 +5,7 @@
 All train the same model of 26M parameters on the same functions of Python's standard library at their natural lengths,
 at most 1024 tokens, on two ranks where they have ranks. A token is useful if it is no padding. Ours and the bare loops
 take turns, `--rounds` times; a side's figure is its median. TRL is installed into `--peer` where it is not there yet.
-Each first step is left out. `--quick` leaves out stock verl and TRL, for `benchmarks/run.sh --quick`.
+Each first step is left out. `--quick` is ours beside the packed bare loop alone, for `benchmarks/run.sh --quick`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ BARE = {
     "bare, tuned": ("tuned", 1),
     "bare, tuned, 2 ranks": ("tuned", 2),
 }
+QUICK = ("bare, packed",)
 PEERS = {
     "verl as shipped (bf16)": ("sft_stock", "bf16"),
     "verl in fp32": ("sft_stock", "fp32"),
@@ -136,12 +137,13 @@ def ensure_peer(directory: Path) -> None:
 
 def measure(bench: Bench, rounds: int, quick: bool) -> dict[str, Any]:
     """All figures: tokens per second by side, and what ours is of them."""
-    sides: dict[str, list[float]] = {"ours": [], **{name: [] for name in BARE}}
+    loops = {name: BARE[name] for name in (QUICK if quick else BARE)}
+    sides: dict[str, list[float]] = {"ours": [], **{name: [] for name in loops}}
     bar = tqdm(total=rounds * len(sides) + (0 if quick else len(PEERS) + 1), unit="run")
     for _ in range(rounds):
         sides["ours"].append(bench.ours())
         bar.update()
-        for name, (way, ranks) in BARE.items():
+        for name, (way, ranks) in loops.items():
             sides[name].append(bench.bare(way, ranks))
             bar.update()
     if not quick:
@@ -164,7 +166,7 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, help="directory of TRL's own; it is installed where it is not there")
     parser.add_argument("--rounds", type=int, default=3, help="runs of ours and of each bare loop (default 3)")
     parser.add_argument("--num-steps", type=int, default=4, help="steps of a run; the first is left out (default 4)")
-    parser.add_argument("--quick", action="store_true", help="ours and the bare loops alone")
+    parser.add_argument("--quick", action="store_true", help="ours and one bare loop alone")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.num_steps < 2:

@@ -1,0 +1,139 @@
+"""What got slower: short runs of some benchmarks, their ratios beside the committed ones.
+
+    python -m benchmarks.quick [--only NAME ...]
+
+Each figure is a ratio of two things measured in the same run, so that machines of different speed can be compared. One
+that is worse than the committed one by more than 15 % is named. The exit status is 0 in any case, but for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_ext.data.prepare import prepare
+from verl_ext.errors import exit_on_user_error
+
+ROOT = Path(__file__).resolve().parents[1]
+TOLERANCE = 0.15
+TIMEOUT_S = 150
+Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A ratio that is watched.
+
+    Attributes:
+        what: the ratio in words.
+        command: of the short run, after the interpreter; `{output}` is its JSON file, `{scratch}` an empty directory.
+        results: the committed file.
+        ratio: of the figures of either.
+        more_is_better: whether it is worse when it falls.
+    """
+
+    what: str
+    command: tuple[str, ...]
+    results: str
+    ratio: Callable[[Figures], float]
+    more_is_better: bool = True
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+GUARDS = {
+    "sft": Guard(
+        "tokens per second, ours over a bare loop",
+        ("-m", "benchmarks.sft", "--quick", "--rounds", "1", "--num-steps", "3", "--output", "{output}"),
+        "sft_2cpu.json",
+        lambda figures: figures["ours_over"]["bare, packed"],
+    ),
+    "checkpoint": Guard(
+        "how long a save holds up training, verl's over ours",
+        (
+            *(*TORCHRUN, "-m", "benchmarks.checkpoint", "--repeats", "1", "--directory", "{scratch}/saved"),
+            *("--tokenizer", "{scratch}/quickstart/model", "--output", "{output}"),
+        ),
+        "checkpoint_2cpu_disk.json",
+        lambda figures: figures["stall_of_verl_over_sync"],
+    ),
+    "monitor": Guard(
+        "taking rows in, over parsing them",
+        ("-m", "benchmarks.monitor", "--rows", "100000", "--output", "{output}"),
+        "monitor_2cpu.json",
+        lambda figures: figures["ingest_s"] / figures["parse_s"],
+        more_is_better=False,
+    ),
+    "start": Guard(
+        "from the command to the first step, over the ranks' imports",
+        (
+            *("-m", "benchmarks.start", "--repeats", "1", "--output", "{output}", "prepare=[]", "trainer.logger=[]"),
+            *("data.train_files={scratch}/quickstart/train.parquet", "data.val_files={scratch}/quickstart/val.parquet"),
+            "model.partial_pretrain={scratch}/quickstart/model",
+        ),
+        "start_2cpu.json",
+        lambda figures: figures["parts"]["total_s"]["median"] / figures["parts"]["imports_s"]["median"],
+        more_is_better=False,
+    ),
+}
+
+
+def measured(guard: Guard, scratch: Path) -> Figures:
+    """The figures of a short run.
+
+    Raises:
+        RuntimeError: the benchmark failed, or took too long.
+    """
+    output = scratch / f"{guard.results}.now"
+    words = [word.format(output=output, scratch=scratch) for word in guard.command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    try:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"took more than {TIMEOUT_S} s") from error
+    if not output.exists():
+        raise RuntimeError((done.stderr or done.stdout).strip().splitlines()[-1])
+    return json.loads(output.read_text())
+
+
+def verdict(now: float, then: float, more_is_better: bool) -> str:
+    """What a ratio says beside the committed one."""
+    worse = (then / now if more_is_better else now / then) - 1
+    if worse > TOLERANCE:
+        return f"SLOWER by {worse:.0%}"
+    return "better" if worse < -TOLERANCE else "as before"
+
+
+@exit_on_user_error()
+def main() -> None:
+    """Measure, and print a line for each guard."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=GUARDS, default=list(GUARDS), metavar="NAME")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="benchmark_quick_") as name:
+        scratch = Path(name)
+        prepare(["quickstart", "--output", str(scratch / "quickstart"), "--samples", "2000"])
+        for each in arguments.only:
+            guard, begun = GUARDS[each], time.monotonic()
+            try:
+                now = guard.ratio(measured(guard, scratch))
+            except RuntimeError as error:
+                print(f"{each:<12}not measured: {error}", flush=True)
+                continue
+            then = guard.ratio(json.loads((ROOT / "benchmarks/results" / guard.results).read_text()))
+            told = f"{now:8.2f}, committed {then:.2f}: {verdict(now, then, guard.more_is_better)}"
+            print(f"{each:<12}{guard.what:<62}{told} ({time.monotonic() - begun:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Runs the benchmarks: bash benchmarks/run.sh --quick | PEERS_DIRECTORY
+# --quick compares some ratios with the committed ones, in less than 5 minutes. With a directory, in which the peers are
+# installed, it makes the results of SFT, GRPO, checkpoints, starts, evaluation and plan anew, in an hour or so.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+case "${1:-}" in
+  --help | -h | "") sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}"; exit $(( $# ? 0 : 2 )) ;;
+esac
+source scripts/environment.sh
+choose_python
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
+if [[ $1 == --quick ]]; then exec "$PYTHON" -m benchmarks.quick; fi
+results=benchmarks/results
+"$PYTHON" -m verl_ext.data.prepare quickstart --output data/quickstart
+"$PYTHON" -m verl_ext.data.prepare smollm2 --output data/smollm2_135m
+"$PYTHON" -m benchmarks.sft --peer "$1" --output $results/sft_2cpu.json
+"$PYTHON" -m benchmarks.start --output $results/start_2cpu.json
+"$PYTHON" -m benchmarks.plan --output $results/plan_2cpu.json
+"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node=2 -m benchmarks.checkpoint \
+  --output $results/checkpoint_2cpu_disk.json
+"$PYTHON" -m benchmarks.grpo --peer "$1" --output $results/grpo_1rank_2cpu.json
+"$PYTHON" -m benchmarks.evaluation --model data/quickstart/model --output $results/evaluation_2cpu_random_model.json

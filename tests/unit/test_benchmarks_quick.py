@@ -1,0 +1,36 @@
+"""The guard reads the committed results, and names what is worse than they are, whichever way a ratio points."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks import quick
+from benchmarks.quick import GUARDS, Guard, measured, verdict
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_every_committed_ratio_can_be_read(name: str) -> None:
+    guard = GUARDS[name]
+    ratio = guard.ratio(json.loads((quick.ROOT / "benchmarks/results" / guard.results).read_text()))
+    assert math.isfinite(ratio) and ratio > 0
+
+
+def test_worse_is_named_whichever_way_the_ratio_points() -> None:
+    assert verdict(0.80, 1.0, more_is_better=True) == "SLOWER by 25%"
+    assert verdict(1.25, 1.0, more_is_better=False) == "SLOWER by 25%"
+    assert verdict(0.90, 1.0, more_is_better=True) == verdict(1.1, 1.0, more_is_better=False) == "as before"
+    assert verdict(1.25, 1.0, more_is_better=True) == verdict(0.80, 1.0, more_is_better=False) == "better"
+
+
+def test_a_benchmark_that_fails_is_told_with_its_last_line(tmp_path: Path) -> None:
+    def guard(code: str) -> Guard:
+        return Guard("", ("-c", code), "x.json", lambda figures: figures["a"])
+
+    assert measured(guard(f"open('{tmp_path}/x.json.now', 'w').write('{{\"a\": 2}}')"), tmp_path) == {"a": 2}
+    (tmp_path / "x.json.now").unlink()
+    with pytest.raises(RuntimeError, match="no disk"):
+        measured(guard("raise SystemExit('no disk')"), tmp_path)
