@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from verl_ext.data.batching import MicroBatch, MicroBatcher, pack
 from verl_ext.errors import UserError
@@ -119,6 +119,13 @@ def test_a_model_that_mixes_packed_samples_is_refused() -> None:
 
     with pytest.raises(UserError, match="cannot take packed samples .* set data.packing=false"):
         check_packing(narrow, 97, torch.float32, "Narrow")
+
+
+def test_attention_that_sdpa_does_not_have_is_refused() -> None:
+    config = Gemma2Config(**SMALL, attn_logit_softcapping=5.0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_SDPA).float().eval()
+    with pytest.raises(UserError, match="cannot take packed samples .*caps scores.*; set data.packing=false"):
+        check_packing(loss_of(model).logits, 97, torch.float32, "Gemma2ForCausalLM")
 
 
 def test_a_model_that_changes_its_logits_is_found_out() -> None:

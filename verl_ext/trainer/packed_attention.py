@@ -41,6 +41,8 @@ def packed_sdpa(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention, sample by sample: without padding, and without a mask whose size is the row's squared.
@@ -55,10 +57,17 @@ def packed_sdpa(
         scaling: of the scores.
         dropout: of the weights.
         sliding_window: tokens that one sees, itself included; None for all before it.
+        softcap: of the scores; sdpa has none.
+        s_aux: attention sinks; sdpa has none.
 
     Returns:
         The values (1, tokens, heads, head_dim), and no weights.
+
+    Raises:
+        ValueError: the model asks for what sdpa has not.
     """
+    if softcap is not None or s_aux is not None:
+        raise ValueError("its attention caps scores or has sinks, which sdpa cannot do")
     arguments = {"scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     parts = [
         F.scaled_dot_product_attention(*qkv, **_causal(qkv[0].shape[2], sliding_window, query.device), **arguments)

@@ -1,0 +1,136 @@
+"""Supervised fine-tuning on GPUs at full length: tokens per second, MFU and peak memory of `run_sft.sh` itself.
+
+    python -m benchmarks.sft_gpu --model 1.5b | 7b [--gpus 1] [--max-length 4096] [--output FILE.json] [key=value ...]
+
+The model has the dimensions of Qwen2.5 with random weights, the chats are as long as they may be, a quarter of each
+prompt. MFU is verl's count of a model's operations over the peak of the GPU's data sheet. The first two steps are left
+out. `--model tiny` on a CPU shows that the command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from verl_ext.data.prepare import prepare
+from verl_ext.errors import UserError, exit_on_user_error
+from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = {  # hidden, intermediate, layers, heads, heads of keys and values, vocabulary
+    "tiny": (64, 128, 2, 4, 2, 512),
+    "1.5b": (1536, 8960, 28, 12, 2, 151936),
+    "7b": (3584, 18944, 28, 28, 4, 152064),
+}
+WARM_UP, FIGURES = (
+    2,
+    {
+        "tokens_per_s": "throughput/train/tokens_per_s",
+        "mfu": "throughput/train/mfu",
+        "peak_memory_gib": "system/peak_memory_gib",
+        "step_s": "time/train/step_s",
+    },
+)
+
+
+def write_model(name: str, directory: Path) -> None:
+    """Random weights in bf16, with the quickstart's tokenizer: what a token says does not matter to speed."""
+    prepare(["quickstart", "--output", str(directory / "quickstart"), "--samples", "500"])
+    tokenizer = AutoTokenizer.from_pretrained(directory / "quickstart/model")
+    hidden, intermediate, layers, heads, kv_heads, vocab = MODELS[name]
+    config = Qwen2Config(
+        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, vocab_size=vocab, max_position_embeddings=32768,
+        tie_word_embeddings=name == "1.5b", eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    Qwen2ForCausalLM(config).save_pretrained(directory / "model")
+    torch.set_default_dtype(torch.float32)
+    tokenizer.save_pretrained(directory / "model")
+
+
+def write_chats(path: Path, num_chats: int, max_length: int) -> None:
+    """Chats that are longer than they may be, and so are cut to `max_length` tokens."""
+    words = "def add(left, right): return left + right\n"
+    turns = [
+        {"role": "user", "content": words * (max_length // 40)},
+        {"role": "assistant", "content": words * (max_length // 4)},
+    ]
+    pd.DataFrame({"messages": [turns] * num_chats}).to_parquet(path)
+
+
+def train(scratch: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The metrics of each step.
+
+    Raises:
+        UserError: the command failed.
+    """
+    batch_size, run_dir = arguments.gpus * arguments.samples, scratch / "run"
+    write_chats(scratch / "chats.parquet", batch_size, arguments.max_length)
+    settings = {
+        "recipe": "qwen2.5_coder_7b",
+        "data.train_files": scratch / "chats.parquet",
+        "data.val_files": "null",
+        "data.max_length": arguments.max_length,
+        "data.train_batch_size": batch_size,
+        "data.max_tokens_per_gpu": arguments.tokens,
+        "data.token_cache": scratch / "tokens",
+        "model.partial_pretrain": scratch / "model",
+        "trainer.default_local_dir": run_dir,
+        "trainer.total_epochs": arguments.num_steps,
+        "trainer.total_training_steps": arguments.num_steps,
+        "trainer.save_freq": -1,
+        "trainer.checkpoint.save_contents": "[model]",
+        "trainer.logger": "[console]",
+    }
+    words = [*(f"{key}={value}" for key, value in settings.items()), *arguments.overrides]
+    environment = {**os.environ, "VERL_EXT_PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
+    command = ["bash", "run_sft.sh", str(arguments.gpus), *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        last = "\n".join(done.stderr.splitlines()[-10:])
+        raise UserError(f"run_sft.sh ended with {done.returncode}:\n{last}")
+    return [row for row in read_metrics(run_dir / METRICS_FILE) if "train/loss" in row]
+
+
+@exit_on_user_error()
+def main() -> None:
+    """Measure, print the figures and write them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--max-length", type=int, default=4096, help="tokens of each chat (default 4096)")
+    parser.add_argument("--samples", type=int, default=16, help="chats of a step on a GPU (default 16)")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of a micro-batch (default 16384)")
+    parser.add_argument("--num-steps", type=int, default=8)
+    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    arguments = parser.parse_args()
+    if arguments.num_steps <= WARM_UP:
+        raise UserError(f"--num-steps must be more than {WARM_UP}")
+    with tempfile.TemporaryDirectory(prefix="benchmark_sft_gpu_") as name:
+        write_model(arguments.model, Path(name))
+        rows = train(Path(name), arguments)[WARM_UP:]
+    found = {name: statistics.median(row[key] for row in rows) for name, key in FIGURES.items() if key in rows[0]}
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.machine()
+    about = {"date": date.today().isoformat(), "device": device, "gpus": arguments.gpus, "model": arguments.model}
+    print(json.dumps({**about, **found}, indent=1))
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps({**about, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
