@@ -30,7 +30,8 @@ def test_a_benchmark_that_fails_is_told_with_its_last_line(tmp_path: Path) -> No
     def guard(code: str) -> Guard:
         return Guard("", ("-c", code), "x.json", lambda figures: figures["a"])
 
-    assert measured(guard(f"open('{tmp_path}/x.json.now', 'w').write('{{\"a\": 2}}')"), tmp_path) == {"a": 2}
+    writes = f"import json; json.dump(dict(a=2), open('{tmp_path}/x.json.now', 'w'))"
+    assert measured(guard(writes), tmp_path) == {"a": 2}
     (tmp_path / "x.json.now").unlink()
     with pytest.raises(RuntimeError, match="no disk"):
         measured(guard("raise SystemExit('no disk')"), tmp_path)

@@ -93,7 +93,7 @@ def test_what_the_plan_cannot_do_is_refused(overrides: list[str], gpus: int, say
 
 def test_other_stages_and_lengths_that_cannot_be_are_refused() -> None:
     with pytest.raises(UserError, match="stages sft and grpo, not vlm_sft"):
-        workload(recipe="budget_vlm")
+        workload_of(compose_config("sft", ["recipe=budget_vlm"]), 1, 8, HARDWARE["h100"], Lengths())
     with pytest.raises(UserError, match="mean_length=5000 is more than the longest sample of 4096"):
         workload(lengths=Lengths(mean=5000))
 

@@ -118,11 +118,13 @@ class StepMemory:
         """The root is sharded again when the model returns its logits, unless nothing is.
 
         A fused loss runs inside the root, while the last layer's buffer is not yet freed: it has the output projection,
-        its gradient and a chunk's part of it, and learnt tokens' hidden states with their gradients.
+        its gradient, below fp32 a chunk's part of it (in fp32 the product is added in place), and the hidden states of
+        learnt tokens with their gradients.
         """
         if not self._work.fused_loss:
             return {"activations": self._kept, "logits": logits, "communication": self._stays_gathered}
-        part = self._work.compute_bytes * self._shape.vocab * self._shape.hidden
+        c = self._work.compute_bytes
+        part = 0 if c == activations.FP32 else c * self._shape.vocab * self._shape.hidden
         return {
             "activations": self._kept + 2 * self._hidden(self._work.learnt_tokens),
             "logits": logits,
