@@ -15,7 +15,6 @@ import time
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,8 +34,7 @@ def batches_of(job: Job, rank: int, num_ranks: int) -> list[Batch]:
     """This rank's batches of all steps, in our trainer's order."""
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     settings = ["data.multiturn.enable=true", "data.truncation=right", f"data.max_length={job.max_length}"]
-    data = OmegaConf.merge(compose_config("sft", settings).data, {})
-    dataset = ChatDataset(job.data, tokenizer, data)
+    dataset = ChatDataset(job.data, tokenizer, compose_config("sft", settings).data)
     packs = job.way != "padded"
     plan = MicroBatchPlan(dataset.lengths, packs, ROW if packs else sys.maxsize, None if packs else PADDED_SAMPLES)
     sampler = GlobalBatchSampler(len(dataset), job.batch_size, rank, num_ranks, SEED, plan)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -78,7 +77,6 @@ def main() -> None:
 def in_fp32() -> None:
     """Have verl's module shard and compute in fp32."""
     policy = stock.MixedPrecisionPolicy
-    stock.MixedPrecisionPolicy = partial(policy, param_dtype=torch.float32)
     stock.MixedPrecisionPolicy = lambda **k: policy(**{**k, "param_dtype": torch.float32})
     torch.autocast = lambda *a, **k: nullcontext()
 

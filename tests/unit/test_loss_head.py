@@ -114,6 +114,8 @@ def test_a_model_that_mixes_packed_samples_is_refused() -> None:
     with pytest.raises(UserError, match="Leaking does not keep packed samples apart: .* set data.packing=false"):
         check_packing(leaking, 97, torch.float32, "Leaking")
 
+    check_packing(lambda micro_batch: good(micro_batch) * 0, 97, torch.float32, "Fresh")  # its head is all zeros
+
     def narrow(micro_batch: MicroBatch) -> torch.Tensor:
         raise TypeError("forward() got an unexpected keyword argument 'sample_lengths'")
 
