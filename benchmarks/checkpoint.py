@@ -1,6 +1,6 @@
 """How long training waits for a checkpoint: verl's manager, ours, and ours in the background, in one run.
 
-    torchrun --nproc-per-node=2 -m benchmarks.checkpoint [--directory DIR] [--repeats 6] [--output FILE.json]
+    torchrun --nproc-per-node=2 -m benchmarks.checkpoint [--directory DIR] [--repeats 6] [--quick] [--output FILE.json]
 
 A random Qwen2 model of more than 100M parameters with AdamW state is sharded with FSDP2 and saved by turns; between
 two saves the disk is left to finish what it holds back, so that none pays for another. A `stall` is the time from all
@@ -159,22 +159,26 @@ def measure(arguments: argparse.Namespace) -> dict:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
     job = Job(device)
-    managers = {kind: job.managed_by(kind, tokenizer) for kind in KINDS}
-    rounds: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+    kinds = KINDS[:2] if arguments.quick else KINDS
+    managers = {kind: job.managed_by(kind, tokenizer) for kind in kinds}
+    rounds: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     plain: list[float] = []
-    steps = [job.step() for _ in range(5)]
+    steps = [job.step() for _ in range(1 if arguments.quick else 5)]
     for repeat in range(arguments.repeats + 1):
-        turn = repeat % len(KINDS)
-        for kind in KINDS[turn:] + KINDS[:turn]:  # whatever a save leaves to the next one, each kind has it once
+        turn = repeat % len(kinds)
+        for kind in kinds[turn:] + kinds[:turn]:  # whatever a save leaves to the next one, each kind has it once
             figures = measure_save(job, managers[kind], arguments.directory / kind, repeat + 1)
             rounds[kind] += [figures] if repeat else []  # the first save allocates what later ones use again
         own_bytes = bytes_of(arguments.directory / "sync" / f"global_step_{repeat + 1}")
         plain.append(measure_plain(arguments.directory / "plain", own_bytes))
-    saved = {kind: median_of(rounds[kind]) for kind in KINDS}
-    for kind in ("verl", "sync"):
+    saved = {kind: median_of(rounds[kind]) for kind in kinds}
+    for kind in () if arguments.quick else ("verl", "sync"):
         checkpoint = arguments.directory / kind / f"global_step_{arguments.repeats + 1}"
         saved[kind]["first_step_after_resume_s"] = measure_resume(kind, device, tokenizer, checkpoint)
         saved[kind]["gib"] = bytes_of(checkpoint) / GIB
+    background = (
+        {} if arguments.quick else {"stall_of_verl_over_async": saved["verl"]["stall_s"] / saved["async"]["stall_s"]}
+    )
     return {
         "machine": f"{os.cpu_count()} x {platform.machine()}, {device}, torch {torch.__version__}",
         "ranks": dist.get_world_size(),
@@ -185,7 +189,7 @@ def measure(arguments: argparse.Namespace) -> dict:
         "plain_s": statistics.median(plain[1:]),
         "stall_of_sync_over_plain": saved["sync"]["stall_s"] / statistics.median(plain[1:]),
         "stall_of_verl_over_sync": saved["verl"]["stall_s"] / saved["sync"]["stall_s"],
-        "stall_of_verl_over_async": saved["verl"]["stall_s"] / saved["async"]["stall_s"],
+        **background,
     }
 
 
@@ -202,6 +206,9 @@ def main() -> None:
     )
     parser.add_argument("--tokenizer", default="data/quickstart/model", help="saved with each export")
     parser.add_argument("--repeats", type=int, default=6, help="saves of each kind, best a multiple of 3")
+    parser.add_argument(
+        "--quick", action="store_true", help="verl's saves and ours alone, none in the background, no resuming"
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
     arguments = parser.parse_args()
     init_process_group("cuda" if torch.cuda.is_available() else "cpu")

@@ -59,7 +59,7 @@ GUARDS = {
     "checkpoint": Guard(
         "how long a save holds up training, verl's over ours",
         (
-            *(*TORCHRUN, "-m", "benchmarks.checkpoint", "--repeats", "1", "--directory", "{scratch}/saved"),
+            *(*TORCHRUN, "-m", "benchmarks.checkpoint", "--quick", "--repeats", "2", "--directory", "{scratch}/saved"),
             *("--tokenizer", "{scratch}/quickstart/model", "--output", "{output}"),
         ),
         "checkpoint_2cpu_disk.json",
