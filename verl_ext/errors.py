@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from verl_ext.tell import printable
+
 USER_ERROR_EXIT_CODE = 2
 STOPPED_EXIT_CODE = 75
 """EX_TEMPFAIL of <sysexits.h>: the run was asked to stop, and a scheduler may start the same command again."""
@@ -31,5 +33,5 @@ def exit_on_user_error() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(USER_ERROR_EXIT_CODE) from None

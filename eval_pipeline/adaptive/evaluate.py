@@ -42,6 +42,7 @@ class Settings:
         seed: of the configurations that are drawn.
         latency: measured or model.
         vlm: where the model is by now.
+        trust_remote_code: whether the model's own code may be run.
     """
 
     budgets_ms: tuple[float, ...] = ()
@@ -55,6 +56,7 @@ class Settings:
     seed: int = 0
     latency: str = "measured"
     vlm: str | None = None
+    trust_remote_code: bool = False
 
 
 def evaluate(source: ControllerSource, settings: Settings, output: Path, wandb: bool) -> None:
@@ -70,7 +72,7 @@ def evaluate(source: ControllerSource, settings: Settings, output: Path, wandb: 
         UserError: something that is needed is missing or does not fit.
     """
     config = source.config()
-    subject = load_subject(source, config, settings.vlm)
+    subject = load_subject(source, config, settings.vlm, settings.trust_remote_code)
     sizes = {"train": settings.num_train, "val": settings.num_samples}
     samples = load_questions(config, settings.questions, subject.controlled.question_suffix, sizes)
     latency: LatencySource = MeasuredLatency()

@@ -53,18 +53,21 @@ class Subject:
         return any(self.adapter.routed(mixture) for mixture in mixtures if mixture is not None)
 
 
-def load_subject(source: ControllerSource, config: Mapping[str, Any], vlm: str | None) -> Subject:
+def load_subject(
+    source: ControllerSource, config: Mapping[str, Any], vlm: str | None, trust_remote_code: bool = False
+) -> Subject:
     """Load a controller and its model.
 
     Args:
         source: of the controller.
         config: of its run; empty without a run.
         vlm: where the model is by now; None where it was.
+        trust_remote_code: whether the model's own code may be run.
 
     Raises:
         UserError: one cannot be loaded, or they do not belong together.
     """
-    model, controller, controlled = load_model(source, config, vlm)
+    model, controller, controlled = load_model(source, config, vlm, trust_remote_code=trust_remote_code)
     file = config.get("controller", {}).get("importance_file")
     adapter = model.executor.adapter
     importance = None if file is None else load_importance(Path(file).expanduser(), adapter)
@@ -73,7 +76,11 @@ def load_subject(source: ControllerSource, config: Mapping[str, Any], vlm: str |
 
 
 def load_model(
-    source: ControllerSource, config: Mapping[str, Any], vlm: str | None, device: str | None = None
+    source: ControllerSource,
+    config: Mapping[str, Any],
+    vlm: str | None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[AdaptiveModel, BudgetController, ControlledModel]:
     """Load a controller and its model, without what only a comparison needs.
 
@@ -82,11 +89,12 @@ def load_model(
         config: of its run; empty without a run.
         vlm: where the model is by now; None where it was.
         device: cpu or cuda; None for a GPU if there is one.
+        trust_remote_code: whether the model's own code may be run.
 
     Raises:
         UserError: one cannot be loaded, or they do not belong together.
     """
-    controller, controlled = load_controller(source.export, vlm)
+    controller, controlled = load_controller(source.export, vlm, trust_remote_code)
     usual, dtype = default_device()
     dtype = DTYPES.get(config.get("controller", {}).get("dtype"), dtype)
     executor = controlled.executor(usual if device is None else device, dtype)

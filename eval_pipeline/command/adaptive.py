@@ -62,6 +62,7 @@ def register(commands: Commands) -> None:
         help="as measured, or by the run's latency model, which gives the same each time (default: measured)",
     )
     parser.add_argument("--vlm", metavar="PATH", help="the vision-language model (default: where training had it)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings (Molmo)")
     parser.add_argument("--output", type=output_path, metavar="DIR", help="where the files go (default: see below)")
     parser.add_argument("--no-wandb", action="store_true", help="send nothing to W&B")
 
@@ -97,6 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         latency=arguments.latency,
         vlm=arguments.vlm,
+        trust_remote_code=arguments.trust_remote_code,
     )
     evaluate(source, settings, place_of(source, arguments.output), not arguments.no_wandb)
     return 0

@@ -8,6 +8,7 @@ import time
 from dataclasses import asdict
 
 from eval_pipeline.command.arguments import Commands, add_command, add_directory
+from verl_ext.tell import tell
 
 TEXT = "Show every evaluation of a run. State, attempts, who works on it, how long it took, and why it failed."
 
@@ -40,7 +41,7 @@ def _print_table(jobs) -> None:
     for row, job in zip(rows, [None, *jobs], strict=True):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         if job is not None and job.error is not None:
-            print(f"    {_when(job)}{job.error}")
+            tell(f"    {_when(job)}{job.error}")
 
 
 def _cells(job) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from eval_pipeline.engines.settings import EngineSettings
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.model_code import vllm_arguments
 from verl_ext.vllm_environment import pick_dtype
 
 
@@ -20,7 +21,7 @@ def arguments_for(settings: EngineSettings, model: str, on_gpu: bool) -> dict[st
         on_gpu: whether vLLM will run on a GPU.
 
     Raises:
-        UserError: an argument that vLLM does not have.
+        UserError: an argument that vLLM does not have, or a model that asks for code to be run.
     """
     from vllm import EngineArgs
 
@@ -28,7 +29,7 @@ def arguments_for(settings: EngineSettings, model: str, on_gpu: bool) -> dict[st
     for name in settings.vllm:
         if name not in known:
             raise UserError(f"engine.vllm.{name} is no argument of vllm.LLM; {_advice(name, known)}")
-    arguments = {
+    wanted = {
         "enforce_eager": not on_gpu,
         "seed": 0,
         "use_tqdm_on_load": False,
@@ -40,6 +41,7 @@ def arguments_for(settings: EngineSettings, model: str, on_gpu: bool) -> dict[st
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "tensor_parallel_size": settings.tensor_parallel_size,
     }
+    arguments = vllm_arguments(wanted)
     # vLLM's own reading of the configuration, which knows every way to write down a length, scaled positions included
     longest = EngineArgs(**arguments).create_model_config().max_model_len
     return {**arguments, "max_model_len": min(longest, settings.max_model_len)}

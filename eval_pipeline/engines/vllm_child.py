@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from eval_pipeline.engines.engine import EngineDied
+from verl_ext.config.secrets import without_secrets
 
 ROOT = Path(__file__).parents[2]
 LOOK_S = 1.0
@@ -30,6 +31,8 @@ END_S = 15.0
 DIED_S = 2.0
 """How long it may take where it has closed the connection, which happens a moment before its end."""
 NUM_LAST_LINES = 12
+_OF_THE_HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy")
+"""Secrets that loading a model may need."""
 
 
 class VllmChild:
@@ -53,7 +56,7 @@ class VllmChild:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**without_secrets(os.environ, keep=_OF_THE_HUB), "PYTHONPATH": path},
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )

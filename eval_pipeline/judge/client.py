@@ -23,6 +23,7 @@ from eval_pipeline.judge.packages import find_packages
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.judge.wire import dump_submission, load_verdict, num_tests_of
+from verl_ext.config.secrets import bare_environment
 from verl_ext.errors import UserError
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -81,12 +82,13 @@ class JudgeServer:
         """
         packages = [asdict(package) for package in self._packages]
         options = {"isolation": self._wanted, "num_workers": self._num_workers, "packages": packages}
+        # nothing of the environment is of use to the server, and answers may find a way to look into its process;
         # a session of its own: Ctrl-C in the terminal is for the client, and the server ends with its input
         self._process = subprocess.Popen(
             [sys.executable, "-m", "eval_pipeline.judge.server", json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(_ROOT)},
+            env={**bare_environment(os.environ), "PYTHONPATH": str(_ROOT)},
             start_new_session=True,
         )
         received = frames.read(self._process.stdout.fileno())

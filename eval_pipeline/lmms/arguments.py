@@ -24,6 +24,7 @@ class Arguments:
         vlm: where the vision-language model is by now; None where it was.
         log: file that gets a line for each answer; None for no such file.
         device: cpu or cuda, as `--device` says; None for a GPU if there is one.
+        trust_remote_code: whether the model's own code may be run.
     """
 
     pretrained: Path
@@ -31,6 +32,7 @@ class Arguments:
     vlm: str | None = None
     log: Path | None = None
     device: str | None = None
+    trust_remote_code: bool = False
 
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> Arguments:
@@ -48,8 +50,11 @@ class Arguments:
         if missing := [name for name in ("pretrained", "budget_ms") if name not in given]:
             raise UserError(f"budget_controller needs {' and '.join(missing)} in --model_args")
         paths = {name: Path(str(given.pop(name))).expanduser() for name in ("pretrained", "log") if name in given}
+        trusted = given.pop("trust_remote_code", False)
+        if not isinstance(trusted, bool):
+            raise UserError(f"trust_remote_code={trusted} must be True or False")
         texts = {name: str(given[name]) for name in ("vlm", "device") if name in given}
-        return cls(budget_ms=_milliseconds(given["budget_ms"]), **paths, **texts)
+        return cls(budget_ms=_milliseconds(given["budget_ms"]), trust_remote_code=trusted, **paths, **texts)
 
 
 def _milliseconds(value: object) -> float:

@@ -47,6 +47,8 @@ def _shards_of(index: Path) -> list[Path]:
     weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index} has no weight_map of file names; export the model again.")
+    if strangers := sorted(name for name in set(weight_map.values()) if Path(name).name != name):
+        raise UserError(f"{index} names {strangers[0]}, which is no file beside it; export the model again.")
     return [index.parent / name for name in sorted(set(weight_map.values()))]
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
+from verl_ext.config.written import load_written
 from verl_ext.errors import UserError
 
 DEFAULT_PROJECT = "eval_pipeline"
@@ -44,7 +44,7 @@ def read_run_config(run_dir: Path | None) -> RunConfig:
     path = run_dir / "config.yaml"
     if not path.is_file():
         return RunConfig(experiment=run_dir.name)
-    config = load_config(path)
+    config = load_written(path)
     return RunConfig(
         recipe=_setting(config, "eval.recipe", path),
         project=_setting(config, "trainer.project_name", path) or DEFAULT_PROJECT,
@@ -52,26 +52,11 @@ def read_run_config(run_dir: Path | None) -> RunConfig:
     )
 
 
-def load_config(path: Path) -> DictConfig:
-    """Read a run's resolved configuration.
-
-    Raises:
-        UserError: it cannot be read, or is no YAML mapping.
-    """
-    try:
-        config = OmegaConf.load(path)
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"Cannot read {path} ({error}); mend it, or evaluate a copy of the checkpoint.") from error
-    if not isinstance(config, DictConfig):
-        raise UserError(f"{path} is not a YAML mapping; put the run's resolved configuration there.")
-    return config
-
-
 def _setting(config: DictConfig, key: str, path: Path) -> str | None:
     try:
         value = OmegaConf.select(config, key)
     except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {key} cannot be resolved ({error}); write its value there.") from error
+        raise UserError(f"{path}: {key} cannot be read ({error}); write its value there.") from error
     if value is not None and not isinstance(value, str):
         raise UserError(f"{path}: {key} is {value!r}; it must be a string.")
     return value or None

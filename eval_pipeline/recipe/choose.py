@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,23 @@ def choose_recipe(arguments: argparse.Namespace, run_dir: Path | None) -> EvalRe
     Raises:
         UserError: an unknown recipe or key, or a value that cannot work.
     """
-    recipe = load_recipe(arguments.recipe or read_run_config(run_dir).recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe or recipe_of(run_dir), arguments.overrides)
     return replace(recipe, wandb=False) if arguments.no_wandb else recipe
+
+
+def recipe_of(run_dir: Path | None) -> str | None:
+    """The name of the recipe that a run asks for; None where it asks for none.
+
+    Raises:
+        UserError: it asks for a file. A recipe decides where keys are sent and what code is run, and a run's directory
+            may be somebody else's, with a recipe in it.
+    """
+    name = read_run_config(run_dir).recipe
+    if name is not None and (name.endswith((".yaml", ".yml")) or not re.fullmatch(r"[\w.-]+", name)):
+        raise UserError(
+            f"the run's config.yaml names the recipe file {name}; if it is yours, say so with --recipe {name}"
+        )
+    return name
 
 
 def restricted_to(datasets: Collection[str], recipe: EvalRecipe) -> EvalRecipe:

@@ -13,6 +13,7 @@ from eval_pipeline.recipe.kinds import NULLABLE
 from eval_pipeline.recipe.schema import EvalRecipe
 from verl_ext.config.overrides import apply_overrides, leaves, merge_known
 from verl_ext.config.recipes import find_recipe
+from verl_ext.config.secrets import require_no_secrets
 from verl_ext.errors import UserError, first_line_of
 
 DEFAULTS = Path(__file__).with_name("defaults.yaml")
@@ -26,12 +27,13 @@ def load_recipe(name: str | None, overrides: Sequence[str] = ()) -> EvalRecipe:
         overrides: `key=value`, as for a training.
 
     Raises:
-        UserError: an unknown recipe or key, or a value that cannot work.
+        UserError: an unknown recipe or key, a value that cannot work, or a secret.
     """
     try:
         config = OmegaConf.to_container(compose_recipe(name, overrides), resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(f"the recipe cannot be resolved ({first_line_of(error)}); write the value itself") from error
+    require_no_secrets(config)
     return EvalRecipe.of(config)
 
 

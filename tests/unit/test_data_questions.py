@@ -94,7 +94,7 @@ def test_images_may_lie_beside_the_files(tmp_path: Path) -> None:
     path = tmp_path / "x.png"
     path.write_bytes(png())
     folder = write(tmp_path / "mine", [{"image": str(path), "question": "?", "answers": "red"}])
-    sample = QuestionDataset({"mine": QuestionSource(source=folder)}, "train")[0]["sample"]
+    sample = QuestionDataset({"mine": QuestionSource(source=folder, images=str(tmp_path))}, "train")[0]["sample"]
     assert sample.opened().size == (8, 6) and sample.references == ("red",) and sample.sample_id == "train/mine/0"
 
 

@@ -18,6 +18,7 @@ BASE = {
     "verl_ext.gpus",
     "verl_ext.quick_imports",
     "verl_ext.vllm_environment",
+    "verl_ext.model_code",
     "verl_ext.config",
 }
 ALLOWED = {
@@ -32,7 +33,7 @@ ALLOWED = {
         "verl_ext.checkpoint.lease",
     },
     "verl_ext.metrics": {"verl_ext.errors", "verl_ext.tell"},
-    "verl_ext.plan": {"verl_ext.errors", "verl_ext.tell", "verl_ext.config"},
+    "verl_ext.plan": {"verl_ext.errors", "verl_ext.tell", "verl_ext.model_code", "verl_ext.config"},
     "verl_ext.data": BASE | {"eval_pipeline.problems"},
     "verl_ext.checkpoint": BASE | {"verl_ext.metrics"},
     "verl_ext.grpo": BASE
@@ -85,8 +86,11 @@ ALLOWED = {
         "verl_ext.controller",
         "verl_ext.data.questions",
         "verl_ext.data.question_sources",
+        "verl_ext.model_code",
         "verl_ext.config.overrides",
         "verl_ext.config.recipes",
+        "verl_ext.config.secrets",
+        "verl_ext.config.written",
     },
 }
 

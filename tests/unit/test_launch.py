@@ -57,7 +57,7 @@ def test_torchrun_gets_the_nodes_from_the_environment(monkeypatch: pytest.Monkey
     options = torchrun_options(config)
     assert {"--nnodes=2", "--node-rank=1", "--master-addr=host0", "--master-port=1234"} <= set(options)
     config.trainer.nnodes = 1
-    assert "--rdzv-endpoint=localhost:0" in torchrun_options(config)  # a free port, so that two runs share a machine
+    assert "--rdzv-backend=loopback" in torchrun_options(config)  # a free port, so that two runs share a machine
 
 
 def test_two_launches_in_one_run_directory(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -10,8 +11,8 @@ import pytest
 
 from verl_ext.errors import UserError
 from verl_ext.monitor.__main__ import main
-from verl_ext.monitor.access import COOKIE, Access, digest_of, is_loopback
-from verl_ext.monitor.server import Remembered, require_token
+from verl_ext.monitor.access import COOKIE, HEADERS, Access, digest_of, is_loopback
+from verl_ext.monitor.server import Remembered, _cell, require_token, secret_of
 
 
 def ask(token: str | None, kind: str = "http", query: str = "", **headers: str) -> tuple[bool, list[dict[str, Any]]]:
@@ -51,7 +52,30 @@ def test_the_token_comes_once_and_stays_as_a_cookie() -> None:
     kept = f'x={{"a": [1]}}; {COOKIE}={digest_of("secret")}'
     assert ask("secret", "websocket", cookie=kept)[0]
     reached, [start] = ask("secret", query="token=wrong", cookie=kept)
-    assert reached and start["headers"] == []  # a wrong word takes nothing away
+    assert reached and start["headers"] == [*HEADERS]  # a wrong word takes nothing away
+
+
+def test_the_token_goes_no_further_than_the_door() -> None:
+    seen = []
+
+    async def page(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["query_string"])
+
+    for query in (b"token=secret&run=a%2Bb&x=", b"EIO=4&client_id=a+b%20c"):
+        cookie = [(b"cookie", f"{COOKIE}={digest_of('secret')}".encode())]
+        scope = {"type": "http", "headers": cookie, "query_string": query}
+        asyncio.run(Access(page, "secret")(scope, None, None))  # type: ignore[arg-type]
+    assert seen == [b"run=a%2Bb&x=", b"EIO=4&client_id=a+b%20c"]
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_pages_of_other_addresses_are_refused(kind: str) -> None:
+    kept = {"cookie": f"{COOKIE}={digest_of('secret')}"}
+    for origin in ("http://evil.example", "https://localhost:6007.evil.example", "http://localhost:8000", "null"):
+        assert not ask(None, kind, host="localhost:6007", origin=origin)[0], origin
+        assert not ask("secret", kind, host="localhost:6007", origin=origin, **kept)[0], origin
+    assert ask(None, kind, host="localhost:6007", origin="http://localhost:6007")[0]
+    assert ask("secret", kind, host="monitor.example", origin="https://monitor.example", **kept)[0]
 
 
 def test_any_word_can_be_a_token() -> None:
@@ -70,10 +94,31 @@ def test_on_this_machine_alone_other_names_are_refused() -> None:
 
 def test_another_host_needs_a_token() -> None:
     assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost") and not is_loopback("0.0.0.0")
-    require_token("0.0.0.0", "secret", False)
+    require_token("0.0.0.0", "a longer secret", False)
     require_token("127.0.0.1", None, True)
+    require_token("127.0.0.1", "short", True)
     with pytest.raises(UserError, match="--token"):
         require_token("0.0.0.0", None, False)
+    with pytest.raises(UserError, match="which other machines can guess"):
+        require_token("0.0.0.0", "guess", False)
+
+
+def test_what_signs_cookies_is_this_user_s_alone(tmp_path: Path) -> None:
+    secret = secret_of(tmp_path / "monitor.sqlite")
+    assert len(secret) == 32 and secret_of(tmp_path / "monitor.sqlite") == secret
+    assert (tmp_path / "monitor.secret").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "other.secret").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError):
+        secret_of(tmp_path / "other.sqlite")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_spreadsheet_computes_nothing_of_the_numbers() -> None:
+    for text in ("=1+1", "+1", "-1+cmd|' /C calc'!A0", "@SUM(A1)", "\t=1", "\r=1"):
+        assert _cell(text).strip('"').startswith("'"), text
+    assert (_cell(-1.5), _cell("-Infinity"), _cell('a,"b'), _cell("a\rb")) == (
+        *("-1.5", "-Infinity", '"a,""b"', '"a\rb"'),
+    )
 
 
 @pytest.mark.parametrize(

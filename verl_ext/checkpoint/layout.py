@@ -67,7 +67,10 @@ class Manifest:
 
 
 def manifest_of(content: dict[str, Any]) -> Manifest:
-    """A manifest from its JSON; raises whatever a wrong key or type leads to."""
+    """A manifest from its JSON; raises whatever a wrong key or type leads to, and for a file outside a `ValueError`."""
+    for name in content["files"]:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"it names the file {name}, which is not in the checkpoint")
     return Manifest(
         step=int(content["step"]),
         world_size=int(content["world_size"]),

@@ -85,7 +85,10 @@ def write_weights(checkpoint: Path, directory: Path, dtype: str, max_shard_gib: 
     """The safetensors files, their index, and the configuration with the new number type."""
     torch_dtype = PrecisionType.to_dtype(dtype)
     layout = export_from_shards(checkpoint, directory, torch_dtype, max_shard_gib, progress)
-    config = json.loads((checkpoint / EXPORT / "config.json").read_text())
+    own = checkpoint / EXPORT / "config.json"
+    if leads_out(own, checkpoint):
+        raise UserError(f"{own} is a link to something outside of the checkpoint; put the file itself there")
+    config = json.loads(own.read_text())
     config["dtype"] = str(torch_dtype).removeprefix("torch.")
     with FileWriter() as files:
         if layout.index is not None:
@@ -94,12 +97,23 @@ def write_weights(checkpoint: Path, directory: Path, dtype: str, max_shard_gib: 
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Tokenizer and the like, for an export elsewhere; what the target has already stays."""
+    """Tokenizer and the like, for an export elsewhere; what the target has already stays.
+
+    A link that leads out of the checkpoint is left: an export is made to be given away, and such a file may not be.
+    """
     for path in source.rglob("*"):
+        if leads_out(path, source.parent):
+            warn(f"{path} is a link to something outside of the checkpoint and is left out")
+            continue
         place = target / path.relative_to(source)
         if path.is_file() and not place.exists() and not is_weights(path.name):
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, place)
+
+
+def leads_out(path: Path, checkpoint: Path) -> bool:
+    """Whether a path in a checkpoint is a link to something outside of it."""
+    return not path.resolve().is_relative_to(checkpoint.resolve())
 
 
 def enter_into_checkpoint(checkpoint: Path, partial: Path) -> None:

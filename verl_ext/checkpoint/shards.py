@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from verl_ext.checkpoint.safe_load import load_shard
 from verl_ext.errors import UserError
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
@@ -81,8 +82,7 @@ class ShardFiles:
         """What one rank saved, its tensors mapped into memory and read on access."""
         if rank not in self._contents:
             path = self.directory / shard_name(self.kind, self.world_size, rank)
-            # verl's format pickles DTensors, numpy's and Python's random states, which the safe loader refuses.
-            self._contents[rank] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+            self._contents[rank] = load_shard(path)
         return self._contents[rank]
 
     def tensor(self, *keys: Any) -> SavedTensor:

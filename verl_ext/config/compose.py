@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.config.overrides import apply_overrides, leaves, merge_known
 from verl_ext.config.recipes import find_recipe
+from verl_ext.config.secrets import require_no_secrets
 from verl_ext.errors import UserError
 from verl_ext.health.limits import Limits
 
@@ -33,8 +34,8 @@ def compose_config(command: str, overrides: list[str]) -> DictConfig:
         The configuration with every interpolation resolved, in struct mode.
 
     Raises:
-        UserError: unknown recipe, unknown key, a value of the wrong type, an interpolation without target, or a
-            stage that the command does not have.
+        UserError: unknown recipe, unknown key, a value of the wrong type, an interpolation without target, a secret,
+            or a stage that the command does not have.
     """
     names = [text.removeprefix("recipe=") for text in overrides if text.startswith("recipe=")]
     recipe = find_recipe(command, names[-1] if names else None)
@@ -53,6 +54,7 @@ def compose_config(command: str, overrides: list[str]) -> DictConfig:
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
         raise UserError(f"the configuration cannot be resolved: {error}; correct that key in {recipe}") from error
+    require_no_secrets(OmegaConf.to_container(config))
     return config
 
 

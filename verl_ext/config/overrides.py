@@ -11,6 +11,7 @@ from hydra.core.override_parser.types import Override, QuotedString, Transformer
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from verl_ext.config.secrets import masked
 from verl_ext.errors import UserError
 
 TEXT_OR_LIST = ("data.train_files", "data.val_files", "model.target_modules")  # one or several, as in verl
@@ -56,9 +57,9 @@ def apply_overrides(config: DictConfig, overrides: list[str], nullable: Collecti
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
-            raise UserError(
-                f"'{text}' is not an override of the form key=value: {str(error).splitlines()[0]}"
-            ) from error
+            shown = masked(text)  # with a secret in it, the parser's words are not shown either: they repeat it
+            why = f": {str(error).splitlines()[0]}" if shown == text else ""
+            raise UserError(f"'{shown}' is not an override of the form key=value{why}") from error
         key, value = override.key_or_group, value_of(override, text)
         known = leaves(config)
         if override.is_add() and not any(f"{key}.".startswith(f"{old}.") or old.startswith(f"{key}.") for old in known):
@@ -74,7 +75,7 @@ def value_of(override: Override, text: str) -> Any:
     if not override.is_sweep_override():
         return override.value()
     if not override.is_choice_sweep():
-        raise UserError(f"'{text}' sweeps over values, but one run has one; give one value, or a list [a, b]")
+        raise UserError(f"'{masked(text)}' sweeps over values, but one run has one; give one value, or a list [a, b]")
     items = override.sweep_iterator(Transformer.identity)
     return [item.text if isinstance(item, QuotedString) else item for item in items]
 
@@ -138,4 +139,5 @@ def check_type(key: str, old: Any, new: Any, source: str) -> None:
     if key in TEXT_OR_LIST and isinstance(new, list):
         fits = all(isinstance(item, str) for item in new)
     if not fits:
-        raise UserError(f"{source} sets '{key}' to {new!r}, but it must be {kinds[wanted]} (as the default {old!r})")
+        shown = masked(f"{key}={new!r}").partition("=")[2]
+        raise UserError(f"{source} sets '{key}' to {shown}, but it must be {kinds[wanted]} (as the default {old!r})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +72,16 @@ class ControlledModel:
         return adapter
 
 
-def load_controller(directory: Path, vlm: str | None = None) -> tuple[BudgetController, ControlledModel]:
+def load_controller(
+    directory: Path, vlm: str | None = None, trust_remote_code: bool = False
+) -> tuple[BudgetController, ControlledModel]:
     """An exported controller in evaluation mode, and the model that it was trained for.
 
     Args:
         directory: an export, with `config.json`.
         vlm: where the vision-language model is by now; None where it was.
+        trust_remote_code: whether the model's own code may be run; what the export says of that does not count, since
+            it names the model too.
 
     Raises:
         UserError: it is no controller's export.
@@ -90,4 +94,4 @@ def load_controller(directory: Path, vlm: str | None = None) -> tuple[BudgetCont
             f"{directory} is no export of a budget controller ({first_line_of(error)}); give the huggingface folder "
             "of a checkpoint of the stage budget"
         ) from error
-    return controller, model if vlm is None else ControlledModel(**{**asdict(model), "path": vlm})
+    return controller, replace(model, path=vlm or model.path, trust_remote_code=trust_remote_code)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.model_code import require_no_code
 
 SAMPLED = 16
 """Values of a tensor that a fingerprint is taken of."""
@@ -44,6 +45,7 @@ def load_adapter(
         UserError: it cannot be loaded, or there is no adapter for it.
     """
     name = str(Path(path).expanduser())
+    require_no_code(name, trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         brings_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})

@@ -40,12 +40,20 @@ class QuestionSource:
         val: rows to measure on, likewise.
         source: a folder with `train*.parquet` and `val*.parquet`; None takes the hub.
         metric: one of `METRICS`; None takes the data set's own, vqa for one that is not known.
+        images: the folder that images lie in which rows name by a path; None takes `source`.
     """
 
     train: int = -1
     val: int = -1
     source: str | None = None
     metric: str | None = None
+    images: str | None = None
+
+    @property
+    def image_folder(self) -> Path | None:
+        """Where images may be read from; None where rows must hold them."""
+        folder = self.images or self.source
+        return None if folder is None else Path(folder).expanduser()
 
     def metric_of(self, name: str) -> str:
         """The metric of the data set of this name."""

@@ -18,6 +18,8 @@ from verl_ext.data.question_sources import KNOWN, QuestionSource, records_of
 from verl_ext.errors import UserError
 from verl_ext.tell import tell
 
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+"""Of images. Pillow knows more, among them some that it hands on to other programs (EPS to Ghostscript)."""
 NAMES_TOLD = 5
 """Of images that cannot be read, in one message."""
 
@@ -48,7 +50,9 @@ class ImageQuestion:
         """
         try:
             source: Any = io.BytesIO(self.image) if isinstance(self.image, bytes) else self.image
-            with Image.open(source) as image:
+            if isinstance(source, Path) and not source.is_file():
+                raise OSError(f"{source} is no file")  # reading a pipe or a device might never end
+            with Image.open(source, formats=FORMATS) as image:
                 return image.convert("RGB")
         except (OSError, UnidentifiedImageError, ValueError, Image.DecompressionBombError) as error:
             raise UserError(f"the image of {self.sample_id} cannot be read: {error}") from error
@@ -105,7 +109,7 @@ class QuestionDataset(Dataset):
                 records, desc=name, unit="images", disable=None if progress else True, leave=False, mininterval=1
             )
             for row, record in enumerate(bar):
-                sample = question_of(name, row, record, suffix)
+                sample = question_of(name, row, record, suffix, source.image_folder)
                 seen[sample.sample_id] += 1
                 again = f"#{seen[sample.sample_id]}" if seen[sample.sample_id] > 1 else ""
                 # by this name results are kept, and splits often number their questions alike
@@ -136,11 +140,11 @@ def tell_of_unreadable(messages: Sequence[str], most: int) -> None:
     tell(f"warning: {len(messages)} images cannot be read and are left out: {shown}", sys.stderr)
 
 
-def question_of(name: str, row: int, record: Mapping[str, Any], suffix: str) -> ImageQuestion:
-    """A row of a data set as a sample.
+def question_of(name: str, row: int, record: Mapping[str, Any], suffix: str, folder: Path | None) -> ImageQuestion:
+    """A row of a data set as a sample; `folder` is where its image may lie.
 
     Raises:
-        UserError: it has no image, no question or no answer.
+        UserError: it has no image, no question or no answer, or names an image elsewhere.
     """
     known = KNOWN.get(name)
     question = record.get("question") or (known.question if known else None)
@@ -153,7 +157,14 @@ def question_of(name: str, row: int, record: Mapping[str, Any], suffix: str) -> 
     }.items():
         if not there:
             raise UserError(f"row {row} of {name} has no {part}; mend it or leave it out")
-    return ImageQuestion(f"{name}/{number}", image_of(record["image"]), question + suffix, references)
+    try:
+        image = image_of(record["image"], folder)
+    except ValueError as error:
+        raise UserError(
+            f"row {row} of {name} names an image {error}; give data.datasets.{name}.images, the folder that all of "
+            "them lie in"
+        ) from error
+    return ImageQuestion(f"{name}/{number}", image, question + suffix, references)
 
 
 def answers_of(record: Mapping[str, Any]) -> list[str]:
@@ -163,8 +174,21 @@ def answers_of(record: Mapping[str, Any]) -> list[str]:
     return [str(each["answer"] if isinstance(each, Mapping) else each) for each in listed]
 
 
-def image_of(column: Any) -> bytes | Path:
-    """What `datasets` and parquet files hold of an image."""
-    if isinstance(column, Mapping):
-        return column["bytes"] if column.get("bytes") is not None else Path(str(column.get("path")))
-    return column if isinstance(column, bytes) else Path(str(column))
+def image_of(column: Any, folder: Path | None) -> bytes | Path:
+    """What `datasets` and parquet files hold of an image: it itself, or its path in the folder.
+
+    Raises:
+        ValueError: the path leads elsewhere, by itself or by a link; the message says where.
+    """
+    if isinstance(column, Mapping) and column.get("bytes") is not None:
+        return column["bytes"]
+    if isinstance(column, bytes):
+        return column
+    named = str(column.get("path") if isinstance(column, Mapping) else column)
+    if folder is None:
+        raise ValueError(f"by its path {named}")
+    root = folder.resolve()
+    path = (root / named).resolve()
+    if not path.is_relative_to(root):
+        raise ValueError(f"that lies outside of {root}, {path}")
+    return path

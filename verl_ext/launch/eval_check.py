@@ -30,7 +30,7 @@ def check_evaluation(config: DictConfig) -> None:
 def _ask(config: DictConfig) -> dict[str, Any]:
     """What `python -m eval_pipeline check` says; a process, because nothing here imports the evaluation."""
     command = [sys.executable, "-m", "eval_pipeline", "check", "--watch", "--json"]
-    command += ["--recipe", evaluation_recipe(config)]
+    command.append(f"--recipe={evaluation_recipe(config)}")  # one word, whatever it begins with
     asked = subprocess.run(command, env=evaluation_environment(config), capture_output=True, text=True, check=False)
     if asked.returncode == 0:
         return json.loads(asked.stdout)

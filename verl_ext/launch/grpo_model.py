@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_ext.checkpoint.layout import BEST, EXPORT, list_steps, step_of, what_is_wrong
 from verl_ext.checkpoint.lease import leased
 from verl_ext.config.compose import STAGES
+from verl_ext.config.written import load_written
 from verl_ext.errors import UserError
 from verl_ext.tell import tell
 
@@ -42,7 +43,7 @@ def _begun_from(config: DictConfig, sft_run: Path) -> str | None:
     begun = Path(config.trainer.default_local_dir) / "config.yaml"
     if config.trainer.resume_mode == "disable" or not begun.is_file():
         return None
-    former = OmegaConf.load(begun).model
+    former = load_written(begun).model
     if not former.get("sft_run") or Path(former.sft_run).expanduser().resolve() != sft_run.resolve():
         return None
     if former.partial_pretrain and not (Path(former.partial_pretrain) / "config.json").is_file():
@@ -62,6 +63,8 @@ def best_export(run_dir: Path) -> Path:
     path = run_dir / BEST
     try:
         name = json.loads(path.read_text())["checkpoint"]
+        if step_of(Path(name)) is None or Path(name).name != name:
+            raise ValueError(f"{name!r} is no checkpoint of the run")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path} does not tell the best checkpoint ({type(error).__name__}); train with eval.watch=true, run "

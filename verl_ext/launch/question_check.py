@@ -54,7 +54,7 @@ def check_questions(config: DictConfig, needed: Sequence[str]) -> None:
 
 def source_of(name: str, entry: Any) -> QuestionSource:
     """An entry of `data.datasets`."""
-    known = ("train", "val", "source", "metric")
+    known = ("train", "val", "source", "metric", "images")
     if not isinstance(entry, Mapping) or not set(entry) <= set(known):
         raise UserError(f"data.datasets.{name} is {entry!r}; it must be a mapping of {', '.join(known)}")
     if entry.get("metric") not in (None, *METRICS):

@@ -30,7 +30,9 @@ def torchrun(config: DictConfig, module: str, directory: Path, arguments: list[s
         from torch.distributed.launcher.api import elastic_launch
         from torch.distributed.run import config_from_args, parse_args
 
-    set_rank_environment(config.trainer.n_gpus_per_node)
+        import verl_ext.launch.rendezvous  # noqa: F401 - makes its name known to torchrun
+
+    set_rank_environment(config.trainer.n_gpus_per_node, config.trainer.nnodes)
     silence_torchrun()
     options = [*torchrun_options(config), f"--log-dir={directory}", "-m", module, *arguments]
     launch_config, command, words = config_from_args(parse_args(options))
@@ -48,8 +50,8 @@ def torchrun_options(config: DictConfig) -> list[str]:
     """The options a user would give to torchrun; several nodes meet at MASTER_ADDR:MASTER_PORT."""
     options = [f"--nproc-per-node={config.trainer.n_gpus_per_node}"]
     if config.trainer.nnodes == 1:
-        # What --standalone stands for; a free port, so that several runs share a machine.
-        return [*options, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
+        # In the place of what --standalone stands for; a free port, so that several runs share a machine.
+        return [*options, "--rdzv-backend=loopback", f"--rdzv-id={uuid.uuid4()}"]
     return [
         *options,
         f"--nnodes={config.trainer.nnodes}",
@@ -59,7 +61,7 @@ def torchrun_options(config: DictConfig) -> list[str]:
     ]
 
 
-def set_rank_environment(num_processes: int) -> None:
+def set_rank_environment(num_processes: int, num_nodes: int) -> None:
     """Defaults that ranks inherit; what the user has set stays."""
     threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
     defaults = {
@@ -68,5 +70,7 @@ def set_rank_environment(num_processes: int) -> None:
         "TOKENIZERS_PARALLELISM": "true",
         "PYTHONUNBUFFERED": "1",
     }
+    if num_nodes == 1:
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would listen on the address that the host's name stands for
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

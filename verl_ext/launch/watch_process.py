@@ -35,7 +35,7 @@ class WatchProcess:
 
     def __init__(self, config: DictConfig, run_dir: Path) -> None:
         self._command = [sys.executable, "-m", "eval_pipeline", "watch", str(run_dir)]
-        self._command += ["--recipe", evaluation_recipe(config)]
+        self._command.append(f"--recipe={evaluation_recipe(config)}")  # one word, whatever it begins with
         self._environment = evaluation_environment(config)
         self._path = run_dir / LOG
         self._lock = threading.Lock()

@@ -71,7 +71,9 @@ def serve_with(arguments: argparse.Namespace) -> None:
     require_token(arguments.host, token, is_loopback(arguments.host))
     check_port(arguments.host, arguments.port)
     address = f"http://{arguments.host}:{arguments.port}/"
-    asked = "" if token is None else f"?token={quote(token, safe='')}"
+    # a token of the environment is not shown, where it may come to lie in a log
+    shown = "..." if arguments.token is None else quote(arguments.token, safe="")
+    asked = "" if token is None else f"?token={shown}"
     tell(f"Training monitor of {arguments.root} on {address}{asked} (Ctrl-C ends it)")
     database = arguments.database or database_for(arguments.root)
     serve(arguments.root.resolve(), database, arguments.host, arguments.port, token)

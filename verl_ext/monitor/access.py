@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Mapping
 from ipaddress import ip_address
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 
 from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 COOKIE = "verl_ext_monitor"
 REFUSAL = b"The token is missing or wrong: open the address that the monitor printed, with ?token=... at its end.\n"
+HEADERS = (
+    (b"referrer-policy", b"no-referrer"),  # the address may have the token in it
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+)
 
 
 def is_loopback(host: str) -> bool:
@@ -27,7 +33,9 @@ def is_loopback(host: str) -> bool:
 class Access:
     """ASGI middleware: refuses requests without the token, or where there is none, for another host than this machine.
 
-    The latter keeps a web page elsewhere from reading this one through a name that it had pointed to 127.0.0.1.
+    The latter keeps a web page elsewhere from reading this one through a name that it had pointed to 127.0.0.1. A
+    request that a page elsewhere makes is refused too, as browsers open web sockets to anywhere. The token goes no
+    further than here, where no log and no page can repeat it.
 
     Args:
         app: what is guarded.
@@ -45,17 +53,18 @@ class Access:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
         brought = self._token is not None and same(given, self._token)
-        if not (brought or self._allows(headers)):
+        if not (brought or self._allows(headers)) or is_from_elsewhere(headers):
             await _refuse(scope, receive, send)
             return
 
-        async def with_cookie(message: dict) -> None:
+        async def with_headers(message: dict) -> None:
             if message["type"] == "http.response.start":
                 cookie = f"{COOKIE}={digest_of(self._token or '')}; HttpOnly; SameSite=Strict; Path=/"
-                message["headers"] = [*message.get("headers", []), (b"set-cookie", cookie.encode("latin-1"))]
+                more = [*HEADERS, (b"set-cookie", cookie.encode("latin-1"))] if brought else HEADERS
+                message["headers"] = [*message.get("headers", []), *more]
             await send(message)
 
-        await self._app(scope, receive, with_cookie if brought else send)
+        await self._app({**scope, "query_string": without_token(scope)}, receive, with_headers)
 
     def _allows(self, headers: dict[str, str]) -> bool:
         if self._token is None:
@@ -63,6 +72,20 @@ class Access:
             name = host.rsplit(":", 1)[0] if host.count(":") == 1 or host.startswith("[") else host
             return is_loopback(name.strip("[]"))
         return same(cookie_parser(headers.get("cookie", "")).get(COOKIE, ""), digest_of(self._token))
+
+
+def is_from_elsewhere(headers: Mapping[str, str]) -> bool:
+    """Whether a page of another address makes the request, as its browser says."""
+    origin = headers.get("origin")
+    return origin is not None and urlsplit(origin).netloc != headers.get("host")
+
+
+def without_token(scope: Scope) -> bytes:
+    """The query of a request without the token."""
+    query = scope.get("query_string", b"")
+    pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+    kept = [(name, value) for name, value in pairs if name != "token"]
+    return query if kept == pairs else urlencode(kept).encode("latin-1")
 
 
 def digest_of(token: str) -> str:

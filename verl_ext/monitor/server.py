@@ -7,6 +7,7 @@ import secrets
 import sqlite3
 from collections import UserDict
 from collections.abc import Iterator, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from verl_ext.monitor.follow import Follower
 from verl_ext.monitor.store.database import open_database
 
 KEYS = ("step", "attempt", "time")
+SHORTEST_TOKEN = 12
+"""Characters of a token for other machines, which may try as often as they like."""
 
 
 def serve(root: Path, database: Path, host: str, port: int, token: str | None) -> None:
@@ -67,8 +70,8 @@ def serve(root: Path, database: Path, host: str, port: int, token: str | None) -
 def secret_of(database: Path) -> str:
     """By which cookies are signed; kept beside the database, so that browsers are known after a restart."""
     path = database.with_suffix(".secret")
-    if not path.exists():
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+    with suppress(FileExistsError):  # never through a link that somebody else has put there
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(16))
     return path.read_text()
 
@@ -106,19 +109,24 @@ def csv_lines(connection: sqlite3.Connection, run: int) -> Iterator[str]:
 def _cell(value: object) -> str:
     """Quoted where CSV needs it; what a spreadsheet would take for a formula gets a quote in front."""
     text = str(value)
-    if isinstance(value, str) and text[:1] in ("=", "+", "@"):
+    if isinstance(value, str) and text.startswith(("=", "+", "-", "@", "\t", "\r")) and text != "-Infinity":
         text = f"'{text}"
-    return '"' + text.replace('"', '""') + '"' if any(each in text for each in ',"\n') else text
+    return '"' + text.replace('"', '""') + '"' if any(each in text for each in ',"\n\r') else text
 
 
 def require_token(host: str, token: str | None, is_loopback: bool) -> None:
-    """Refuse to show the page to other machines without a token.
+    """Refuse to show the page to other machines without a token, or with one that can be guessed.
 
     Raises:
-        UserError: no token for an address that others can reach.
+        UserError: no token for an address that others can reach, or too short a one.
     """
     if not is_loopback and not token:
         raise UserError(
             f"--host {host} lets other machines in, so visitors must bring a token: add --token WORD, or set "
             "VERL_EXT_MONITOR_TOKEN"
+        )
+    if not is_loopback and len(token or "") < SHORTEST_TOKEN:
+        raise UserError(
+            f"the token has fewer than {SHORTEST_TOKEN} characters, which other machines can guess; take one such as "
+            f"{secrets.token_urlsafe(16)}"
         )

@@ -11,6 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from verl_ext.config.recipes import RECIPES
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.model_code import require_no_code
 
 _QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "use_sliding_window": False}
 _QWEN2_7B = {
@@ -86,9 +87,9 @@ def find_model(config: DictConfig) -> tuple[PretrainedConfig, list[str]]:
 
 def read(name: str, config: DictConfig, local_files_only: bool) -> PretrainedConfig:
     """transformers' configuration of a directory or a hub name."""
-    return AutoConfig.from_pretrained(
-        name, trust_remote_code=config.model.trust_remote_code, local_files_only=local_files_only
-    )
+    trusted = config.model.trust_remote_code
+    require_no_code(name, trusted, local_files_only)
+    return AutoConfig.from_pretrained(name, trust_remote_code=trusted, local_files_only=local_files_only)
 
 
 def is_hub_name(name: str) -> bool:

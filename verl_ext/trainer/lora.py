@@ -5,11 +5,11 @@ from __future__ import annotations
 from omegaconf import DictConfig
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from transformers import PreTrainedModel
-from verl.utils.fs import copy_to_local
 from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.trainer.local_path import local_path
 
 
 def uses_lora(config: DictConfig) -> bool:
@@ -36,7 +36,7 @@ def wrap_in_adapters(model: PreTrainedModel, config: DictConfig) -> PeftModel:
     """New adapters, or those that `lora_adapter_path` holds."""
     path = config.model.lora_adapter_path
     if path is not None:
-        return PeftModel.from_pretrained(model, copy_to_local(path, use_shm=config.model.use_shm), is_trainable=True)
+        return PeftModel.from_pretrained(model, local_path(path, config.model.use_shm), is_trainable=True)
     lora = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=config.model.lora_rank,

@@ -20,6 +20,7 @@ from verl_ext.data.load import load_questions
 from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.vlm_batching import ChatBatch, VLMBatcher
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.model_code import require_no_code
 from verl_ext.trainer.loop import Metrics
 from verl_ext.trainer.model import load_model, local_model_path, shard
 from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
@@ -48,6 +49,7 @@ def load_processor(config: DictConfig) -> ProcessorMixin:
         UserError: it cannot be loaded, or is of a family whose chats cannot be made here.
     """
     path = local_model_path(config)
+    require_no_code(path, config.model.trust_remote_code)
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except Exception as error:  # each part of a damaged checkpoint raises an exception of its own kind

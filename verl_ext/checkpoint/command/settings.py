@@ -21,12 +21,14 @@ def read_retention(run_dir: Path) -> Retention:
         return keep_all
     from omegaconf import OmegaConf  # here, so that --help need not wait for it
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+
+    from verl_ext.config.written import load_written
 
     defaults = {"trainer": {"max_ckpt_to_keep": None, "checkpoint": asdict(keep_all)}}
+    written = load_written(path)
     try:
-        return Retention.of(OmegaConf.merge(defaults, OmegaConf.load(path)).trainer)
-    except (OSError, ValueError, AttributeError, YAMLError, OmegaConfBaseException) as error:
+        return Retention.of(OmegaConf.merge(defaults, written).trainer)
+    except (ValueError, AttributeError, OmegaConfBaseException) as error:
         raise UserError(f"{path} cannot be used ({error}); correct it, or move it away to keep all") from error
     except UserError as error:
         raise UserError(f"{path}: {error}") from error

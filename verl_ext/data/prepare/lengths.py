@@ -8,6 +8,7 @@ from pathlib import Path
 
 from verl_ext.data.prepare.files import Row
 from verl_ext.errors import UserError
+from verl_ext.model_code import require_no_code
 
 PERCENTILES = (50, 90, 99)
 
@@ -49,8 +50,9 @@ def _token_counter(directory: str) -> Callable[[Row], int]:
 
     if not Path(directory).is_dir():
         raise UserError(f"--tokenizer {directory} is no directory; give one with tokenizer.json in it.")
+    require_no_code(directory, trusted=False, local_files_only=True)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"--tokenizer {directory} holds no tokenizer that loads ({error}).") from error
     if tokenizer.chat_template is None:

@@ -12,6 +12,7 @@ from verl_ext.errors import UserError, first_line_of
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.engine import WeightKeeper
 from verl_ext.grpo.rollout.team import Team
+from verl_ext.model_code import vllm_arguments
 from verl_ext.vllm_environment import prepare_environment
 
 
@@ -68,7 +69,9 @@ class VllmRollout(WeightKeeper):
         self.forgets_in_sleep = settings.free_cache_engine and on_gpu
         self.dtype = getattr(torch, pick_rollout_dtype(settings.dtype, on_gpu))
         try:
-            self._llm = LLM(**_arguments(settings, on_gpu, self.forgets_in_sleep, Choosing))
+            self._llm = LLM(**vllm_arguments(_arguments(settings, on_gpu, self.forgets_in_sleep, Choosing)))
+        except UserError:
+            raise
         except Exception as error:  # vLLM and transformers have no exception in common
             raise UserError(f"vLLM cannot use {settings.model}: {first_line_of(error)}") from error
         self._engine = self._llm.llm_engine

@@ -1,0 +1,128 @@
+"""Keys and passwords: refused in configurations, repeated in no message, handed to no process that needs none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from eval_pipeline.engines.vllm_child import VllmChild
+from eval_pipeline.judge.client import JudgeServer
+from eval_pipeline.judge.limits import Limits
+from eval_pipeline.judge.submission import Submission
+from eval_pipeline.problems.problem import Case, ProgramTests
+from eval_pipeline.recipe.load import load_recipe
+from tests.conftest import ROOT
+from verl_ext.config.compose import compose_config
+from verl_ext.config.secrets import HIDDEN, masked, require_no_secrets, without_secrets
+from verl_ext.errors import UserError
+
+KEY = "sk-PLANTED0123456789"
+PROXY = "http://user:PLANTED@proxy.example:3128"
+RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
+LOOK_AROUND = """
+found = []
+import os
+for pid in range(1, 1 << 16):
+    try:
+        found.append(open(f'/proc/{pid}/environ', 'rb').read())
+    except OSError:
+        pass
+text = b' '.join([*found, repr(dict(os.environ)).encode()])
+print('seen' if b'PLANTED' in text else 'not seen')
+"""
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys in the environment, as users have them."""
+    for name in ("OPENAI_API_KEY", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, KEY)
+    monkeypatch.setenv("FTP_PROXY", PROXY)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("+engine.api_key=" + KEY, "engine.api_key would hold a secret, by its name"),
+        ("+data.apply_chat_template_kwargs.password=" + KEY, "password would hold a secret"),
+        ("+trainer.wandb_proxy='" + PROXY + "'", "trainer.wandb_proxy holds an address with a password"),
+        ("trainer.logger=[console,'" + PROXY + "']", "trainer.logger holds an address with a password"),
+        ("trainer.experiment_name=run_" + KEY, "holds the value of the variable OPENAI_API_KEY"),
+        ("trainer.experiment_name='${oc.env:OPENAI_API_KEY}'", "holds the value of the variable OPENAI_API_KEY"),
+    ],
+)
+@pytest.mark.usefixtures("planted")
+def test_a_training_refuses_secrets_and_does_not_repeat_them(words: str, why: str) -> None:
+    with pytest.raises(UserError) as refused:
+        compose_config("sft", [words])
+    assert why in str(refused.value) and "environment variable" in str(refused.value)
+    assert "PLANTED" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("planted")
+def test_an_evaluation_refuses_secrets_and_does_not_repeat_them() -> None:
+    for words in (f"engine.vllm.hf_token={KEY}", f"engine.vllm.download_dir='{PROXY}'", f"engine.model={KEY}"):
+        with pytest.raises(UserError, match="a configuration ends up in files") as refused:
+            load_recipe("quickstart", [words])
+        assert "PLANTED" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "words", [f"engine.api_key={KEY} and", f"+model.password=[{KEY}", f"data.max_length='{PROXY}'", f"optim.lr={KEY}"]
+)
+@pytest.mark.usefixtures("planted")
+def test_messages_on_what_was_typed_do_not_repeat_it(words: str) -> None:
+    with pytest.raises(UserError) as refused:
+        compose_config("sft", [words])
+    assert "PLANTED" not in str(refused.value)
+    assert masked(words) != words and HIDDEN in masked(words)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_no_setting_of_ours_is_taken_for_a_secret(recipe: Path) -> None:
+    require_no_secrets(yaml.safe_load(recipe.read_text()))
+    if recipe.parent.name != "eval":
+        config = compose_config(recipe.parent.name, [f"recipe={recipe}"])
+        names = {name: "x" * 40 for name in _names(OmegaConf.to_container(config), "")}
+        require_no_secrets(names)
+
+
+def _names(value: dict, prefix: str) -> list[str]:
+    return [
+        name
+        for key, item in value.items()
+        for name in (_names(item, f"{prefix}{key}.") if isinstance(item, dict) else [f"{prefix}{key}"])
+    ]
+
+
+def test_an_environment_without_secrets() -> None:
+    kept = {"PATH": "/bin", "TOKENIZERS_PARALLELISM": "true", "KEYBOARD": "de", "HF_TOKEN": KEY, "MONKEY": "m"}
+    gone = {"WANDB_API_KEY": KEY, "aws_secret_access_key": KEY, "DB_PASSWORD": KEY, "all_proxy": PROXY}
+    assert without_secrets({**kept, **gone}, keep=("HF_TOKEN",)) == kept
+
+
+@pytest.mark.usefixtures("planted")
+def test_the_process_of_vllm_gets_no_key_but_the_hub_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_needed")
+    child = VllmChild(1.0)
+    environment = Path(f"/proc/{child.pid}/environ").read_bytes()
+    child.end()
+    assert b"PLANTED" not in environment and b"HF_TOKEN=hf_needed" in environment
+
+
+@pytest.mark.parametrize("isolation", ["bwrap", "sandlock"])
+@pytest.mark.usefixtures("planted")
+def test_answers_see_no_key_of_any_process(isolation: str) -> None:
+    try:
+        server = JudgeServer(isolation, num_workers=1, limits=Limits(cpu_s=5, wall_s=20)).__enter__()
+    except UserError as error:
+        pytest.skip(f"{isolation} does not work on this machine: {error}")
+    with server:
+        assert b"PLANTED" not in Path(f"/proc/{server._process.pid}/environ").read_bytes()
+        looked = server.submit(Submission(LOOK_AROUND, ProgramTests((Case("", "not seen\n"),)))).result(timeout=60)
+    assert looked.error_type == "success", looked.message
+    assert b"PLANTED" in os.environb[b"OPENAI_API_KEY"]

@@ -1,0 +1,210 @@
+"""Checkpoints and runs of somebody else: nothing in them is run, and no path in them leads elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoConfig
+
+from eval_pipeline.models.export import check_export
+from eval_pipeline.models.run_config import read_run_config
+from eval_pipeline.recipe.choose import choose_recipe, recipe_of
+from tests.tiny_controllers import TIERS, write_controller
+from tests.tiny_questions import write_model
+from verl_ext.checkpoint.command.settings import read_retention
+from verl_ext.checkpoint.layout import Manifest, what_is_wrong
+from verl_ext.checkpoint.rebuild import copy_companions, write_weights
+from verl_ext.checkpoint.shards import EXTRA, MODEL, OPTIMIZER, ShardFiles, shard_name
+from verl_ext.config.compose import compose_config
+from verl_ext.controller.controlled import ControlledModel, load_controller
+from verl_ext.errors import UserError
+from verl_ext.launch.grpo_model import best_export
+from verl_ext.model_code import require_no_code
+from verl_ext.trainer.local_path import require_own
+from verl_ext.trainer.model import load_model_config
+from verl_ext.trainer.tokenizer import load_tokenizer
+
+SECRET = "hf_PLANTED0123456789"
+
+
+class Bomb:
+    """Pickled, it makes a file where it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """What planted code makes."""
+    return tmp_path / "planted"
+
+
+def write_code(directory: Path, marker: Path, **config: Any) -> Path:
+    """A model's directory with code of its own, named in its configuration."""
+    directory.mkdir(exist_ok=True)
+    code = f"import os\nos.makedirs({str(marker)!r}, exist_ok=True)\nfrom transformers import LlamaConfig as Planted\n"
+    (directory / "planted.py").write_text(code)
+    auto_map = {"AutoConfig": "planted.Planted", "AutoModel": "planted.Planted", "AutoTokenizer": "planted.Planted"}
+    content = {"model_type": "planted", "auto_map": auto_map, **config}
+    (directory / "config.json").write_text(json.dumps(content))
+    return directory
+
+
+@pytest.mark.parametrize("kind", [MODEL, OPTIMIZER, EXTRA])
+def test_shards_run_no_code(kind: str, tmp_path: Path, marker: Path) -> None:
+    torch.save({"state": {0: Bomb(marker)}}, tmp_path / shard_name(kind, 1, 0))
+    with pytest.raises(UserError, match=r"is not loaded, for it names posix.mkdir, which may run code"):
+        ShardFiles(tmp_path, kind).content(0)
+    assert not marker.exists()
+    torch.load(tmp_path / shard_name(kind, 1, 0), weights_only=False)
+    assert marker.exists()  # it was a bomb
+
+
+def test_what_verl_saves_is_loaded(tmp_path: Path) -> None:
+    rng = {"cpu": torch.get_rng_state(), "numpy": np.random.get_state(), "random": random.getstate()}
+    groups = [{"betas": OmegaConf.create([0.9, 0.95]), "lr": 1e-3, "params": [0]}]
+    states: dict[str, Any] = {EXTRA: {"rng": rng}, OPTIMIZER: {"state": {}, "param_groups": groups}}
+    for kind, state in states.items():
+        torch.save(state, tmp_path / shard_name(kind, 1, 0))
+    loaded = ShardFiles(tmp_path, EXTRA).content(0)["rng"]
+    assert (loaded["numpy"][1] == rng["numpy"][1]).all() and loaded["random"] == rng["random"]
+    assert list(ShardFiles(tmp_path, OPTIMIZER).content(0)["param_groups"][0]["betas"]) == [0.9, 0.95]
+
+
+@pytest.mark.parametrize("file", ["/etc/passwd", "../other/config.json", "huggingface/../../x"])
+def test_a_manifest_names_files_of_the_checkpoint_alone(file: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "global_step_1"
+    checkpoint.mkdir()
+    text = Manifest(1, 1, "", {file: {"bytes": 1}}).to_json()
+    (checkpoint / "manifest.json").write_text(text)
+    assert "which is not in the checkpoint" in (what_is_wrong(checkpoint) or "")
+
+
+def test_an_index_names_files_beside_it_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("/etc/passwd", "../secret.safetensors"):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+        with pytest.raises(UserError, match="which is no file beside it"):
+            check_export(tmp_path)
+
+
+def test_an_export_takes_no_file_from_outside_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = tmp_path / "secret.json"
+    secret.write_text(json.dumps({"auths": SECRET}))
+    source = tmp_path / "global_step_1" / "huggingface"
+    source.mkdir(parents=True)
+    (source / "tokenizer.json").symlink_to(secret)
+    (source / "merges.txt").write_text("a b")
+    (source / "vocab.json").symlink_to("merges.txt")
+    (tmp_path / "out").mkdir()
+    copy_companions(source, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"merges.txt", "vocab.json"}
+    assert "tokenizer.json is a link to something outside" in capsys.readouterr().err
+    (source / "config.json").symlink_to(secret)
+    torch.save({"w": torch.zeros(2)}, source.parent / shard_name(MODEL, 1, 0))
+    with pytest.raises(UserError, match="is a link to something outside of the checkpoint"):
+        write_weights(source.parent, tmp_path / "out", "bf16", 1.0, lambda num_bytes: None)
+
+
+@pytest.mark.parametrize("name", ["/tmp/planted", "../../planted", "global_step_1/../../planted", "planted"])
+def test_the_best_checkpoint_is_one_of_the_run(name: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "project" / "run"
+    for place in (run_dir / name / "huggingface", run_dir / "global_step_1"):
+        place.mkdir(parents=True, exist_ok=True)
+    (run_dir / "best_checkpoint.json").write_text(json.dumps({"checkpoint": name}))
+    with pytest.raises(UserError, match="does not tell the best checkpoint"):
+        best_export(run_dir)
+
+
+def test_a_run_s_configuration_reads_nothing_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    (tmp_path / "config.yaml").write_text(
+        "trainer: {project_name: '${oc.env:HF_TOKEN}', max_ckpt_to_keep: '${oc.env:HF_TOKEN}'}\n"
+    )
+    for read in (read_run_config, read_retention):
+        with pytest.raises(UserError, match="has the interpolation") as refused:
+            read(tmp_path)
+        assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["planted.yaml", "../../planted", "/tmp/planted", "run/planted"])
+def test_a_run_s_configuration_names_no_recipe_file(name: str, tmp_path: Path) -> None:
+    (tmp_path / "planted.yaml").write_text("engine: {kind: openai, base_url: 'http://elsewhere.example'}\n")
+    (tmp_path / "config.yaml").write_text(json.dumps({"eval": {"recipe": name}}))
+    with pytest.raises(UserError, match=f"say so with --recipe {name}"):
+        recipe_of(tmp_path)
+    asked = argparse.Namespace(recipe=None, overrides=[], no_wandb=True)
+    (tmp_path / "config.yaml").write_text(json.dumps({"eval": {"recipe": "quickstart"}}))
+    assert list(choose_recipe(asked, tmp_path).datasets) == ["quickstart"]
+
+
+def test_code_that_a_configuration_asks_for_by_itself_is_refused(tmp_path: Path, marker: Path) -> None:
+    code = write_code(tmp_path / "code", marker)
+    detector = {"model_type": "planted", "_name_or_path": str(code)}
+    asking = {"model_type": "lightglue", "trust_remote_code": True, "keypoint_detector_config": detector}
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(asking))
+    config = compose_config("sft", [f"model.partial_pretrain={model}"])
+    for load in (load_model_config, load_tokenizer):
+        with pytest.raises(UserError, match=r"asks by itself for code to be run \(trust_remote_code"):
+            load(config)
+    assert not marker.exists()
+    AutoConfig.from_pretrained(model, trust_remote_code=False)
+    assert marker.exists()  # what transformers makes of it
+    nested = {"model_type": "llama", "vision_config": {"_attn_implementation_internal": "someone/kernel"}}
+    (model / "config.json").write_text(json.dumps(nested))
+    with pytest.raises(UserError, match="asks for attention code from the hub"):
+        load_model_config(config)
+    require_no_code(str(model), trusted=True)
+
+
+def test_a_model_s_own_classes_are_left_alone(tmp_path: Path, marker: Path) -> None:
+    model = write_code(tmp_path / "model", marker)
+    (model / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["planted.Planted", None]}}))
+    config = compose_config("sft", [f"model.partial_pretrain={model}"])
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        load_model_config(config)
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_tokenizer(config)
+    assert not marker.exists()
+
+
+def test_an_export_of_a_controller_does_not_decide_what_code_is_run(tmp_path: Path, marker: Path) -> None:
+    export = write_controller(tmp_path / "controller", write_model(tmp_path / "vlm"))
+    planted = write_code(tmp_path / "code", marker)
+    content = json.loads((export / "config.json").read_text())
+    content["vlm"] |= {"path": str(planted), "trust_remote_code": True}
+    (export / "config.json").write_text(json.dumps(content))
+    _, model = load_controller(export)
+    assert model == ControlledModel.of({**content["vlm"], "trust_remote_code": False})
+    with pytest.raises(UserError, match="cannot be loaded"):
+        model.load("cpu", torch.float32)
+    assert not marker.exists()
+    assert load_controller(export, trust_remote_code=True)[1].trust_remote_code and model.tier_sizes == TIERS
+
+
+def test_shared_memory_of_others_is_not_used(tmp_path: Path) -> None:
+    own, theirs, link = tmp_path / "own", tmp_path / "theirs", tmp_path / "link"
+    require_own(own)
+    require_own(own)
+    assert own.stat().st_mode & 0o777 == 0o700
+    theirs.mkdir()
+    theirs.chmod(0o777)
+    link.symlink_to(own)
+    for directory in (theirs, link):
+        with pytest.raises(UserError, match="other users may write into"):
+            require_own(directory)

@@ -1,0 +1,73 @@
+"""Data of somebody else: images from one folder and in known formats, and words that no terminal obeys."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from verl_ext.data.question_sources import QuestionSource
+from verl_ext.data.questions import QuestionDataset
+from verl_ext.errors import UserError, exit_on_user_error
+from verl_ext.tell import tell
+
+
+def encoded(kind: str) -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (8, 6)).save(content, kind)
+    return content.getvalue()
+
+
+def read(folder: Path, image: object) -> QuestionDataset:
+    """The questions of a folder whose one row has this image."""
+    folder.mkdir(exist_ok=True)
+    rows = [{"image": image, "question": "?", "answers": "x"}]
+    parquet.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    return QuestionDataset({"mine": QuestionSource(source=str(folder))}, "train")
+
+
+def test_images_are_read_from_their_folder_alone(tmp_path: Path) -> None:
+    private = tmp_path / "private.png"
+    private.write_bytes(encoded("png"))
+    folder = tmp_path / "data"
+    (folder / "images").mkdir(parents=True)
+    (folder / "images" / "link.png").symlink_to(private)
+    (folder / "images" / "own.png").write_bytes(encoded("png"))
+    for path in (str(private), "../private.png", "images/../../private.png", "images/link.png", "/dev/zero"):
+        for column in (path, {"bytes": None, "path": path}):
+            with pytest.raises(UserError, match=r"an image that lies outside of .*give data.datasets.mine.images"):
+                read(folder, column)
+    assert read(folder, "images/own.png")[0]["sample"].opened().size == (8, 6)
+
+
+def test_an_image_that_never_ends_is_not_begun(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    os.mkfifo(tmp_path / "data" / "pipe.png")
+    with pytest.raises(UserError, match="is no file"):
+        read(tmp_path / "data", "pipe.png")
+
+
+def test_formats_that_other_programs_read_are_refused(tmp_path: Path) -> None:
+    postscript = encoded("eps")
+    assert Image.open(io.BytesIO(postscript)).format == "EPS"  # which Pillow hands on to Ghostscript
+    with pytest.raises(UserError, match="cannot identify image file"):
+        read(tmp_path / "data", {"bytes": postscript, "path": None})
+    for kind in ("png", "jpeg", "webp", "gif", "bmp", "tiff"):
+        assert len(read(tmp_path / "data", {"bytes": encoded(kind), "path": None})) == 1
+
+
+def test_a_terminal_obeys_no_words_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "a\x1b[2Jb\rc\x9b31m\td\ne"
+    tell(hostile)
+    tell(hostile, sys.stderr)
+    with pytest.raises(SystemExit), exit_on_user_error():
+        raise UserError(hostile)
+    shown = capsys.readouterr()
+    wanted = "a\\x1b[2Jb\\x0dc\\x9b31m\td\ne\n"
+    assert (shown.out, shown.err) == (wanted, f"{wanted}error: {wanted}")

@@ -1,0 +1,98 @@
+"""Keys and passwords: kept out of configurations, which are written to files and shown, and from who needs none."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from verl_ext.errors import UserError
+
+HIDDEN = "***"
+_OF_VARIABLES = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
+# not every `token` and `key` of a configuration: most count tokens, or name columns
+_OF_SETTINGS = re.compile(
+    r"(^|[._])((api|access|private|secret)_?key|secret|password|passwd|credentials?|(api|access|auth|hf)_?token)$"
+    r"|(^|\.)token$",
+    re.IGNORECASE,
+)
+_PASSWORD = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]+(?=@)")
+_SHORTEST = 12
+"""Characters of a variable's value that is looked for: a shorter one may be an ordinary word."""
+_HARMLESS = ("PATH", "HOME", "TMPDIR", "LANG", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD")
+
+
+def require_no_secrets(settings: Mapping[str, Any]) -> None:
+    """Refuse a configuration with a key or a password in it; the message does not repeat it.
+
+    Args:
+        settings: value by dotted key; a value may be nested.
+
+    Raises:
+        UserError: which setting, and where its value belongs.
+    """
+    for key, value in _texts(settings, ""):
+        if _OF_SETTINGS.search(key) and value:
+            why = "would hold a secret, by its name"
+        elif _PASSWORD.search(value):
+            why = "holds an address with a password"
+        elif name := next((name for name, secret in _secrets() if secret in value), None):
+            why = f"holds the value of the variable {name}"
+        else:
+            continue
+        raise UserError(
+            f"{key} {why}, and a configuration ends up in files and logs; leave it out and put the secret into an "
+            "environment variable: WANDB_API_KEY, HF_TOKEN, HTTPS_PROXY, or the one that engine.api_key_env names"
+        )
+
+
+def masked(text: str) -> str:
+    """A text to show, such as a user's `key=value`, without the secrets that it may hold."""
+    key, equals, _ = text.partition("=")
+    if equals and _OF_SETTINGS.search(key):
+        return f"{key}={HIDDEN}"
+    for _, secret in _secrets():
+        text = text.replace(secret, HIDDEN)
+    return _PASSWORD.sub(HIDDEN, text)
+
+
+def without_secrets(environment: Mapping[str, str], keep: Collection[str] = ()) -> dict[str, str]:
+    """An environment for a process that has no use for keys: none by their names, and no address with a password.
+
+    Args:
+        environment: all of it.
+        keep: names that stay whatever they are.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in keep or not (_OF_VARIABLES.search(name) or _PASSWORD.search(value))
+    }
+
+
+def bare_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a Python process needs of an environment, and nothing else of it."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _HARMLESS or name.startswith(("LC_", "PYTHON", "OMP_"))
+    }
+
+
+def _secrets() -> list[tuple[str, str]]:
+    return [
+        (name, value) for name, value in os.environ.items() if _OF_VARIABLES.search(name) and len(value) >= _SHORTEST
+    ]
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Every text at any depth with the dotted key that leads to it."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _texts(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item, key)
+    elif isinstance(value, str):
+        yield key, value
