@@ -1,0 +1,36 @@
+"""What the benchmarks' command lines have in common."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from verl_ext.command_line import CommandParser, output_file
+from verl_ext.tell import tell
+
+
+def bench_parser(
+    name: str, doc: str | None, *examples: str, launcher: str = "python", **settings: Any
+) -> CommandParser:
+    """The parser of a benchmark, with `--output`.
+
+    Args:
+        name: of its module.
+        doc: of its module: what it measures.
+        examples: arguments of typical runs.
+        launcher: what starts it.
+        settings: others of the parser.
+    """
+    typed = f"{launcher} -m benchmarks.{name}"
+    lines = [f"{typed} {example}".rstrip() for example in examples]
+    parser = CommandParser(prog=typed, description=doc or "", examples=lines, **settings)
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="write the figures to this JSON file")
+    return parser
+
+
+def write_figures(figures: dict[str, Any], path: Path | None) -> None:
+    """Write the figures where the command line says, and tell it."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n")
+        tell(f"wrote {path}")
