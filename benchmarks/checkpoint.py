@@ -1,7 +1,5 @@
 """How long training waits for a checkpoint: verl's manager, ours, and ours in the background, in one run.
 
-    torchrun --nproc-per-node=2 -m benchmarks.checkpoint [--directory DIR] [--repeats 6] [--quick] [--output FILE.json]
-
 A random Qwen2 model of more than 100M parameters with AdamW state is sharded with FSDP2 and saved by turns; between
 two saves the disk is left to finish what it holds back, so that none pays for another. A `stall` is the time from all
 ranks calling to all ranks having returned. `flush` is what remains to be written to the disk afterwards: verl's manager
@@ -11,213 +9,47 @@ written by as many processes as plain files, then forced to the disk.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
-import statistics
-import time
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from omegaconf import OmegaConf
-from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
-from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-from verl.utils.fsdp_utils import apply_fsdp2
-
-from benchmarks.about import about
-from verl_ext.checkpoint.manager import CheckpointManager
-from verl_ext.checkpoint.options import SaveOptions
-from verl_ext.checkpoint.retention import Retention
-from verl_ext.trainer.distributed import init_process_group
-from verl_ext.trainer.resume import verify_together
-
-CONTENTS = ["model", "optimizer", "extra", "hf_model"]
-KINDS = ("verl", "sync", "async")
-GIB = 1 << 30
+from benchmarks.command import bench_parser, write_figures
+from verl_ext.command_line import WholeNumber, clean_exit
+from verl_ext.errors import UserError
+from verl_ext.tell import tell
 
 
-class Job:
-    """A sharded model with an optimizer that has made a step.
-
-    Args:
-        device: cuda or cpu.
-    """
-
-    def __init__(self, device: str) -> None:
-        torch.manual_seed(0)
-        config = Qwen2Config(
-            vocab_size=32000, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
-            num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=False,
-            architectures=["Qwen2ForCausalLM"],
-        )  # fmt: skip
-        self.device = device
-        self.model = Qwen2ForCausalLM(config).to(device)
-        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        mesh = init_device_mesh(device, (dist.get_world_size(),))
-        apply_fsdp2(self.model, {"mesh": mesh, "reshard_after_forward": True}, {})
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
-        self.scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer)
-        self.step()
-
-    def step(self) -> float:
-        """One training step; returns its seconds."""
-        start = time.perf_counter()
-        tokens = torch.randint(0, 32000, (1, 64), device=self.device)
-        self.model(input_ids=tokens, labels=tokens).loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return time.perf_counter() - start
-
-    def managed_by(self, kind: str, tokenizer: AutoTokenizer) -> FSDPCheckpointManager:
-        """The manager of one of the KINDS over this job."""
-        contents = OmegaConf.create({"save_contents": CONTENTS, "load_contents": CONTENTS})
-        arguments = {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": self.scheduler}
-        arguments |= {"processing_class": tokenizer, "checkpoint_config": contents}
-        if kind == "verl":
-            return FSDPCheckpointManager(**arguments)
-        options = SaveOptions(
-            export_dtype=torch.bfloat16, export_every=None, last_step=0, max_shard_gib=5, in_background=kind == "async",
-            retention=Retention(max_to_keep=1), config_digest="benchmark", seed=0, timeout=timedelta(minutes=10),
-        )  # fmt: skip
-        return CheckpointManager(options=options, stream=0, warn=print, **arguments)
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Seconds from all ranks beginning to all ranks having ended."""
-    dist.barrier()
-    start = time.perf_counter()
-    work()
-    dist.barrier()
-    return time.perf_counter() - start
-
-
-def measure_save(job: Job, manager: FSDPCheckpointManager, directory: Path, step: int) -> dict[str, float]:
-    """Stall of one save, what the steps beside it cost, and how long until all of it is on the disk."""
-    figures = {"stall_s": timed(lambda: manager.save_checkpoint(str(directory / f"global_step_{step}"), None, step, 1))}
-    if isinstance(manager, CheckpointManager):
-        beside = []
-        while all_writing(manager):
-            beside.append(job.step())
-        figures["write_s"] = manager.wait() or 0.0
-        figures |= {"step_beside_s": statistics.median(beside)} if beside else {}
-    figures["flush_s"] = timed(os.sync)
-    return figures
-
-
-def all_writing(manager: CheckpointManager) -> bool:
-    """Whether every rank is still writing, so that all make the same number of steps."""
-    flag = torch.tensor(manager.is_writing, dtype=torch.int32)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag)
-
-
-def measure_plain(directory: Path, num_bytes: int) -> float:
-    """Seconds until the ranks have put so many bytes on the disk, each its part in a file of its own."""
-    directory.mkdir(parents=True, exist_ok=True)
-    path, piece = directory / f"rank_{dist.get_rank()}", memoryview(os.urandom(16 << 20))
-
-    def write() -> None:
-        left = num_bytes // dist.get_world_size()
-        with path.open("wb", buffering=0) as file:
-            while left:
-                left -= file.write(piece[:left])
-            os.fsync(file.fileno())
-
-    seconds = timed(write)
-    path.unlink()
-    dist.barrier()
-    os.sync()
-    return seconds
-
-
-def bytes_of(checkpoint: Path) -> int:
-    """Size of all files of a checkpoint."""
-    return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-
-
-def measure_resume(kind: str, device: str, tokenizer: AutoTokenizer, checkpoint: Path) -> float:
-    """Seconds from a built model to the end of its first step after loading, digests compared as a run does."""
-    job = Job(device)
-    manager = job.managed_by(kind, tokenizer)
-
-    def resume() -> None:
-        if kind != "verl":
-            assert not verify_together(checkpoint)
-        manager.load_checkpoint(str(checkpoint))
-        job.step()
-
-    return timed(resume)
-
-
-def measure(arguments: argparse.Namespace) -> dict:
-    """All figures of the run."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-    job = Job(device)
-    kinds = KINDS[:2] if arguments.quick else KINDS
-    managers = {kind: job.managed_by(kind, tokenizer) for kind in kinds}
-    rounds: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-    plain: list[float] = []
-    steps = [job.step() for _ in range(1 if arguments.quick else 5)]
-    for repeat in range(arguments.repeats + 1):
-        turn = repeat % len(kinds)
-        for kind in kinds[turn:] + kinds[:turn]:  # whatever a save leaves to the next one, each kind has it once
-            figures = measure_save(job, managers[kind], arguments.directory / kind, repeat + 1)
-            rounds[kind] += [figures] if repeat else []  # the first save allocates what later ones use again
-        own_bytes = bytes_of(arguments.directory / "sync" / f"global_step_{repeat + 1}")
-        plain.append(measure_plain(arguments.directory / "plain", own_bytes))
-    saved = {kind: median_of(rounds[kind]) for kind in kinds}
-    for kind in () if arguments.quick else ("verl", "sync"):
-        checkpoint = arguments.directory / kind / f"global_step_{arguments.repeats + 1}"
-        saved[kind]["first_step_after_resume_s"] = measure_resume(kind, device, tokenizer, checkpoint)
-        saved[kind]["gib"] = bytes_of(checkpoint) / GIB
-    background = (
-        {} if arguments.quick else {"stall_of_verl_over_async": saved["verl"]["stall_s"] / saved["async"]["stall_s"]}
-    )
-    return {
-        **about("torch"),
-        "ranks": dist.get_world_size(),
-        "parameters": job.num_parameters,
-        "step_s": statistics.median(steps),
-        "repeats": arguments.repeats,
-        "saves": saved,
-        "plain_s": statistics.median(plain[1:]),
-        "stall_of_sync_over_plain": saved["sync"]["stall_s"] / statistics.median(plain[1:]),
-        "stall_of_verl_over_sync": saved["verl"]["stall_s"] / saved["sync"]["stall_s"],
-        **background,
-    }
-
-
-def median_of(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Median of each figure over the rounds."""
-    return {name: statistics.median(figures[name] for figures in rounds if name in figures) for name in rounds[0]}
-
-
+@clean_exit()
 def main() -> None:
     """Measure on every rank; rank 0 prints and writes the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    launcher = "torchrun --nproc-per-node=2"
+    parser = bench_parser("checkpoint", __doc__, "", "--repeats 3 --output FILE.json", launcher=launcher)
+    directory = Path("checkpoints/benchmark")
     parser.add_argument(
-        "--directory", type=Path, default=Path("checkpoints/benchmark"), help="a new one; removed at the end"
+        "--directory", type=Path, metavar="DIR", default=directory, help="a new one; removed at the end"
     )
-    parser.add_argument("--tokenizer", default="data/quickstart/model", help="saved with each export")
-    parser.add_argument("--repeats", type=int, default=6, help="saves of each kind, best a multiple of 3")
+    parser.add_argument("--tokenizer", metavar="DIR", default="data/quickstart/model", help="saved with each export")
+    parser.add_argument("--repeats", type=WholeNumber(), default=6, help="saves of each kind, best a multiple of 3")
     parser.add_argument(
-        "--quick", action="store_true", help="verl's saves and ours alone, none in the background, no resuming"
+        "--quick", action="store_true", help="verl's saves and ours alone, none in the background, and no resuming"
     )
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
     arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        raise UserError(f"this process is no rank; start it as `{launcher} -m benchmarks.checkpoint`")
+    if arguments.directory.exists():
+        raise UserError(f"{arguments.directory} exists already; remove it, or name a new --directory")
+    import torch  # here, as it takes seconds
+    import torch.distributed as dist
+
+    from benchmarks.checkpoint_job import measure
+    from verl_ext.trainer.distributed import init_process_group
+
     init_process_group("cuda" if torch.cuda.is_available() else "cpu")
-    figures = measure(arguments)
+    figures = measure(arguments.directory, arguments.tokenizer, arguments.repeats, arguments.quick)
     if dist.get_rank() == 0:
-        text = json.dumps(figures, indent=1)
-        print(text)
-        if arguments.output is not None:
-            arguments.output.write_text(text + "\n")
+        tell(json.dumps(figures, indent=1))
+        write_figures(figures, arguments.output)
         shutil.rmtree(arguments.directory)
     dist.destroy_process_group()
 

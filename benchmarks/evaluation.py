@@ -1,7 +1,5 @@
 """Evaluating a model on HumanEval's 164 problems: how well generation and judging overlap, and the seconds by part.
 
-    python -m benchmarks.evaluation [--model DIR] [--repeats 5] [--output FILE.json] [key=value ...]
-
 DIR is an export, by default the quickstart's model of random weights
 (`python -m verl_ext.data.prepare quickstart --output data/quickstart`).
 
@@ -21,21 +19,19 @@ engine is ready, `answering_s` until the last verdict, `writing_s` until the fig
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from benchmarks.about import about
+from benchmarks.command import bench_parser, write_figures
 from benchmarks.evaluation_command import command_parts
 from benchmarks.evaluation_turns import VARIANTS, Turn, Turns
 from eval_pipeline.recipe.load import load_recipe
-from verl_ext.errors import UserError, exit_on_user_error
+from verl_ext.command_line import WholeNumber, clean_exit
+from verl_ext.progress import progress_bar
+from verl_ext.tell import tell
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "data" / "quickstart" / "model"
@@ -46,7 +42,7 @@ Found = dict[str, list[Turn]]
 def measure_turns(turns: Turns, repeats: int) -> Found:
     """All turns, the order reversed from one round to the next; the first round is for warming up."""
     found: Found = {kind: [] for kind in turns.kinds}
-    for number in tqdm(range(repeats + 1), desc="rounds", unit="round", disable=None):
+    for number in progress_bar(range(repeats + 1), desc="measuring", unit="rounds"):
         for kind in reversed(turns.kinds) if number % 2 else turns.kinds:
             turn = turns.take(kind)
             if number:
@@ -108,37 +104,31 @@ def table_of(summary: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-@exit_on_user_error()
+@clean_exit()
 def main() -> int:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    more = "--model models/mine --repeats 3 --output FILE.json sampling.max_tokens=256"
+    parser = bench_parser("evaluation", __doc__, "", more)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe humaneval")
-    parser.add_argument("--model", type=Path, default=MODEL, help="export (default: the quickstart's random model)")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each kind that count (default 5)")
-    parser.add_argument("--commands", type=int, default=3, help="runs of the command, after one to warm up (default 3)")
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", default=MODEL, help="export (default: the quickstart's random model)"
+    )
+    parser.add_argument("--repeats", type=WholeNumber(), default=5, help="turns of each kind that count")
+    parser.add_argument("--commands", type=WholeNumber(0), default=3, help="runs of the command, after one to warm up")
     arguments = parser.parse_args()
-    if arguments.repeats < 1 or arguments.commands < 0:
-        raise UserError("--repeats must be at least 1, and --commands at least 0")
     overrides = arguments.overrides
     with Turns(load_recipe("humaneval", overrides), arguments.model.resolve()) as turns:
         found = measure_turns(turns, arguments.repeats)
-        job = {"answers": turns.about(), "num_problems": turns.num_problems}
+        about = {"answers": turns.about(), "num_problems": turns.num_problems}
     summary = summary_of(found, turns.num_problems, len(os.sched_getaffinity(0)))
-    print(table_of(summary))
+    tell(table_of(summary))
     if arguments.commands:
-        commands = [command_parts(arguments.model.resolve(), overrides) for _ in range(arguments.commands + 1)][1:]
+        turns_of_it = progress_bar(range(arguments.commands + 1), desc="the command", unit="runs")
+        commands = [command_parts(arguments.model.resolve(), overrides) for _ in turns_of_it][1:]
         summary["command"] = medians_of(commands)
-        print("command: " + ", ".join(f"{name} {value:.2f}" for name, value in summary["command"].items()))
-    if arguments.output is not None:
-        head = {
-            **about("torch", "transformers"),
-            "model": arguments.model.name,
-            "overrides": overrides,
-            **job,
-            "repeats": arguments.repeats,
-        }
-        arguments.output.write_text(json.dumps({**head, **summary, "turns": found}, indent=1) + "\n")
+        tell("command: " + ", ".join(f"{name} {value:.2f}" for name, value in summary["command"].items()))
+    job = {"model": arguments.model.name, "overrides": overrides, **about, "repeats": arguments.repeats}
+    write_figures({**job, **summary, "turns": found}, arguments.output)
     return 0
 
 

@@ -1,7 +1,5 @@
 """A GRPO step, and each part of it: ours beside TRL's `GRPOTrainer`, in one run.
 
-    python -m benchmarks.grpo --peer DIRECTORY [--engines hf vllm] [--ranks 1] [--num-steps 4] [--output FILE.json]
-
 DIRECTORY is one where `pip install --no-deps --target DIRECTORY trl==1.6.0` was run: the newest TRL that works with the
 vLLM of this project's environment, in which both are run, each as its users start it.
 
@@ -20,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -28,10 +25,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-from tqdm import tqdm
-
-from verl_ext.errors import UserError, exit_on_user_error
+from benchmarks.command import bench_parser, write_figures
+from verl_ext.command_line import WholeNumber, clean_exit
+from verl_ext.errors import UserError
+from verl_ext.progress import progress_bar
+from verl_ext.tell import tell
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "data" / "smollm2_135m"
@@ -52,6 +50,8 @@ Step = dict[str, float]
 
 def write_prompts(path: Path) -> None:
     """Questions of like length in verl's RL format."""
+    import pandas as pd  # here, so that --help need not wait for it
+
     turns = [[{"role": "user", "content": QUESTIONS.format(*range(n + 11, n + 16))}] for n in range(PROMPTS)]
     rows = [
         {"data_source": "benchmark", "prompt": turn, "reward_model": {"style": "rule", "ground_truth": "0"}}
@@ -121,7 +121,7 @@ def peer_steps(engine: str, ranks: int, num_steps: int, scratch: Path, peer: Pat
     path = scratch / "job.json"
     path.write_text(json.dumps(job))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["-m", "benchmarks.grpo_peer", str(path)]
+    command += ["-m", "benchmarks.side", "grpo_peer", str(path)]
     output = run(command, {"PYTHONPATH": f"{peer}{os.pathsep}{ROOT}"})
     lines = [line.split(" ", 1) for line in output.splitlines() if line.startswith(("STEP ", "ABOUT "))]
     about = next(json.loads(text) for kind, text in lines if kind == "ABOUT")
@@ -151,10 +151,15 @@ def summary_of(steps: list[Step]) -> dict[str, Any]:
     return {**medians, "rest_share": statistics.median(rest), "steps": steps}
 
 
+def bar_over(engines: list[str]) -> Any:
+    """A bar of both sides' runs with each engine."""
+    return progress_bar(total=2 * len(engines), desc="runs", unit="runs")
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All figures of the run."""
-    engines, about = {}, {}
-    with tempfile.TemporaryDirectory() as name, tqdm(total=2 * len(arguments.engines), unit="run") as bar:
+    engines, versions = {}, {}
+    with tempfile.TemporaryDirectory() as name, bar_over(arguments.engines) as bar:
         scratch = Path(name)
         write_prompts(scratch / "prompts.parquet")
         for engine in arguments.engines:
@@ -167,8 +172,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             bar.update()
             engines[engine] = {"ours": ours, "trl": theirs, "trl_over_ours": theirs["step_s"] / ours["step_s"]}
     return {
-        **about(),
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": versions,
         "ranks": arguments.ranks,
         "samples_per_step": PROMPTS * GROUP_SIZE,
         "max_tokens": MAX_TOKENS,
@@ -190,15 +194,20 @@ def table_of(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@exit_on_user_error()
+@clean_exit()
 def main() -> None:
     """Measure, print the figures and write them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, required=True, help="directory that TRL was installed into")
-    parser.add_argument("--engines", nargs="+", choices=("hf", "vllm"), default=["hf", "vllm"])
-    parser.add_argument("--ranks", type=int, default=1, help="processes of each side (default 1)")
-    parser.add_argument("--num-steps", type=int, default=4, help="steps of each run; the first is left out (default 4)")
-    parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
+    parser = bench_parser(
+        "grpo", __doc__, "--peer peers/trl", "--peer peers/trl --engines hf --num-steps 8 --output FILE.json"
+    )
+    parser.add_argument("--peer", type=Path, metavar="DIR", required=True, help="directory that TRL was installed into")
+    parser.add_argument(
+        "--engines", nargs="+", choices=("hf", "vllm"), default=["hf", "vllm"], help="what completions are drawn by"
+    )
+    parser.add_argument(
+        "--ranks", type=WholeNumber(), default=1, help=f"processes of each side, a divisor of {PROMPTS}"
+    )
+    parser.add_argument("--num-steps", type=WholeNumber(2), default=4, help="of each run; the first is left out")
     arguments = parser.parse_args()
     if not (arguments.peer / "trl").is_dir():
         raise UserError(
@@ -206,13 +215,12 @@ def main() -> None:
         )
     if not MODEL.is_dir():
         raise UserError(f"{MODEL} is missing; run `python -m verl_ext.data.prepare smollm2 --output {MODEL}`")
-    if arguments.num_steps < 2 or arguments.ranks < 1 or PROMPTS % arguments.ranks:
-        raise UserError(f"--num-steps must be at least 2, and --ranks divide {PROMPTS}")
+    if PROMPTS % arguments.ranks:
+        raise UserError(f"--ranks is {arguments.ranks}; it must divide {PROMPTS}")
     arguments.peer = arguments.peer.absolute()
     figures = measure(arguments)
-    print(table_of(figures))
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(figures, indent=2) + "\n")
+    tell(table_of(figures))
+    write_figures(figures, arguments.output)
 
 
 if __name__ == "__main__":

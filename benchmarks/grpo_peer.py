@@ -1,6 +1,6 @@
 """Trains by TRL's `GRPOTrainer` and tells where each step's time went: run by `grpo.py` where TRL can be imported.
 
-    PYTHONPATH=DIRECTORY_OF_TRL torchrun -m benchmarks.grpo_peer JOB.json
+    PYTHONPATH=DIRECTORY_OF_TRL torchrun -m benchmarks.side grpo_peer JOB.json
 
 Rank 0 prints a line of JSON for every step, behind the word STEP, after one with the versions behind ABOUT. The trainer
 is TRL's own; its methods are called through a clock, and nothing in them is changed.
@@ -9,7 +9,6 @@ is TRL's own; its methods are called through a clock, and nothing in them is cha
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -95,10 +94,10 @@ class Watch(TrainerCallback):
         self._begun = now
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Train as the job says."""
     prepare_environment()  # else vLLM compiles for minutes, and takes half of the memory
-    job = json.loads(Path(sys.argv[1]).read_text())
+    job = json.loads(Path(words[0]).read_text())
     print("ABOUT", json.dumps({name: version(name) for name in ("trl", "transformers", "accelerate")}), flush=True)
     prompts = pd.read_parquet(job["prompts"])["prompt"].tolist()
     rows = [{"prompt": [dict(turn) for turn in prompt]} for prompt in prompts] * job["num_steps"]
@@ -138,7 +137,3 @@ def main() -> None:
     )  # fmt: skip
     watch.attach(trainer)
     trainer.train()
-
-
-if __name__ == "__main__":
-    main()

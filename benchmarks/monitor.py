@@ -1,7 +1,5 @@
 """How fast the monitor takes a long run in, and draws it.
 
-    python -m benchmarks.monitor [--rows 1000000] [--output FILE.json]
-
 The rows are those of a real run's training steps, 17 metrics each. `ingest_s` is from the file to the database, beside
 `parse_s`, what parsing the same lines as JSON takes alone. `draw_s` is from opening the run to the points of the charts
 that are open at first, and `draw_all_s` to those of all.
@@ -9,7 +7,6 @@ that are open at first, and `draw_all_s` to those of all.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -18,11 +15,13 @@ from pathlib import Path
 
 import orjson
 
-from benchmarks.about import about
+from benchmarks.command import bench_parser, write_figures
+from verl_ext.command_line import WholeNumber, clean_exit
 from verl_ext.monitor.charts import OTHER, charts_for
 from verl_ext.monitor.store.database import open_database
 from verl_ext.monitor.store.ingest import Ingest
 from verl_ext.monitor.view import RunView
+from verl_ext.tell import tell
 
 ROW = {
     **{"train/loss": 6.260452793394665, "train/lr(1e-3)": 0.05405405405405406, "train/grad_norm": 6.25535249710083},
@@ -55,6 +54,7 @@ def measure(directory: Path, rows: int) -> dict[str, float]:
     """Seconds of each part."""
     root = directory / "checkpoints"
     write_run(root / "p/e", rows)
+    tell(f"taking in {rows} rows, about {rows / 50_000:.0f} s", sys.stderr)
     begun = time.perf_counter()
     with open(root / "p/e/metrics.jsonl", "rb") as file:
         for line in file:
@@ -82,18 +82,16 @@ def measure(directory: Path, rows: int) -> dict[str, float]:
     }
 
 
+@clean_exit()
 def main() -> int:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser = bench_parser("monitor", __doc__, "", "--rows 100000 --output FILE.json")
+    parser.add_argument("--rows", type=WholeNumber(), default=1_000_000, help="of the run")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         found = measure(Path(directory), arguments.rows)
-    print("  ".join(f"{name} {value:.2f}" for name, value in found.items()))
-    if arguments.output is not None:
-        content = {**about(), "rows": arguments.rows, **found}
-        arguments.output.write_text(json.dumps(content, indent=2) + "\n")
+    tell("  ".join(f"{name} {value:.2f}" for name, value in found.items()))
+    write_figures({"rows": arguments.rows, **found}, arguments.output)
     return 0
 
 

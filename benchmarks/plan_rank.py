@@ -1,6 +1,6 @@
 """One rank of `benchmarks.plan`: the product's own trainer makes three steps, and its memory is taken down.
 
-    torchrun ... -m benchmarks.plan_rank CONFIG.yaml OUTPUT.json
+    torchrun ... -m benchmarks.side plan_rank CONFIG.yaml OUTPUT.json
 
 The first step makes the optimizer's state. In the second the resident set and the clock are read. The third is recorded
 by torch's profiler, whose record of the allocator gives the bytes of live tensors alone.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -100,15 +99,11 @@ def measure(config_path: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Measure, and have rank 0 write what every rank found."""
-    found = measure(sys.argv[1])
+    found = measure(words[0])
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(everyone))
+        Path(words[1]).write_text(json.dumps(everyone))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,11 @@
 """What got slower: short runs of some benchmarks, their ratios beside the committed ones.
 
-    python -m benchmarks.quick [--only NAME ...]
-
 Each figure is a ratio of two things measured in the same run, so that machines of different speed can be compared. One
-that is worse than the committed one by more than 15 % is named. The exit status is 0 in any case, but for bad input.
+that is worse than the committed one by more than 15 % is named. That is no failure of the command.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -20,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_ext.command_line import CommandParser, clean_exit
 from verl_ext.data.prepare import prepare
-from verl_ext.errors import exit_on_user_error
+from verl_ext.tell import tell
 
 ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 0.15
@@ -119,11 +117,17 @@ def verdict(now: float, then: float, more_is_better: bool) -> str:
     return "better" if worse < -TOLERANCE else "as before"
 
 
-@exit_on_user_error()
+@clean_exit()
 def main() -> None:
     """Measure, and print a line for each guard."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=GUARDS, default=list(GUARDS), metavar="NAME")
+    parser = CommandParser(
+        prog="python -m benchmarks.quick",
+        description=__doc__ or "",
+        examples=["python -m benchmarks.quick", "python -m benchmarks.quick --only sft start"],
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=GUARDS, default=list(GUARDS), metavar="NAME", help="guards to measure"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="benchmark_quick_") as name:
         scratch = Path(name)
@@ -133,11 +137,11 @@ def main() -> None:
             try:
                 now = guard.ratio(measured(guard, scratch))
             except RuntimeError as error:
-                print(f"{each:<12}not measured: {error}", flush=True)
+                tell(f"{each:<12}not measured: {error}")
                 continue
             then = guard.ratio(json.loads((ROOT / "benchmarks/results" / guard.results).read_text()))
             told = f"{now:8.2f}, committed {then:.2f}: {verdict(now, then, guard.more_is_better)}"
-            print(f"{each:<12}{guard.what:<62}{told} ({time.monotonic() - begun:.0f} s)", flush=True)
+            tell(f"{each:<12}{guard.what:<62}{told} ({time.monotonic() - begun:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,29 @@
 #!/usr/bin/env bash
-# Runs the benchmarks: bash benchmarks/run.sh --quick | PEERS_DIRECTORY
+# usage: bash benchmarks/run.sh --quick | PEERS_DIRECTORY
+#
 # --quick compares some ratios with the committed ones, in less than 5 minutes. With a directory, in which the peers are
-# installed, it makes the results of SFT, GRPO, checkpoints, starts, evaluation and plan anew, in an hour or so.
+# installed, it makes the results of SFT, GRPO, checkpoints, starts, evaluation and plan anew, in an hour or so. Each
+# benchmark is a command of its own too: `python -m benchmarks.NAME --help`.
+#
+# examples:
+#   bash benchmarks/run.sh --quick
+#   bash benchmarks/run.sh peers/trl
+#
+# exit codes:
+#   0  done
+#   2  bad input; the message says how to mend it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in
-  --help | -h | "") sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}"; exit $(( $# ? 0 : 2 )) ;;
+  --help | -h) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+  --quick) [[ $# == 1 ]] || wrong="--quick takes no further words" ;;
+  "") wrong="nothing says what to run; give --quick, or the directory of the peers" ;;
+  *) [[ -d $1 && $# == 1 ]] || wrong="'$*' is not the directory of the peers; make it first, or give --quick" ;;
 esac
+if [[ -n ${wrong:-} ]]; then
+  echo "error: $wrong; see \`bash benchmarks/run.sh --help\`" >&2
+  exit 2
+fi
 source scripts/environment.sh
 choose_python
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline

@@ -1,7 +1,5 @@
 """Useful tokens per second of supervised fine-tuning: ours beside a bare loop, stock verl and TRL, in one run.
 
-    python -m benchmarks.sft --peer DIRECTORY [--rounds 3] [--num-steps 4] [--quick] [--output FILE.json]
-
 All train the same model of 26M parameters on the same functions of Python's standard library at their natural lengths,
 at most 1024 tokens, on two ranks where they have ranks. A token is useful if it is no padding. Ours and the bare loops
 take turns, `--rounds` times; a side's figure is its median. TRL is installed into `--peer` where it is not there yet.
@@ -10,7 +8,6 @@ Each first step is left out. `--quick` is ours beside the packed bare loop alone
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -20,12 +17,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from benchmarks.about import about
-from benchmarks.sft_job import Job, write_inputs
-from verl_ext.errors import UserError, exit_on_user_error
+from benchmarks.command import bench_parser, write_figures
+from benchmarks.sft_job import Job
+from verl_ext.command_line import WholeNumber, clean_exit
+from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
+from verl_ext.progress import progress_bar
+from verl_ext.tell import tell
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS, BATCH_SIZE, STOCK_BATCH_SIZE, MAX_LENGTH, ROW = 2, 64, 8, 1024, 2048
@@ -103,7 +101,7 @@ class Bench:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         paths = [str(ROOT), *([str(self.peer)] if module == "sft_peer" else [])]
         threads = {"OMP_NUM_THREADS": str(2 // ranks), "PYTHONPATH": os.pathsep.join(reversed(paths))}
-        return run([sys.executable, *launch, "-m", f"benchmarks.{module}", str(path)], threads)
+        return run([sys.executable, *launch, "-m", "benchmarks.side", module, str(path)], threads)
 
 
 def run(command: list[str], more: dict[str, str]) -> str:
@@ -138,7 +136,8 @@ def measure(bench: Bench, rounds: int, quick: bool) -> dict[str, Any]:
     """All figures: tokens per second by side, and what ours is of them."""
     loops = {name: BARE[name] for name in (QUICK if quick else BARE)}
     sides: dict[str, list[float]] = {"ours": [], **{name: [] for name in loops}}
-    bar = tqdm(total=rounds * len(sides) + (0 if quick else len(PEERS) + 1), unit="run")
+    num_runs = rounds * len(sides) + (0 if quick else len(PEERS) + 1)
+    bar = progress_bar(total=num_runs, desc="training", unit="runs")
     for _ in range(rounds):
         sides["ours"].append(bench.ours())
         bar.update()
@@ -158,37 +157,31 @@ def measure(bench: Bench, rounds: int, quick: bool) -> dict[str, Any]:
     return {"tokens_per_s": rates, "runs": sides, "ours_over": {name: rates["ours"] / rates[name] for name in rates}}
 
 
-@exit_on_user_error()
+@clean_exit()
 def main() -> None:
     """Measure, print the figures and write them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, help="directory of TRL's own; it is installed where it is not there")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of ours and of each bare loop (default 3)")
-    parser.add_argument("--num-steps", type=int, default=4, help="steps of a run; the first is left out (default 4)")
+    parser = bench_parser("sft", __doc__, "--quick", "--peer peers/trl --output FILE.json")
+    parser.add_argument(
+        "--peer", type=Path, metavar="DIR", help="directory of TRL's own; it is installed where it is not there"
+    )
+    parser.add_argument("--rounds", type=WholeNumber(), default=3, help="runs of ours and of each bare loop")
+    parser.add_argument("--num-steps", type=WholeNumber(2), default=4, help="of a run; the first is left out")
     parser.add_argument("--quick", action="store_true", help="ours and one bare loop alone")
-    parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
     arguments = parser.parse_args()
-    if arguments.rounds < 1 or arguments.num_steps < 2:
-        raise UserError("--rounds must be at least 1 and --num-steps at least 2")
     if arguments.peer is None and not arguments.quick:
-        raise UserError("say by --peer where TRL is or is to be installed, or take --quick")
+        raise UserError("TRL has no place; name its directory, or one to install it into, by --peer, or take --quick")
     if not arguments.quick:
         arguments.peer = arguments.peer.absolute()
         ensure_peer(arguments.peer)
+    from benchmarks.sft_inputs import write_inputs  # here, as torch takes seconds to import
+
     with tempfile.TemporaryDirectory(prefix="benchmark_sft_") as scratch:
         write_inputs(Path(scratch))
         found = measure(Bench(Path(scratch), arguments.num_steps, arguments.peer), arguments.rounds, arguments.quick)
-    job = {
-        "ranks": RANKS,
-        "samples_per_step": BATCH_SIZE,
-        "max_length": MAX_LENGTH,
-    }
+    job = {"ranks": RANKS, "samples_per_step": BATCH_SIZE, "max_length": MAX_LENGTH}
     for name, rate in found["tokens_per_s"].items():
-        print(f"{name:<32}{rate:8.0f} tokens/s{found['ours_over'][name]:10.2f}")
-    if arguments.output is not None:
-        arguments.output.write_text(
-            json.dumps({**about("torch", "transformers", "verl"), **job, **found}, indent=2) + "\n"
-        )
+        tell(f"{name:<32}{rate:8.0f} tokens/s{found['ours_over'][name]:10.2f}")
+    write_figures({**job, **found}, arguments.output)
 
 
 if __name__ == "__main__":

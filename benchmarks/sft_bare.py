@@ -1,6 +1,6 @@
 """A bare PyTorch loop for the SFT benchmark: no trainer, no sharding, nothing recorded, the batches made beforehand.
 
-    python -m benchmarks.sft_bare JOB.json
+    python -m benchmarks.side sft_bare JOB.json
 
 `padded`: micro-batches of like lengths, all logits. `packed`: the rows that our trainer makes, with its attention, all
 logits. `tuned`: the same with the logits of learnt tokens alone and our malloc settings, everything that could help.
@@ -57,9 +57,9 @@ def loss_of(model: torch.nn.Module, micro_batch: MicroBatch, tuned: bool) -> tor
     return F.cross_entropy(logits.flatten(0, 1), targets.masked_fill(~learnt, -100).flatten(), reduction="sum")
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Train, and print each step."""
-    job = Job.load(sys.argv[1])
+    job = Job.load(words[0])
     if "LOCAL_RANK" in os.environ:
         dist.init_process_group("gloo")
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -91,7 +91,3 @@ def average(model: torch.nn.Module) -> None:
     dist.all_reduce(flat)
     for gradient, summed in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
         gradient.copy_(summed.view_as(gradient))
-
-
-if __name__ == "__main__":
-    main()

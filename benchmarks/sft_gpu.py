@@ -1,7 +1,5 @@
 """Supervised fine-tuning on GPUs at full length: tokens per second, MFU and peak memory of `run_sft.sh` itself.
 
-    python -m benchmarks.sft_gpu --model 1.5b | 7b [--gpus 1] [--max-length 4096] [--output FILE.json] [key=value ...]
-
 The model has the dimensions of Qwen2.5 with random weights, the chats are as long as they may be, a quarter of each
 prompt. MFU is verl's count of a model's operations over the peak of the GPU's data sheet. The first two steps are left
 out. `--model tiny` on a CPU shows that the command runs.
@@ -19,14 +17,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-import torch
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
-
-from benchmarks.about import about
+from benchmarks.command import bench_parser, write_figures
+from verl_ext.command_line import WholeNumber, clean_exit
 from verl_ext.data.prepare import prepare
-from verl_ext.errors import UserError, exit_on_user_error
+from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
+from verl_ext.tell import tell
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = {  # hidden, intermediate, layers, heads, heads of keys and values, vocabulary
@@ -47,6 +43,9 @@ WARM_UP, FIGURES = (
 
 def write_model(name: str, directory: Path) -> None:
     """Random weights in bf16, with the quickstart's tokenizer: what a token says does not matter to speed."""
+    import torch
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
     prepare(["quickstart", "--output", str(directory / "quickstart"), "--samples", "500"])
     tokenizer = AutoTokenizer.from_pretrained(directory / "quickstart/model")
     hidden, intermediate, layers, heads, kv_heads, vocab = MODELS[name]
@@ -63,6 +62,8 @@ def write_model(name: str, directory: Path) -> None:
 
 def write_chats(path: Path, num_chats: int, max_length: int) -> None:
     """Chats that are longer than they may be, and so are cut to `max_length` tokens."""
+    import pandas as pd
+
     words = "def add(left, right): return left + right\n"
     turns = [
         {"role": "user", "content": words * (max_length // 40)},
@@ -105,29 +106,25 @@ def train(scratch: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return [row for row in read_metrics(run_dir / METRICS_FILE) if "train/loss" in row]
 
 
-@exit_on_user_error()
+@clean_exit()
 def main() -> None:
     """Measure, print the figures and write them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser("sft_gpu", __doc__, "--model tiny", "--model 7b --gpus 8 --output FILE.json optim.lr=1e-5")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
-    parser.add_argument("--model", choices=MODELS, required=True)
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--max-length", type=int, default=4096, help="tokens of each chat (default 4096)")
-    parser.add_argument("--samples", type=int, default=16, help="chats of a step on a GPU (default 16)")
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens of a micro-batch (default 16384)")
-    parser.add_argument("--num-steps", type=int, default=8)
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    parser.add_argument("--model", choices=MODELS, required=True, help="whose dimensions it has")
+    parser.add_argument("--gpus", type=WholeNumber(), default=1, help="ranks, one on each")
+    parser.add_argument("--max-length", type=WholeNumber(), default=4096, help="tokens of each chat")
+    parser.add_argument("--samples", type=WholeNumber(), default=16, help="chats of a step on a GPU")
+    parser.add_argument("--tokens", type=WholeNumber(), default=16384, help="tokens of a micro-batch")
+    parser.add_argument("--num-steps", type=WholeNumber(WARM_UP + 1), default=8, help="with the two that are left out")
     arguments = parser.parse_args()
-    if arguments.num_steps <= WARM_UP:
-        raise UserError(f"--num-steps must be more than {WARM_UP}")
     with tempfile.TemporaryDirectory(prefix="benchmark_sft_gpu_") as name:
         write_model(arguments.model, Path(name))
         rows = train(Path(name), arguments)[WARM_UP:]
     found = {name: statistics.median(row[key] for row in rows) for name, key in FIGURES.items() if key in rows[0]}
-    figures = {**about("torch", "transformers"), "gpus": arguments.gpus, "model": arguments.model, **found}
-    print(json.dumps(figures, indent=1))
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(figures, indent=1) + "\n")
+    figures = {"gpus": arguments.gpus, "model": arguments.model, **found}
+    tell(json.dumps(figures, indent=1))
+    write_figures(figures, arguments.output)
 
 
 if __name__ == "__main__":

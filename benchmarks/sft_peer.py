@@ -1,6 +1,6 @@
 """TRL's `SFTTrainer` for the SFT benchmark, on DDP and in fp32, as torchrun starts it.
 
-    PYTHONPATH=DIRECTORY_OF_TRL torchrun --nproc-per-node=2 -m benchmarks.sft_peer JOB.json
+    PYTHONPATH=DIRECTORY_OF_TRL torchrun --nproc-per-node=2 -m benchmarks.side sft_peer JOB.json
 
 `unpacked_N`: N samples of a step's part in a forward pass, those of like lengths together. `packed_N`: N rows of
 max_length tokens, TRL's first-fit-decreasing packing.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from importlib.metadata import version
 from typing import Any
@@ -58,9 +57,9 @@ class Watch(TrainerCallback):
         self.begun, self.trainer.tokens = now, 0
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Train as the job says."""
-    job = Job.load(sys.argv[1])
+    job = Job.load(words[0])
     kind, size = job.way.rsplit("_", 1)
     chats = [[dict(turn) for turn in chat] for chat in pd.read_parquet(job.data)["messages"]]
     rows = [{"prompt": chat[:1], "completion": chat[1:]} for chat in chats]
@@ -100,7 +99,3 @@ def main() -> None:
     if trainer.accelerator.is_main_process:
         print("ABOUT", json.dumps({name: version(name) for name in ("trl", "transformers", "accelerate")}), flush=True)
     trainer.train()
-
-
-if __name__ == "__main__":
-    main()

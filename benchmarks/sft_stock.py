@@ -1,6 +1,6 @@
 """verl's own `FSDPSFTTrainer` for the SFT benchmark, as released but for what keeps it from running on a CPU.
 
-    torchrun --nproc-per-node=2 -m benchmarks.sft_stock JOB.json
+    torchrun --nproc-per-node=2 -m benchmarks.side sft_stock JOB.json
 
 It insists on flash-attention, which has no CPU kernel: sdpa takes its place. `bf16` is as shipped; `fp32` has no
 autocast and no bf16 weights, which on a CPU without bf16 units is the quicker way.
@@ -8,7 +8,6 @@ autocast and no bf16 weights, which on a CPU without bf16 units is the quicker w
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -50,9 +49,9 @@ def config_of(job: Job) -> Any:
     )
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Train, and print each step."""
-    job = Job.load(sys.argv[1])
+    job = Job.load(words[0])
     dist.init_process_group("gloo")
     config, size = config_of(job), dist.get_world_size()
     meshes = init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",)), init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "sp"))  # fmt: skip # noqa: E501
@@ -79,7 +78,3 @@ def in_fp32() -> None:
     policy = stock.MixedPrecisionPolicy
     stock.MixedPrecisionPolicy = lambda **k: policy(**{**k, "param_dtype": torch.float32})
     torch.autocast = lambda *a, **k: nullcontext()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,13 @@
 """Seconds from the command to the first training step, by part: `run_sft.sh` itself, several times.
 
-    python -m benchmarks.start [--ranks 2] [--repeats 5] [--output FILE.json] [key=value ...]
-
 The quickstart, its data prepared, trains one step in a fresh run directory each time. The first time is not counted: it
 warms the files that are read. Every part is the product's own `time/start/*_s`, rank 0's clock from the command to the
 end of the first step. The shell script becomes the launcher and so counts in its part. `outside_s` is the same whole by
-this benchmark's clock. The parts of a start add up to its total; medians of parts need not. The exit status is 1 where
-the median of `total_s` is above `--limit`.
+this benchmark's clock. The parts of a start add up to its total; medians of parts need not.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -22,15 +17,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from benchmarks.about import about
-from verl_ext.errors import UserError, exit_on_user_error
+from benchmarks.command import bench_parser, write_figures
+from verl_ext.command_line import FAILURES, Number, WholeNumber, clean_exit
+from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
+from verl_ext.progress import progress_bar
+from verl_ext.tell import tell
 
 ROOT = Path(__file__).resolve().parents[1]
 PREFIX = "time/start/"
 Parts = dict[str, float]
+EXIT_CODES = {"0": "the median of `total_s` is at most `--limit`", "1": "it is more", **FAILURES}
 
 
 def start_once(ranks: int, overrides: list[str]) -> Parts:
@@ -77,27 +74,21 @@ def table_of(parts: dict[str, dict[str, float]]) -> str:
     return "\n".join([f"{'seconds':<18}{'min':>8}{'median':>8}{'max':>8}", *lines])
 
 
-@exit_on_user_error()
+@clean_exit()
 def main() -> int:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser("start", __doc__, "", "--repeats 3 --output FILE.json", exit_codes=EXIT_CODES)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, for run_sft.sh")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5, help="starts that count (default 5)")
-    parser.add_argument("--limit", type=float, default=25.0, metavar="S", help="most seconds wanted (default 25)")
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    parser.add_argument("--ranks", type=WholeNumber(), default=2, help="of each start")
+    parser.add_argument("--repeats", type=WholeNumber(), default=5, help="starts that count")
+    parser.add_argument("--limit", type=Number(), default=25.0, metavar="S", help="most seconds wanted")
     arguments = parser.parse_args()
-    if arguments.repeats < 1:
-        raise UserError(f"--repeats is {arguments.repeats}; at least one start is needed")
-    turns = tqdm(range(arguments.repeats + 1), desc="starts", unit="start", disable=None)
+    turns = progress_bar(range(arguments.repeats + 1), desc="starting", unit="starts")
     starts = [start_once(arguments.ranks, arguments.overrides) for _ in turns][1:]
     parts = summary_of(starts)
-    print(table_of(parts))
-    if arguments.output is not None:
-        job = {"ranks": arguments.ranks, "overrides": arguments.overrides, "limit_s": arguments.limit}
-        arguments.output.write_text(
-            json.dumps({**about("torch", "transformers"), **job, "parts": parts, "starts": starts}, indent=1) + "\n"
-        )
+    tell(table_of(parts))
+    job = {"ranks": arguments.ranks, "overrides": arguments.overrides, "limit_s": arguments.limit}
+    write_figures({**job, "parts": parts, "starts": starts}, arguments.output)
     return int(parts["total_s"]["median"] > arguments.limit)
 
 

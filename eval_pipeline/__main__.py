@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from eval_pipeline.command import adaptive, check, judge, report, retry, run, status, watch
 from eval_pipeline.command.paths import input_path
-from verl_ext.errors import STOPPED_EXIT_CODE, exit_on_user_error
+from verl_ext.command_line import FAILURES, CommandParser, add_commands, clean_exit
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The commands with their options and help."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m eval_pipeline",
         description="Evaluate checkpoints: vLLM answers, a sandbox judges, the best is chosen.",
-        epilog="COMMAND --help says more; docs/evaluation.md describes it all.",
+        examples=[
+            "python -m eval_pipeline watch checkpoints/rlvr_coding_model/sft_quickstart",
+            "python -m eval_pipeline run --checkpoint models/mine --recipe humaneval",
+        ],
+        notes="docs/evaluation.md describes it all.",
+        exit_codes={"0": "done", "1": "a data set failed", **FAILURES},
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = add_commands(parser)
     for command in (watch, run, report, status, retry, judge, check, adaptive):
         command.register(commands)
     return parser
@@ -55,17 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: always, with the command's exit code; 2 after bad input, 75 after a request to stop.
     """
-    from eval_pipeline.command.stopping import StopRequested, stop_on_signals
-
-    arguments = parse(argv)
-    with exit_on_user_error():
-        try:
-            with stop_on_signals():
-                code = arguments.action(arguments)
-        except StopRequested as stop:
-            print(f"Stopped by {stop}; the same command {arguments.typed_again}.", file=sys.stderr)
-            code = STOPPED_EXIT_CODE
-    raise SystemExit(code)
+    with clean_exit():
+        arguments = parse(argv)
+    with clean_exit(arguments.typed_again):
+        raise SystemExit(arguments.action(arguments))
 
 
 if __name__ == "__main__":

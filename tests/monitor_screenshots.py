@@ -1,31 +1,35 @@
 """Makes the pictures of the monitor that the documents show.
 
-    python -m tests.monitor_screenshots --root checkpoints [--run PATH] [--live PATH] [--output docs/images]
-
 Writes `monitor_light.png` and `monitor_dark.png` of a run below the root, the one in English, the other in Chinese, and
 with `--live PATH` also `monitor_live.png`, of a run that is under way.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
 from playwright.sync_api import Browser
 
 from tests.monitor_browser import browser, monitor, wait_for_text
+from verl_ext.command_line import CommandParser, clean_exit
 
 SIZE = {"width": 1280, "height": 900}
 
 
+@clean_exit()
 def main() -> None:
     """Start a monitor and a browser, and take both pictures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, default=Path("checkpoints"))
-    parser.add_argument("--run", help="path of the run below the root; the monitor's first choice otherwise")
-    parser.add_argument("--live", help="path of a run that is under way")
-    parser.add_argument("--output", type=Path, default=Path("docs/images"))
+    parser = CommandParser(
+        prog="python -m tests.monitor_screenshots",
+        description=__doc__ or "",
+        examples=["python -m tests.monitor_screenshots --run rlvr_coding_model/sft_quickstart"],
+    )
+    directory = Path("checkpoints")
+    parser.add_argument("--root", type=Path, metavar="DIR", default=directory, help="directory below which runs lie")
+    parser.add_argument("--run", metavar="PATH", help="of the run below the root (default: the monitor's first choice)")
+    parser.add_argument("--live", metavar="PATH", help="of a run that is under way")
+    parser.add_argument("--output", type=Path, metavar="DIR", default=Path("docs/images"), help="directory to write to")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:

@@ -1,1 +1,5 @@
 """Post-training on verl 0.7.0 for machines that can vanish: SFT, GRPO and a budget controller on one loop."""
+
+from verl_ext.starting import begin_quietly
+
+begin_quietly()

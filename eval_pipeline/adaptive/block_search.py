@@ -8,9 +8,9 @@ from statistics import fmean
 
 from tqdm import tqdm
 
+from verl_ext.controller.block_importance import answer_loss
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.execution import Executor
-from verl_ext.controller.importance import answer_loss
 from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.data.questions import ImageQuestion
 

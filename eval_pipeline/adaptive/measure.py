@@ -15,8 +15,8 @@ from eval_pipeline.adaptive.canary import Canary
 from eval_pipeline.adaptive.results import Cell, Results
 from eval_pipeline.adaptive.sample_runs import SampleRuns
 from eval_pipeline.adaptive.subject import Subject
+from verl_ext.controller.block_importance import cheapest
 from verl_ext.controller.configuration import Configuration
-from verl_ext.controller.importance import cheapest
 from verl_ext.controller.inference import Decision
 from verl_ext.controller.latency_source import LatencySource
 from verl_ext.controller.scoring.scorer import AnswerScorer

@@ -10,8 +10,8 @@ import numpy as np
 
 from eval_pipeline.adaptive.block_search import BlockSearch, Mask
 from eval_pipeline.adaptive.subject import Subject
+from verl_ext.controller.block_importance import Importance, blocks_to_keep
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
-from verl_ext.controller.importance import Importance, blocks_to_keep
 from verl_ext.data.questions import ImageQuestion
 
 MOST_CHOSEN = 4

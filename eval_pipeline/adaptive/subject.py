@@ -11,9 +11,9 @@ import torch
 
 from eval_pipeline.adaptive.source import ControllerSource
 from verl_ext.controller.adapters.base import VLMAdapter
+from verl_ext.controller.block_importance import Importance, load_importance
 from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.controller.controlled import ControlledModel, load_controller
-from verl_ext.controller.importance import Importance, load_importance
 from verl_ext.controller.inference import AdaptiveModel
 from verl_ext.controller.latency_model import LATENCY_FILE
 from verl_ext.controller.latency_source import ModelledLatency

@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval_pipeline.command.arguments import Commands, add_command, not_negative, positive
+from eval_pipeline.command.arguments import add_action
 from eval_pipeline.command.paths import input_path, output_path, where_the_user_stands
+from verl_ext.command_line import Commands, Number, WholeNumber
 
 if TYPE_CHECKING:
     from eval_pipeline.adaptive.source import ControllerSource
@@ -16,18 +17,18 @@ TEXT = (
     "Compare a budget controller with baselines on the same questions, by latency. The baselines are all of the model, "
     "static configurations, a lookup table of them by budget, configurations drawn at random, and an oracle."
 )
-EPILOG = """examples:
-  python -m eval_pipeline adaptive --checkpoint checkpoints/demo/budget
-  python -m eval_pipeline adaptive --checkpoint controller --vlm models/molmoe --questions data/textvqa --num-budgets 4
-
-Run it on an idle machine. adaptive.json, adaptive.md, adaptive.npz and pareto.png go to <run>/eval/adaptive_step_N/, or
-to adaptive/ for an export that lies outside of a run.
-Exit code: 0 done, 2 bad input, 75 stopped by a signal (it begins anew)."""
+EXAMPLES = (
+    "--checkpoint checkpoints/budget_controller/controller_quickstart",
+    "--checkpoint controller --vlm models/molmoe --questions data/textvqa --num-budgets 4",
+)
+NOTES = """\
+Run it on an idle machine. adaptive.json, adaptive.md, adaptive.npz and pareto.png go to <run>/eval/adaptive_step_N/,
+or to adaptive/ for an export that lies outside of a run."""
 
 
 def register(commands: Commands) -> None:
     """Add the command."""
-    parser = add_command(commands, "adaptive", TEXT, run, EPILOG)
+    parser = add_action(commands, "adaptive", TEXT, run, examples=EXAMPLES, notes=NOTES)
     parser.set_defaults(typed_again="begins anew")
     parser.add_argument(
         "--checkpoint",
@@ -38,7 +39,7 @@ def register(commands: Commands) -> None:
     )
     budgets = parser.add_mutually_exclusive_group()
     budgets.add_argument(
-        "--budgets", type=milliseconds, nargs="+", default=[], metavar="MS", help="latency budgets, milliseconds"
+        "--budgets", type=Number(), nargs="+", default=[], metavar="MS", help="latency budgets, milliseconds"
     )
     add_number(budgets, "--num-budgets", 8, "so many, evenly over the controller's range")
     parser.add_argument("--questions", type=input_path, metavar="FOLDER", help="with train*.parquet and val*.parquet")
@@ -47,19 +48,18 @@ def register(commands: Commands) -> None:
     add_number(parser, "--max-static", 36, "static configurations")
     parser.add_argument(
         "--search-questions",
-        type=not_negative,
-        metavar="N",
+        type=WholeNumber(0),
         default=48,
         help="of those for the lookup table, by which static configurations' blocks are chosen one after the other; 0 "
-        "keeps the most important ones by the run's importance file, else the first ones (default: 48)",
+        "keeps the most important ones by the run's importance file, else the first ones",
     )
     add_number(parser, "--repeats", 1, "runs of each, of which the median counts")
-    parser.add_argument("--seed", type=int, default=0, help="of the random configurations (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random configurations")
     parser.add_argument(
         "--latency",
         choices=("measured", "model"),
         default="measured",
-        help="as measured, or by the run's latency model, which gives the same each time (default: measured)",
+        help="as measured, or by the run's latency model, which gives the same each time",
     )
     parser.add_argument("--vlm", metavar="PATH", help="the vision-language model (default: where training had it)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings (Molmo)")
@@ -69,15 +69,7 @@ def register(commands: Commands) -> None:
 
 def add_number(parser: argparse._ActionsContainer, name: str, default: int, text: str) -> None:
     """Add an argument that is a whole number of at least 1."""
-    parser.add_argument(name, type=positive, metavar="N", default=default, help=f"{text} (default: {default})")
-
-
-def milliseconds(text: str) -> float:
-    """A number above 0."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number of milliseconds above 0")
-    return value
+    parser.add_argument(name, type=WholeNumber(), default=default, help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
+from verl_ext.command_line import CommandParser, Commands, add_command
+
 Action = Callable[[argparse.Namespace], int]
 
-RECIPE_EXAMPLE = """recipes/eval/NAME.yaml names the data sets, the sampling, the engine and the limits; key=value
-overrides a key of it, such as sampling.max_tokens=512 or datasets.quickstart.limit=20."""
+RECIPE_EXAMPLE = """\
+recipes/eval/NAME.yaml names the data sets, the sampling, the engine and the limits; key=value overrides a key of it,
+such as sampling.max_tokens=512 or datasets.quickstart.limit=20."""
 
 
-def add_command(commands: Commands, name: str, text: str, action: Action, epilog: str = "") -> argparse.ArgumentParser:
-    """Add a command; `action` receives its arguments and returns the exit code."""
-    parser = commands.add_parser(
-        name,
-        help=text[0].lower() + text.partition(".")[0][1:],
-        description=textwrap.fill(text, 100),
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_action(
+    commands: Commands, name: str, text: str, action: Action, *, examples: Sequence[str], **settings: Any
+) -> CommandParser:
+    """Add a command.
+
+    Args:
+        commands: where to add it.
+        name: the word that is typed.
+        text: what it does, see `add_command`.
+        action: receives its arguments and returns the exit code.
+        examples: what is typed behind the program.
+        settings: others of the parser.
+    """
+    typed = [f"python -m eval_pipeline {name} {example}" for example in examples]
+    parser = add_command(commands, name, text, examples=typed, **settings)
     parser.set_defaults(action=action, typed_again="goes on")
     return parser
 
@@ -42,23 +50,3 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 def add_directory(parser: argparse.ArgumentParser, what: str) -> None:
     """Add the directory that a command is about; text until it is told from overrides (`__main__.parse`)."""
     parser.add_argument("directory", metavar="RUN_DIR", help=what)
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
-
-
-def not_negative(text: str) -> int:
-    """A whole number of at least 0."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is below 0")
-    return value
-
-
-# argparse names the type function in its message for text that is no number
-positive.__name__ = not_negative.__name__ = "whole number"

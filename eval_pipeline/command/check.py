@@ -6,7 +6,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from eval_pipeline.command.arguments import RECIPE_EXAMPLE, Commands, add_command, add_overrides
+from eval_pipeline.command.arguments import RECIPE_EXAMPLE, add_action, add_overrides
+from verl_ext.command_line import Commands
 
 if TYPE_CHECKING:
     from eval_pipeline.recipe.schema import EvalRecipe
@@ -19,9 +20,9 @@ TEXT = (
 
 def register(commands: Commands) -> None:
     """Add the command."""
-    parser = add_command(commands, "check", TEXT, run, RECIPE_EXAMPLE)
-    parser.add_argument("--watch", action="store_true", help="whether `watch` can use it")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser = add_action(commands, "check", TEXT, run, examples=["--recipe humaneval"], notes=RECIPE_EXAMPLE)
+    parser.add_argument("--watch", action="store_true", help="check whether `watch` can use it")
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the text")
     parser.add_argument("--recipe", metavar="NAME", help="recipe to check (default: quickstart)")
     add_overrides(parser)
 

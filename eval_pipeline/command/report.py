@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval_pipeline.command.arguments import Commands, add_command, add_directory, add_recipe
+from eval_pipeline.command.arguments import add_action, add_directory, add_recipe
 from eval_pipeline.command.paths import input_path
+from verl_ext.command_line import FAILURES, Commands
 
 if TYPE_CHECKING:
     from eval_pipeline.flow.session import Session
@@ -16,15 +17,14 @@ TEXT = (
     "Compare the model that a training started from with the best checkpoint. The base model is evaluated first, on "
     "the data sets that the best one was, unless that is done."
 )
-EPILOG = """example:
-  python -m eval_pipeline report checkpoints/demo/sft --baseline data/quickstart/model
-
-Writes <run>/eval/report/: comparison_table.md, comparison_data.json and the plots."""
+NOTES = "Writes <run>/eval/report/: comparison_table.md, comparison_data.json and the plots."
+EXIT_CODES = {"0": "done", "1": "the base model could not be evaluated", **FAILURES}
 
 
 def register(commands: Commands) -> None:
     """Add the command."""
-    parser = add_command(commands, "report", TEXT, run, EPILOG)
+    example = "checkpoints/rlvr_coding_model/sft_quickstart --baseline data/quickstart/model"
+    parser = add_action(commands, "report", TEXT, run, examples=[example], notes=NOTES, exit_codes=EXIT_CODES)
     add_directory(parser, "directory of an evaluated run")
     parser.add_argument(
         "--baseline", type=input_path, required=True, metavar="MODEL", help="directory of the base model"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from eval_pipeline.command.arguments import Commands, add_command, add_directory
+from eval_pipeline.command.arguments import add_action, add_directory
+from verl_ext.command_line import Commands
 
 TEXT = "Make every failed evaluation of a run due again. A `watch` or `run` then takes it up."
 
 
 def register(commands: Commands) -> None:
     """Add the command."""
-    add_directory(add_command(commands, "retry", TEXT, run), "directory of a run, or of an evaluation")
+    parser = add_action(commands, "retry", TEXT, run, examples=["checkpoints/rlvr_coding_model/sft_quickstart"])
+    add_directory(parser, "directory of a run, or of an evaluation")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,31 +7,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval_pipeline.command.arguments import Commands, add_command, add_recipe, positive
+from eval_pipeline.command.arguments import add_action, add_recipe
 from eval_pipeline.command.paths import input_path, output_path, where_the_user_stands
+from verl_ext.command_line import FAILURES, Commands, WholeNumber
 
 if TYPE_CHECKING:
     from eval_pipeline.models.checkpoint import Checkpoint
     from eval_pipeline.recipe.schema import EvalRecipe
 
 TEXT = "Evaluate one checkpoint, or any Hugging Face model. Answers that are kept from an interrupted run are used."
-EPILOG = """examples:
-  python -m eval_pipeline run --checkpoint checkpoints/demo/sft/global_step_20
-  python -m eval_pipeline run --checkpoint models/mine --recipe humaneval sampling.max_tokens=512
-  python -m eval_pipeline run --output results --recipe gsm8k engine.kind=openai engine.base_url=http://localhost:8000/v1
-
-The figures of a run's checkpoint go to <run>/eval/eval_step_N/, those of another model to eval_<name> beside it. With
---limit or --problems they are not the run's own figures and go to <run>/eval/trial_step_N/.
-Exit code: 0 done, 1 a data set failed, 2 bad input, 75 stopped by a signal (the same command goes on)."""
+EXAMPLES = (
+    "--checkpoint checkpoints/rlvr_coding_model/sft_quickstart/global_step_750",
+    "--checkpoint models/mine --recipe humaneval sampling.max_tokens=512",
+    "--output results --recipe gsm8k engine.kind=openai engine.base_url=http://localhost:8000/v1",
+)
+NOTES = """\
+The figures of a run's checkpoint go to <run>/eval/eval_step_N/, those of another model to eval_<name> beside it.
+With --limit or --problems they are not the run's own figures and go to <run>/eval/trial_step_N/."""
+EXIT_CODES = {"0": "done", "1": "a data set failed", **FAILURES}
 
 
 def register(commands: Commands) -> None:
     """Add the command."""
-    parser = add_command(commands, "run", TEXT, run, EPILOG)
+    parser = add_action(commands, "run", TEXT, run, examples=EXAMPLES, notes=NOTES, exit_codes=EXIT_CODES)
     parser.add_argument("--checkpoint", type=input_path, metavar="DIR", help="global_step_N or a model directory")
-    parser.add_argument("--tier", type=int, choices=(1, 2, 3), default=1, help="data sets up to this tier (default: 1)")
+    parser.add_argument("--tier", type=int, choices=(1, 2, 3), default=1, help="data sets up to this tier")
     parser.add_argument("--problems", type=input_path, metavar="FILE", help="a file in the quickstart's format, alone")
-    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N problems of each data set")
+    parser.add_argument("--limit", type=WholeNumber(), help="only the first N problems of each data set")
     parser.add_argument(
         "--output", type=output_path, metavar="DIR", help="where ledger and figures go (default: see below)"
     )

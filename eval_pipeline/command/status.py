@@ -7,15 +7,19 @@ import json
 import time
 from dataclasses import asdict
 
-from eval_pipeline.command.arguments import Commands, add_command, add_directory
+from eval_pipeline.command.arguments import add_action, add_directory
+from verl_ext.command_line import FAILURES, Commands
 from verl_ext.tell import tell
 
 TEXT = "Show every evaluation of a run. State, attempts, who works on it, how long it took, and why it failed."
+EXIT_CODES = {"0": "nothing has failed", "1": "an evaluation has failed", **FAILURES}
 
 
 def register(commands: Commands) -> None:
     """Add the command."""
-    parser = add_command(commands, "status", TEXT, run)
+    parser = add_action(
+        commands, "status", TEXT, run, examples=["checkpoints/rlvr_coding_model/sft_quickstart"], exit_codes=EXIT_CODES
+    )
     add_directory(parser, "directory of a run, or of an evaluation")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, with all times")
 

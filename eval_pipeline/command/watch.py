@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import argparse
 
-from eval_pipeline.command.arguments import RECIPE_EXAMPLE, Commands, add_command, add_directory, add_recipe
+from eval_pipeline.command.arguments import RECIPE_EXAMPLE, add_action, add_directory, add_recipe
+from verl_ext.command_line import FAILURES, Commands
 
 TEXT = (
     "Evaluate every checkpoint of a run as it appears, and choose the best. Ends when the run has finished and nothing "
     "is left. Killed and typed again, it goes on where it was; several share the work."
 )
+EXIT_CODES = {
+    "0": "the run has finished and its checkpoints are evaluated",
+    "1": "a data set failed, or no checkpoint could be evaluated",
+    **FAILURES,
+}
 
 
 def register(commands: Commands) -> None:
     """Add the command."""
-    parser = add_command(commands, "watch", TEXT, run, RECIPE_EXAMPLE)
+    parser = add_action(
+        commands,
+        "watch",
+        TEXT,
+        run,
+        examples=["checkpoints/rlvr_coding_model/sft_quickstart"],
+        notes=RECIPE_EXAMPLE,
+        exit_codes=EXIT_CODES,
+    )
     add_directory(parser, "directory of the training run; it may still be empty")
     add_recipe(parser)
 

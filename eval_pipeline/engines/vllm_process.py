@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from multiprocessing.connection import Connection
 
 from eval_pipeline.engines.messages import Alive, Answered, Ask, Done, Loaded, Refused
 from eval_pipeline.engines.vllm_model import VllmModel
+from verl_ext.command_line import process_words
 from verl_ext.errors import STOP_SIGNALS, UserError
 
 SIGN_S = 1.0
@@ -80,4 +80,11 @@ def _answer(connection: Connection, model: VllmModel, ask: Ask, sign_s: float) -
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    words = process_words(
+        "eval_pipeline.engines.vllm_process",
+        "Holds vLLM for an evaluation.",
+        "python -m eval_pipeline run --checkpoint models/mine",
+        "descriptor",
+        "owner",
+    )
+    main(*map(int, words))

@@ -8,10 +8,16 @@ import sys
 
 from eval_pipeline.judge.inside import frames, kernel
 from eval_pipeline.problems.reference import is_right
+from verl_ext.command_line import process_words
 
 
 def main() -> None:
     """Reply to each question on standard output."""
+    process_words(
+        "eval_pipeline.judge.reference_process",
+        "Compares answers with references.",
+        "python -m eval_pipeline run --checkpoint models/mine --recipe gsm8k",
+    )
     # a parser that hangs does not see its input end
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     replies = os.dup(1)

@@ -25,6 +25,7 @@ from eval_pipeline.judge.packages import Package
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.wire import dump_verdict, load_submission
 from eval_pipeline.problems.problem import FunctionTests
+from verl_ext.command_line import process_words
 
 _PARENT_CHECK_S = 1.0
 _MOST_OPEN_FILES = 1 << 16
@@ -34,7 +35,13 @@ _PROBE = Submission("def f(x):\n    return x + 1\n", FunctionTests("f", ("assert
 
 def main() -> None:
     """Find the isolation level, then serve until the input ends."""
-    options = json.loads(sys.argv[1])
+    [words] = process_words(
+        "eval_pipeline.judge.server",
+        "Owns the sandboxes that programs are judged in.",
+        "python -m eval_pipeline judge --dataset humaneval --answers answers.jsonl --output verdicts.jsonl",
+        "options",
+    )
+    options = json.loads(words)
     # of the tests, which this process compiles: nobody here can do anything about them
     warnings.simplefilter("ignore", SyntaxWarning)
     _allow_open_files()

@@ -19,8 +19,8 @@ from tests.conftest import ROOT
 from tests.unit.test_controller_policy import question
 from verl_ext.controller import calibration
 from verl_ext.controller.adapters.base import Inputs, VLMAdapter
+from verl_ext.controller.block_importance import blocks_to_keep, load_importance, measure_importance
 from verl_ext.controller.calibration import calibrate
-from verl_ext.controller.importance import blocks_to_keep, load_importance, measure_importance
 from verl_ext.controller.latency_model import FEATURES, PERCENTILES, LatencyModel
 from verl_ext.controller.loading import fingerprint, load_adapter
 from verl_ext.errors import UserError
@@ -153,7 +153,7 @@ def test_a_busy_machine_is_measured_again_and_the_quickest_counts(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--configurations", "3"], "--configurations must be at least 10"),
+        (["--configurations", "3"], "'3' is not a whole number of 10 or more"),
         (["--topk-choices", "1", "2"], "must end with 4"),
         (["--topk-choices", "4", "--min-active", "9"], "controller.min_active=9"),
     ],

@@ -29,10 +29,10 @@ from tests.unit.test_controller_policy import question
 from tests.wandb_files import read_history, read_records, values_of
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.controller.block_importance import Importance, cheapest, load_importance
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.controlled import ControlledModel, load_controller
 from verl_ext.controller.execution import Executor
-from verl_ext.controller.importance import Importance, cheapest, load_importance
 from verl_ext.controller.inference import AdaptiveModel
 from verl_ext.controller.latency_model import FEATURES, LatencyModel, Workload
 from verl_ext.controller.loading import fingerprint, load_adapter

@@ -9,8 +9,8 @@ from eval_pipeline.adaptive.baselines import lookup_table, oracle, pareto_front
 from eval_pipeline.adaptive.results import Results, Row, rows_of
 from eval_pipeline.adaptive.statics import important_blocks, static_configurations
 from eval_pipeline.adaptive.summary import closed_gap, mean_interval, summarise
+from verl_ext.controller.block_importance import Importance, cheapest
 from verl_ext.controller.configuration import ConfigurationSpace
-from verl_ext.controller.importance import Importance, cheapest
 
 SPACE = ConfigurationSpace(("low", "medium", "high"), 16, 12, 16, (4, 5, 6, 7, 8))
 

@@ -11,9 +11,9 @@ from eval_pipeline.adaptive.block_search import BlockSearch
 from tests import tiny_vlms
 from tests.unit.test_controller_policy import question
 from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.controller.block_importance import answer_loss
 from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.execution import Executor
-from verl_ext.controller.importance import answer_loss
 from verl_ext.data.questions import ImageQuestion
 
 FIRST, LAST = [True, False, False, False], [True, False, False, True]

@@ -11,6 +11,8 @@ from tests.conftest import ROOT
 
 BASE = {
     "verl_ext.errors",
+    "verl_ext.command_line",
+    "verl_ext.progress",
     "verl_ext.tell",
     "verl_ext.deadline",
     "verl_ext.collective",
@@ -23,17 +25,31 @@ BASE = {
 }
 ALLOWED = {
     "verl_ext.config": {"verl_ext.errors", "verl_ext.deadline", "verl_ext.gpus", "verl_ext.health.limits"},
-    "verl_ext.health": {"verl_ext.errors", "verl_ext.tell", "verl_ext.metrics", "verl_ext.checkpoint.layout"},
+    "verl_ext.health": {
+        "verl_ext.errors",
+        "verl_ext.tell",
+        "verl_ext.command_line",
+        "verl_ext.metrics",
+        "verl_ext.checkpoint.layout",
+    },
     "verl_ext.monitor": {
         "verl_ext.errors",
+        "verl_ext.command_line",
+        "verl_ext.progress",
         "verl_ext.tell",
         "verl_ext.metrics",
         "verl_ext.health",
         "verl_ext.checkpoint.layout",
         "verl_ext.checkpoint.lease",
     },
-    "verl_ext.metrics": {"verl_ext.errors", "verl_ext.tell"},
-    "verl_ext.plan": {"verl_ext.errors", "verl_ext.tell", "verl_ext.model_code", "verl_ext.config"},
+    "verl_ext.metrics": {"verl_ext.errors", "verl_ext.tell", "verl_ext.command_line", "verl_ext.progress"},
+    "verl_ext.plan": {
+        "verl_ext.errors",
+        "verl_ext.tell",
+        "verl_ext.model_code",
+        "verl_ext.command_line",
+        "verl_ext.config",
+    },
     "verl_ext.data": BASE | {"eval_pipeline.problems"},
     "verl_ext.checkpoint": BASE | {"verl_ext.metrics"},
     "verl_ext.grpo": BASE
@@ -74,9 +90,12 @@ ALLOWED = {
     },
     "eval_pipeline": {
         "verl_ext.errors",
+        "verl_ext.command_line",
+        "verl_ext.progress",
         "verl_ext.native_output",
         "verl_ext.gpus",
         "verl_ext.quick_imports",
+        "verl_ext.starting",
         "verl_ext.vllm_environment",
         "verl_ext.tell",
         "verl_ext.metrics",

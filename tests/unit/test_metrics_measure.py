@@ -68,7 +68,7 @@ def test_the_reference_page_has_every_metric():
     page = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout
     assert page.startswith("# Metrics") and all(f"| `{name}` |" in page for name in METRICS)
     text = subprocess.run([*command, "--help"], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout
-    assert "example:" in text
+    assert "examples:" in text
 
 
 def test_console_lines_at_their_turn(capsys):

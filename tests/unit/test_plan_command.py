@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig, Qwen2Config
 
-from benchmarks.plan import PLAIN, SETTINGS, predicted, sft_config
+from benchmarks.plan_runs import predicted, sft_config
+from benchmarks.plan_settings import PLAIN, SETTINGS
 from tests.conftest import ROOT
 from verl_ext.config.compose import compose_config
 from verl_ext.plan import models

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from benchmarks.plan import PLAIN
+from benchmarks.plan_settings import PLAIN
 from verl_ext.config.compose import compose_config
 from verl_ext.errors import UserError
 from verl_ext.plan import models

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from verl_ext.data.prepare import is_prepared, prepare
+from verl_ext.data.prepare.commands import COMMANDS
 from verl_ext.data.prepare.files import atomic_path
 from verl_ext.errors import UserError
 
@@ -105,7 +106,7 @@ def test_a_mistake_ends_with_exit_code_2_and_no_traceback(words: list[str]) -> N
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("name", ["chat", "stdlib", "gsm8k", "quickstart", "smollm2"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_shows_an_example_that_parses(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,8 +114,8 @@ def test_help_shows_an_example_that_parses(
     with pytest.raises(SystemExit) as exit_info:
         is_prepared([name, "--help"])
     assert exit_info.value.code == 0
-    example = " ".join(capsys.readouterr().out.split()).split("example: python -m verl_ext.data.prepare ")[1]
-    assert not is_prepared(example.split())
+    example = " ".join(capsys.readouterr().out.split()).split("examples: python -m verl_ext.data.prepare ")[1]
+    assert not is_prepared(example.partition(" exit codes:")[0].split())
 
 
 def test_is_prepared_imports_nothing_heavy() -> None:

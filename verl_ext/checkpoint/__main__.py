@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from verl_ext.checkpoint.command import diff, export, ls, prune, verify
-from verl_ext.errors import UserError, exit_on_user_error
+from verl_ext.command_line import FAILURES, CommandParser, add_commands, clean_exit
+from verl_ext.errors import UserError
 
 COMMANDS = (ls, verify, export, prune, diff)
 """Each has `register(commands)`, which adds its parser and names the function to run."""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """Options and help of every command."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m verl_ext.checkpoint",
         description="Look at the checkpoints of a run, check them, export, remove and compare them.",
+        examples=["python -m verl_ext.checkpoint ls checkpoints/rlvr_coding_model/sft_quickstart"],
+        exit_codes={"0": "done", "1": "something is damaged, differs or was not removed", **FAILURES},
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = add_commands(parser)
     for command in COMMANDS:
         command.register(commands)
     return parser
@@ -35,10 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
 
     Raises:
-        SystemExit: with code 2 after bad input, which is explained on standard error.
+        SystemExit: with code 2 after bad input and 75 after a stop, each explained on standard error.
     """
-    arguments = build_parser().parse_args(argv)
-    with exit_on_user_error():
+    with clean_exit():
+        arguments = build_parser().parse_args(argv)
         try:
             return arguments.run(arguments)
         except OSError as error:

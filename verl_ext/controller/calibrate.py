@@ -1,37 +1,47 @@
-"""Fits the latency model to this machine.
+"""`python -m verl_ext.controller.calibrate`: fits the latency model to this machine."""
 
-    python -m verl_ext.controller.calibrate --model DIR --questions FOLDER --output FILE.json
+from __future__ import annotations
+
+from verl_ext.command_line import CommandParser, WholeNumber, clean_exit
+from verl_ext.controller.command import EXAMPLE_INPUTS, add_model_arguments
+from verl_ext.tell import tell
+
+TEXT = """Fit the latency model to this machine.
 
 Runs configurations that are drawn evenly, each for one of the questions, all of them several times over, and takes each
 one's median: so a while in which the machine is slow has a part in all of them. Four fifths of them are fitted, and R
 squared of the total latency is told for the last fifth, which was not. How far single runs are from what the model says
-is told too, and what a controller itself takes. Run it when nothing else runs on the machine.
-"""
-
-from __future__ import annotations
-
-import argparse
-
-from verl_ext.controller.calibration import calibrate, doubts
-from verl_ext.controller.command import adapter_from, add_model_arguments, questions_from
-from verl_ext.errors import UserError, exit_on_user_error
-from verl_ext.tell import tell
+is told too, and what a controller itself takes. Run it when nothing else runs on the machine."""
 
 
-@exit_on_user_error()
+def build_parser() -> CommandParser:
+    """The options."""
+    parser = CommandParser(
+        prog="python -m verl_ext.controller.calibrate",
+        description=TEXT,
+        examples=[
+            f"python -m verl_ext.controller.calibrate {EXAMPLE_INPUTS} --topk-choices 1 2 4 --output latency.json"
+        ],
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--min-active", type=WholeNumber(), default=1, help="fewest blocks that run")
+    parser.add_argument(
+        "--topk-choices", type=WholeNumber(), nargs="*", default=[], help="numbers of experts, ascending"
+    )
+    parser.add_argument("--max-new-tokens", type=WholeNumber(), default=16, help="of an answer")
+    parser.add_argument("--configurations", type=WholeNumber(10), default=200, help="to run")
+    parser.add_argument("--repeats", type=WholeNumber(), default=9, help="passes over them; the medians count")
+    parser.add_argument("--hidden", type=WholeNumber(), default=256, help="width of the controller")
+    return parser
+
+
+@clean_exit()
 def main() -> None:
     """Measure, tell how good the fit is and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_arguments(parser)
-    parser.add_argument("--min-active", type=int, default=1, help="fewest blocks that run (default 1)")
-    parser.add_argument("--topk-choices", type=int, nargs="*", default=[], help="numbers of experts, ascending")
-    parser.add_argument("--max-new-tokens", type=int, default=16, help="of an answer (default 16)")
-    parser.add_argument("--configurations", type=int, default=200, help="to run (default 200)")
-    parser.add_argument("--repeats", type=int, default=9, help="passes over them; the medians count (default 9)")
-    parser.add_argument("--hidden", type=int, default=256, help="width of the controller (default 256)")
-    arguments = parser.parse_args()
-    if arguments.configurations < 10 or arguments.repeats < 1:
-        raise UserError("--configurations must be at least 10 and --repeats at least 1")
+    arguments = build_parser().parse_args()
+    from verl_ext.controller.calibration import calibrate, doubts  # here, as torch takes seconds to import
+    from verl_ext.controller.measured import adapter_from, questions_from
+
     adapter, questions = adapter_from(arguments), questions_from(arguments)
     space = adapter.space(arguments.min_active, len(adapter.blocks), arguments.topk_choices)
     sizes = arguments.configurations, arguments.repeats, arguments.max_new_tokens, arguments.hidden

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -10,7 +9,8 @@ from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
-from verl_ext.errors import UserError, exit_on_user_error
+from verl_ext.command_line import FAILURES, CommandParser, clean_exit
+from verl_ext.errors import UserError
 from verl_ext.health.checklist import Point, checklists, gravest
 from verl_ext.health.findings import Finding, Level
 from verl_ext.health.rules import RULES
@@ -21,16 +21,26 @@ MARKS = {Level.OK: "ok     ", Level.NOTICE: "notice ", Level.WARNING: "WARNING",
 UNKNOWN = "-      "
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The options."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m verl_ext.health",
         description="Go through the three checklists of a run and through all health rules, from its files alone.",
-        epilog="Exit codes: 0 no alarm stands, 1 one does, 2 bad input.",
+        examples=[
+            "python -m verl_ext.health checkpoints/rlvr_coding_model/sft_quickstart",
+            "python -m verl_ext.health --rules",
+        ],
+        exit_codes={"0": "no alarm stands", "1": "an alarm stands", **FAILURES},
     )
-    parser.add_argument("run_dir", type=Path, nargs="?", help="checkpoints/<project>/<experiment>")
+    parser.add_argument(
+        "run_dir",
+        type=Path,
+        nargs="?",
+        metavar="RUN_DIR",
+        help="directory of a run, checkpoints/<project>/<experiment>",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the text")
-    parser.add_argument("--rules", action="store_true", help="list the rules and leave")
+    parser.add_argument("--rules", action="store_true", help="list the rules")
     return parser
 
 
@@ -44,15 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         1 when an alarm stands, else 0.
 
     Raises:
-        SystemExit: with code 2 after bad input, which is explained on standard error.
+        SystemExit: with code 2 after bad input and 75 after a stop, each explained on standard error.
     """
-    arguments = build_parser().parse_args(argv)
-    with exit_on_user_error():
+    with clean_exit():
+        arguments = build_parser().parse_args(argv)
         if arguments.rules:
             tell("\n".join(f"{each.name:28} {each.meaning}" for each in RULES))
             return 0
         if arguments.run_dir is None:
-            raise UserError("say which run: python -m verl_ext.health checkpoints/<project>/<experiment>")
+            raise UserError("no run is named; give its directory, checkpoints/<project>/<experiment>")
         files = RunFiles.read(arguments.run_dir)
         lists, findings = checklists(files), list(files.findings().values())
         tell(as_json(files, lists, findings) if arguments.json else as_text(files, lists, findings))

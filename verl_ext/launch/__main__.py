@@ -15,8 +15,7 @@ from verl_ext.tell import tell
 
 def main() -> int:
     """Parse the command line, and train."""
-    arguments = parse_arguments(sys.argv[1:])
-    return stoppable(lambda signals: launch(arguments, signals))
+    return stoppable(lambda signals: launch(parse_arguments(sys.argv[1:]), signals))
 
 
 def stoppable(command: Callable[[StopSignals], int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from verl_ext.command_line import CommandParser, WholeNumber, definitions
 from verl_ext.config.recipes import default_recipe, recipe_summaries
 
 STAGES = {"sft": "Supervised fine-tuning", "grpo": "Group-relative policy optimisation"}
@@ -22,6 +23,9 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
 
     Returns:
         `stage`, `num_processes` (None when not given), `overrides`, `restarts`, `trace` and `print_config`.
+
+    Raises:
+        UserError: a word is unknown or malformed.
     """
     parser = make_parser(words[0] if words and words[0] in STAGES else "sft")
     known, strangers = parser.parse_known_intermixed_args(words)
@@ -32,41 +36,40 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     return known
 
 
-def make_parser(stage: str) -> argparse.ArgumentParser:
+def make_parser(stage: str) -> CommandParser:
     """What is understood, and what --help says of it."""
-    parser = argparse.ArgumentParser(
-        prog=f"bash run_{stage}.sh",
-        usage=f"bash run_{stage}.sh NUM_PROCESSES [recipe=NAME] [key=value ...] [--restarts K] [--trace]",
+    command, recipes = f"bash run_{stage}.sh", recipe_summaries(stage)
+    parser = CommandParser(
+        prog=command,
+        usage=f"{command} NUM_PROCESSES [recipe=NAME] [key=value ...] [--restarts K] [--trace] [--print-config]",
         description=f"{STAGES[stage]} on NUM_PROCESSES ranks of this machine (one per GPU); resumes by itself.",
-        epilog=epilog(stage),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        examples=[
+            f"{command} 2",
+            f"{command} 8 recipe={max(recipes)} optim.lr=1e-5 trainer.experiment_name=low",
+            f"NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 {command} 8 --restarts 3",
+        ],
+        notes=f"recipes (recipes/{stage}/; without recipe= it is {default_recipe(stage)}, from recipes/default.yaml):\n"
+        + definitions(recipes),
+        exit_codes=EXIT_CODES,
     )
     parser.add_argument("stage", choices=sorted(STAGES), help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", metavar="NUM_PROCESSES [key=value ...]", help="ranks, then Hydra overrides")
     parser.add_argument(
         "--restarts",
         metavar="K",
-        type=count_of_restarts,
+        type=WholeNumber(0),
         default=0,
         help="start again by itself after a crash, 5 s later and then twice as long up to 300 s; give up after K "
-        "restarts in a row without a new checkpoint (default 0; bad input and a stop are never restarted)",
+        "restarts in a row without a new checkpoint; bad input and a stop are never restarted",
     )
     parser.add_argument(
         "--trace", action="store_true", help="write when what happened on each rank to trace/, as JSON for Perfetto"
     )
-    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and leave")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration alone")
     return parser
 
 
-def count_of_restarts(text: str) -> int:
-    """The K of --restarts."""
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 0 or more")
-    return int(text)
-
-
-def take_count(words: list[str], parser: argparse.ArgumentParser) -> int | None:
+def take_count(words: list[str], parser: CommandParser) -> int | None:
     """Remove the one word without `=` (the number of ranks) from the overrides and return it as a number."""
     plain = [word for word in words if "=" not in word and not word.startswith("~")]
     if not plain:
@@ -75,21 +78,3 @@ def take_count(words: list[str], parser: argparse.ArgumentParser) -> int | None:
         parser.error(f"'{plain[-1]}' is neither a number of processes (1 or more, given once) nor key=value")
     words.remove(plain[0])
     return int(plain[0])
-
-
-def epilog(stage: str) -> str:
-    """The recipes there are, examples, and the exit codes."""
-    return "\n".join(
-        [
-            f"recipes (recipes/{stage}/; without recipe= it is {default_recipe(stage)}, from recipes/default.yaml):",
-            *(f"  {name:24} {summary}" for name, summary in recipe_summaries(stage).items()),
-            "",
-            "examples:",
-            f"  bash run_{stage}.sh 2",
-            f"  bash run_{stage}.sh 8 recipe={max(recipe_summaries(stage))} optim.lr=1e-5 trainer.experiment_name=low",
-            f"  NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 bash run_{stage}.sh 8 --restarts 3",
-            "",
-            "exit codes:",
-            *(f"  {code:8} {meaning}" for code, meaning in EXIT_CODES.items()),
-        ]
-    )

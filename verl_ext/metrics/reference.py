@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 
-from verl_ext.errors import exit_on_user_error
+from verl_ext.command_line import CommandParser, clean_exit
 from verl_ext.metrics.names import SECTIONS, Metric
+from verl_ext.tell import tell
 
 _INTRODUCTION = """# Metrics
 
@@ -33,17 +33,17 @@ def _table_rows(metrics: dict[str, Metric]) -> Iterator[str]:
         yield f"| `{name}` | {metric.unit} | {metric.meaning} | {metric.reduction} |"
 
 
+@clean_exit()
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m verl_ext.metrics.reference",
         description="Print the reference page of all metrics as Markdown.",
-        epilog="example: python -m verl_ext.metrics.reference > docs/metrics.md",
+        examples=["python -m verl_ext.metrics.reference > docs/metrics.md"],
     )
     parser.parse_args()
-    print(render_reference(), end="")
+    tell(render_reference().removesuffix("\n"))
 
 
 if __name__ == "__main__":
-    with exit_on_user_error():
-        main()
+    main()

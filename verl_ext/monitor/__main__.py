@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from verl_ext.errors import UserError, exit_on_user_error
-from verl_ext.monitor.plot.command import add_arguments, run
+from verl_ext.command_line import FAILURES, CommandParser, add_commands, clean_exit
+from verl_ext.errors import UserError
+from verl_ext.monitor.plot.command import add_plot, run
 from verl_ext.monitor.store.database import database_for
 from verl_ext.tell import tell
 
@@ -20,20 +21,29 @@ TOKEN = "VERL_EXT_MONITOR_TOKEN"
 PACKAGES = ("nicegui", "orjson", "numpy", "scipy", "yaml", "matplotlib")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The options."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m verl_ext.monitor",
         description="Show every run below a directory in a browser: live while it trains, and afterwards.",
+        examples=[
+            "python -m verl_ext.monitor",
+            "python -m verl_ext.monitor --root /shared/checkpoints --port 6010",
+            f"{TOKEN}=secret python -m verl_ext.monitor --host 0.0.0.0",
+            "python -m verl_ext.monitor plot checkpoints/rlvr_coding_model/sft_quickstart",
+        ],
+        exit_codes={"0": "ended by Ctrl-C or SIGTERM", "2": FAILURES["2"]},
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="other commands")
-    plot = commands.add_parser("plot", help="write the charts of one run as PNG files and one HTML page, and leave")
-    add_arguments(plot)
-    parser.add_argument("--root", type=Path, default=Path("checkpoints"), help="where runs lie (checkpoints)")
-    parser.add_argument("--port", type=int, default=6007, help="TCP port (6007)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
-    parser.add_argument("--token", help=f"word that visitors must bring; needed with another host (or set {TOKEN})")
-    parser.add_argument("--database", type=Path, help="the monitor's own SQLite file (in the user's cache)")
+    add_plot(add_commands(parser, required=False))
+    parser.add_argument("--root", type=Path, metavar="DIR", default=Path("checkpoints"), help="where runs lie")
+    parser.add_argument("--port", type=int, default=6007, help="TCP port")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 127.0.0.1 is this machine alone")
+    parser.add_argument(
+        "--token", metavar="WORD", help=f"word that visitors must bring; needed with another host (or set {TOKEN})"
+    )
+    parser.add_argument(
+        "--database", type=Path, metavar="FILE", help="the monitor's own SQLite file (default: in the user's cache)"
+    )
     return parser
 
 
@@ -46,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: with code 2 after bad input, which is explained on standard error.
     """
-    arguments = build_parser().parse_args(argv)
-    with exit_on_user_error():
+    with clean_exit():
+        arguments = build_parser().parse_args(argv)
         require_packages()
         if arguments.command == "plot":
             run(arguments)

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 
-from verl_ext.errors import exit_on_user_error
+from verl_ext.command_line import FAILURES, CommandParser, clean_exit, definitions
 from verl_ext.plan.options import OWN, read_words
 from verl_ext.tell import tell
 
+EXIT_CODES = {"0": "every plan fits", "1": "one does not fit", **FAILURES}
 
-def build_parser() -> argparse.ArgumentParser:
+
+def build_parser() -> CommandParser:
     """The options."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m verl_ext.plan",
         description="Predict memory and speed of a recipe on so many GPUs; nothing is started.",
-        epilog="The command's own words:\n"
-        + "\n".join(f"  {name:14}{meaning}" for name, meaning in OWN.items())
-        + "\n\nExit codes: 0 all plans fit, 1 one does not, 2 bad input. docs/plan.md explains the formulas.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=[
+            "python -m verl_ext.plan recipe=qwen2.5_coder_7b gpus=8 hardware=h100",
+            "python -m verl_ext.plan recipe=qwen2.5_coder_7b gpus=8,64,512 --markdown",
+            "python -m verl_ext.plan recipe=quickstart gpus=2 hardware=cpu mean_length=150 --largest",
+        ],
+        notes=f"the command's own words:\n{definitions(OWN)}\n\ndocs/plan.md explains the formulas.",
+        exit_codes=EXIT_CODES,
     )
     parser.add_argument(
         "words",
@@ -45,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 when all plans fit, else 1.
 
     Raises:
-        SystemExit: with code 2 after bad input, which is explained on standard error.
+        SystemExit: with code 2 after bad input and 75 after a stop, each explained on standard error.
     """
-    arguments = build_parser().parse_intermixed_args(argv)
-    with exit_on_user_error():
+    with clean_exit():
+        arguments = build_parser().parse_intermixed_args(argv)
         # here, as they take seconds: --help answers at once
         from verl_ext.plan.planning import plans_for
         from verl_ext.plan.report import as_dict, as_markdown, as_text

@@ -32,13 +32,13 @@ class Options:
 
 
 OWN = {
-    "gpus": "numbers of GPUs, such as 8 or 8,64,512 (default 8)",
-    "hardware": "h100 (default), h200, a100, or cpu for one core of a Xeon a rank",
-    "gpus_per_node": "GPUs that share a node (default 8)",
+    "gpus": "numbers of GPUs, such as 8 or 8,64,512 (default: 8)",
+    "hardware": "h100, h200, a100, or cpu for one core of a Xeon a rank (default: h100)",
+    "gpus_per_node": "GPUs that share a node (default: 8)",
     "stage": "sft or grpo, where recipes of both have the name (default: the first that has it)",
     "mfu": "share of the GPU's peak that compute reaches, in place of the assumption for the hardware",
     "mean_length": "tokens of a sample in the mean (default: the longest there can be)",
-    "learnt_share": "share of a sample's tokens that are in the loss (default 1)",
+    "learnt_share": "share of a sample's tokens that are in the loss (default: 1)",
 }
 
 

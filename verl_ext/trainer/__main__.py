@@ -12,6 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext.command_line import process_words
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
 from verl_ext.metrics.startup import process_start, startup
 from verl_ext.quick_imports import quick_imports
@@ -22,11 +23,12 @@ PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 def main() -> None:
     """Train the stage of the configuration; a `UserError` goes to the launcher, which prints it once."""
+    [path] = process_words("verl_ext.trainer", "Trains as one rank of torchrun.", "bash run_sft.sh 2", "config")
     die_with_launcher()
     end_at_once()
-    startup.go_on(Path(sys.argv[1]).parent)
+    startup.go_on(Path(path).parent)
     startup.mark("torchrun", process_start())
-    config = OmegaConf.load(sys.argv[1])
+    config = OmegaConf.load(path)
     OmegaConf.set_struct(config, True)
     try:
         train(config)

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from verl_ext.collective import on_every_rank, on_rank_zero
+from verl_ext.controller.block_importance import cheapest
 from verl_ext.controller.calibration import doubts
 from verl_ext.controller.environment import ModelEnvironment
-from verl_ext.controller.importance import cheapest
 from verl_ext.controller.latency_source import ModelledLatency
 from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.reward import RewardWeights

@@ -11,12 +11,12 @@ from omegaconf import DictConfig
 
 from verl_ext.collective import on_every_rank, on_rank_zero
 from verl_ext.controller.adapters.base import VLMAdapter
+from verl_ext.controller.block_importance import Importance, load_importance
 from verl_ext.controller.calibration import calibrate, deciding_ms
 from verl_ext.controller.checkpoints import load_weights
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.controlled import ControlledModel
 from verl_ext.controller.execution import Executor
-from verl_ext.controller.importance import Importance, load_importance
 from verl_ext.controller.latency_model import LATENCY_FILE
 from verl_ext.controller.latency_source import LatencySource, MeasuredLatency, ModelledLatency
 from verl_ext.controller.loading import fingerprint

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from verl_ext.checkpoint.command.run_directory import Commands, add_command, require_steps
+from verl_ext.checkpoint.command.run_directory import add_run_command, require_steps
 from verl_ext.checkpoint.command.text import format_table
 from verl_ext.checkpoint.layout import step_of
+from verl_ext.command_line import FAILURES, Commands
 from verl_ext.errors import UserError
 
 TEXT = (
@@ -17,11 +18,12 @@ TEXT = (
     "each is in memory at a time. Exits with 1 if anything differs, as diff does."
 )
 SHOWN = 20
+EXIT_CODES = {"0": "nothing differs", "1": "a tensor differs", **FAILURES}
 
 
 def register(commands: Commands) -> None:
     """Add the command."""
-    parser = add_command(commands, "diff", TEXT, run)
+    parser = add_run_command(commands, "diff", TEXT, run, more="600 750", exit_codes=EXIT_CODES)
     parser.usage = f"{parser.prog} RUN_DIR A B [options]"
     parser.add_argument("pair", nargs=2, metavar="A B", help="steps of the run, or global_step_N directories")
     parser.add_argument("--optimizer", action="store_true", help="compare the optimizer's state too")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from verl_ext.checkpoint.command.run_directory import Commands, add_command, newest_resumable, require_steps
+from verl_ext.checkpoint.command.run_directory import add_run_command, newest_resumable, require_steps
 from verl_ext.checkpoint.layout import step_of
+from verl_ext.command_line import Commands
 from verl_ext.errors import UserError
 
 TEXT = (
@@ -20,7 +21,7 @@ TEXT = (
 
 def register(commands: Commands) -> None:
     """Add the command."""
-    parser = add_command(commands, "export", TEXT, run)
+    parser = add_run_command(commands, "export", TEXT, run, more="--step 750 --output models/mine")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint (default: the newest complete one)")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="number type (default: bf16)")
     parser.add_argument("--max-shard-gib", type=_positive, default=5.0, metavar="G", help="of one file (default: 5)")

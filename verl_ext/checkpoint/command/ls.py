@@ -6,11 +6,12 @@ import argparse
 import json
 from typing import Any
 
-from verl_ext.checkpoint.command.run_directory import Commands, add_command, require_run_dir
+from verl_ext.checkpoint.command.run_directory import add_run_command, require_run_dir
 from verl_ext.checkpoint.command.settings import read_retention
 from verl_ext.checkpoint.command.survey import Entry, survey
 from verl_ext.checkpoint.command.text import format_table, human_bytes, local_time
 from verl_ext.checkpoint.retention import metric_of
+from verl_ext.command_line import Commands
 
 TEXT = (
     "List the checkpoints of a run. Shows for each, the newest first, its size, the number of ranks that wrote it, "
@@ -20,7 +21,7 @@ TEXT = (
 
 def register(commands: Commands) -> None:
     """Add the command."""
-    parser = add_command(commands, "ls", TEXT, run)
+    parser = add_run_command(commands, "ls", TEXT, run, more="")
     parser.add_argument("--json", action="store_true", help="print a JSON list for scripts")
 
 

@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from verl_ext.checkpoint.command.held import require_free
-from verl_ext.checkpoint.command.run_directory import Commands, add_command, require_run_dir, require_steps
+from verl_ext.checkpoint.command.run_directory import add_run_command, require_run_dir, require_steps
 from verl_ext.checkpoint.command.settings import read_retention
 from verl_ext.checkpoint.command.survey import current_step, size_on_disk
 from verl_ext.checkpoint.command.text import human_bytes
 from verl_ext.checkpoint.lock import exclusive
 from verl_ext.checkpoint.rotation import OPTIMIZER_FILES, Plan, carry_out, plan_rotation
+from verl_ext.command_line import FAILURES, Commands
 from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn
 
@@ -22,11 +23,12 @@ TEXT = (
     "Remove checkpoints of a run that is not training. Without --step, those that rotation by the run's config.yaml "
     "does not keep. Says first what goes and how much space that frees, and asks."
 )
+EXIT_CODES = {"0": "done", "1": "something that was to go is still there", **FAILURES}
 
 
 def register(commands: Commands) -> None:
     """Add the command."""
-    parser = add_command(commands, "prune", TEXT, run)
+    parser = add_run_command(commands, "prune", TEXT, run, more="--dry-run", exit_codes=EXIT_CODES)
     parser.add_argument("--step", type=int, nargs="+", metavar="N", help="the checkpoints of these steps, no others")
     parser.add_argument("--max-to-keep", type=int, metavar="K", help="in place of trainer.max_ckpt_to_keep")
     parser.add_argument("--keep-best", type=int, metavar="K", help="in place of trainer.checkpoint.keep_best")

@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from verl_ext.checkpoint.layout import list_steps, step_of
 from verl_ext.checkpoint.resume import find_checkpoint
 from verl_ext.checkpoint.rotation import find_leftovers
+from verl_ext.command_line import CommandParser, Commands, add_command
 from verl_ext.errors import UserError
 
-Commands = argparse._SubParsersAction  # argparse has no public name for what `add_subparsers` returns
 
-
-def add_command(
-    commands: Commands, name: str, text: str, run: Callable[[argparse.Namespace], int]
-) -> argparse.ArgumentParser:
+def add_run_command(
+    commands: Commands, name: str, text: str, run: Callable[[argparse.Namespace], int], *, more: str, **settings: Any
+) -> CommandParser:
     """Add a command with the argument RUN_DIR.
 
     Args:
@@ -24,11 +24,14 @@ def add_command(
         name: the word that the user types.
         text: what it does, in a sentence or two; the first sentence is its line in the list of commands.
         run: called with the arguments, returns the exit code.
+        more: what the example has behind the command and RUN_DIR.
+        settings: others of the parser.
 
     Returns:
         Its parser, for further arguments.
     """
-    parser = commands.add_parser(name, help=text.partition(". ")[0], description=text)
+    example = f"python -m verl_ext.checkpoint {name} checkpoints/rlvr_coding_model/sft_quickstart {more}".rstrip()
+    parser = add_command(commands, name, text, examples=[example], **settings)
     parser.usage = f"{parser.prog} RUN_DIR [options]"  # an option that takes several numbers would swallow RUN_DIR
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory that holds global_step_N directories")
     parser.set_defaults(run=run)

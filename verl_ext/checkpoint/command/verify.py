@@ -8,21 +8,23 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from verl_ext.checkpoint.command.run_directory import Commands, add_command, require_run_dir, require_steps
+from verl_ext.checkpoint.command.run_directory import add_run_command, require_run_dir, require_steps
 from verl_ext.checkpoint.command.text import human_bytes
 from verl_ext.checkpoint.layout import Manifest, list_steps, what_is_wrong
 from verl_ext.checkpoint.verify import damaged_files
+from verl_ext.command_line import FAILURES, Commands
 from verl_ext.errors import UserError
 
 TEXT = (
     "Compare every file of a run's checkpoints with its digest. Reads all of them or those of the steps named, lists "
     "the damaged files, and exits with 1 if a checkpoint is damaged or incomplete."
 )
+EXIT_CODES = {"0": "every checkpoint is complete", "1": "one is damaged or incomplete", **FAILURES}
 
 
 def register(commands: Commands) -> None:
     """Add the command."""
-    parser = add_command(commands, "verify", TEXT, run)
+    parser = add_run_command(commands, "verify", TEXT, run, more="--step 600 750", exit_codes=EXIT_CODES)
     parser.add_argument("--step", type=int, nargs="+", metavar="N", help="only the checkpoints of these steps")
 
 

@@ -17,7 +17,7 @@ from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME, add_split_argument
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.errors import UserError
 
-HELP = "turn JSONL or parquet conversations into train.parquet and val.parquet with a `messages` column"
+HELP = "Turn JSONL or parquet conversations into train.parquet and val.parquet with a `messages` column."
 EXAMPLE = "chat --input mine.jsonl --exclude data/quickstart/problems.jsonl --output data/mine"
 VERSION = 1
 
@@ -25,10 +25,10 @@ VERSION = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `chat`."""
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="*.parquet, or JSONL of any name")
-    parser.add_argument("--messages-key", metavar="COLUMN", help="column of role/content lists (found by itself)")
-    parser.add_argument("--prompt-key", metavar="COLUMN", help="column of the user's text (found by itself)")
-    parser.add_argument("--response-key", metavar="COLUMN", help="column of the answer's text (found by itself)")
-    parser.add_argument("--id-key", default="problem_id", metavar="COLUMN", help="column of ids (default problem_id)")
+    parser.add_argument("--messages-key", metavar="COLUMN", help="column of role/content lists (default: found)")
+    parser.add_argument("--prompt-key", metavar="COLUMN", help="column of the user's text (default: found)")
+    parser.add_argument("--response-key", metavar="COLUMN", help="column of the answer's text (default: found)")
+    parser.add_argument("--id-key", default="problem_id", metavar="COLUMN", help="column of ids")
     parser.add_argument("--exclude", metavar="FILE", help="ids to leave out: one a line, or JSONL with --id-key")
     parser.add_argument("--skip-bad", action="store_true", help="count malformed rows instead of stopping")
     parser.add_argument("--tokenizer", metavar="DIR", help="measure lengths in this tokenizer's tokens")

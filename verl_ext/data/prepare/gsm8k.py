@@ -13,7 +13,7 @@ from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.errors import UserError
 
-HELP = "turn GSM8K into train.parquet (its train split) and val.parquet (its test split)"
+HELP = "Turn GSM8K into train.parquet (its train split) and val.parquet (its test split)."
 EXAMPLE = "gsm8k --source openai/gsm8k --style think --output data/gsm8k"
 VERSION = 2
 STYLES = ("plain", "think")
@@ -32,21 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source",
         default="openai/gsm8k",
-        help="directory with train.jsonl and test.jsonl, or a `datasets` name (default openai/gsm8k)",
+        help="directory with train.jsonl and test.jsonl, or a `datasets` name",
     )
-    parser.add_argument("--config", default="main", help="configuration of a `datasets` name (default main)")
+    parser.add_argument("--config", default="main", help="configuration of a `datasets` name")
     parser.add_argument(
         "--style",
         choices=STYLES,
         default="plain",
-        help="plain: the solution, then '#### number' (default); "
+        help="plain: the solution, then '#### number'; "
         "think: the solution in <think>, the number in <answer>, and a prompt that asks for it",
     )
     parser.add_argument(
         "--task",
         choices=TASKS,
         default="sft",
-        help="sft: chats with the solution (default); rl: prompts with the number, in verl's RL format",
+        help="sft: chats with the solution; rl: prompts with the number, in verl's RL format",
     )
 
 

@@ -10,11 +10,12 @@ from eval_pipeline.problems.dataset import FORMATS, load_problems
 from eval_pipeline.problems.problem import FunctionTests, Problem, ProgramTests, Tests
 from eval_pipeline.problems.source import DatasetSource
 from eval_pipeline.problems.verl_rl import ground_truth_of
+from verl_ext.command_line import WholeNumber
 from verl_ext.data.prepare.files import Row, write_parquet
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.errors import UserError
 
-HELP = "turn problems in a format of the evaluation (MBPP, CodeContests, HumanEval, GSM8K) into prompts for GRPO"
+HELP = "Turn problems in a format of the evaluation (MBPP, CodeContests, HumanEval, GSM8K) into prompts for GRPO."
 EXAMPLE = "problems --format mbpp --source google-research-datasets/mbpp --subset full --split train --output data/mbpp"
 VERSION = 1
 PROMPTS_NAME = "prompts.parquet"
@@ -24,12 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `problems`."""
     parser.add_argument("--format", required=True, choices=sorted(FORMATS), help="see docs/evaluation.md")
     parser.add_argument("--source", required=True, help="a local file or directory, or a name for `datasets`")
-    parser.add_argument("--subset", help="configuration of a data set from the hub")
-    parser.add_argument("--split", help="of a data set that has splits")
-    parser.add_argument("--skip", type=int, default=0, help="leave out this many problems at the top (default 0)")
-    parser.add_argument("--limit", type=int, help="take this many problems behind them (default all)")
+    parser.add_argument("--subset", metavar="NAME", help="configuration of a data set from the hub")
+    parser.add_argument("--split", metavar="NAME", help="of a data set that has splits")
+    parser.add_argument("--skip", type=WholeNumber(0), default=0, help="leave out this many problems at the top")
+    parser.add_argument("--limit", type=WholeNumber(), help="take this many problems behind them (default: all)")
     parser.add_argument(
-        "--max-tests", type=int, default=16, help="tests of each problem, from the top (default 16): each is run anew"
+        "--max-tests", type=WholeNumber(), default=16, help="tests of each problem, from the top; each is run anew"
     )
 
 
@@ -39,10 +40,6 @@ def run(arguments: argparse.Namespace) -> Prepared:
     Raises:
         UserError: the problems cannot be loaded.
     """
-    if arguments.max_tests < 1:
-        raise UserError(f"--max-tests is {arguments.max_tests}; it must be at least 1")
-    if arguments.skip < 0:
-        raise UserError(f"--skip is {arguments.skip}; it must not be below 0")
     name = f"{arguments.format}/{arguments.split}" if arguments.split else arguments.format
     read = None if arguments.limit is None else arguments.skip + arguments.limit
     source = DatasetSource(name, arguments.format, arguments.source, arguments.split, arguments.subset, read)

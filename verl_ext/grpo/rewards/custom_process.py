@@ -17,17 +17,26 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from verl_ext.command_line import process_words
+
 SIZE = struct.Struct(">I")
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
 def main() -> None:
     """Load the function, say so, then serve calls until the input ends."""
+    path, name = process_words(
+        "verl_ext.grpo.rewards.custom_process",
+        "Runs a reward function of the user's own.",
+        "bash run_grpo.sh 2 'reward.functions=[mine.py:reward]'",
+        "file",
+        "function",
+    )
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
-        function = load_function(sys.argv[1], sys.argv[2])
+        function = load_function(path, name)
     except BaseException as error:
         _reply(output, (None, _describe(error)))
         return

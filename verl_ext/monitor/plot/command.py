@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_ext.command_line import Commands, add_command
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE
 from verl_ext.metrics.run_file import RUN_FILE
@@ -20,11 +21,19 @@ if TYPE_CHECKING:
 PAGE_FILE = "charts.html"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options."""
-    parser.add_argument("run_dir", type=Path, help="checkpoints/<project>/<experiment>")
-    parser.add_argument("--output", type=Path, default=Path("plots"), help="directory that the files go to (plots)")
-    parser.add_argument("--smoothing", type=float, default=0.6, help="from 0, none, to below 1 (0.6)")
+def add_plot(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_command(
+        commands,
+        "plot",
+        "Write the charts of one run as PNG files and one HTML page.",
+        examples=["python -m verl_ext.monitor plot checkpoints/rlvr_coding_model/sft_quickstart --output plots"],
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="checkpoints/<project>/<experiment>")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", default=Path("plots"), help="directory that the files go to"
+    )
+    parser.add_argument("--smoothing", type=float, default=0.6, metavar="X", help="from 0, none, to below 1")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from verl_ext.command_line import WholeNumber
 from verl_ext.data.prepare.files import staging_directory, write_jsonl, write_parquet
 from verl_ext.data.prepare.quickstart.problems import to_problem, to_prompt
 from verl_ext.data.prepare.quickstart.sampling import Dataset, sample_dataset
 from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME
 from verl_ext.data.prepare.stamp import Prepared
 
-HELP = "make a toy instruction-to-code task, its held-out problems and a 2M-parameter model to train on it"
+HELP = "Make a toy instruction-to-code task, its held-out problems and a 2M-parameter model to train on it."
 EXAMPLE = "quickstart --output data/quickstart"
 VERSION = 2
 PROBLEMS_NAME = "problems.jsonl"
@@ -20,26 +21,15 @@ MODEL_NAME = "model"
 MIN_SAMPLES, MAX_SAMPLES = 500, 200_000
 
 
-def sample_count(text: str) -> int:
-    """Parse the number of samples.
-
-    Raises:
-        argparse.ArgumentTypeError: it is no whole number in the allowed range.
-    """
-    if not (text.isdecimal() and MIN_SAMPLES <= int(text) <= MAX_SAMPLES):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {MIN_SAMPLES} to {MAX_SAMPLES}")
-    return int(text)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `quickstart`."""
     parser.add_argument(
         "--samples",
-        type=sample_count,
+        type=WholeNumber(MIN_SAMPLES, MAX_SAMPLES),
         default=12_000,
-        help=f"training samples, {MIN_SAMPLES} to {MAX_SAMPLES} (default 12000); 2 %% more are for validation",
+        help=f"training samples, {MIN_SAMPLES} to {MAX_SAMPLES}; 2 %% more are for validation",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the data and of the weights (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the data and of the weights")
 
 
 def run(arguments: argparse.Namespace) -> Prepared:

@@ -11,7 +11,7 @@ from verl_ext.data.prepare.files import staging_directory, write_parquet
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.data.prepare.vqa.cards import QUESTIONS, Row, draw_card, rows_of_card
 
-HELP = "make cards with questions about them, and a 1.7M-parameter vision-language model to learn to answer them"
+HELP = "Make cards with questions about them, and a 1.7M-parameter vision-language model to learn to answer them."
 EXAMPLE = "vqa --output data/vqa"
 VERSION = 2
 MODEL_NAME = "model"
@@ -27,7 +27,7 @@ NUM_LESSONS, NUM_QUESTIONS, NUM_VAL = 4000, 512, 300
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `vqa`."""
-    parser.add_argument("--seed", type=int, default=0, help="seed of the cards and of the weights (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the cards and of the weights")
 
 
 def run(arguments: argparse.Namespace) -> Prepared:

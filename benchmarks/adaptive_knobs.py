@@ -1,0 +1,137 @@
+"""What `benchmarks.adaptive` measures: a model's knobs, each turned alone."""
+
+from __future__ import annotations
+
+import io
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+from verl_ext.controller.adapters.base import VLMAdapter
+from verl_ext.controller.calibration import deciding_ms
+from verl_ext.controller.configuration import Configuration, ConfigurationSpace
+from verl_ext.controller.execution import Executor
+from verl_ext.controller.latency import Latency, LatencyMeter
+from verl_ext.controller.loading import default_device, load_adapter
+from verl_ext.data.prepare.vqa.cards import SIDE
+from verl_ext.data.prepare.vqa.model import build_processor
+from verl_ext.data.questions import ImageQuestion
+from verl_ext.progress import progress_bar
+
+QUESTION = "Sum of the digits?"
+HIDDEN = 256
+"""Width of the controller, as recipes have it unless they say otherwise."""
+Run = tuple[str, str, Configuration, bool]
+"""Knob, its value, the configuration, and whether the model runs exactly as it was released."""
+
+
+def made_model(directory: Path) -> str:
+    """A model of random weights with its processor."""
+    processor = build_processor()
+    ids = processor.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"])
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
+    text = {"vocab_size": len(processor.tokenizer), "hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
+    text |= {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "moe_intermediate_size": 128}
+    text |= {"num_experts": 16, "num_experts_per_tok": 8, "max_position_embeddings": 4096}
+    text |= {"rope_scaling": {"rope_type": "default", "mrope_section": [8, 4, 4], "mrope_interleaved": True}}
+    vision = {"depth": 4, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "out_hidden_size": 256}
+    vision |= {"patch_size": 8, "temporal_patch_size": 1, "num_position_embeddings": 324}
+    vision |= {"deepstack_visual_indexes": [0]}
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, **dict(zip(names, ids)))
+    torch.manual_seed(0)
+    Qwen3VLMoeForConditionalGeneration(config).save_pretrained(directory)
+    processor.save_pretrained(directory)
+    return str(directory)
+
+
+def runs_of(space: ConfigurationSpace) -> Iterator[Run]:
+    """The model as it was released, and each knob turned alone, the dearest setting first."""
+    everything = [True] * space.num_blocks
+    yield "model", "as released", space.full, True
+    for tier in reversed(range(len(space.tiers))):
+        yield "tier", space.tiers[tier], space.configuration(tier, everything), False
+    for count in range(space.num_blocks, 0, -1):
+        blocks = [block < count for block in range(space.num_blocks)]
+        yield "blocks", str(count), space.configuration(len(space.tiers) - 1, blocks), False
+    for topk in reversed(space.topk_choices):
+        yield "top-k", str(topk), space.configuration(len(space.tiers) - 1, everything, topk), False
+
+
+class Bench:
+    """Runs configurations of a model on one picture."""
+
+    def __init__(self, adapter: VLMAdapter, new_tokens: int) -> None:
+        self.adapter, self._new_tokens = adapter, new_tokens
+        pixels = np.random.default_rng(0).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
+        scale = max(1, round(max(adapter.tier_sizes) ** 0.5 / SIDE)) if adapter.unit == "pixels" else 1
+        self._picture = Image.fromarray(pixels).resize((scale * SIDE, scale * SIDE))
+        self._inputs = [adapter.inputs(self._picture, QUESTION, tier) for tier in range(len(adapter.tier_sizes))]
+
+    def run(self, configuration: Configuration, exact: bool) -> Latency:
+        """How long one run takes."""
+        with self.adapter.configured(configuration, exact=exact), LatencyMeter(self.adapter) as meter:
+            self.adapter.generate(self._inputs[configuration.tier], self._new_tokens, [])
+        return meter.latency
+
+    def deciding_ms(self, space: ConfigurationSpace, rounds: int) -> float:
+        """How long a controller of the usual width takes, the median over rounds."""
+        encoded = io.BytesIO()
+        self._picture.save(encoded, "png")
+        questions = [ImageQuestion(str(number), encoded.getvalue(), QUESTION, ("0",)) for number in range(rounds)]
+        return deciding_ms(Executor(self.adapter, self._new_tokens), space, questions, HIDDEN)
+
+    def flops(self, configuration: Configuration, exact: bool) -> int:
+        """Of one run."""
+        with self.adapter.configured(configuration, exact=exact), FlopCounterMode(display=False) as counter:
+            self.adapter.generate(self._inputs[configuration.tier], self._new_tokens, [])
+        return counter.get_total_flops()
+
+
+def measure(bench: Bench, space: ConfigurationSpace, rounds: int) -> list[dict[str, Any]]:
+    """A row for each run of `runs_of`."""
+    runs = list(runs_of(space))
+    found: list[list[Latency]] = [[] for _ in runs]
+    for number in progress_bar(range(rounds + 1), desc="measuring", unit="rounds"):
+        for place in sorted(range(len(runs)), reverse=number % 2 == 1):
+            latency = bench.run(*runs[place][2:])
+            if number:  # the first round is for warming up
+                found[place].append(latency)
+    counting = progress_bar(runs, desc="counting FLOPs", unit="runs")
+    rows = [row_of(run, latencies, bench.flops(*run[2:])) for run, latencies in zip(counting, found)]
+    for row in rows:
+        row["ms_ratio"] = row["total_ms"] / rows[0]["total_ms"]
+        row["flops_ratio"] = row["gflops"] / rows[0]["gflops"]
+    return rows
+
+
+def row_of(run: Run, latencies: list[Latency], flops: int) -> dict[str, Any]:
+    """The medians of one run."""
+    parts = ("vision_ms", "prefill_ms", "decode_ms", "total_ms")
+    medians = {part: statistics.median(getattr(latency, part) for latency in latencies) for part in parts}
+    return {"knob": run[0], "value": run[1], **medians, "gflops": flops / 1e9}
+
+
+def figures_of(
+    model: str | None, tier_sizes: list[int], topk_choices: list[int], new_tokens: int, rounds: int
+) -> dict[str, Any]:
+    """All of the run; one of random weights is made where no `model` is named."""
+    device, dtype = default_device()
+    with tempfile.TemporaryDirectory() as name:
+        adapter = load_adapter(model or made_model(Path(name)), tier_sizes, device=device, dtype=dtype)
+    space = adapter.space(1, len(adapter.blocks), topk_choices)
+    bench = Bench(adapter, new_tokens)
+    rows = measure(bench, space, rounds)
+    return {
+        "model": model or "random",
+        "threads": torch.get_num_threads(),
+        "deciding_ms": bench.deciding_ms(space, rounds),
+        "rows": rows,
+    }

@@ -1,0 +1,39 @@
+"""What the benchmarks' command lines have in common."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.about import about
+from verl_ext.command_line import CommandParser, output_file
+from verl_ext.tell import tell
+
+
+def bench_parser(
+    name: str, doc: str | None, *examples: str, launcher: str = "python", **settings: Any
+) -> CommandParser:
+    """The parser of a benchmark, with `--output`.
+
+    Args:
+        name: of its module.
+        doc: of its module: what it measures.
+        examples: arguments of typical runs.
+        launcher: what starts it.
+        settings: others of the parser.
+    """
+    typed = f"{launcher} -m benchmarks.{name}"
+    lines = [f"{typed} {example}".rstrip() for example in examples]
+    parser = CommandParser(prog=typed, description=doc or "", examples=lines, **settings)
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="write the figures to this JSON file")
+    return parser
+
+
+def write_figures(figures: dict[str, Any], path: Path | None) -> None:
+    """Write the figures, with when and on what machine they were made, where the command line says, and tell it."""
+    if path is not None:
+        head = about("torch", "transformers")
+        versions = {**head["versions"], **figures.get("versions", {})}
+        path.write_text(json.dumps({**head, **figures, "versions": versions}, indent=1) + "\n")
+        tell(f"wrote {path}")

@@ -1,0 +1,31 @@
+"""One side of a benchmark, as a process or a rank of torchrun: `python -m benchmarks.side NAME WORD ...`.
+
+The benchmarks start it, each side with a file that says what to do.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from verl_ext.command_line import CommandParser, clean_exit
+
+SIDES = ("grpo_peer", "plan_rank", "sft_bare", "sft_peer", "sft_stock")
+"""Modules with a function `main(words)`."""
+
+
+@clean_exit()
+def main() -> None:
+    """Import the side, which may need packages that only its own start has, and run it."""
+    parser = CommandParser(
+        prog="python -m benchmarks.side",
+        description=__doc__ or "",
+        examples=["python -m benchmarks.sft --quick", "python -m benchmarks.side sft_bare job.json"],
+    )
+    parser.add_argument("name", choices=SIDES, metavar="NAME", help=", ".join(SIDES))
+    parser.add_argument("words", nargs="+", metavar="WORD", help="what the side is told, mostly a job's file")
+    arguments = parser.parse_args()
+    importlib.import_module(f"benchmarks.{arguments.name}").main(arguments.words)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Every command tells what it does, with an example, before anything heavy is imported; all of them look alike."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from verl_ext.command_line import CommandParser, Number, WholeNumber, output_file
+from verl_ext.errors import UserError
+
+FOLDERS = ("verl_ext", "eval_pipeline", "benchmarks", "tests")
+SCRIPTS = ("run_sft.sh", "run_grpo.sh", "eval_pipeline/run.sh", "tests/run.sh", "benchmarks/run.sh")
+HEAVY = re.compile(r"\| +(torch|transformers|vllm|pandas|pyarrow)$", re.MULTILINE)
+
+
+def modules_with_a_main() -> list[str]:
+    """All that `python -m` runs, but for what integration tests start."""
+    paths = [path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    paths = [path for path in paths if path.parts[:2] != ("tests", "integration")]
+    mains = [path for path in paths if re.search(r'^if __name__ == "__main__":', (ROOT / path).read_text(), re.M)]
+    return sorted(".".join(path.with_suffix("").parts).removesuffix(".__main__") for path in mains)
+
+
+def help_of(words: list[str]) -> str:
+    """What --help prints; it ends well, and imports nothing that takes seconds."""
+    command = [sys.executable, "-X", "importtime", "-m", *words, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not HEAVY.search(done.stderr) and "Traceback" not in done.stderr
+    return done.stdout
+
+
+def check_form(text: str) -> None:
+    assert text.startswith("usage: ")
+    assert re.search(r"^examples:\n  .*(python3? |bash |torchrun )", text, re.M)
+    assert re.search(r"^exit codes:\n  0 ", text, re.M)
+
+
+def test_the_modules_are_found() -> None:
+    assert {"verl_ext.launch", "eval_pipeline", "benchmarks.sft", "verl_ext.metrics.reference"} <= {
+        *modules_with_a_main()
+    }
+
+
+@pytest.mark.parametrize("module", [name for name in modules_with_a_main() if name != "benchmarks.judge_peers"])
+def test_every_command_has_help_with_an_example(module: str) -> None:
+    text = help_of([module])
+    check_form(text)
+    _, _, commands = text.partition("\ncommands:\n")
+    for name in re.findall(r"^    ([a-z0-9]+)(?:  |$)", commands.partition("examples:")[0], re.M):
+        subtext = help_of([module, name])
+        check_form(subtext)
+        assert subtext.startswith(f"usage: python -m {module} {name} ")
+
+
+def test_the_helper_of_another_python_tells_who_starts_it() -> None:
+    assert "examples:\n  python -m benchmarks.judge" in help_of(["benchmarks.judge_peers"])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_has_help_and_makes_no_environment_for_it(script: str, tmp_path: Path) -> None:
+    # an interpreter that is none: only what needs packages would call it
+    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "VERL_EXT_PYTHON": str(tmp_path / "none")}
+    done = subprocess.run(["bash", ROOT / script, "--help"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    check_form(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("verl_ext.launch", ["sft", "--foo"]),
+        ("verl_ext.plan", ["--foo"]),
+        ("verl_ext.health", ["--foo"]),
+        ("verl_ext.monitor", ["--port", "many"]),
+        ("verl_ext.checkpoint", []),
+        ("verl_ext.checkpoint", ["ls"]),
+        ("verl_ext.data.prepare", ["quickstart", "--output", "x", "--samples", "-1"]),
+        ("verl_ext.controller.calibrate", []),
+        ("verl_ext.trainer", []),
+        ("eval_pipeline", ["watch", "x", "--foo"]),
+        ("eval_pipeline", ["run", "--limit", "0"]),
+        ("benchmarks.sft", ["--rounds", "0"]),
+    ],
+)
+def test_a_mistyped_word_is_one_sentence_that_names_the_help(module: str, words: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", module, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch(r"error: .*; see `.* --help`\n", done.stderr)
+
+
+def test_a_python_without_the_packages_is_told_which_one_has_them() -> None:
+    command = [sys.executable, "-S", "-m", "verl_ext.plan", "recipe=quickstart"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert re.fullmatch(r"error: .* has no package \w+; use .venv/bin/python, .*\n", done.stderr)
+
+
+@pytest.mark.parametrize("text", ["0", "1.5", "-3", "", "nan", "1e99", "٣", "11", "--"])
+def test_a_whole_number_out_of_its_bounds_is_refused(text: str) -> None:
+    parser = CommandParser(prog="x", description="", examples=[])
+    parser.add_argument("--n", type=WholeNumber(1, 10))
+    assert parser.parse_args(["--n", "10"]).n == 10
+    with pytest.raises(UserError, match="; see `x --help`"):
+        parser.parse_args(["--n", text])
+
+
+@pytest.mark.parametrize("text", ["0", "1", "nan", "inf", "-1", "1e99", "half", ""])
+def test_a_number_out_of_its_bounds_is_refused(text: str) -> None:
+    parser = CommandParser(prog="x", description="", examples=[])
+    parser.add_argument("--x", type=Number(0, 1))
+    assert parser.parse_args(["--x", "0.5"]).x == 0.5
+    with pytest.raises(UserError, match="is not a number between 0 and 1; see `x --help`"):
+        parser.parse_args(["--x", text])
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    parser = CommandParser(prog="x", description="", examples=[])
+    parser.add_argument("--output", type=output_file)
+    assert parser.parse_args(["--output", str(tmp_path / "new.json")]).output == tmp_path / "new.json"
+    with pytest.raises(UserError, match="is a directory; name a file"):
+        parser.parse_args(["--output", str(tmp_path)])
+    with pytest.raises(UserError, match="cannot be written"):
+        parser.parse_args(["--output", str(tmp_path / "nowhere/new.json")])
+
+
+def test_help_tells_defaults_and_fills_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    text = "One line.\n\nAnother\nparagraph.\n\n  kept\n  as it is"
+    parser = CommandParser(prog="x", description=text, examples=["x --n 3"], exit_codes={"0": "done"})
+    parser.add_argument("--n", type=WholeNumber(), default=3, help="how many")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2], help="of each")
+    parser.add_argument("--on", action="store_true", help="a switch")
+    shown = parser.format_help()
+    assert "--n N " in shown and "how many (default: 3)" in shown and "of each (default: 1 2)" in shown
+    assert "a switch\n" in shown and "\n\nAnother paragraph.\n\n  kept\n  as it is\n\n" in shown
+    assert shown.endswith("examples:\n  x --n 3\n\nexit codes:\n  0  done\n")
+    assert max(map(len, shown.splitlines())) <= 110

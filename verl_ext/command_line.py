@@ -1,0 +1,243 @@
+"""One manner for every command: help with examples, mistakes in one sentence, an orderly end at Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import signal
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UserError, exit_on_user_error
+from verl_ext.tell import tell
+
+FAILURES = {"2": "bad input; the message says how to mend it", "75": "stopped by a signal, such as that of Ctrl-C"}
+EXIT_CODES = {"0": "done", **FAILURES}
+"""Of a command that has no others to tell of."""
+WIDTH = 110
+"""Most characters of a line of help."""
+Commands = "argparse._SubParsersAction[CommandParser]"
+
+
+class StopRequested(BaseException):
+    """The command was asked to stop; no `Exception`, so that nothing on the way takes it for a failure."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+
+
+@dataclass(frozen=True)
+class WholeNumber:
+    """The type of an argument that is a whole number.
+
+    Attributes:
+        least: the smallest that is taken.
+        most: the largest, None for any.
+    """
+
+    least: int = 1
+    most: int | None = None
+
+    def __call__(self, text: str) -> int:
+        """The number that was typed; argparse tells of an `ArgumentTypeError`."""
+        value = int(text) if text.isascii() and text.removeprefix("-").isdigit() else None
+        if value is None or value < self.least or (self.most is not None and value > self.most):
+            bounds = f"of {self.least} or more" if self.most is None else f"from {self.least} to {self.most}"
+            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number {bounds}")
+        return value
+
+
+@dataclass(frozen=True)
+class Number:
+    """The type of an argument that is a number above one bound and below another.
+
+    Attributes:
+        above: what it must be more than.
+        below: what it must be less than.
+    """
+
+    above: float = 0.0
+    below: float = math.inf
+
+    def __call__(self, text: str) -> float:
+        """The number that was typed; argparse tells of an `ArgumentTypeError`."""
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not self.above < value < self.below:
+            bounds = f"above {self.above:g}" if self.below == math.inf else f"between {self.above:g} and {self.below:g}"
+            raise argparse.ArgumentTypeError(f"'{text}' is not a number {bounds}")
+        return value
+
+
+def output_file(text: str) -> Path:
+    """The type of an argument that names a file to write; what cannot be written is refused before the work is done."""
+    path = Path(text).expanduser()
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"'{text}' is a directory; name a file")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"'{text}' cannot be written; name a file in a directory that is there")
+    return path
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose help has examples and exit codes, and whose errors are told as all others are.
+
+    Args:
+        prog: the command as it is typed, up to its arguments.
+        description: what it does, in paragraphs.
+        examples: whole commands, at least one.
+        notes: further paragraphs behind the examples; one with an indented line is left as it is.
+        exit_codes: what each means, where there are more than `EXIT_CODES`.
+        settings: others of argparse.
+    """
+
+    def __init__(
+        self,
+        *,
+        prog: str,
+        description: str,
+        examples: Sequence[str],
+        notes: str = "",
+        exit_codes: Mapping[str, str] = EXIT_CODES,
+        **settings: Any,
+    ) -> None:
+        parts = ["\n".join(["examples:", *(f"  {example}" for example in examples)]), notes.strip()]
+        parts.append(f"exit codes:\n{definitions(exit_codes)}")
+        settings |= {"epilog": "\n\n".join(filter(None, parts)), "formatter_class": _HelpFormatter}
+        super().__init__(prog=prog, description=description, allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Tell what is wrong with the words that were typed.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(f"{message}; see `{self.prog} --help`")
+
+
+def process_words(module: str, text: str, started_by: str, *names: str) -> list[str]:
+    """What a process was given that another command starts; somebody who types it is told so by --help.
+
+    Args:
+        module: its own.
+        text: what it does.
+        started_by: a command that somebody types.
+        names: of its words.
+
+    Raises:
+        SystemExit: after --help, and with code 2 where words are missing.
+    """
+    description = f"{text} Other commands start this process; it is not to be typed."
+    parser = CommandParser(prog=f"python -m {module}", description=description, examples=[started_by])
+    for name in names:
+        parser.add_argument(name, metavar=name.upper())
+    with exit_on_user_error():
+        return list(vars(parser.parse_args()).values())
+
+
+def add_commands(parser: CommandParser, *, required: bool = True) -> Commands:
+    """What `add_command` adds to; the command that was typed is the argument `command`."""
+    return parser.add_subparsers(
+        dest="command", required=required, metavar="COMMAND", title="commands", description="each has --help"
+    )
+
+
+def add_command(commands: Commands, name: str, text: str, **settings: Any) -> CommandParser:
+    """Add a command.
+
+    Args:
+        commands: from `add_commands`.
+        name: the word that is typed.
+        text: what it does; the first sentence is its line in the list of commands.
+        settings: those of `CommandParser`, at least `examples`.
+    """
+    summary = text.partition(". ")[0].rstrip(".")
+    return commands.add_parser(name, help=summary[0].lower() + summary[1:], description=text, **settings)
+
+
+def definitions(rows: Mapping[str, str]) -> str:
+    """Words and their meanings, two columns."""
+    indent = max(map(len, rows)) + 4
+    return "\n".join(
+        textwrap.fill(meaning, _width(), initial_indent=f"  {word}".ljust(indent), subsequent_indent=" " * indent)
+        for word, meaning in rows.items()
+    )
+
+
+@contextmanager
+def clean_exit(typed_again: str = "begins anew") -> Iterator[None]:
+    """What a command's `main` runs inside: neither bad input nor a request to stop leaves a traceback.
+
+    Args:
+        typed_again: what the same command does after a stop.
+
+    Raises:
+        SystemExit: 2 after a `UserError`, 75 after a stop signal.
+    """
+    with exit_on_user_error():
+        try:
+            with stop_on_signals():
+                yield
+        except StopRequested as stop:
+            tell(f"Stopped by {stop}; the same command {typed_again}.", sys.stderr)
+            raise SystemExit(STOPPED_EXIT_CODE) from None
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[None]:
+    """Within the block, the first stop signal raises `StopRequested`; a second one kills as usual."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for name in listened:
+            signal.signal(name, signal.SIG_DFL)
+        raise StopRequested(number)
+
+    # what whoever started us ignores, as nohup does, stays ignored
+    listened = [name for name in STOP_SIGNALS if signal.getsignal(name) is not signal.SIG_IGN]
+    before = {name: signal.signal(name, stop) for name in listened}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Fills paragraphs, leaves indented ones alone, and tells every default."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=_width())
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        blocks = text.strip().split("\n\n")
+        return "\n\n".join(block if "\n " in f"\n{block}" else textwrap.fill(block, width) for block in blocks)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if not action.option_strings or _is_empty(default) or "default" in text:
+            return text
+        shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else "%(default)s"
+        return f"{text} (default: {shown})"
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        if action.type is int or isinstance(action.type, WholeNumber):
+            return "N"
+        return "X" if isinstance(action.type, Number) else action.dest.upper()
+
+
+def _is_empty(default: object) -> bool:
+    return default is None or default is False or default == [] or default is argparse.SUPPRESS
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size().columns, WIDTH)
