@@ -19,6 +19,7 @@ from verl_ext.controller.latency_model import LATENCY_FILE
 from verl_ext.controller.latency_source import ModelledLatency
 from verl_ext.controller.loading import default_device
 from verl_ext.controller.network import BudgetController
+from verl_ext.own_code import OwnCode
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -53,18 +54,21 @@ class Subject:
         return any(self.adapter.routed(mixture) for mixture in mixtures if mixture is not None)
 
 
-def load_subject(source: ControllerSource, config: Mapping[str, Any], vlm: str | None) -> Subject:
+def load_subject(
+    source: ControllerSource, config: Mapping[str, Any], vlm: str | None, own_adapter: OwnCode | None = None
+) -> Subject:
     """Load a controller and its model.
 
     Args:
         source: of the controller.
         config: of its run; empty without a run.
         vlm: where the model is by now; None where it was.
+        own_adapter: see `ControlledModel.load`.
 
     Raises:
         UserError: one cannot be loaded, or they do not belong together.
     """
-    model, controller, controlled = load_model(source, config, vlm)
+    model, controller, controlled = load_model(source, config, vlm, own_adapter=own_adapter)
     file = config.get("controller", {}).get("importance_file")
     adapter = model.executor.adapter
     importance = None if file is None else load_importance(Path(file).expanduser(), adapter)
@@ -73,7 +77,11 @@ def load_subject(source: ControllerSource, config: Mapping[str, Any], vlm: str |
 
 
 def load_model(
-    source: ControllerSource, config: Mapping[str, Any], vlm: str | None, device: str | None = None
+    source: ControllerSource,
+    config: Mapping[str, Any],
+    vlm: str | None,
+    device: str | None = None,
+    own_adapter: OwnCode | None = None,
 ) -> tuple[AdaptiveModel, BudgetController, ControlledModel]:
     """Load a controller and its model, without what only a comparison needs.
 
@@ -82,6 +90,7 @@ def load_model(
         config: of its run; empty without a run.
         vlm: where the model is by now; None where it was.
         device: cpu or cuda; None for a GPU if there is one.
+        own_adapter: see `ControlledModel.load`.
 
     Raises:
         UserError: one cannot be loaded, or they do not belong together.
@@ -89,7 +98,7 @@ def load_model(
     controller, controlled = load_controller(source.export, vlm)
     usual, dtype = default_device()
     dtype = DTYPES.get(config.get("controller", {}).get("dtype"), dtype)
-    executor = controlled.executor(usual if device is None else device, dtype)
+    executor = controlled.executor(usual if device is None else device, dtype, own_adapter)
     return AdaptiveModel(executor, controller), controller, controlled
 
 

@@ -62,6 +62,7 @@ def register(commands: Commands) -> None:
         help="as measured, or by the run's latency model, which gives the same each time (default: measured)",
     )
     parser.add_argument("--vlm", metavar="PATH", help="the vision-language model (default: where training had it)")
+    parser.add_argument("--adapter", metavar="PLACE:CLASS", help="an adapter of your own, where training had one")
     parser.add_argument("--output", type=output_path, metavar="DIR", help="where the files go (default: see below)")
     parser.add_argument("--no-wandb", action="store_true", help="send nothing to W&B")
 
@@ -83,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare."""
     from eval_pipeline.adaptive.evaluate import Settings, evaluate
     from eval_pipeline.adaptive.source import find_controller
+    from verl_ext.own_code import OwnCode
 
     source = find_controller(arguments.checkpoint)
     settings = Settings(
@@ -97,6 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         latency=arguments.latency,
         vlm=arguments.vlm,
+        adapter=None if arguments.adapter is None else OwnCode.named(arguments.adapter, "--adapter"),
     )
     evaluate(source, settings, place_of(source, arguments.output), not arguments.no_wandb)
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.errors import UserError
+from verl_ext.own_code import OwnCode
 
 BATCH_SIZES = ("batch_size", "max_batch_size")
 """What lmms-eval adds by itself."""
@@ -24,6 +25,7 @@ class Arguments:
         vlm: where the vision-language model is by now; None where it was.
         log: file that gets a line for each answer; None for no such file.
         device: cpu or cuda, as `--device` says; None for a GPU if there is one.
+        adapter: the model's, where training had one of the user's own; None where its type says which.
     """
 
     pretrained: Path
@@ -31,6 +33,7 @@ class Arguments:
     vlm: str | None = None
     log: Path | None = None
     device: str | None = None
+    adapter: OwnCode | None = None
 
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> Arguments:
@@ -49,7 +52,8 @@ class Arguments:
             raise UserError(f"budget_controller needs {' and '.join(missing)} in --model_args")
         paths = {name: Path(str(given.pop(name))).expanduser() for name in ("pretrained", "log") if name in given}
         texts = {name: str(given[name]) for name in ("vlm", "device") if name in given}
-        return cls(budget_ms=_milliseconds(given["budget_ms"]), **paths, **texts)
+        adapter = OwnCode.named(str(given["adapter"]), "adapter") if "adapter" in given else None
+        return cls(budget_ms=_milliseconds(given["budget_ms"]), adapter=adapter, **paths, **texts)
 
 
 def _milliseconds(value: object) -> float:

@@ -109,7 +109,8 @@ def load_responder(arguments: Arguments) -> Responder:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("latencies are measured by one process alone; start lmms-eval without accelerate or torchrun")
     source = find_controller(arguments.pretrained)
-    model, controller, controlled = load_model(source, source.config(), arguments.vlm, arguments.device)
+    config, adapter = source.config(), arguments.adapter
+    model, controller, controlled = load_model(source, config, arguments.vlm, arguments.device, adapter)
     low, high = controller.config.low_ms, controller.config.high_ms
     if not low <= arguments.budget_ms <= high:
         tell(f"warning: the controller was trained for {low:g} to {high:g} ms, and not for {arguments.budget_ms:g}")

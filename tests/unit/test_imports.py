@@ -18,11 +18,18 @@ BASE = {
     "verl_ext.gpus",
     "verl_ext.quick_imports",
     "verl_ext.vllm_environment",
+    "verl_ext.own_code",
     "verl_ext.config",
 }
 ALLOWED = {
     "verl_ext.config": {"verl_ext.errors", "verl_ext.deadline", "verl_ext.gpus", "verl_ext.health.limits"},
-    "verl_ext.health": {"verl_ext.errors", "verl_ext.tell", "verl_ext.metrics", "verl_ext.checkpoint.layout"},
+    "verl_ext.health": {
+        "verl_ext.errors",
+        "verl_ext.tell",
+        "verl_ext.own_code",
+        "verl_ext.metrics",
+        "verl_ext.checkpoint.layout",
+    },
     "verl_ext.monitor": {
         "verl_ext.errors",
         "verl_ext.tell",
@@ -32,6 +39,13 @@ ALLOWED = {
         "verl_ext.checkpoint.lease",
     },
     "verl_ext.metrics": {"verl_ext.errors", "verl_ext.tell"},
+    "verl_ext.reference": {
+        "verl_ext.errors",
+        "verl_ext.config",
+        "verl_ext.health.limits",
+        "verl_ext.launch",
+        "eval_pipeline.recipe",
+    },
     "verl_ext.plan": {"verl_ext.errors", "verl_ext.tell", "verl_ext.config"},
     "verl_ext.data": BASE | {"eval_pipeline.problems"},
     "verl_ext.checkpoint": BASE | {"verl_ext.metrics"},
@@ -66,6 +80,7 @@ ALLOWED = {
     | {
         "verl_ext.metrics",
         "verl_ext.health.rules",
+        "verl_ext.health.own_rules",
         "verl_ext.health.series",
         "verl_ext.data",
         "verl_ext.checkpoint",
@@ -78,6 +93,7 @@ ALLOWED = {
         "verl_ext.quick_imports",
         "verl_ext.vllm_environment",
         "verl_ext.tell",
+        "verl_ext.own_code",
         "verl_ext.metrics",
         "verl_ext.checkpoint.lease",
         "verl_ext.checkpoint.layout",

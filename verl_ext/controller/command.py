@@ -9,12 +9,14 @@ from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.loading import default_device, load_adapter
 from verl_ext.data.question_sources import QuestionSource
 from verl_ext.data.questions import ImageQuestion, QuestionDataset
+from verl_ext.own_code import FORM, OwnCode
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `adapter_from` and `questions_from` read, and `--output`."""
     parser.add_argument("--model", required=True, help="directory or hub name of the vision-language model")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings (Molmo)")
+    parser.add_argument("--adapter", metavar="PLACE:CLASS", help=f"an adapter of your own for the model: {FORM}")
     parser.add_argument(
         "--tier-sizes",
         type=int,
@@ -36,6 +38,7 @@ def adapter_from(arguments: argparse.Namespace) -> VLMAdapter:
         device=device,
         dtype=dtype,
         trust_remote_code=arguments.trust_remote_code,
+        own_adapter=None if arguments.adapter is None else OwnCode.named(arguments.adapter, "--adapter"),
     )
 
 

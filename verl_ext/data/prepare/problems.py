@@ -13,6 +13,7 @@ from eval_pipeline.problems.verl_rl import ground_truth_of
 from verl_ext.data.prepare.files import Row, write_parquet
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.errors import UserError
+from verl_ext.own_code import FORM
 
 HELP = "turn problems in a format of the evaluation (MBPP, CodeContests, HumanEval, GSM8K) into prompts for GRPO"
 EXAMPLE = "problems --format mbpp --source google-research-datasets/mbpp --subset full --split train --output data/mbpp"
@@ -22,7 +23,7 @@ PROMPTS_NAME = "prompts.parquet"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `problems`."""
-    parser.add_argument("--format", required=True, choices=sorted(FORMATS), help="see docs/evaluation.md")
+    parser.add_argument("--format", required=True, help=f"{', '.join(FORMATS)}, or one of your own: {FORM}")
     parser.add_argument("--source", required=True, help="a local file or directory, or a name for `datasets`")
     parser.add_argument("--subset", help="configuration of a data set from the hub")
     parser.add_argument("--split", help="of a data set that has splits")
@@ -43,7 +44,8 @@ def run(arguments: argparse.Namespace) -> Prepared:
         raise UserError(f"--max-tests is {arguments.max_tests}; it must be at least 1")
     if arguments.skip < 0:
         raise UserError(f"--skip is {arguments.skip}; it must not be below 0")
-    name = f"{arguments.format}/{arguments.split}" if arguments.split else arguments.format
+    kind = arguments.format.rpartition(":")[2]
+    name = f"{kind}/{arguments.split}" if arguments.split else kind
     read = None if arguments.limit is None else arguments.skip + arguments.limit
     source = DatasetSource(name, arguments.format, arguments.source, arguments.split, arguments.subset, read)
     problems = load_problems(source)[arguments.skip :]
