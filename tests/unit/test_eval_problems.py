@@ -102,7 +102,7 @@ def test_bad_row_is_refused_with_its_line_and_key(tmp_path: Path, format: str, r
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "apps"}, "format is 'apps'; set it to one of quickstart, humaneval"),
+        ({"format": "apps"}, "format of the data set d is 'apps'; take one of quickstart, humaneval"),
         ({"path": "none.jsonl"}, "Cannot read the problems file .*none.jsonl"),
         ({"path": "none.parquet"}, "Cannot read the problems file .*none.parquet"),
         ({"limit": 0}, "limit is 0"),

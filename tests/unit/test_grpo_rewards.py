@@ -131,7 +131,7 @@ def test_wanted_rewards(tmp_path: Path) -> None:
         ("score", -2),
         ("b", 1),
     ]
-    assert wanted[2].path == tmp_path / "mine.py"
+    assert wanted[2].own is not None and wanted[2].own.place == str(tmp_path / "mine.py")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ BASE = {
     "verl_ext.quick_imports",
     "verl_ext.vllm_environment",
     "verl_ext.model_code",
+    "verl_ext.own_code",
     "verl_ext.config",
 }
 ALLOWED = {
@@ -29,6 +30,7 @@ ALLOWED = {
         "verl_ext.errors",
         "verl_ext.tell",
         "verl_ext.command_line",
+        "verl_ext.own_code",
         "verl_ext.metrics",
         "verl_ext.checkpoint.layout",
     },
@@ -49,6 +51,13 @@ ALLOWED = {
         "verl_ext.model_code",
         "verl_ext.command_line",
         "verl_ext.config",
+    },
+    "verl_ext.reference": {
+        "verl_ext.errors",
+        "verl_ext.config",
+        "verl_ext.health.limits",
+        "verl_ext.launch",
+        "eval_pipeline.recipe",
     },
     "verl_ext.data": BASE | {"eval_pipeline.problems"},
     "verl_ext.checkpoint": BASE | {"verl_ext.metrics"},
@@ -83,6 +92,7 @@ ALLOWED = {
     | {
         "verl_ext.metrics",
         "verl_ext.health.rules",
+        "verl_ext.health.own_rules",
         "verl_ext.health.series",
         "verl_ext.data",
         "verl_ext.checkpoint",
@@ -98,6 +108,7 @@ ALLOWED = {
         "verl_ext.starting",
         "verl_ext.vllm_environment",
         "verl_ext.tell",
+        "verl_ext.own_code",
         "verl_ext.metrics",
         "verl_ext.checkpoint.lease",
         "verl_ext.checkpoint.layout",

@@ -43,8 +43,10 @@ WITHOUT_EFFECT = {  # verl's keys that this trainer has no use for: the value th
     "model.fsdp_config.offload_params": (False, "model.fsdp_config.cpu_offload=true offloads the parameters"),
     "model.fsdp_config.wrap_policy.min_num_params": (0, "FSDP2 shards by layer class"),
     "data.use_shm": (False, "the data are in memory anyway"),
+    "data.micro_batch_size": (None, "verl dropped it, set data.micro_batch_size_per_gpu"),
     "optim.lr_scheduler_type": ("constant", "set optim.lr_scheduler"),
     "optim.warmup_style": (None, "set optim.lr_scheduler"),
+    "optim._target_": ("verl.workers.config.FSDPOptimizerConfig", "set optim.optimizer and optim.optimizer_impl"),
 }
 NULL_OR_AT_LEAST_ONE = (
     "trainer.total_training_steps", "trainer.max_ckpt_to_keep", "trainer.checkpoint.export.every",
@@ -74,8 +76,6 @@ def check_values(config: DictConfig) -> None:
         raise UserError(
             f"model.strategy is '{config.model.strategy}', but this trainer shards with fsdp2; set it to fsdp2"
         )
-    if config.data.micro_batch_size is not None:
-        raise UserError("data.micro_batch_size was dropped by verl; set data.micro_batch_size_per_gpu instead")
     check_save_contents(config)
     check_export_frequency(config.trainer)
     check_resume_path(config)

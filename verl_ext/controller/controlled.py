@@ -14,6 +14,7 @@ from verl_ext.controller.execution import Executor
 from verl_ext.controller.loading import fingerprint, load_adapter
 from verl_ext.controller.network import BudgetController
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.own_code import OwnCode
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class ControlledModel:
         question_suffix: put behind every question.
         trust_remote_code: whether it brings its own code.
         num_threads: that it runs with on the CPU, by which latencies differ; None for as many as torch takes.
+        adapter: of the user's own, as `model.adapter` named it; None where the model's type says which.
     """
 
     path: str
@@ -37,6 +39,7 @@ class ControlledModel:
     trust_remote_code: bool = False
     fingerprint: str | None = None
     num_threads: int | None = None
+    adapter: str | None = None
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> ControlledModel:
@@ -47,23 +50,34 @@ class ControlledModel:
         """Plain values for JSON."""
         return {**asdict(self), "tier_sizes": list(self.tier_sizes)}
 
-    def executor(self, device: str, dtype: torch.dtype, **sizes: int) -> Executor:
+    def executor(self, device: str, dtype: torch.dtype, own_adapter: OwnCode | None = None, **sizes: int) -> Executor:
         """What answers by the model as it was asked in the controller's training; the arguments are those of `load`.
 
         Args:
             sizes: see `Executor`.
         """
-        return Executor(self.load(device, dtype), self.max_new_tokens, **sizes)
+        return Executor(self.load(device, dtype, own_adapter), self.max_new_tokens, **sizes)
 
-    def load(self, device: str, dtype: torch.dtype) -> VLMAdapter:
+    def load(self, device: str, dtype: torch.dtype, own_adapter: OwnCode | None = None) -> VLMAdapter:
         """The model's adapter; on the CPU it also sets the number of torch's threads, where that is known.
+
+        Args:
+            device: cpu or cuda.
+            dtype: of the weights.
+            own_adapter: see `adapter_of`. What an export says of one is not enough to run its code.
 
         Raises:
             UserError: it cannot be loaded, or is another one than the controller was trained for.
         """
+        if self.adapter is not None and own_adapter is None:
+            raise UserError(
+                f"the controller was trained with the adapter {self.adapter}; name it (--adapter {self.adapter}) to "
+                "have its code run"
+            )
         if device == "cpu" and self.num_threads is not None:
             torch.set_num_threads(self.num_threads)
         arguments: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": self.trust_remote_code}
+        arguments["own_adapter"] = own_adapter
         adapter = load_adapter(self.path, self.tier_sizes, **arguments)
         if self.fingerprint not in (None, fingerprint(adapter.model)):
             raise UserError(

@@ -14,6 +14,7 @@ from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_code import require_no_code
+from verl_ext.own_code import OwnCode
 
 SAMPLED = 16
 """Values of a tensor that a fingerprint is taken of."""
@@ -31,6 +32,7 @@ def load_adapter(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
+    own_adapter: OwnCode | None = None,
 ) -> VLMAdapter:
     """The adapter of a frozen model.
 
@@ -40,6 +42,7 @@ def load_adapter(
         device: cpu or cuda.
         dtype: of the weights.
         trust_remote_code: run the code that comes with the checkpoint, which Molmo needs.
+        own_adapter: see `adapter_of`.
 
     Raises:
         UserError: it cannot be loaded, or there is no adapter for it.
@@ -57,7 +60,7 @@ def load_adapter(
             f"the vision-language model {path} cannot be loaded ({first_line_of(error)}); give the directory of one, "
             "or trust_remote_code for a model that brings its own code"
         ) from error
-    return adapter_of(model.to(device).eval().requires_grad_(False), processor, tier_sizes)
+    return adapter_of(model.to(device).eval().requires_grad_(False), processor, tier_sizes, own_adapter)
 
 
 def fingerprint(model: PreTrainedModel) -> str:

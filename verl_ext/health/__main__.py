@@ -13,8 +13,9 @@ from verl_ext.command_line import FAILURES, CommandParser, clean_exit
 from verl_ext.errors import UserError
 from verl_ext.health.checklist import Point, checklists, gravest
 from verl_ext.health.findings import Finding, Level
-from verl_ext.health.rules import RULES
+from verl_ext.health.own_rules import all_rules
 from verl_ext.health.run_files import RunFiles
+from verl_ext.own_code import FORM
 from verl_ext.tell import tell
 
 MARKS = {Level.OK: "ok     ", Level.NOTICE: "notice ", Level.WARNING: "WARNING", Level.ALARM: "ALARM  "}
@@ -40,6 +41,9 @@ def build_parser() -> CommandParser:
         help="directory of a run, checkpoints/<project>/<experiment>",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the text")
+    parser.add_argument(
+        "--own-rules", action="append", default=[], metavar="PLACE:LIST", help=f"rules of your own too: {FORM}"
+    )
     parser.add_argument("--rules", action="store_true", help="list the rules")
     return parser
 
@@ -58,12 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     with clean_exit():
         arguments = build_parser().parse_args(argv)
+        rules = all_rules(arguments.own_rules, "--own-rules")
         if arguments.rules:
-            tell("\n".join(f"{each.name:28} {each.meaning}" for each in RULES))
+            tell("\n".join(f"{each.name:28} {each.meaning}" for each in rules))
             return 0
         if arguments.run_dir is None:
             raise UserError("no run is named; give its directory, checkpoints/<project>/<experiment>")
-        files = RunFiles.read(arguments.run_dir)
+        files = RunFiles.read(arguments.run_dir, rules)
         lists, findings = checklists(files), list(files.findings().values())
         tell(as_json(files, lists, findings) if arguments.json else as_text(files, lists, findings))
         worst = max([gravest(chain(*lists.values())), *(each.level for each in findings)])
@@ -79,7 +84,9 @@ def as_text(files: RunFiles, lists: dict[str, list[Point]], findings: Sequence[F
     lines += ["", "Rules"]
     ordered = sorted(findings, key=lambda each: -each.level)
     lines += [f"  {MARKS[each.level]} {each.rule}: {each.sentence}" for each in ordered]
-    silent = [each.name for each in RULES if files.facts.stage in each.stages and each.name not in _names(findings)]
+    silent = [
+        each.name for each in files.rules if files.facts.stage in each.stages and each.name not in _names(findings)
+    ]
     return "\n".join([*lines, *([f"  {UNKNOWN} too little to tell: {', '.join(silent)}"] if silent else [])])
 
 

@@ -21,8 +21,8 @@ class Limits:
         policy_loss_max: a policy loss beyond it, either way, is extreme.
         val_margin: share by which a validation loss must be above its best to count as risen.
         val_min_change: nat/token; a smaller rise of it is nobody's concern.
-        grad_norm_min: of the usual range.
-        grad_norm_max: of the usual range.
+        grad_norm_min: least of the usual range.
+        grad_norm_max: greatest of the usual range.
         grad_norm_alarm: gradient norm that must not last.
         grad_norm_vanished: gradient norm below which nothing is learnt.
         step_time_factor: times the usual step time.

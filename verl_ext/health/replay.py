@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_ext.health.history import History
+from verl_ext.health.history import EPOCH, History
 from verl_ext.health.rules import WATCHED
 from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
-
-_NEEDED = WATCHED | {"train/epoch"}
 
 
 def rows_in_force(rows: Iterator[dict[str, Any]], attempts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -28,7 +26,10 @@ def rows_in_force(rows: Iterator[dict[str, Any]], attempts: Sequence[Mapping[str
 
 
 def replay(
-    run_dir: Path, attempts: Sequence[Mapping[str, Any]], until: int | None = None
+    run_dir: Path,
+    attempts: Sequence[Mapping[str, Any]],
+    until: int | None = None,
+    names: frozenset[str] = WATCHED,
 ) -> tuple[History, int | None]:
     """What the rules see of a run.
 
@@ -36,6 +37,7 @@ def replay(
         run_dir: with `metrics.jsonl`; there may be none yet.
         attempts: of `run.json`.
         until: last step that counts; None for all.
+        names: of the metrics that rules watch.
 
     Returns:
         The history, and the steps of an epoch where the run has told.
@@ -43,7 +45,7 @@ def replay(
     Raises:
         UserError: the file cannot be read.
     """
-    history, steps_per_epoch = History(WATCHED), None
+    history, steps_per_epoch, needed = History(names), None, names | {EPOCH}
     path = run_dir / METRICS_FILE
     last = max((each["attempt"] for each in attempts), default=None)
     for row in rows_in_force(iterate_metrics(path), attempts) if path.is_file() else ():
@@ -51,8 +53,8 @@ def replay(
             if row["attempt"] == last:  # nothing that counts comes behind it
                 break
             continue
-        metrics = {name: float(row[name]) for name in row.keys() & _NEEDED}
-        if metrics.get("train/epoch"):
-            steps_per_epoch = round(row["step"] / metrics["train/epoch"])
+        metrics = {name: float(row[name]) for name in row.keys() & needed}
+        if metrics.get(EPOCH):
+            steps_per_epoch = round(row["step"] / metrics[EPOCH])
         history.add(row["step"], metrics, row["time"])
     return history, steps_per_epoch

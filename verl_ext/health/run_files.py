@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from verl_ext.health.findings import Finding
 from verl_ext.health.history import History
 from verl_ext.health.limits import Limits
 from verl_ext.health.replay import replay
-from verl_ext.health.rules import RULES
+from verl_ext.health.rule import Rule
+from verl_ext.health.rules import RULES, watched_by
 from verl_ext.metrics.jsonl import METRICS_FILE
 from verl_ext.metrics.run_file import RUN_FILE, load_run
 
@@ -36,6 +37,7 @@ class RunFiles:
         early: the first `EARLY_STEPS` of them.
         facts: for the rules.
         limits: thresholds of the recipe.
+        rules: that are checked.
     """
 
     directory: Path
@@ -45,10 +47,15 @@ class RunFiles:
     early: History
     facts: Facts
     limits: Limits
+    rules: Sequence[Rule] = RULES
 
     @classmethod
-    def read(cls, directory: Path) -> RunFiles:
+    def read(cls, directory: Path, rules: Sequence[Rule] = RULES) -> RunFiles:
         """Read a run directory.
+
+        Args:
+            directory: of the run.
+            rules: to check; those that the run's recipe names are not loaded by themselves.
 
         Raises:
             UserError: it is none, or a file cannot be read.
@@ -60,15 +67,16 @@ class RunFiles:
                     "checkpoints/<project>/<experiment>"
                 )
         run, config = load_run(directory / RUN_FILE), read_config(directory / "config.yaml")
-        history, steps_per_epoch = replay(directory, run["attempts"])
-        early, _ = replay(directory, run["attempts"], until=EARLY_STEPS)
+        names = watched_by(rules)
+        history, steps_per_epoch = replay(directory, run["attempts"], names=names)
+        early, _ = replay(directory, run["attempts"], until=EARLY_STEPS, names=names)
         facts = Facts.of(config, run["total_steps"], steps_per_epoch, lambda: complete_steps(directory))
-        return cls(directory, run, config, history, early, facts, limits_of(config))
+        return cls(directory, run, config, history, early, facts, limits_of(config), rules)
 
     def findings(self, early: bool = False) -> dict[str, Finding]:
         """What each rule sees, by its name, those left out that have too little to tell."""
         history = self.early if early else self.history
-        found = (each.find(history, self.facts, self.limits) for each in RULES)
+        found = (each.find(history, self.facts, self.limits) for each in self.rules)
         return {each.rule: each for each in found if each is not None}
 
 

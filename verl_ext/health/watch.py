@@ -8,6 +8,7 @@ from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Finding, Level
 from verl_ext.health.history import History
 from verl_ext.health.limits import Limits
+from verl_ext.health.rule import Rule
 from verl_ext.health.rules import RULES
 
 CALM_CHECKS = 3
@@ -28,6 +29,7 @@ class HealthWatch:
         every: steps between two checks; validations and losses that are not finite are checked at once.
         stop_on: rules that stop the run when they come to a warning or an alarm.
         told: what earlier attempts have told last, by rule; it is neither told nor stopped for again.
+        rules: that are checked, those of other stages left out.
     """
 
     def __init__(
@@ -38,10 +40,11 @@ class HealthWatch:
         every: int = 10,
         stop_on: Sequence[str] = (),
         told: Mapping[str, Level] | None = None,
+        rules: Sequence[Rule] = RULES,
     ) -> None:
         self._history, self._facts, self._limits, self._every = history, facts, limits, every
         self._stop_on = frozenset(stop_on)
-        self._rules = [each for each in RULES if facts.stage in each.stages]
+        self._rules = [each for each in rules if facts.stage in each.stages]
         self._standing: dict[str, Level] = dict(told or {})
         self._calm: dict[str, int] = {}
         self.stop_rule: str | None = None

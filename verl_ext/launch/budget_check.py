@@ -11,6 +11,7 @@ from verl_ext.config.checks import check_choices, check_ranges, check_without_ef
 from verl_ext.errors import UserError
 from verl_ext.launch.grpo_check import check_batches
 from verl_ext.launch.question_check import OF_TEXTS, check_questions
+from verl_ext.own_code import OwnCode
 
 CHOICES: dict[str, tuple[str | int | None, ...]] = {
     "data.eval_split": ("test", "train"),
@@ -46,8 +47,20 @@ RANGES = {  # lowest and highest value allowed
     "trainer.log_samples_every": (0, math.inf),
     "trainer.samples_per_table": (1, math.inf),
 }
-_OF_SCHEDULES = {"optim.lr_scheduler": "constant", "optim.lr_warmup_steps_ratio": 0.0}
-"""The learning rate falls on a plateau."""
+OF_OTHERS = OF_TEXTS | {  # settings of other stages: the value they must keep in this one
+    # the learning rate falls on a plateau
+    "optim.lr_scheduler": "constant",
+    "optim.lr_warmup_steps_ratio": 0.0,
+    "optim.lr_warmup_steps": -1,
+    "optim.total_training_steps": -1,
+    "optim.min_lr_ratio": 0.0,
+    "optim.num_cycles": 0.5,
+    # what is trained is the controller, which is made here
+    "model.attn_implementation": "auto",
+    "model.external_lib": None,
+    "model.fsdp_config.model_dtype": "fp32",
+    "eval.recipe": None,
+}
 
 
 def check_budget(config: DictConfig, world_size: int) -> None:
@@ -58,7 +71,7 @@ def check_budget(config: DictConfig, world_size: int) -> None:
     """
     check_choices(config, CHOICES)
     check_ranges(config, RANGES)
-    check_without_effect(config, OF_TEXTS | _OF_SCHEDULES, "on a budget controller")
+    check_without_effect(config, OF_OTHERS, "on a budget controller")
     if config.trainer.test_freq != config.data.eval_every_steps or config.data.eval_every_steps == 0:
         raise UserError("trainer.test_freq is data.eval_every_steps in this stage: steps, or -1 for every epoch's end")
     check_batches(config, world_size)
@@ -69,6 +82,8 @@ def check_budget(config: DictConfig, world_size: int) -> None:
             "with several updates in a step a ratio would tell of dropout before it tells of an update; set "
             "controller.dropout=0, or actor.ppo_epochs=1 with actor.ppo_mini_batch_size=null"
         )
+    if config.model.adapter is not None:
+        OwnCode.named(config.model.adapter, "model.adapter")
     check_questions(config, ("train", "val"))
     for key in ("controller.init_from", "controller.importance_file", "latency.file"):
         path = value_of(config, key)

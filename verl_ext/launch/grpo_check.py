@@ -53,12 +53,21 @@ RANGES = {  # lowest and highest value allowed
     "trainer.log_samples_every": (0, math.inf),
     "trainer.samples_per_table": (1, math.inf),
 }
-_OF_CHATS = {  # settings of the stage sft: the value they must keep here
+OF_CHATS = {  # settings of the stage sft: the value they must keep here
+    "data.max_length": 1,
     "data.truncation": "error",
     "data.balance_dp_token": False,
+    "data.response_key": "answer",
+    "data.prompt_dict_keys": None,
+    "data.response_dict_keys": None,
     "data.multiturn.enable": False,
+    "data.multiturn.messages_key": "messages",
+    "data.multiturn.tools_key": "tools",
+    "data.multiturn.enable_thinking_key": "enable_thinking",
     "data.custom_cls.path": None,
+    "data.custom_cls.name": None,
     "use_remove_padding": False,
+    "ulysses_sequence_parallel_size": 1,
 }
 
 
@@ -70,7 +79,7 @@ def check_grpo(config: DictConfig, world_size: int) -> None:
     """
     check_values(config)
     check_batches(config, world_size)
-    check_not_split(config, world_size)
+    check_engines(config, world_size)
     wanted_rewards(list(config.reward.functions))
     if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError("rollout.engine=vllm needs vLLM, which is not installed; install it, or set rollout.engine=hf")
@@ -82,7 +91,7 @@ def check_values(config: DictConfig) -> None:
     check_choices(config, CHOICES)
     check_ranges(config, RANGES)
     check_ranges(config, {"reward.length_buffer": (1, config.data.max_response_length)})
-    check_without_effect(config, _OF_CHATS, "in this stage, whose data are prompts")
+    check_without_effect(config, OF_CHATS, "in this stage, whose data are prompts")
     if config.trainer.test_freq != config.data.eval_every_steps:
         raise UserError("trainer.test_freq is data.eval_every_steps in this stage; set that instead")
     if config.rollout.n < 2:
@@ -103,15 +112,13 @@ def check_batches(config: DictConfig, world_size: int) -> None:
         )
 
 
-def check_not_split(config: DictConfig, world_size: int) -> None:
-    """Engines divide over ranks, and sequences do not."""
+def check_engines(config: DictConfig, world_size: int) -> None:
+    """Engines divide over ranks."""
     if world_size % config.rollout.tensor_model_parallel_size:
         raise UserError(
             f"rollout.tensor_model_parallel_size is {config.rollout.tensor_model_parallel_size}, which does not divide "
             f"the {world_size} ranks; take a divisor"
         )
-    if config.ulysses_sequence_parallel_size > 1:
-        raise UserError("this stage does not split sequences over ranks; leave ulysses_sequence_parallel_size at 1")
 
 
 def check_length(config: DictConfig) -> None:

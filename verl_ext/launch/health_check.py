@@ -8,12 +8,12 @@ from omegaconf import DictConfig
 
 from verl_ext.config.checks import require_positive
 from verl_ext.errors import UserError
-from verl_ext.health.rules import BY_NAME
+from verl_ext.health.own_rules import all_rules
 from verl_ext.health.series import MOST_RECENT
 
 
 def check_health(config: DictConfig) -> None:
-    """`health.every` counts steps, and `health.stop_on` names rules of the stage.
+    """`health.every` counts steps, `health.rules` can be loaded, and `health.stop_on` names rules of the stage.
 
     Raises:
         UserError: another value.
@@ -25,7 +25,7 @@ def check_health(config: DictConfig) -> None:
     for name, value in config.health.limits.items():
         if value is None or value <= 0:
             raise UserError(f"health.limits.{name} is {value}; it must be above 0")
-    known = [name for name, rule in BY_NAME.items() if config.stage in rule.stages]
+    known = [rule.name for rule in all_rules(config.health.rules, "health.rules") if config.stage in rule.stages]
     for name in config.health.stop_on:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=3) or known

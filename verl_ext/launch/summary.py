@@ -37,7 +37,8 @@ def next_command(config: DictConfig, run_dir: Path, export: Path) -> list[str]:
         ranks = str(config.trainer.n_gpus_per_node)
         return ["bash", "run_grpo.sh", ranks, "recipe=budget_controller", f"model.sft_run={run_dir}"]
     if config.stage == "budget":
-        return [*evaluate, "adaptive", "--checkpoint", str(export)]
+        adapter = [] if config.model.adapter is None else ["--adapter", config.model.adapter]
+        return [*evaluate, "adaptive", "--checkpoint", str(export), *adapter]
     recipe = config.eval.recipe or ""  # a file must be named again: what a run's directory says is not relied upon
     return [*evaluate, "watch", str(run_dir), *(("--recipe", recipe) if recipe.endswith((".yaml", ".yml")) else ())]
 

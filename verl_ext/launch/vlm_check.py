@@ -17,7 +17,13 @@ from verl_ext.config.checks import (
 from verl_ext.errors import UserError
 from verl_ext.launch.question_check import OF_TEXTS, check_questions
 
-_COUNTS = ("data.max_unreadable_images", "configurations.lowest_tier_steps", "configurations.whole_model_steps")
+RANGES = {  # lowest and highest value allowed
+    "data.max_unreadable_images": (0, math.inf),
+    "configurations.lowest_tier_steps": (0, math.inf),
+    "configurations.whole_model_steps": (0, math.inf),
+    "configurations.share": (0, 1),
+}
+AT_LEAST_ONE = ("data.questions_per_chat", "configurations.min_active")
 
 
 def check_vlm_sft(config: DictConfig) -> None:
@@ -28,8 +34,8 @@ def check_vlm_sft(config: DictConfig) -> None:
     """
     check_without_effect(config, OF_TEXTS, "on a vision-language model")
     check_choices(config, GATHERING)
-    check_ranges(config, dict.fromkeys(_COUNTS, (0, math.inf)) | {"configurations.share": (0, 1)})
-    for key in ("data.questions_per_chat", "configurations.min_active"):
+    check_ranges(config, RANGES)
+    for key in AT_LEAST_ONE:
         require_positive(key, value_of(config, key))
     weights, sizes = list(config.configurations.tier_weights), list(config.configurations.tier_sizes)
     if len(weights) != len(sizes) or not all(weight >= 0 for weight in weights) or not sum(weights) > 0:

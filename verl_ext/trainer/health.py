@@ -11,7 +11,9 @@ from verl_ext.checkpoint.layout import complete_steps
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Level
 from verl_ext.health.limits import Limits
+from verl_ext.health.own_rules import all_rules
 from verl_ext.health.replay import replay
+from verl_ext.health.rules import watched_by
 from verl_ext.health.watch import HealthWatch
 from verl_ext.metrics.records import EVENTS_FILE
 from verl_ext.metrics.run_record import RunRecord
@@ -30,11 +32,12 @@ def watch_of(config: DictConfig, first_step: int, total_steps: int, steps_per_ep
     if not wanted.enabled:
         return None
     attempts = RunRecord(run_dir).read()["attempts"]
-    history, _ = replay(run_dir, attempts, until=first_step)
+    rules = all_rules(wanted.rules, "health.rules")
+    history, _ = replay(run_dir, attempts, first_step, watched_by(rules))
     content = OmegaConf.to_container(config, resolve=True)
     facts = Facts.of(content, total_steps, steps_per_epoch, lambda: complete_steps(run_dir))
     told = told_before(run_dir / EVENTS_FILE, first_step)
-    return HealthWatch(history, facts, Limits(**wanted.limits), wanted.every, list(wanted.stop_on), told)
+    return HealthWatch(history, facts, Limits(**wanted.limits), wanted.every, list(wanted.stop_on), told, rules)
 
 
 def told_before(path: Path, step: int) -> dict[str, Level]:

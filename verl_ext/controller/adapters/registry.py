@@ -10,6 +10,7 @@ from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.molmo import MolmoAdapter
 from verl_ext.controller.adapters.qwen_vl import Qwen3VLAdapter, Qwen25VLAdapter
 from verl_ext.errors import UserError
+from verl_ext.own_code import OwnCode
 
 ADAPTERS: dict[str, type[VLMAdapter]] = {
     "qwen2_5_vl": Qwen25VLAdapter,
@@ -19,13 +20,38 @@ ADAPTERS: dict[str, type[VLMAdapter]] = {
 }
 
 
-def adapter_of(model: PreTrainedModel, processor: ProcessorMixin, tier_sizes: Sequence[int]) -> VLMAdapter:
-    """The adapter for a model by its `config.model_type`; the arguments are those of `VLMAdapter`.
+def adapter_of(
+    model: PreTrainedModel, processor: ProcessorMixin, tier_sizes: Sequence[int], own: OwnCode | None = None
+) -> VLMAdapter:
+    """The adapter for a model by its `config.model_type`, or one of the user's own.
+
+    Args:
+        model: see `VLMAdapter`.
+        processor: see `VLMAdapter`.
+        tier_sizes: see `VLMAdapter`.
+        own: a class of the user's, for an architecture that is not known here.
 
     Raises:
-        UserError: there is none for its architecture.
+        UserError: there is none for its architecture, or the user's is none.
     """
     kind = model.config.model_type
+    if own is not None:
+        return own_adapter(own)(model, processor, tier_sizes)
     if kind not in ADAPTERS:
-        raise UserError(f"the controller cannot run a model of type {kind}; it knows {', '.join(ADAPTERS)}")
+        known = ", ".join(ADAPTERS)
+        raise UserError(f"the controller cannot run a model of type {kind}; it knows {known}, or name an adapter")
     return ADAPTERS[kind](model, processor, tier_sizes)
+
+
+def own_adapter(own: OwnCode) -> type[VLMAdapter]:
+    """The user's class.
+
+    Raises:
+        UserError: it cannot be loaded, is no `VLMAdapter`, or lacks something of one.
+    """
+    found = own.load()
+    if not isinstance(found, type) or not issubclass(found, VLMAdapter):
+        raise UserError(f"{own.key} names {own.place}:{own.name}, which is no VLMAdapter; derive it from that")
+    if missing := sorted(found.__abstractmethods__):
+        raise UserError(f"{own.key} names {own.place}:{own.name}, which lacks {', '.join(missing)}; define them")
+    return found

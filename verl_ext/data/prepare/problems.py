@@ -14,6 +14,7 @@ from verl_ext.command_line import WholeNumber
 from verl_ext.data.prepare.files import Row, write_parquet
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.errors import UserError
+from verl_ext.own_code import FORM
 
 HELP = "Turn problems in a format of the evaluation (MBPP, CodeContests, HumanEval, GSM8K) into prompts for GRPO."
 EXAMPLE = "problems --format mbpp --source google-research-datasets/mbpp --subset full --split train --output data/mbpp"
@@ -23,7 +24,7 @@ PROMPTS_NAME = "prompts.parquet"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `problems`."""
-    parser.add_argument("--format", required=True, choices=sorted(FORMATS), help="see docs/evaluation.md")
+    parser.add_argument("--format", required=True, help=f"{', '.join(FORMATS)}, or one of your own: {FORM}")
     parser.add_argument("--source", required=True, help="a local file or directory, or a name for `datasets`")
     parser.add_argument("--subset", metavar="NAME", help="configuration of a data set from the hub")
     parser.add_argument("--split", metavar="NAME", help="of a data set that has splits")
@@ -40,7 +41,8 @@ def run(arguments: argparse.Namespace) -> Prepared:
     Raises:
         UserError: the problems cannot be loaded.
     """
-    name = f"{arguments.format}/{arguments.split}" if arguments.split else arguments.format
+    kind = arguments.format.rpartition(":")[2]
+    name = f"{kind}/{arguments.split}" if arguments.split else kind
     read = None if arguments.limit is None else arguments.skip + arguments.limit
     source = DatasetSource(name, arguments.format, arguments.source, arguments.split, arguments.subset, read)
     problems = load_problems(source)[arguments.skip :]

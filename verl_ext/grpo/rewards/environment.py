@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from eval_pipeline.judge.client import JudgeServer
@@ -16,10 +17,12 @@ from eval_pipeline.judge.verdict import Verdict
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.policy import Sample
 from verl_ext.grpo.rewards.answer import RewardedAnswer
-from verl_ext.grpo.rewards.custom import CustomReward
+from verl_ext.grpo.rewards.custom import CustomReward, RewardError
+from verl_ext.grpo.rewards.in_process import InProcess
 from verl_ext.grpo.rewards.judged import OF_VERDICTS, Judged
 from verl_ext.grpo.rewards.length import LengthPenalty
 from verl_ext.grpo.rewards.registry import LENGTH_PENALTY, OF_TEXTS, WantedReward
+from verl_ext.own_code import OwnCode
 
 _VERDICT = "verdict"
 
@@ -83,17 +86,18 @@ class TextEnvironment(Environment):
         self._waiting: list[_Waiting] = []
         self._closing = ExitStack()
         num_workers = settings.num_workers or max(len(os.sched_getaffinity(0)) // num_ranks_here, 1)
-        self._by_verdict = {reward.name for reward in wanted if reward.path is None and reward.name in OF_VERDICTS}
+        self._by_verdict = {reward.name for reward in wanted if reward.own is None and reward.name in OF_VERDICTS}
         self._judged = self._start_judge(settings, num_workers) if self._by_verdict else None
         self._texts: dict[str, Callable[[RewardedAnswer], float]] = {
             **OF_TEXTS,
             LENGTH_PENALTY: LengthPenalty(settings.max_tokens, settings.length_buffer),
         }
-        self._custom = {
-            reward.name: self._start_custom(reward, settings.time_limit_s, num_workers)
-            for reward in wanted
-            if reward.path is not None
-        }
+        self._custom: dict[str, CustomReward] = {}
+        for reward in wanted:
+            if reward.own is not None and reward.own.is_file:
+                self._custom[reward.name] = self._start_custom(reward.own, settings.time_limit_s, num_workers)
+            elif reward.own is not None:
+                self._texts[reward.name] = InProcess(reward.own)
 
     def submit(self, sample: Sample) -> None:
         """See `Environment.submit`."""
@@ -119,7 +123,10 @@ class TextEnvironment(Environment):
         if name == _VERDICT and self._judged is not None:
             return self._judged.submit(answer)
         done: Future[float] = Future()
-        done.set_result(self._texts[name](answer))
+        try:
+            done.set_result(self._texts[name](answer))
+        except RewardError as error:
+            done.set_exception(error)
         return done
 
     @property
@@ -150,9 +157,8 @@ class TextEnvironment(Environment):
         self._closing.callback(judged.close)
         return judged
 
-    def _start_custom(self, reward: WantedReward, time_limit_s: float, num_workers: int) -> CustomReward:
-        assert reward.path is not None
-        custom = CustomReward(reward.path, reward.function, time_limit_s, num_workers)
+    def _start_custom(self, own: OwnCode, time_limit_s: float, num_workers: int) -> CustomReward:
+        custom = CustomReward(Path(own.place), own.name, time_limit_s, num_workers)
         self._closing.callback(custom.close)
         return custom
 

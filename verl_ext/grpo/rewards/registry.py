@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from verl_ext.errors import UserError
 from verl_ext.grpo.rewards.judged import OF_VERDICTS
 from verl_ext.grpo.rewards.text import reward_format, tag_count_reward
+from verl_ext.own_code import OwnCode
 
 OF_TEXTS = {"reward_format": reward_format, "tag_count_reward": tag_count_reward}
 LENGTH_PENALTY = "length_penalty"
@@ -31,18 +30,18 @@ class WantedReward:
     Attributes:
         name: of its metric.
         weight: its values are multiplied by this.
-        path: the user's Python file; None for one of `NAMES`.
-        function: in that file.
+        own: the function of the user's; None for one of `NAMES`.
     """
 
     name: str
     weight: float
-    path: Path | None = None
-    function: str = ""
+    own: OwnCode | None = None
 
 
 def wanted_rewards(entries: Sequence[str]) -> list[WantedReward]:
-    """Read `reward.functions`: each `NAME` or `path.py:function` or `NAME=path.py:function`, with or without `*WEIGHT`.
+    """Read `reward.functions`: each `NAME`, `PLACE:function` or `METRIC=PLACE:function`, with or without `*WEIGHT`.
+
+    A place is `path.py`, whose function runs in processes of its own, or `package.module`, whose function runs here.
 
     Raises:
         UserError: no entry, one that does not exist or has no weight, or two of one name.
@@ -76,7 +75,7 @@ def _wanted(entry: str) -> WantedReward:
             f"reward.functions calls a function of your own '{metric}', which is no name for its metric or is taken; "
             "write NAME=path.py:function"
         )
-    return WantedReward(metric, weight, _file(path_text), function)
+    return WantedReward(metric, weight, OwnCode.named(f"{path_text}:{function}", "reward.functions"))
 
 
 def _weight(text: str, entry: str) -> float:
@@ -87,12 +86,3 @@ def _weight(text: str, entry: str) -> float:
     if not math.isfinite(weight):
         raise UserError(f"reward.functions has '{entry}', whose weight is no number; write it as NAME*0.5")
     return weight
-
-
-def _file(text: str) -> Path:
-    """Relative paths count from the repository, and from where the command was called."""
-    path = Path(text).expanduser()
-    for candidate in (path, Path(os.environ.get("VERL_EXT_CALLED_FROM", ".")) / path):
-        if candidate.is_file():
-            return candidate.absolute()
-    raise UserError(f"reward.functions names the file {path.absolute()}, which does not exist; correct the path")

@@ -1,0 +1,60 @@
+"""A problem format of the user's own: a function from a row to a problem, checked as it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from eval_pipeline.problems.problem import FunctionTests, Problem, ProgramTests, ReferenceAnswer
+from eval_pipeline.problems.record import Record
+from verl_ext.errors import UserError
+from verl_ext.own_code import OwnCode
+
+
+class OwnFormat:
+    """Calls `function(record: Record) -> Problem` for each row.
+
+    Args:
+        function: of the user's.
+        name: of the function, for messages.
+    """
+
+    def __init__(self, function: Callable[[Record], Problem], name: str) -> None:
+        self._function, self._name = function, name
+
+    @classmethod
+    def named(cls, text: str, key: str) -> OwnFormat:
+        """Load it; the arguments are those of `OwnCode.named`.
+
+        Raises:
+            UserError: it cannot be loaded, or is no function.
+        """
+        function = OwnCode.named(text, key).load()
+        if not callable(function):
+            raise UserError(f"{key} is {text!r}, which is no function; give one that makes a Problem of a Record")
+        return cls(function, text)
+
+    def __call__(self, record: Record) -> Problem:
+        """The problem of one row.
+
+        Raises:
+            UserError: the row is none of this format, or the function does not make a problem of it.
+        """
+        try:
+            problem = self._function(record)
+        except UserError:
+            raise
+        except Exception as error:  # whatever the user's function raises
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise record.error(f"{self._name} cannot read it ({reason}); mend the row or the function") from error
+        return self._checked(problem, record)
+
+    def _checked(self, problem: object, record: Record) -> Problem:
+        if not isinstance(problem, Problem) or not isinstance(
+            problem.tests, FunctionTests | ProgramTests | ReferenceAnswer
+        ):
+            raise record.error(f"{self._name} made {type(problem).__name__} of it, which is no Problem with tests")
+        for name in ("problem_id", "prompt"):
+            value = getattr(problem, name)
+            if not isinstance(value, str) or not value.strip():
+                raise record.error(f"{self._name} gave its problem the {name} {value!r}; it must be text")
+        return problem

@@ -1,0 +1,181 @@
+"""Each example of docs/extending.md goes through the product's own entry."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eval_pipeline.__main__ import main as evaluate
+from eval_pipeline.judge.client import JudgeServer
+from eval_pipeline.judge.submission import Submission
+from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.extract import extract_program
+from eval_pipeline.recipe.load import load_recipe
+from tests import tiny_vlms
+from tests.conftest import ROOT
+from tests.unit.test_controller_policy import question
+from tests.unit.test_grpo_rewards import SETTINGS, sample
+from tests.unit.test_health_command import write_run
+from verl_ext.config.checks import check_batch, check_values
+from verl_ext.config.compose import compose_config
+from verl_ext.controller import importance
+from verl_ext.controller.controlled import ControlledModel
+from verl_ext.data.prepare import prepare
+from verl_ext.errors import UserError
+from verl_ext.grpo.policy import Prompt, Sample
+from verl_ext.grpo.rewards.environment import TextEnvironment
+from verl_ext.grpo.rewards.registry import wanted_rewards
+from verl_ext.grpo.rollout.completion import Completion
+from verl_ext.health.__main__ import main as health
+from verl_ext.launch.grpo_check import check_grpo
+from verl_ext.own_code import OwnCode
+
+EXAMPLES = ROOT / "examples"
+ADAPTER = "examples/new_adapter/idefics3.py:Idefics3Adapter"
+RULES = "examples/new_health_rule/memory.py:RULES"
+
+
+def test_every_example_is_told_of() -> None:
+    page = (ROOT / "docs/extending.md").read_text()
+    for path in EXAMPLES.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            assert str(path.relative_to(ROOT)) in page
+
+
+def test_the_recipes_compose_and_pass_the_checks() -> None:
+    sft = compose_config("sft", ["recipe=examples/new_recipe/conversions.yaml"])
+    check_values(sft)
+    check_batch(sft, world_size=2)
+    grpo = compose_config("grpo", ["recipe=examples/new_reward/near.yaml"])
+    check_values(grpo)
+    check_grpo(grpo, world_size=2)
+    assert (sft.recipe, grpo.recipe) == ("conversions", "near")
+
+
+def completion(model: Any, tokenizer: Any, prompt: str) -> Sample:
+    """What a model draws for a prompt."""
+    inputs = tokenizer(prompt, return_tensors="pt")
+    torch.manual_seed(0)
+    tokens = model.generate(**inputs, max_new_tokens=8, do_sample=True)[0, inputs["input_ids"].shape[1] :]
+    content = {"reward_model": {"ground_truth": "72"}}
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    return Sample(
+        Prompt("drawn", 0, content), 0, Completion(tuple(tokens.tolist()), torch.zeros(len(tokens)), True, text)
+    )
+
+
+def test_the_rewards_score_completions(quickstart: Path) -> None:
+    config = compose_config("grpo", ["recipe=examples/new_reward/near.yaml"])
+    environment = TextEnvironment(wanted_rewards(list(config.reward.functions)), replace(SETTINGS, time_limit_s=5.0), 1)
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
+    model = AutoModelForCausalLM.from_pretrained(quickstart / "model")
+    texts = ("<think>36 * 2</think><answer>72</answer>", "<answer>36</answer>", "seventy-two")
+    for each in (*(sample(text, "72") for text in texts), completion(model, tokenizer, "How many?")):
+        environment.submit(each)
+    rewards = environment.collect()
+    environment.close()
+    assert not any(each.failures for each in rewards)
+    assert [each.parts["near"] for each in rewards] == [0.5, 0.25, 0.0, 0.0]
+    assert [each.parts["brevity"] for each in rewards] == [0.025, 0.025, 0.025, 0.0]  # four tokens, or cut off
+    assert rewards[0].parts["reward_correct"] == 1.0
+
+
+def test_the_problem_format_is_loaded_and_judged(tmp_path: Path) -> None:
+    recipe = load_recipe("examples/new_problem_format/doctests.yaml")
+    problems = load_problems(recipe.datasets["doctests"])
+    assert problems[0].tests.tests == ("assert double(2) == 4", "assert double(-1.5) == -3.0")
+    right = [Submission(extract_program(each, each.canonical_solution), each.tests) for each in problems]
+    with JudgeServer(recipe.isolation, 1, recipe.limits, recipe.judge_packages) as judge:
+        assert [verdict.error_type for verdict in judge.judge_all(right)] == ["success"] * 3
+    words = ["judge", "--recipe", "examples/new_problem_format/doctests.yaml", "--dataset", "doctests"]
+    words += ["--answers", "examples/new_problem_format/answers.jsonl", "--output", str(tmp_path / "verdicts.jsonl")]
+    with pytest.raises(SystemExit) as left:
+        evaluate(words)
+    assert left.value.code == 0
+    rows = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").read_text().splitlines()]
+    assert [row["error_type"] for row in rows] == ["success", "wrong_answer", "api_error"]
+
+
+def test_the_problem_format_becomes_prompts_for_grpo(tmp_path: Path) -> None:
+    folder = "examples/new_problem_format"
+    words = ["problems", "--format", f"{folder}/doctests.py:parse_problem", "--source", f"{folder}/problems.jsonl"]
+    prepare([*words, "--output", str(tmp_path)])
+    rows = parquet.read_table(tmp_path / "prompts.parquet").to_pylist()
+    assert [row["data_source"] for row in rows] == ["parse_problem"] * 3
+    assert json.loads(rows[0]["reward_model"]["ground_truth"])["entry_point"] == "double"
+
+
+def test_a_row_that_is_no_problem_is_named(tmp_path: Path) -> None:
+    recipe = load_recipe("examples/new_problem_format/doctests.yaml")
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"name": "f", "task": "Do.", "examples": ">>> f(1)\\n"}\n')
+    with pytest.raises(UserError, match="rows.jsonl, line 1: 'examples' must be lines of >>> with a result"):
+        load_problems(replace(recipe.datasets["doctests"], path=str(path)))
+
+
+@pytest.fixture(scope="module")
+def idefics3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with `model/` and `train.parquet`."""
+    directory = tmp_path_factory.mktemp("idefics3")
+    for part in tiny_vlms.idefics3():
+        part.save_pretrained(directory / "model")
+    image = {"bytes": question(0).image, "path": None}
+    row = {"image": image, "question": "what is it ?", "answers": ["a cat"] * 10}
+    parquet.write_table(pa.Table.from_pylist([row]), directory / "train.parquet")
+    return directory
+
+
+def test_the_adapter_answers_at_several_settings(idefics3: Path) -> None:
+    controlled = ControlledModel(str(idefics3 / "model"), (32, 64, 128), 3, adapter=ADAPTER)
+    executor = controlled.executor("cpu", torch.float32, OwnCode.named(ADAPTER, "--adapter"))
+    space, asked = executor.adapter.space(1, 4), question(0)
+    settings = [space.configuration(tier, blocks) for tier in range(3) for blocks in ([True] * 4, [True, False] * 2)]
+    outcomes = [executor.run(asked, each) for each in settings]
+    patches = [each.workload.num_patches for each in outcomes]
+    assert patches == sorted(patches) and len(set(patches)) == 3
+    assert all(each.latency.vision_ms > 0 and each.latency.num_decoded <= 2 for each in outcomes)
+    assert len(executor.features(asked)[0]) == 32
+
+
+def test_an_exports_word_is_not_enough_to_run_an_adapter(idefics3: Path) -> None:
+    controlled = ControlledModel.of(ControlledModel(str(idefics3 / "model"), (32,), 3, adapter=ADAPTER).to_dict())
+    with pytest.raises(UserError, match=f"was trained with the adapter {ADAPTER}; name it"):
+        controlled.load("cpu", torch.float32)
+
+
+def test_the_adapter_serves_the_commands_that_measure_a_model(
+    idefics3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["importance", "--model", str(idefics3 / "model"), "--questions", str(idefics3), "--num-questions", "1"]
+    words += ["--tier-sizes", "32", "64", "--output", str(tmp_path / "importance.json")]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as left:
+        importance.main()
+    assert left.value.code == 2
+    monkeypatch.setattr(sys, "argv", [*words, "--adapter", ADAPTER])
+    importance.main()
+    assert set(json.loads((tmp_path / "importance.json").read_text())["importance_scores"]) == {"1", "2", "3"}
+
+
+@pytest.mark.parametrize(("growth", "level"), [(0.002, "warning"), (0.0, "ok")])
+def test_the_health_rule_looks_at_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], growth: float, level: str
+) -> None:
+    run_dir = write_run(tmp_path, "a textbook run")
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [{**row, "system/peak_memory_gib": 1.0 + growth * row["step"]} for row in lines]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert health([str(run_dir), "--own-rules", RULES, "--json"]) == 0
+    found = {each["rule"]: each for each in json.loads(capsys.readouterr().out)["rules"]}
+    assert found["memory_growing"]["level"] == level and "loss_not_finite" in found
+    assert health([str(run_dir), "--json"]) == 0
+    assert "memory_growing" not in capsys.readouterr().out

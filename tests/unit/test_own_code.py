@@ -1,0 +1,195 @@
+"""Code of the user's own: found where it is named, loaded then alone, and refused in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.source import DatasetSource
+from tests import tiny_vlms
+from tests.unit.test_grpo_rewards import SETTINGS, sample
+from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.errors import UserError
+from verl_ext.grpo.rewards.environment import TextEnvironment
+from verl_ext.grpo.rewards.registry import wanted_rewards
+from verl_ext.health.facts import Facts
+from verl_ext.health.findings import Level
+from verl_ext.health.history import History
+from verl_ext.health.limits import Limits
+from verl_ext.health.own_rules import all_rules
+from verl_ext.health.rules import RULES
+from verl_ext.own_code import OwnCode
+
+FILE = """
+from dataclasses import dataclass
+from pathlib import Path
+Path(__file__).with_name("was_run").touch()
+
+@dataclass
+class Thing:
+    value: int = 7
+
+number = 3
+def score(answer): return {"raise": 1 / 0 if answer.text == "raise" else 0, "nan": float("nan")}.get(answer.text, 2)
+def parse(record): return record.fields["what"] and None
+"""
+RULES_FILE = """
+from verl_ext.health.rule import rule
+RULES, TWICE, STRANGE = [], [], []
+@rule("train/loss", advice="mend it", into=RULES)
+def always_fails(history, facts, limits): return 1 / 0
+@rule("train/loss", advice="mend it", into=TWICE)
+def loss_rising(history, facts, limits): return None
+@rule("train/loss", advice="mend it", into=STRANGE, stages={"sfft"})
+def for_no_stage(history, facts, limits): return None
+"""
+ADAPTER_FILE = """
+from verl_ext.controller.adapters.base import VLMAdapter
+class Partial(VLMAdapter): pass
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files above, where the command was typed, and `package.mine` to be imported."""
+    (tmp_path / "package").mkdir()
+    for name, text in {
+        "mine": FILE,
+        "rules": RULES_FILE,
+        "adapter": ADAPTER_FILE,
+        "broken": "import nothing_here",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "package/mine.py").write_text(FILE)
+    monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", ["mine.py:Thing", "package.mine:Thing"])
+def test_code_is_run_when_it_is_loaded_and_not_when_it_is_named(mine: Path, text: str) -> None:
+    own = OwnCode.named(text, "the.key")
+    assert not list(mine.rglob("was_run")) and own.name == "Thing"
+    assert own.load()().value == 7
+    assert list(mine.rglob("was_run"))
+
+
+def test_a_file_of_the_repository_is_found_from_elsewhere(mine: Path) -> None:
+    own = OwnCode.named("examples/new_health_rule/memory.py:RULES", "health.rules")
+    assert own.is_file and [each.name for each in own.load()] == ["memory_growing"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("mine.py", "the.key is 'mine.py'; write path.py:NAME or package.module:NAME"),
+        ("mine.py:not a name", "write path.py:NAME"),
+        ("nowhere.py:Thing", "the.key names the file .*nowhere.py, which does not exist"),
+        ("package.nowhere:Thing", "the.key names the module 'package.nowhere', which is not found"),
+        ("no_package.mine:Thing", "is not found"),
+        ("../mine:Thing", "is not found"),
+    ],
+)
+def test_what_is_not_there_is_refused_when_it_is_named(mine: Path, text: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        OwnCode.named(text, "the.key")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("broken.py:Thing", "the.key names .*broken.py, which cannot be loaded .ModuleNotFoundError: .*mend it"),
+        ("mine.py:Thin", "the.key: .*mine.py has no 'Thin'; it has .*Thing"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_sentence(mine: Path, text: str, says: str) -> None:
+    with pytest.raises(UserError, match=says) as refused:
+        OwnCode.named(text, "the.key").load()
+    assert "\n" not in str(refused.value)
+
+
+def test_a_reward_in_the_rank_costs_a_failure_its_part_alone(mine: Path) -> None:
+    environment = TextEnvironment(wanted_rewards(["package.mine:score*0.5", "reward_format"]), SETTINGS, 1)
+    for text in ("good", "raise", "nan"):
+        environment.submit(sample(text, ""))
+    good, raised, nan = environment.collect()
+    environment.close()
+    assert good.parts == {"score": 1.0, "reward_format": 0.0} and not good.failures
+    assert raised.parts["score"] == nan.parts["score"] == 0
+    assert raised.failures == {"score": "ZeroDivisionError: division by zero"}
+    assert nan.failures == {"score": "it returned nan"}
+
+
+def refused_number(mine: Path) -> None:
+    TextEnvironment(wanted_rewards(["it=package.mine:number"]), SETTINGS, 1)
+
+
+def refused_format(mine: Path) -> None:
+    problems_of(mine, "mine.py:number", '{"what": 1}')
+
+
+def refused_row(mine: Path) -> None:
+    problems_of(mine, "mine.py:parse", '{"else": 1}')
+
+
+def refused_problem(mine: Path) -> None:
+    problems_of(mine, "mine.py:parse", '{"what": 1}')
+
+
+def refused_list(mine: Path) -> None:
+    all_rules(["mine.py:number"], "health.rules")
+
+
+def refused_name(mine: Path) -> None:
+    all_rules(["rules.py:TWICE"], "health.rules")
+
+
+def refused_stage(mine: Path) -> None:
+    all_rules(["rules.py:STRANGE"], "health.rules")
+
+
+def refused_class(mine: Path) -> None:
+    adapter_of(*tiny_vlms.idefics3(), (32,), OwnCode.named("mine.py:Thing", "model.adapter"))
+
+
+def refused_part(mine: Path) -> None:
+    adapter_of(*tiny_vlms.idefics3(), (32,), OwnCode.named("adapter.py:Partial", "model.adapter"))
+
+
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        (refused_number, "reward.functions names package.mine:number, which is no function"),
+        (refused_format, "the format of the data set d is 'mine.py:number', which is no function"),
+        (refused_row, "line 1: mine.py:parse cannot read it .KeyError: 'what'.; mend the row or the function"),
+        (refused_problem, "line 1: mine.py:parse made NoneType of it, which is no Problem with tests"),
+        (refused_list, "health.rules: .*mine.py:number is no list of rules"),
+        (refused_name, "health.rules: there are two rules loss_rising"),
+        (
+            refused_stage,
+            "health.rules: the rule for_no_stage must watch a metric, in stages that are among budget, grpo",
+        ),
+        (refused_class, "model.adapter names .*mine.py:Thing, which is no VLMAdapter"),
+        (refused_part, "model.adapter names .*adapter.py:Partial, which lacks begin, blocks, encode"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused(mine: Path, use: Callable[[Path], None], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        use(mine)
+
+
+def problems_of(mine: Path, format: str, row: str) -> None:
+    """Load one row."""
+    (mine / "rows.jsonl").write_text(row + "\n")
+    load_problems(DatasetSource("d", format, str(mine / "rows.jsonl")))
+
+
+def test_a_rule_that_fails_is_a_notice_and_keeps_no_other_from_its_work(mine: Path) -> None:
+    rules = all_rules(["rules.py:RULES"], "health.rules")
+    assert [each.name for each in rules] == [*(each.name for each in RULES), "always_fails"]
+    found = rules[-1].find(History(), Facts("sft"), Limits())
+    assert found is not None and found.level == Level.NOTICE
+    assert found.sentence == "the rule itself failed (ZeroDivisionError: division by zero); mend it"

@@ -1,0 +1,60 @@
+"""Rules of the user's own beside those of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from verl_ext.errors import UserError
+from verl_ext.health.facts import Facts
+from verl_ext.health.findings import Seen, notice
+from verl_ext.health.history import History
+from verl_ext.health.limits import Limits
+from verl_ext.health.rule import EVERY_STAGE, Rule
+from verl_ext.health.rules import RULES
+from verl_ext.own_code import OwnCode
+
+
+def all_rules(own: Iterable[str], key: str) -> tuple[Rule, ...]:
+    """The rules of this package and the user's.
+
+    Args:
+        own: each `path.py:LIST` or `package.module:LIST`, a list that `rule(..., into=LIST)` has filled.
+        key: the setting or option that they come from, for messages.
+
+    Raises:
+        UserError: one cannot be loaded, is no list of rules, or has the name of another rule.
+    """
+    rules = [*RULES, *(guarded(each) for text in own for each in rules_of(OwnCode.named(text, key)))]
+    names = [each.name for each in rules]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"{key}: there are two rules {twice[0]}; rename the function of yours")
+    return tuple(rules)
+
+
+def rules_of(own: OwnCode) -> list[Rule]:
+    """Those of one list."""
+    found = own.load()
+    if not isinstance(found, list | tuple) or not found or not all(isinstance(each, Rule) for each in found):
+        raise UserError(
+            f"{own.key}: {own.place}:{own.name} is no list of rules; fill it by @rule(..., into={own.name})"
+        )
+    for each in found:
+        if not each.watches or not each.stages or not each.stages <= EVERY_STAGE:
+            raise UserError(
+                f"{own.key}: the rule {each.name} must watch a metric, in stages that are among "
+                f"{', '.join(sorted(EVERY_STAGE))}"
+            )
+    return list(found)
+
+
+def guarded(rule: Rule) -> Rule:
+    """The rule, whose failure is a notice and keeps no other rule from being checked."""
+
+    def check(history: History, facts: Facts, limits: Limits) -> Seen | None:
+        try:
+            return rule.check(history, facts, limits)
+        except Exception as error:  # whatever the user's code raises
+            return notice(f"the rule itself failed ({type(error).__name__}: {error})")
+
+    return replace(rule, check=check)
