@@ -49,6 +49,8 @@ def parts_of(directory: Path, begun: float, ended: float) -> dict[str, float]:
     metrics = directory / "metrics.json"
     ready, judged, public = (path.stat().st_mtime for path in (protocol, verdicts, metrics))
     result = read_evaluation(directory).datasets["humaneval"]
+    num_problems = result.figures["num_problems"]
+    assert num_problems is not None
     return {
         "start_s": ready - begun,
         "answering_s": judged - ready,
@@ -57,5 +59,5 @@ def parts_of(directory: Path, begun: float, ended: float) -> dict[str, float]:
         "exit_s": ended - public,
         "engine_import_s": result.seconds["import_s"],
         "engine_load_s": result.seconds["load_s"],
-        "problems_per_s": result.figures["num_problems"] / (public - begun),
+        "problems_per_s": num_problems / (public - begun),
     }

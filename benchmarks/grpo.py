@@ -153,7 +153,8 @@ def summary_of(steps: list[Step]) -> dict[str, Any]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All figures of the run."""
-    engines, about = {}, {}
+    engines: dict[str, Any] = {}
+    about: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name, tqdm(total=2 * len(arguments.engines), unit="run") as bar:
         scratch = Path(name)
         write_prompts(scratch / "prompts.parquet")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Callable
+from typing import TypeAlias
 
-Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Action = Callable[[argparse.Namespace], int]
 
 RECIPE_EXAMPLE = """recipes/eval/NAME.yaml names the data sets, the sampling, the engine and the limits; key=value

@@ -86,6 +86,7 @@ ALLOWED = {
         "verl_ext.data.questions",
         "verl_ext.data.question_sources",
         "verl_ext.config.overrides",
+        "verl_ext.config.plain",
         "verl_ext.config.recipes",
     },
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -31,11 +31,12 @@ def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
     num_rows = tensor.shape[0] if tensor.dim() else 1
     if not is_sharded(tensor):
         return 0, num_rows
-    (rank,) = tensor.device_mesh.get_coordinate()
-    return shard_rows(num_rows, tensor.device_mesh.size(), rank)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None  # this rank holds a part of it
+    return shard_rows(num_rows, tensor.device_mesh.size(), coordinate[0])
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Whether each rank holds some rows of it.
 
     Raises:

@@ -27,6 +27,7 @@ def main() -> None:
     startup.go_on(Path(sys.argv[1]).parent)
     startup.mark("torchrun", process_start())
     config = OmegaConf.load(sys.argv[1])
+    assert isinstance(config, DictConfig)  # the launcher wrote it
     OmegaConf.set_struct(config, True)
     try:
         train(config)

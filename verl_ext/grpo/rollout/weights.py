@@ -67,7 +67,8 @@ class WeightSource:
             yield self._gathered(slots, state) if self._num_ranks > 1 else self._own(slots, state)
 
     def _planned(self, weights: list[Weight], bucket_bytes: int) -> Iterator[list[_Slot]]:
-        state, bucket, size = self._model.state_dict(), [], 0
+        state, size = self._model.state_dict(), 0
+        bucket: list[_Slot] = []
         for weight in weights:
             shape, dtype = state[weight.source].shape, state[weight.source].dtype
             rows_per_rank = -(-shape[0] // self._num_ranks) if shape else 1
