@@ -1,15 +1,26 @@
 #!/usr/bin/env bash
-# Runs the tests: bash tests/run.sh [unit|integration] [pytest arguments ...]; without the first, both.
+# Runs the checks and tests: bash tests/run.sh [lint|unit|integration|coverage] [pytest arguments ...]
+# Without the first word: lint (ruff and the type checker), then both suites. coverage runs both suites, counts which
+# statements they run, in the processes that they start too, and writes docs/coverage.md.
 # Makes the environment first where it is missing, as run_sft.sh does.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 source scripts/browser.sh
+source scripts/lint.sh
+[[ " $* " == *" --help "* || " $* " == *" -h "* ]] && { sed -n '2,5s/^# //p' "${BASH_SOURCE[0]}"; exit 0; }
 choose_python
-suites=(tests/unit tests/integration)
+suites=(tests/unit tests/integration) pytest=(-m pytest) measures=""
 case "${1:-}" in
+  lint) lint; exit ;;
   unit | integration) suites=("tests/$1"); shift ;;
-  --help | -h) sed -n '2,3s/^# //p' "${BASH_SOURCE[0]}"; exit 0 ;;
+  coverage)
+    shift
+    pytest=(-m coverage run -m pytest) measures=yes
+    export COVERAGE_FILE="$PWD/.coverage/data"
+    rm -rf .coverage && mkdir .coverage
+    ;;
+  *) lint || exit ;;
 esac
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1 WANDB_MODE=offline
 code=0 found=5  # pytest's code for a suite of which nothing was chosen
@@ -19,7 +30,10 @@ for suite in "${suites[@]}"; do
   workers=()
   [[ $suite == tests/unit ]] && workers=(-n 2 --dist loadfile)
   this=0
-  "$PYTHON" -m pytest -q --durations=5 "${workers[@]}" "$suite" "$@" || this=$?
+  "$PYTHON" "${pytest[@]}" -q --durations=5 "${workers[@]}" "$suite" "$@" || this=$?
   [[ $this == 5 ]] || { found=0; [[ $this == 0 ]] || code=$this; }
 done
+if [[ -n $measures ]]; then
+  "$PYTHON" -m coverage combine -q && "$PYTHON" -m tests.coverage_page || code=1
+fi
 exit $((code == 0 ? found : code))
