@@ -1,0 +1,1 @@
+"""Measurements beside others, or beside what was committed, with their results; `bash benchmarks/run.sh` has them."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.command import run
 from eval_pipeline.figures.files import read_evaluation
-from verl_ext.errors import UserError
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def command_parts(model: Path, overrides: list[str]) -> dict[str, float]:
@@ -29,11 +25,8 @@ def command_parts(model: Path, overrides: list[str]) -> dict[str, float]:
         words = ["run", "--checkpoint", str(model), "--recipe", "humaneval", "--no-wandb", "--output", directory]
         command = [sys.executable, "-m", "eval_pipeline", *words, *overrides]
         begun = time.time()
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True)
-        ended = time.time()
-        if done.returncode != 0:
-            raise UserError(f"the command exited with {done.returncode}: {done.stderr.decode()[-500:]}")
-        return parts_of(Path(directory), begun, ended)
+        run(command)
+        return parts_of(Path(directory), begun, time.time())
 
 
 def parts_of(directory: Path, begun: float, ended: float) -> dict[str, float]:

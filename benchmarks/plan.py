@@ -30,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from benchmarks.about import about
+from benchmarks.command import ROOT
 from verl_ext.config.compose import compose_config
 from verl_ext.data.prepare import prepare
 from verl_ext.errors import UserError, exit_on_user_error
@@ -39,7 +40,6 @@ from verl_ext.plan.plan import GIB, Plan, make_plan
 from verl_ext.plan.shape import ModelShape, shape_of
 from verl_ext.plan.workload import Lengths
 
-ROOT = Path(__file__).resolve().parents[1]
 TARGET = 0.15
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 """A tensor of 1 MiB and more is a mapping of its own, which `free` returns to the system; mallopt(3)."""

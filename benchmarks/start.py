@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.about import about
+from benchmarks.command import run
 from verl_ext.errors import UserError, exit_on_user_error
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 
@@ -41,11 +41,8 @@ def start_once(ranks: int, overrides: list[str]) -> Parts:
     """
     with tempfile.TemporaryDirectory(prefix="benchmark_start_") as directory:
         words = [str(ranks), f"trainer.default_local_dir={directory}/run", "trainer.total_training_steps=1", *overrides]
-        environment = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "VERL_EXT_PYTHON": sys.executable, **os.environ}
         begun = time.time()
-        done = subprocess.run(["bash", ROOT / "run_sft.sh", *words], env=environment, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise UserError(f"run_sft.sh exited with {done.returncode}: {done.stderr[-500:]}")
+        run(["bash", "run_sft.sh", *words], VERL_EXT_PYTHON=os.environ.get("VERL_EXT_PYTHON", sys.executable))
         return parts_of(read_metrics(Path(directory, "run", METRICS_FILE)), begun)
 
 

@@ -47,10 +47,10 @@ def _raise_first(outcomes: list[tuple[Any, str, str]]) -> None:
             raise RuntimeError(f"rank {rank} failed:\n{message}")
 
 
-def on_every_rank(function: Callable[[], T], group: ProcessGroup | None = None) -> T:
+def on_every_rank(function: Callable[[], T]) -> T:
     """What `function` returns on this rank; a failure of one rank is raised on every rank, see `gather_results`."""
     kept: list[T] = []
-    gather_results(lambda: kept.append(function()), group)
+    gather_results(lambda: kept.append(function()))
     return kept[0]
 
 

@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import ROOT
 
 BASE = {
+    "verl_ext.cache",
     "verl_ext.errors",
     "verl_ext.tell",
     "verl_ext.deadline",
@@ -24,6 +25,7 @@ ALLOWED = {
     "verl_ext.config": {"verl_ext.errors", "verl_ext.deadline", "verl_ext.gpus", "verl_ext.health.limits"},
     "verl_ext.health": {"verl_ext.errors", "verl_ext.tell", "verl_ext.metrics", "verl_ext.checkpoint.layout"},
     "verl_ext.monitor": {
+        "verl_ext.cache",
         "verl_ext.errors",
         "verl_ext.tell",
         "verl_ext.metrics",

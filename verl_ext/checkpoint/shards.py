@@ -55,6 +55,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a sharded tensor, on every rank; collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 class ShardFiles:
     """The files of one kind in a checkpoint, each opened when it is first needed.
 

@@ -17,6 +17,7 @@ import tokenizers
 import transformers
 from tqdm import tqdm
 
+from verl_ext.cache import users_cache
 from verl_ext.config.plain import as_dict
 from verl_ext.data import tokenised
 from verl_ext.data.chat_encoder import ChatEncoder, Tokens
@@ -72,7 +73,7 @@ def cache_directory(setting: str | None) -> Path:
     """`data.token_cache`, with null resolved."""
     if setting is not None:
         return Path(setting).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_ext" / "tokens"
+    return users_cache() / "tokens"
 
 
 def key_of(names: list[str], encoder: ChatEncoder, max_samples: int) -> str:

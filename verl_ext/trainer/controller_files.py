@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from verl_ext.checkpoint.exporter import whole
+from verl_ext.checkpoint.shards import whole
 from verl_ext.checkpoint.writing import FileWriter, naming
 from verl_ext.controller.checkpoints import STATE
 
