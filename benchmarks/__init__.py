@@ -1,4 +1,4 @@
-"""Measurements beside others' work, each with its committed results."""
+"""Measurements beside others, or beside what was committed, with their results; `bash benchmarks/run.sh` has them."""
 
 from verl_ext.starting import begin_quietly
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.command import run
 from eval_pipeline.figures.files import read_evaluation
-from verl_ext.errors import UserError
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def command_parts(model: Path, overrides: list[str]) -> dict[str, float]:
@@ -29,11 +25,8 @@ def command_parts(model: Path, overrides: list[str]) -> dict[str, float]:
         words = ["run", "--checkpoint", str(model), "--recipe", "humaneval", "--no-wandb", "--output", directory]
         command = [sys.executable, "-m", "eval_pipeline", *words, *overrides]
         begun = time.time()
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True)
-        ended = time.time()
-        if done.returncode != 0:
-            raise UserError(f"the command exited with {done.returncode}: {done.stderr.decode()[-500:]}")
-        return parts_of(Path(directory), begun, ended)
+        run(command)
+        return parts_of(Path(directory), begun, time.time())
 
 
 def parts_of(directory: Path, begun: float, ended: float) -> dict[str, float]:
@@ -49,6 +42,8 @@ def parts_of(directory: Path, begun: float, ended: float) -> dict[str, float]:
     metrics = directory / "metrics.json"
     ready, judged, public = (path.stat().st_mtime for path in (protocol, verdicts, metrics))
     result = read_evaluation(directory).datasets["humaneval"]
+    num_problems = result.figures["num_problems"]
+    assert num_problems is not None
     return {
         "start_s": ready - begun,
         "answering_s": judged - ready,
@@ -57,5 +52,5 @@ def parts_of(directory: Path, begun: float, ended: float) -> dict[str, float]:
         "exit_s": ended - public,
         "engine_import_s": result.seconds["import_s"],
         "engine_load_s": result.seconds["load_s"],
-        "problems_per_s": result.figures["num_problems"] / (public - begun),
+        "problems_per_s": num_problems / (public - begun),
     }

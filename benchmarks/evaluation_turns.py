@@ -31,11 +31,10 @@ class ReplacingWorker(Worker):
 
     texts: Mapping[str, str] = {}
 
-    def _receive(self, request: Request, answer: Answer, *rest: Any) -> None:
-        super()._receive(request, self._in_place_of(request.problem_id, answer), *rest)
-
-    def _in_place_of(self, problem_id: str, answer: Answer) -> Answer:
-        return replace(answer, text=self.texts[problem_id], error=None) if problem_id in self.texts else answer
+    def taken(self, request: Request, answer: Answer) -> Answer:
+        """See `Worker`."""
+        text = self.texts.get(request.problem_id)
+        return answer if text is None else replace(answer, text=text, error=None)
 
 
 class Events:

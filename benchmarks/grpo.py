@@ -19,19 +19,18 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.command import bench_parser, write_figures
+from benchmarks.running import ROOT, run
 from verl_ext.command_line import WholeNumber, clean_exit
 from verl_ext.errors import UserError
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
 
-ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "data" / "smollm2_135m"
 PROMPTS = 4
 GROUP_SIZE = 8
@@ -86,7 +85,7 @@ def our_steps(engine: str, ranks: int, num_steps: int, scratch: Path) -> list[St
         "trainer.logger": "[console]",
         "trainer.default_local_dir": run_dir,
     }
-    run(["bash", "run_grpo.sh", str(ranks), *(f"{key}={value}" for key, value in settings.items())], {})
+    run(["bash", "run_grpo.sh", str(ranks), *(f"{key}={value}" for key, value in settings.items())])
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [our_step(row) for row in rows if "time/train/update_s" in row]
 
@@ -122,24 +121,10 @@ def peer_steps(engine: str, ranks: int, num_steps: int, scratch: Path, peer: Pat
     path.write_text(json.dumps(job))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["-m", "benchmarks.side", "grpo_peer", str(path)]
-    output = run(command, {"PYTHONPATH": f"{peer}{os.pathsep}{ROOT}"})
+    output = run(command, PYTHONPATH=f"{peer}{os.pathsep}{ROOT}")
     lines = [line.split(" ", 1) for line in output.splitlines() if line.startswith(("STEP ", "ABOUT "))]
-    about = next(json.loads(text) for kind, text in lines if kind == "ABOUT")
-    return [json.loads(text) for kind, text in lines if kind == "STEP"], about
-
-
-def run(command: list[str], more: dict[str, str]) -> str:
-    """Standard output of a command that ends well.
-
-    Raises:
-        UserError: it did not.
-    """
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", **more}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        last = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        raise UserError(f"{' '.join(command[:4])} ended with {done.returncode}:\n{last}")
-    return done.stdout
+    versions = next(json.loads(text) for kind, text in lines if kind == "ABOUT")
+    return [json.loads(text) for kind, text in lines if kind == "STEP"], versions
 
 
 def summary_of(steps: list[Step]) -> dict[str, Any]:
@@ -158,7 +143,8 @@ def bar_over(engines: list[str]) -> Any:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All figures of the run."""
-    engines, versions = {}, {}
+    engines: dict[str, Any] = {}
+    versions: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name, bar_over(arguments.engines) as bar:
         scratch = Path(name)
         write_prompts(scratch / "prompts.parquet")

@@ -49,7 +49,7 @@ def replay(files: RunFiles, rows: list[dict[str, float]], every: int) -> float:
     watch = HealthWatch(History(WATCHED), files.facts, files.limits, every)
     begun = time.perf_counter()
     for row in rows:
-        watch.note(row["step"], row)
+        watch.note(int(row["step"]), row)
     return time.perf_counter() - begun
 
 

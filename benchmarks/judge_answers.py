@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,16 +58,16 @@ def answer_sets() -> dict[str, list[Answer]]:
 
 def _answers(problem: Problem) -> dict[str, Answer]:
     """One answer to a problem for each verdict."""
-    calls = record_calls(problem)
+    calls, tests = record_calls(problem), tests_of(problem)
     bodies = {
         "wrong_answer": f"return {other_value(calls.outputs[0])!r}",
         "runtime_error": "raise ValueError('broken')",
         "syntax_error": "return )",
         "timeout": "while True: pass",
     }
-    programs = {"success": problem.canonical_solution}
-    programs |= {kind: f"{problem.tests.code_prompt}    {body}\n" for kind, body in bodies.items()}
-    return {kind: Answer(problem.problem_id, kind, program, problem.tests, calls) for kind, program in programs.items()}
+    programs = {"success": problem.canonical_solution or ""}
+    programs |= {kind: f"{tests.code_prompt}    {body}\n" for kind, body in bodies.items()}
+    return {kind: Answer(problem.problem_id, kind, program, tests, calls) for kind, program in programs.items()}
 
 
 def record_calls(problem: Problem) -> Calls:
@@ -75,13 +75,19 @@ def record_calls(problem: Problem) -> Calls:
 
     Random inputs are kept as they come out this time.
     """
-    calls, entry_point = Calls([], [], []), problem.tests.entry_point
+    calls, tests = Calls([], [], []), tests_of(problem)
     solution: dict[str, Any] = {}
-    exec(problem.canonical_solution, solution)
+    exec(problem.canonical_solution or "", solution)
     random.seed(0)
     # names of its own for the test: a solution that calls itself must not be recorded doing so
-    exec(problem.tests.tests[0], {**solution, entry_point: _recorder(solution[entry_point], calls)})
+    exec(tests.tests[0], {**solution, tests.entry_point: _recorder(solution[tests.entry_point], calls)})
     return calls
+
+
+def tests_of(problem: Problem) -> FunctionTests:
+    """All problems of HumanEval are functions."""
+    assert isinstance(problem.tests, FunctionTests)
+    return problem.tests
 
 
 def _recorder(function: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
@@ -107,6 +113,6 @@ def other_value(value: Any) -> Any:
             return value + "?"
         case dict():
             return {**value, "?": "?"}
-        case Sequence():
+        case list() | tuple():
             return type(value)((*value, 1))
     return value + 1

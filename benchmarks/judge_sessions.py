@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.judge_answers import Answer
 from eval_pipeline.judge.client import JudgeServer
 from eval_pipeline.judge.limits import Limits
+from eval_pipeline.judge.pipes import pipes_of
 from eval_pipeline.judge.submission import Submission
 from verl_ext.errors import UserError
 
@@ -106,10 +107,11 @@ class PeerSession:
         return ["success" if passed else "failure" for passed in self._ask(name)]
 
     def _ask(self, request: Any) -> Any:
+        stdin, stdout = pipes_of(self._process)
         try:
-            pickle.dump(request, self._process.stdin)
-            self._process.stdin.flush()
-            return json.loads(self._process.stdout.readline())
+            pickle.dump(request, stdin)
+            stdin.flush()
+            return json.loads(stdout.readline())
         except (BrokenPipeError, json.JSONDecodeError) as error:
             raise UserError(
                 f"{self._peer} ended before it had answered (see above); install it for --peers-python"

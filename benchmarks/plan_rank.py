@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch.profiler import ProfilerActivity, profile
 
 from verl_ext.data.batching import Batch
@@ -77,6 +77,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def measure(config_path: str) -> dict[str, Any]:
     """The figures of this rank."""
     config = OmegaConf.load(config_path)
+    assert isinstance(config, DictConfig)
     device_name = settle_device(config)
     init_process_group(device_name)
     tokenizer = load_tokenizer(config)

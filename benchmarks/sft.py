@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.command import bench_parser, write_figures
+from benchmarks.running import ROOT, run
 from benchmarks.sft_job import Job
 from verl_ext.command_line import WholeNumber, clean_exit
 from verl_ext.errors import UserError
@@ -25,9 +25,9 @@ from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
 
-ROOT = Path(__file__).resolve().parents[1]
 RANKS, BATCH_SIZE, STOCK_BATCH_SIZE, MAX_LENGTH, ROW = 2, 64, 8, 1024, 2048
 TRL = "trl==1.6.0"
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 BARE = {
     "bare, padded": ("padded", 1),
     "bare, packed": ("packed", 1),
@@ -78,7 +78,7 @@ class Bench:
                 "trainer.default_local_dir": directory,
             }
             words = [*(f"{key}={value}" for key, value in settings.items()), *more]
-            run(["bash", "run_sft.sh", str(RANKS), *words], {"VERL_EXT_PYTHON": sys.executable})
+            run(["bash", "run_sft.sh", str(RANKS), *words], VERL_EXT_PYTHON=sys.executable, **ONE_THREAD)
             rows = [row for row in read_metrics(Path(directory, METRICS_FILE)) if "train/loss" in row]
         seconds = [row["time/train/step_s"] for row in rows[1:]]
         tokens = [row["throughput/train/tokens_per_s"] * row["time/train/step_s"] for row in rows[1:]]
@@ -100,23 +100,8 @@ class Bench:
         path = Job(*inputs, batch_size, num_steps, MAX_LENGTH, way).save(scratch / "job.json")
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         paths = [str(ROOT), *([str(self.peer)] if module == "sft_peer" else [])]
-        threads = {"OMP_NUM_THREADS": str(2 // ranks), "PYTHONPATH": os.pathsep.join(reversed(paths))}
-        return run([sys.executable, *launch, "-m", "benchmarks.side", module, str(path)], threads)
-
-
-def run(command: list[str], more: dict[str, str]) -> str:
-    """Standard output of a command that ends well.
-
-    Raises:
-        UserError: it did not.
-    """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", **more}
-    environment |= {"TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        last = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        raise UserError(f"{' '.join(map(str, command[:6]))} ended with {done.returncode}:\n{last}")
-    return done.stdout
+        variables = {**ONE_THREAD, "OMP_NUM_THREADS": str(2 // ranks), "PYTHONPATH": os.pathsep.join(reversed(paths))}
+        return run([sys.executable, *launch, "-m", "benchmarks.side", module, str(path)], **variables)
 
 
 def rate_of(output: str) -> float:
@@ -129,7 +114,7 @@ def ensure_peer(directory: Path) -> None:
     """Install TRL into a directory of its own; it uses this environment's torch and transformers."""
     if not (directory / "trl").is_dir():
         words = ["install", "--quiet", "--no-deps", "--target", str(directory), TRL]
-        run([sys.executable, "-m", "pip", *words], {})
+        run([sys.executable, "-m", "pip", *words])
 
 
 def measure(bench: Bench, rounds: int, quick: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.sft_job import Job, tell
 from verl_ext.config.compose import compose_config
@@ -42,7 +42,7 @@ def batches_of(job: Job, rank: int, num_ranks: int) -> list[Batch]:
     return [make([[dataset[row] for row in group] for group in next(shares)]) for _ in range(job.num_steps)]
 
 
-def loss_of(model: torch.nn.Module, micro_batch: MicroBatch, tuned: bool) -> torch.Tensor:
+def loss_of(model: PreTrainedModel, micro_batch: MicroBatch, tuned: bool) -> torch.Tensor:
     """Summed cross-entropy."""
     inputs = {name: micro_batch[name] for name in ("input_ids", "position_ids")}
     if "sample_lengths" in micro_batch:
@@ -86,7 +86,7 @@ def main(words: list[str]) -> None:
 
 def average(model: torch.nn.Module) -> None:
     """Sum the gradients of all ranks, in one message."""
-    gradients = [parameter.grad for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat)
     for gradient, summed in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):

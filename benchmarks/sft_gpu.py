@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.command import bench_parser, write_figures
+from benchmarks.running import run
 from verl_ext.command_line import WholeNumber, clean_exit
 from verl_ext.data.prepare import prepare
-from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 from verl_ext.tell import tell
 
-ROOT = Path(__file__).resolve().parents[1]
 MODELS = {  # hidden, intermediate, layers, heads, heads of keys and values, vocabulary
     "tiny": (64, 128, 2, 4, 2, 512),
     "1.5b": (1536, 8960, 28, 12, 2, 151936),
@@ -97,12 +94,7 @@ def train(scratch: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         "trainer.logger": "[console]",
     }
     words = [*(f"{key}={value}" for key, value in settings.items()), *arguments.overrides]
-    environment = {**os.environ, "VERL_EXT_PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
-    command = ["bash", "run_sft.sh", str(arguments.gpus), *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        last = "\n".join(done.stderr.splitlines()[-10:])
-        raise UserError(f"run_sft.sh ended with {done.returncode}:\n{last}")
+    run(["bash", "run_sft.sh", str(arguments.gpus), *words], VERL_EXT_PYTHON=sys.executable)
     return [row for row in read_metrics(run_dir / METRICS_FILE) if "train/loss" in row]
 
 

@@ -76,5 +76,5 @@ def main(words: list[str]) -> None:
 def in_fp32() -> None:
     """Have verl's module shard and compute in fp32."""
     policy = stock.MixedPrecisionPolicy
-    stock.MixedPrecisionPolicy = lambda **k: policy(**{**k, "param_dtype": torch.float32})
-    torch.autocast = lambda *a, **k: nullcontext()
+    mock.patch.object(stock, "MixedPrecisionPolicy", lambda **k: policy(**{**k, "param_dtype": torch.float32})).start()
+    mock.patch.object(torch, "autocast", lambda *a, **k: nullcontext()).start()

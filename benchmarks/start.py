@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import bench_parser, write_figures
+from benchmarks.running import run
 from verl_ext.command_line import FAILURES, Number, WholeNumber, clean_exit
-from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
@@ -38,11 +37,8 @@ def start_once(ranks: int, overrides: list[str]) -> Parts:
     """
     with tempfile.TemporaryDirectory(prefix="benchmark_start_") as directory:
         words = [str(ranks), f"trainer.default_local_dir={directory}/run", "trainer.total_training_steps=1", *overrides]
-        environment = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "VERL_EXT_PYTHON": sys.executable, **os.environ}
         begun = time.time()
-        done = subprocess.run(["bash", ROOT / "run_sft.sh", *words], env=environment, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise UserError(f"run_sft.sh exited with {done.returncode}: {done.stderr[-500:]}")
+        run(["bash", "run_sft.sh", *words], VERL_EXT_PYTHON=os.environ.get("VERL_EXT_PYTHON", sys.executable))
         return parts_of(read_metrics(Path(directory, "run", METRICS_FILE)), begun)
 
 

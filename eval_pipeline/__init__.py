@@ -1,4 +1,4 @@
-"""Judges a checkpoint: greedy answers from vLLM, run against each problem's own tests, summed up in a few figures."""
+"""Evaluates checkpoints: models answer, sandboxes judge, figures have intervals, and the best checkpoint is chosen."""
 
 from verl_ext.starting import begin_quietly
 

@@ -3,15 +3,17 @@
 # A VERL_EXT_PYTHON set by the user is taken as it is (the published verl image, a conda environment). Otherwise
 # .venv is made from requirements/{cpu,gpu}.txt, once: a stamp in it holds the digest of the file it was made from.
 
-find_base_python() {
-  local candidate
-  for candidate in python3 python3.12 python3.11 python3.10; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+find_base_python() {  # the newest of the versions that pyproject.toml allows, unless python3 is one of them
+  local least beyond minor candidate candidates=(python3)
+  read -r least beyond < <(sed -nE 's/^requires-python = ">=3\.([0-9]+),<3\.([0-9]+)".*/\1 \2/p' pyproject.toml)
+  for ((minor = beyond - 1; minor >= least; minor--)); do candidates+=("python3.$minor"); done
+  for candidate in "${candidates[@]}"; do
+    if "$candidate" -c "import sys; sys.exit(not (3, $least) <= sys.version_info[:2] < (3, $beyond))" 2>/dev/null; then
       command -v "$candidate"
       return
     fi
   done
-  echo "error: no Python 3.10, 3.11 or 3.12 was found; install one, or set VERL_EXT_PYTHON to an interpreter that has the packages of requirements/." >&2
+  echo "error: no Python 3.$least to 3.$((beyond - 1)) was found; install one, or set VERL_EXT_PYTHON to an interpreter that has the packages of requirements/." >&2
   return 2
 }
 

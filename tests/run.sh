@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# usage: bash tests/run.sh [unit | integration] [pytest arguments ...]
+# usage: bash tests/run.sh [lint | unit | integration | coverage] [pytest arguments ...]
 #
-# Runs the unit tests, the integration tests, or both. Makes the environment first where it is missing, as run_sft.sh
-# does.
+# Runs the checks and tests. Without the first word: lint (ruff and the type checker), then both suites. coverage runs
+# both suites, counts which statements they run, in the processes that they start too, and writes docs/coverage.md.
+# Makes the environment first where it is missing, as run_sft.sh does.
 #
 # examples:
 #   bash tests/run.sh
@@ -11,18 +12,29 @@
 #
 # exit codes:
 #   0  every test passed or was skipped
-#   1  a test failed; others are pytest's
+#   1  a test or a check failed; others are pytest's
 #   2  bad input; the message says how to mend it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-suites=(tests/unit tests/integration)
-case "${1:-}" in
-  unit | integration) suites=("tests/$1"); shift ;;
-  --help | -h) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-esac
+for word in "$@"; do
+  if [[ $word == --help || $word == -h ]]; then sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0; fi
+done
 source scripts/environment.sh
 source scripts/browser.sh
+source scripts/lint.sh
 choose_python
+suites=(tests/unit tests/integration) pytest=(-m pytest) measures=""
+case "${1:-}" in
+  lint) lint; exit ;;
+  unit | integration) suites=("tests/$1"); shift ;;
+  coverage)
+    shift
+    pytest=(-m coverage run -m pytest) measures=yes
+    export COVERAGE_FILE="$PWD/.coverage/data"
+    rm -rf .coverage && mkdir .coverage
+    ;;
+  *) lint || exit ;;
+esac
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1 WANDB_MODE=offline
 code=0 found=5  # pytest's code for a suite of which nothing was chosen
 for suite in "${suites[@]}"; do
@@ -31,7 +43,10 @@ for suite in "${suites[@]}"; do
   workers=()
   [[ $suite == tests/unit ]] && workers=(-n 2 --dist loadfile)
   this=0
-  "$PYTHON" -m pytest -q --durations=5 "${workers[@]}" "$suite" "$@" || this=$?
+  "$PYTHON" "${pytest[@]}" -q --durations=5 "${workers[@]}" "$suite" "$@" || this=$?
   [[ $this == 5 ]] || { found=0; [[ $this == 0 ]] || code=$this; }
 done
+if [[ -n $measures ]]; then
+  "$PYTHON" -m coverage combine -q && "$PYTHON" -m tests.coverage_page || code=1
+fi
 exit $((code == 0 ? found : code))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -47,10 +47,10 @@ def _raise_first(outcomes: list[tuple[Any, str, str]]) -> None:
             raise RuntimeError(f"rank {rank} failed:\n{message}")
 
 
-def on_every_rank(function: Callable[[], T], group: ProcessGroup | None = None) -> T:
+def on_every_rank(function: Callable[[], T]) -> T:
     """What `function` returns on this rank; a failure of one rank is raised on every rank, see `gather_results`."""
     kept: list[T] = []
-    gather_results(lambda: kept.append(function()), group)
+    gather_results(lambda: kept.append(function()))
     return kept[0]
 
 
@@ -58,10 +58,10 @@ def first_of_node_first(function: Callable[[], T]) -> T:
     """As `on_every_rank`, but a node's first rank is done before its others begin, who find what it has left there."""
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     made = on_every_rank(lambda: function() if is_first else None)
-    return on_every_rank(lambda: made if is_first else function())  # type: ignore[return-value]
+    return on_every_rank(lambda: cast("T", made) if is_first else function())
 
 
 def on_rank_zero(function: Callable[[], T], group: ProcessGroup | None = None) -> T:
     """What `function` returns on rank 0, on every rank; its failure is raised on every rank too."""
     is_zero = dist.get_rank(group) == 0
-    return gather_results(lambda: function() if is_zero else None, group)[0]  # type: ignore[return-value]
+    return cast("T", gather_results(lambda: function() if is_zero else None, group)[0])

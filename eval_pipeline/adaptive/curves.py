@@ -41,6 +41,8 @@ def plot_curves(directory: Path, source: ControllerSource) -> Path | None:
     tables = {} if source.run_dir is None else {name: read_table(source.run_dir / name) for name in _FILES}
     if not any(tables.values()):
         return None
+    from matplotlib.ticker import MaxNLocator
+
     figure, all_axes = panels(list(_PANELS.values()), "Training of the controller, by epoch")
     for axes, column in zip(all_axes, _PANELS):
         for name, table in tables.items():
@@ -49,7 +51,7 @@ def plot_curves(directory: Path, source: ControllerSource) -> Path | None:
             axes.plot(epochs, values, color=colour, marker="o", markersize=4, label=legend)
         if column in _SHARES:
             percent_axis(axes, "")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         axes.set_xlabel("epoch")
     legend_below(figure, all_axes, most_columns=2)
     return write_figure(figure, directory / CURVES_PLOT)

@@ -146,7 +146,9 @@ class Bench:
         statics = self._statics(runs, bar)
         decisions = [runs.decide(budget) for budget in budgets]
         added = [self._added(runs, decision) for decision in decisions]
-        deciding = [(ms, each.features_ms, each.network_ms, each.choice_ms) for ms, each in zip(added, decisions)]
+        deciding: list[tuple[float, ...]] = [
+            (ms, each.features_ms, each.network_ms, each.choice_ms) for ms, each in zip(added, decisions)
+        ]
         chosen = [self._cell(runs, decision.configuration, bar) for decision in decisions]
         drawn = [self._cell(runs, self._draw(runs.sample, place), bar) for place in range(len(budgets))]
         full = [self._cell(runs, subject.space.full, bar, exact) for exact in self._full.values()]

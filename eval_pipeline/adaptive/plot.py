@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +67,13 @@ def _draw_statics(axes: Axes, comparison: Comparison) -> None:
     axes.scatter(latency, accuracy, color="#BBBBBB", s=22, label="static configurations", zorder=2)
     front = comparison.front
     # between two configurations of the front nothing better than the quicker one is to be had
-    style = {"color": "#888888", "linewidth": 1.0, "where": "post", "label": "their Pareto front", "zorder": 2}
+    style: dict[str, Any] = {
+        "color": "#888888",
+        "linewidth": 1.0,
+        "where": "post",
+        "label": "their Pareto front",
+        "zorder": 2,
+    }
     axes.step(latency[front], accuracy[front], **style)
 
 

@@ -48,4 +48,4 @@ def _load(
 
 def _limited(source: QuestionSource, split: str, most: int) -> QuestionSource:
     size = source.size(split)
-    return replace(source, **{split: most if size < 0 else min(size, most)})
+    return replace(source, **dict[str, Any]({split: most if size < 0 else min(size, most)}))

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from eval_pipeline.models.checkpoint import EXPORT_FOLDER
 from verl_ext.checkpoint.layout import list_steps, step_of, what_is_wrong
+from verl_ext.config.plain import as_dict
 from verl_ext.config.written import load_written
 from verl_ext.errors import UserError
 
@@ -46,7 +45,7 @@ class ControllerSource:
         if self.run_dir is None:
             return {}
         path = self.run_dir / "config.yaml"
-        config = OmegaConf.to_container(load_written(path))
+        config = as_dict(load_written(path))
         missing = [section for section in ("data", "controller", "latency") if section not in config]
         if missing:
             raise UserError(f"{path} has no section {missing[0]}, so it is no configuration of the stage budget")

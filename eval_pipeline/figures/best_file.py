@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from eval_pipeline.figures.evaluated import EvaluatedModel, figures_with_intervals
 from eval_pipeline.figures.selection import Choice
@@ -31,7 +31,7 @@ class BestCheckpoint:
 
     step: int
     metric: str
-    mode: str
+    mode: Literal["max", "min"]
     datasets: tuple[str, ...]
     settings: dict[str, dict[str, Any]]
 
@@ -90,6 +90,6 @@ def _entry(model: EvaluatedModel, choice: Choice) -> dict[str, Any]:
         "step": model.step,
         "checkpoint": model.checkpoint.name,
         "exists": model.checkpoint.is_dir(),
-        "value": choice.values[model.step],
+        "value": choice.values[model.saved_at],
         "datasets": {name: figures_with_intervals(result) for name, result in model.datasets.items()},
     }

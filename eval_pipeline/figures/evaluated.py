@@ -33,6 +33,12 @@ class DatasetResult:
     isolation: str
     seconds: Mapping[str, float] = field(default_factory=dict)
 
+    def rate(self, metric: str) -> float:
+        """A figure that has an interval, and so a value."""
+        value = self.figures[metric]
+        assert value is not None
+        return value
+
 
 @dataclass(frozen=True)
 class EvaluatedModel:
@@ -53,6 +59,12 @@ class EvaluatedModel:
     export: str
     weights: str
     datasets: Mapping[str, DatasetResult]
+
+    @property
+    def saved_at(self) -> int:
+        """The step; asked only of a model that a run saved."""
+        assert self.step is not None
+        return self.step
 
     def to_json(self) -> dict[str, Any]:
         """Content of `metrics.json`: each data set's figures with their intervals, then how they came about."""

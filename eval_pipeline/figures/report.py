@@ -47,9 +47,9 @@ def write_report(
     Raises:
         UserError: the two have no data set in common, were asked different problems, or the report cannot be written.
     """
-    history = sorted((model for model in history if model.step is not None), key=lambda model: model.step)
+    history = sorted((model for model in history if model.step is not None), key=lambda model: model.saved_at)
     comparisons = _compare(baseline, best, outcomes)
-    losses = loss_history(training_history, {model.step for model in history})
+    losses = loss_history(training_history, {model.saved_at for model in history})
     try:
         directory.mkdir(parents=True, exist_ok=True)
         plots = _plot(directory, baseline, best, history, losses)
@@ -116,6 +116,7 @@ def _data(
             dataset: {metric: asdict(comparison) for metric, comparison in of_metrics.items()}
             for dataset, of_metrics in comparisons.items()
         },
-        "loss": losses and {"name": losses.name, "by_step": {model.step: losses.at(model.step) for model in history}},
+        "loss": losses
+        and {"name": losses.name, "by_step": {model.step: losses.at(model.saved_at) for model in history}},
         "history": [model.to_json() for model in history],
     }

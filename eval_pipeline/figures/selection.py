@@ -73,16 +73,18 @@ def choose_best(
     if not datasets:
         return None
     values = {
-        model.step: _mean(model, metric, datasets) if _comparable(model, counting) >= set(datasets) else None
+        model.saved_at: _mean(model, metric, datasets) if _comparable(model, counting) >= set(datasets) else None
         for model in evaluated
         if model.step is not None
     }
-    measured = [model for model in compared if values[model.step] is not None]
+    measured = {step: value for step, value in values.items() if value is not None}
     if not measured:
         return None
     sign = 1 if mode == "max" else -1
-    best = max(measured, key=lambda model: (sign * values[model.step], model.step))
-    return Choice(best, metric, mode, datasets, settings, values[best.step], _interval(best, metric, datasets), values)
+    candidates = (model for model in compared if model.step in measured)
+    best = max(candidates, key=lambda model: (sign * measured[model.saved_at], model.saved_at))
+    value, interval = measured[best.saved_at], _interval(best, metric, datasets)
+    return Choice(best, metric, mode, datasets, settings, value, interval, values)
 
 
 def _require_known(metric: str, evaluated: Sequence[EvaluatedModel]) -> None:
@@ -116,10 +118,13 @@ def _results(model: EvaluatedModel, datasets: Collection[str]) -> list[tuple[flo
 
 
 def _mean(model: EvaluatedModel, metric: str, datasets: Collection[str]) -> float | None:
-    weighted = [(weight, result.figures.get(metric)) for weight, result in _results(model, datasets)]
-    if any(value is None or not math.isfinite(value) for _, value in weighted):
-        return None
-    return math.fsum(weight * value for weight, value in weighted)
+    parts: list[float] = []
+    for weight, result in _results(model, datasets):
+        value = result.figures.get(metric)
+        if value is None or not math.isfinite(value):
+            return None
+        parts.append(weight * value)
+    return math.fsum(parts)
 
 
 def _interval(model: EvaluatedModel, metric: str, datasets: Collection[str]) -> Interval | None:
@@ -131,11 +136,11 @@ def _interval(model: EvaluatedModel, metric: str, datasets: Collection[str]) -> 
     results = _results(model, datasets)
     if any(metric not in result.intervals for _, result in results):
         return None
-    mean = math.fsum(weight * result.figures[metric] for weight, result in results)
+    mean = math.fsum(weight * result.rate(metric) for weight, result in results)
     below, above = (_distance(results, metric, side) for side in (0, 1))
     return mean - below, mean + above
 
 
 def _distance(results: Collection[tuple[float, DatasetResult]], metric: str, side: int) -> float:
-    distances = ((weight, result.figures[metric] - result.intervals[metric][side]) for weight, result in results)
+    distances = ((weight, result.rate(metric) - result.intervals[metric][side]) for weight, result in results)
     return math.sqrt(math.fsum((weight * distance) ** 2 for weight, distance in distances))

@@ -78,7 +78,7 @@ def _table(rows: Sequence[QaRow]) -> Table:
     import wandb
 
     columns = list(rows[0])
-    return wandb.Table(columns=columns, data=[[_writable(row[name]) for name in columns] for row in rows])
+    return wandb.Table(columns=[*columns], data=[[_writable(row[name]) for name in columns] for row in rows])
 
 
 def _writable(value: Any) -> Any:

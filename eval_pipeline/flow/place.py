@@ -27,6 +27,12 @@ class Place:
     run_dir: Path | None
     one_model: bool = False
 
+    @property
+    def of_run(self) -> Path:
+        """The run's directory; asked only where there is one."""
+        assert self.run_dir is not None
+        return self.run_dir
+
     def directory_of(self, label: str) -> Path:
         """Where a checkpoint's figures and logs go."""
         return self.root if self.one_model else self.root / f"eval_{label}"

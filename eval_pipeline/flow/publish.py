@@ -98,7 +98,7 @@ class Publisher:
             return True
         with _locked(self._session.place.root / TRACK_LOCK_FILE, waits=False) as is_mine:
             digest = published.digest(label)
-            if is_mine and digest != published.tracked(label):
+            if is_mine and digest is not None and digest != published.tracked(label):
                 directory = self._session.place.directory_of(label)
                 track(self._session, read_evaluation(directory), directory)
                 published.mark_tracked(label, digest)

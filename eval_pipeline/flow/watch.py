@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from eval_pipeline.figures.best_file import BEST_FILE, read_best_checkpoint
 from eval_pipeline.flow.publish import Publisher
@@ -31,7 +30,7 @@ class Watcher:
 
     def __init__(self, session: Session, publisher: Publisher) -> None:
         self._session, self._publisher = session, publisher
-        self._run_dir: Path = session.place.run_dir
+        self._run_dir = session.place.of_run
         self._discovery = Discovery(self._run_dir)
         self._status = RunStatus(self._run_dir)
         self._tasks: list[Task] = []
@@ -75,6 +74,7 @@ class Watcher:
         order = sorted(step for step in steps if step is not None)
         tasks: list[Task] = []
         for checkpoint in checkpoints:
+            assert checkpoint.step is not None  # a run saved it
             is_second = (order.index(checkpoint.step) + 1) % self._session.recipe.tier2_every == 0
             try:
                 tasks += self._session.enter(checkpoint, 2 if is_second else 1)

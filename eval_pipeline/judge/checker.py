@@ -40,10 +40,10 @@ def _same(actual: str, expected: str, tolerance: float | None) -> bool:
     integers = _integer(actual), _integer(expected)
     if integers[0] is not None and integers[1] is not None:
         return integers[0] == integers[1]
-    numbers = _finite(actual), _finite(expected)
-    if numbers[0] is None or numbers[1] is None:
+    number, wanted = _finite(actual), _finite(expected)
+    if number is None or wanted is None:
         return False
-    return math.isclose(*numbers, rel_tol=tolerance, abs_tol=tolerance)
+    return math.isclose(number, wanted, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def _integer(token: str) -> tuple[bool, str] | None:

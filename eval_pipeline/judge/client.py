@@ -20,6 +20,7 @@ from eval_pipeline.judge.inside import frames
 from eval_pipeline.judge.levels import LEVELS
 from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.packages import find_packages
+from eval_pipeline.judge.pipes import pipes_of
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.judge.wire import dump_submission, load_verdict, num_tests_of
@@ -91,7 +92,8 @@ class JudgeServer:
             env={**bare_environment(os.environ), "PYTHONPATH": str(_ROOT)},
             start_new_session=True,
         )
-        received = frames.read(self._process.stdout.fileno())
+        self._stdin, self._stdout = pipes_of(self._process)
+        received = frames.read(self._stdout.fileno())
         if received is None or "refused" in received[0]:
             self.__exit__(None, None, None)
             raise self._refusal(received and received[0]["refused"])
@@ -107,7 +109,7 @@ class JudgeServer:
         with self._lock:
             self._ended = True
             with suppress(OSError):  # what a server that has died did not take
-                self._process.stdin.close()
+                self._stdin.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -115,7 +117,7 @@ class JudgeServer:
             self._process.wait()
         if self.isolation:
             self._reader.join()
-        self._process.stdout.close()
+        self._stdout.close()
 
     def kill(self) -> None:
         """End its process at once, also when it neither reads nor answers any more; what waits for it fails."""
@@ -170,8 +172,8 @@ class JudgeServer:
     def _send(self, message: dict[str, object]) -> bool:
         """Whether the server takes it; it is gone otherwise."""
         try:
-            self._process.stdin.write(frames.pack(message))
-            self._process.stdin.flush()
+            self._stdin.write(frames.pack(message))
+            self._stdin.flush()
         except OSError:
             self._ended = True  # whoever notices it first
             return False
@@ -179,7 +181,7 @@ class JudgeServer:
 
     def _read(self) -> None:
         try:
-            while (received := frames.read(self._process.stdout.fileno())) is not None:
+            while (received := frames.read(self._stdout.fileno())) is not None:
                 with self._lock:
                     future = self._futures.pop(received[0]["id"])
                 if future.set_running_or_notify_cancel():  # else whoever asked has gone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from eval_pipeline.judge.gate import Gate
 from eval_pipeline.judge.levels import Level
@@ -16,7 +17,7 @@ from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.judge.wire import num_tests_of
 from eval_pipeline.judge.workshop import Workshop
-from eval_pipeline.problems.problem import FunctionTests, ProgramTests, ReferenceAnswer
+from eval_pipeline.problems.problem import Case, FunctionTests, ProgramTests, ReferenceAnswer
 
 _ATTEMPTS = 2
 
@@ -77,11 +78,15 @@ class Worker:
 def _tests(tests: FunctionTests | ProgramTests, runs: Runs, limits: Limits) -> Iterator[Callable[[], TestResult]]:
     if isinstance(tests, FunctionTests):
         for test in tests.tests:
-            yield lambda test=test: function_result(
-                *runs.run_function_test(tests.preamble, tests.entry_point, test), limits
-            )
+            yield partial(_function_test, tests, test, runs, limits)
         return
     for case in tests.cases:
-        yield lambda case=case: program_result(
-            *runs.run_program(case.stdin.encode(errors="surrogatepass")), case, tests.tolerance, limits
-        )
+        yield partial(_program_test, case, tests.tolerance, runs, limits)
+
+
+def _function_test(tests: FunctionTests, test: str, runs: Runs, limits: Limits) -> TestResult:
+    return function_result(*runs.run_function_test(tests.preamble, tests.entry_point, test), limits)
+
+
+def _program_test(case: Case, tolerance: float | None, runs: Runs, limits: Limits) -> TestResult:
+    return program_result(*runs.run_program(case.stdin.encode(errors="surrogatepass")), case, tolerance, limits)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 
 from eval_pipeline.judge.inside import frames, kernel
 from eval_pipeline.problems.reference import is_right
@@ -42,4 +41,4 @@ def _reply(fd: int, message: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

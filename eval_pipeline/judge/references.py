@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from typing import IO
 
 from eval_pipeline.judge.inside import frames
 from eval_pipeline.judge.limits import Limits
+from eval_pipeline.judge.pipes import pipes_of
 from eval_pipeline.judge.sandbox import readable
 from eval_pipeline.judge.verdict import Verdict
 
@@ -46,12 +48,13 @@ class ReferenceJudge:
 
     def _ask(self, question: dict[str, str], timeout_s: float) -> dict | None:
         process = self._process or self._start()
-        process.stdin.write(frames.pack(question))
-        process.stdin.flush()
-        if not readable([process.stdout], timeout_s):
+        stdin, stdout = pipes_of(process)
+        stdin.write(frames.pack(question))
+        stdin.flush()
+        if not readable([stdout], timeout_s):
             self.close()
             return None
-        return _read(process)
+        return _read(stdout)
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = self._process = subprocess.Popen(
@@ -59,15 +62,16 @@ class ReferenceJudge:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        if not readable([process.stdout], _START_S):
+        _, stdout = pipes_of(process)
+        if not readable([stdout], _START_S):
             raise OSError("the process that compares with references does not start")
-        _read(process)
+        _read(stdout)
         return process
 
 
-def _read(process: subprocess.Popen[bytes]) -> dict:
+def _read(stdout: IO[bytes]) -> dict:
     try:
-        received = frames.read(process.stdout.fileno())
+        received = frames.read(stdout.fileno())
     except frames.FrameError as error:
         raise OSError(str(error)) from error
     if received is None:

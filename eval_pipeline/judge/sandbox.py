@@ -42,7 +42,7 @@ class Zygote:
         with theirs:
             self._process = subprocess.Popen(
                 level.command(role),
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self._log,
                 env={"PYTHONHASHSEED": "0"},

@@ -90,7 +90,7 @@ class Output:
 
 def _find_level(isolation: str, packages: tuple[Package, ...]) -> tuple[Level | None, list[str]]:
     """The first level at which a right answer is judged right, and why the ones before it were not taken."""
-    reasons = []
+    reasons: list[str] = []
     for level in candidates(isolation, packages):
         worker = Worker(level, Gate())
         verdict = worker.judge(_PROBE, Limits())

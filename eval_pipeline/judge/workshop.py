@@ -76,8 +76,9 @@ class Workshop:
 
     def close(self) -> None:
         """End both sandboxes with all that is in them."""
-        for process in filter(None, (self._supervisor, self._tester)):
-            process.close()
+        for process in (self._supervisor, self._tester):
+            if process is not None:
+                process.close()
         self._supervisor = self._tester = None
         for role in list(self._zygotes):
             self._close(role)
@@ -111,4 +112,4 @@ class Workshop:
 def _file_of(program: str, preamble: str) -> bytes:
     """What `inside/answer.py` reads, which is not imported here."""
     first = preamble.encode(errors="surrogatepass")
-    return len(first).to_bytes(8) + first + program.encode(errors="surrogatepass")
+    return len(first).to_bytes(8, "big") + first + program.encode(errors="surrogatepass")

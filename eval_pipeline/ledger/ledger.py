@@ -123,7 +123,9 @@ class Ledger:
                         "started=coalesce(started, ?), ended=NULL WHERE checkpoint=? AND dataset=?",
                         (str(self.me), self.me.host, self.me.pid, self.me.born, time.time(), time.time(), *key),
                     )
-                    return job_of(self._row(key))
+                    claimed = self._row(key)
+                    assert claimed is not None
+                    return job_of(claimed)
         return None
 
     def renew(self, job: Job, seconds: dict[str, float]) -> bool:

@@ -52,18 +52,17 @@ class Arguments:
             raise UserError(f"budget_controller has no argument {', '.join(strangers)}; it has {', '.join(known)}")
         if missing := [name for name in ("pretrained", "budget_ms") if name not in given]:
             raise UserError(f"budget_controller needs {' and '.join(missing)} in --model_args")
-        paths = {name: Path(str(given.pop(name))).expanduser() for name in ("pretrained", "log") if name in given}
-        trusted = given.pop("trust_remote_code", False)
-        if not isinstance(trusted, bool):
-            raise UserError(f"trust_remote_code={trusted} must be True or False")
-        texts = {name: str(given[name]) for name in ("vlm", "device") if name in given}
-        adapter = OwnCode.named(str(given["adapter"]), "adapter") if "adapter" in given else None
-        budget_ms = _milliseconds(given["budget_ms"])
-        return cls(budget_ms=budget_ms, trust_remote_code=trusted, adapter=adapter, **paths, **texts)
+        given["budget_ms"] = _milliseconds(given["budget_ms"])
+        given |= {name: Path(str(given[name])).expanduser() for name in ("pretrained", "log") if name in given}
+        given |= {name: str(given[name]) for name in ("vlm", "device") if name in given}
+        if not isinstance(given.get("trust_remote_code", False), bool):
+            raise UserError(f"trust_remote_code={given['trust_remote_code']} must be True or False")
+        if "adapter" in given:
+            given["adapter"] = OwnCode.named(str(given["adapter"]), "adapter")
+        return cls(**given)
 
 
 def _milliseconds(value: object) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
-        raise UserError(f"budget_ms={value} must be a number of milliseconds above 0")
-    return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+        return float(value)
+    raise UserError(f"budget_ms={value} must be a number of milliseconds above 0")

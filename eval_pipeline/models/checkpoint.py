@@ -38,6 +38,12 @@ class Checkpoint:
     """What the server says of its model, where there is no export."""
 
     @property
+    def own_export(self) -> Path:
+        """The export; asked only where no server has the model."""
+        assert self.export is not None
+        return self.export
+
+    @property
     def label(self) -> str:
         """`step_<N>`, or the directory's name where there is no step."""
         return self.name or (self.path.name if self.step is None else f"step_{self.step}")
@@ -76,7 +82,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
     checkpoint = _locate(path)
     if checkpoint.step is None and not (path / "config.json").is_file() and (steps := list_steps(path)):
         raise UserError(f"{path} is the directory of a run; name a checkpoint in it, such as {steps[0]}.")
-    check_export(checkpoint.export)
+    check_export(checkpoint.own_export)
     return checkpoint
 
 

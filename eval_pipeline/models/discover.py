@@ -30,14 +30,16 @@ class Discovery:
     def _look_at(self, path: Path) -> Checkpoint | None:
         problem = what_is_wrong(path)
         if problem is not None:
-            return self._refuse(path, problem)
+            self._refuse(path, problem)
+            return None
         if not (path / EXPORT / "config.json").is_file():
             return None  # `export.every` exports fewer checkpoints than are saved
         if path not in self._known:
             try:
                 self._known[path] = find_checkpoint(path)
             except UserError as error:
-                return self._refuse(path, str(error))
+                self._refuse(path, str(error))
+                return None
         return self._known[path]
 
     def _refuse(self, path: Path, problem: str) -> None:

@@ -19,7 +19,7 @@ def exported_files(checkpoint: Checkpoint) -> dict[str, dict]:
     Raises:
         ValueError: the manifest cannot be read.
     """
-    prefix = f"{checkpoint.export.name}/"
+    prefix = f"{checkpoint.own_export.name}/"
     files = Manifest.read(checkpoint.path).files
     return {name: entry for name, entry in files.items() if name.startswith(prefix)}
 

@@ -37,8 +37,8 @@ def extract_program(problem: Problem, answer: str) -> str:
     if isinstance(problem.tests, ReferenceAnswer):
         return answer
     text = clean_text(answer)
-    is_function = isinstance(problem.tests, FunctionTests)
-    program = _function_program(text, problem.tests) if is_function else whole_program(text)
+    tests = problem.tests
+    program = _function_program(text, tests) if isinstance(tests, FunctionTests) else whole_program(text)
     return "" if is_blank(program) else program
 
 

@@ -137,6 +137,7 @@ def _closes(line: str, fence: _Fence) -> bool:
 def _reopened_by(line: str) -> _Fence | None:
     """The block that a line opens by which another one ends: "```python", and not "``` Text like this"."""
     closing = _CLOSING.fullmatch(line)
+    assert closing is not None
     tag, stands_alone = closing["tag"].lower(), not closing["gap"] or not closing["rest"].strip()
     return _Fence(closing["fence"], tag) if tag in LANGUAGES and stands_alone and "`" not in closing["rest"] else None
 

@@ -86,8 +86,8 @@ def _is_right(text: str, reference: str) -> bool:
 def _find_tagged(text: str) -> _Tagged | None:
     enclosed = _in_answer_tags(text)
     boxed = _boxed(text if enclosed is None else enclosed)
-    if boxed is not None or enclosed is not None:
-        return _Tagged(enclosed if boxed is None else boxed, enclosed=True)
+    if (inner := enclosed if boxed is None else boxed) is not None:
+        return _Tagged(inner, enclosed=True)
     for pattern in (_HASHES, _ANSWER_IS):
         if found := _last(pattern, text):
             return _Tagged(_statement(found[1]), enclosed=False)

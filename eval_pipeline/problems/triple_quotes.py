@@ -19,11 +19,17 @@ def open_quote(line: str, quote: str = "") -> str:
     at = 0
     while True:
         if quote:
-            inside = _IN_STRING[quote].match(line, at)
+            inside = _matched(_IN_STRING[quote], line, at)
             if not inside["end"]:
                 return quote
             at = inside.end()
-        outside = _CODE.match(line, at)
+        outside = _matched(_CODE, line, at)
         if not outside["quote"]:
             return ""
         at, quote = outside.end(), outside["quote"]
+
+
+def _matched(pattern: re.Pattern[str], line: str, at: int) -> re.Match[str]:
+    match = pattern.match(line, at)
+    assert match is not None  # both patterns match the empty text
+    return match

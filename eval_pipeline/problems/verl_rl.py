@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer, Tests
 from eval_pipeline.problems.record import Record
@@ -95,5 +95,5 @@ def _is_program(fields: Mapping[str, Any]) -> bool:
     )
 
 
-def _is_list_of_text(value: Any) -> bool:
+def _is_list_of_text(value: Any) -> TypeGuard[list[str]]:
     return isinstance(value, list) and len(value) > 0 and all(isinstance(item, str) for item in value)

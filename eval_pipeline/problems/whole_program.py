@@ -48,7 +48,8 @@ def whole_program(text: str) -> str:
 
 def _whole_trees(blocks: list[FencedBlock]) -> dict[FencedBlock, ast.Module]:
     """The blocks that parse and read no name that only blocks before them define, such as an example of its use."""
-    trees, defined = {}, set()
+    trees: dict[FencedBlock, ast.Module] = {}
+    defined: set[str] = set()
     for block in blocks:
         tree = parse_or_none(block.source)
         if tree is not None:

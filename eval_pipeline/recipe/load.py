@@ -12,6 +12,7 @@ from yaml import YAMLError
 from eval_pipeline.recipe.kinds import NULLABLE
 from eval_pipeline.recipe.schema import EvalRecipe
 from verl_ext.config.overrides import apply_overrides, leaves, merge_known
+from verl_ext.config.plain import as_dict
 from verl_ext.config.recipes import find_recipe
 from verl_ext.config.secrets import require_no_secrets
 from verl_ext.errors import UserError, first_line_of
@@ -30,7 +31,7 @@ def load_recipe(name: str | None, overrides: Sequence[str] = ()) -> EvalRecipe:
         UserError: an unknown recipe or key, a value that cannot work, or a secret.
     """
     try:
-        config = OmegaConf.to_container(compose_recipe(name, overrides), resolve=True)
+        config = as_dict(compose_recipe(name, overrides))
     except OmegaConfBaseException as error:
         raise UserError(f"the recipe cannot be resolved ({first_line_of(error)}); write the value itself") from error
     require_no_secrets(config)
@@ -39,7 +40,7 @@ def load_recipe(name: str | None, overrides: Sequence[str] = ()) -> EvalRecipe:
 
 def compose_recipe(name: str | None, overrides: Sequence[str] = ()) -> DictConfig:
     """The resolved configuration; the arguments are those of `load_recipe`."""
-    config = OmegaConf.load(DEFAULTS)
+    config = _defaults()
     path = find_recipe("eval", name)
     try:
         recipe = OmegaConf.load(path)
@@ -49,7 +50,13 @@ def compose_recipe(name: str | None, overrides: Sequence[str] = ()) -> DictConfi
         raise UserError(f"the recipe {path} is no YAML mapping; write `key: value` lines")
     merge_known(config, recipe, str(path), NULLABLE)
     apply_overrides(config, list(overrides), NULLABLE)
-    added = leaves(config).keys() - leaves(OmegaConf.load(DEFAULTS)).keys()
+    added = leaves(config).keys() - leaves(_defaults()).keys()
     if added:  # by +key=value, which makes sense only where something reads the key
         raise UserError(f"an evaluation has no key {min(added)!r}; leave it out")
+    return config
+
+
+def _defaults() -> DictConfig:
+    config = OmegaConf.load(DEFAULTS)
+    assert isinstance(config, DictConfig)
     return config

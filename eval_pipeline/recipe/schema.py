@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from eval_pipeline.engines.answer import Sampling
 from eval_pipeline.engines.settings import EngineSettings
@@ -25,7 +25,7 @@ class Selection:
     """How the best checkpoint is chosen."""
 
     metric: str
-    mode: str
+    mode: Literal["max", "min"]
     dataset: str | None
 
 
@@ -149,7 +149,7 @@ def _require_choices(recipe: EvalRecipe) -> None:
 
 
 def _require_ranges(recipe: EvalRecipe) -> None:
-    whole = {
+    whole: dict[str, int] = {
         "tier2_every": recipe.tier2_every,
         "batch_size": recipe.batch_size,
         "max_attempts": recipe.max_attempts,
@@ -163,7 +163,7 @@ def _require_ranges(recipe: EvalRecipe) -> None:
         "judge.limits.num_processes": recipe.limits.num_processes,
         "executor.num_workers": 1 if recipe.executor.num_workers is None else recipe.executor.num_workers,
     }
-    above_zero = {
+    above_zero: dict[str, float] = {
         "judge.limits.cpu_s": recipe.limits.cpu_s,
         "judge.limits.wall_s": recipe.limits.wall_s,
         "judge.limits.memory_mb": recipe.limits.memory_mb,
@@ -174,9 +174,9 @@ def _require_ranges(recipe: EvalRecipe) -> None:
         "engine.gpu_memory_utilization": recipe.engine.gpu_memory_utilization,
         "sampling.top_p": recipe.sampling.top_p,
     }
-    for key, value in whole.items():
-        if not _is_positive_whole(value):
-            raise UserError(f"{key} is {value!r}; it must be a whole number of at least 1")
+    for key, count in whole.items():
+        if not _is_positive_whole(count):
+            raise UserError(f"{key} is {count!r}; it must be a whole number of at least 1")
     for key, value in above_zero.items():
         if not 0 < value < math.inf:
             raise UserError(f"{key} is {value!r}; it must be above 0")

@@ -60,6 +60,7 @@ def identity_of(checkpoint: Checkpoint) -> Any:
         The manifest's digests, or sizes and times of the files; what the server says of a model that it has loaded.
     """
     if checkpoint.export is None:
+        assert checkpoint.card is not None
         return asdict(checkpoint.card)
     if has_manifest(checkpoint):
         return exported_files(checkpoint)

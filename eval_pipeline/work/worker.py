@@ -101,11 +101,15 @@ class Worker:
             before = dict(engine.seconds) if engine is known else {}
             self._describe(batch, emit, protocol=dict(engine.protocol))
             for request, answer in engine.answers(batch.requests, batch.sampling):
-                self._receive(request, answer, batch, emit, judging)
+                self._receive(request, self.taken(request, answer), batch, emit, judging)
         except BaseException:
             self._close_engine()  # the next batch begins with a new one
             raise
         return {name: value - before.get(name, 0.0) for name, value in engine.seconds.items()}
+
+    def taken(self, request: Request, answer: Answer) -> Answer:
+        """What is kept and judged where the engine gave `answer`: that itself."""
+        return answer
 
     @staticmethod
     def _receive(request: Request, answer: Answer, batch: Batch, emit: Emit, judging: _Judging) -> None:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.evaluation import overlap_of, summary_of
 from benchmarks.evaluation_command import parts_of
 from benchmarks.evaluation_turns import Events, ReplacingWorker, Turns
-from eval_pipeline.engines.answer import Answer
+from eval_pipeline.engines.answer import Answer, Request
 from eval_pipeline.figures.evaluated import DatasetResult, EvaluatedModel
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.work.batch import Answered, BatchId, Failed, key_of
@@ -66,11 +66,12 @@ def test_another_text_takes_an_answers_place_with_all_else_kept():
     worker = ReplacingWorker.__new__(ReplacingWorker)
     worker.texts = {"a": "right"}
     drawn = Answer("wrong", 7, True)
-    assert worker._in_place_of("a", drawn) == replace(drawn, text="right")
-    assert worker._in_place_of("b", drawn) == drawn
-    assert worker._in_place_of("a", replace(drawn, error="too long")).error is None
+    a, b = Request("a", "?"), Request("b", "?")
+    assert worker.taken(a, drawn) == replace(drawn, text="right")
+    assert worker.taken(b, drawn) == drawn
+    assert worker.taken(a, replace(drawn, error="too long")).error is None
     worker.texts = {}
-    assert worker._in_place_of("a", replace(drawn, error="too long")).error == "too long"
+    assert worker.taken(a, replace(drawn, error="too long")).error == "too long"
 
 
 def test_events_of_a_turn_are_kept():

@@ -1,6 +1,7 @@
 """scripts/environment.sh never changes an environment that is not this checkout's own."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -26,3 +27,18 @@ def test_an_environment_behind_a_link_is_refused_and_left_alone(tmp_path: Path, 
     assert run.returncode == 2
     assert "link" in run.stderr and "VERL_EXT_PYTHON" in run.stderr
     assert {path: path.read_text() for path in shared.rglob("*") if path.is_file()} == before
+
+
+def test_the_versions_of_python_are_those_of_pyproject(tmp_path: Path) -> None:
+    settings = (ROOT / "pyproject.toml").read_text()
+    allowed = re.search(r'^requires-python = ">=(3\.\d+),<3\.(\d+)"', settings, re.MULTILINE)
+    assert allowed is not None
+    least, newest = allowed[1], f"3.{int(allowed[2]) - 1}"
+    (tmp_path / "sed").symlink_to(shutil.which("sed") or "")
+    script = f"cd {ROOT}; PATH={tmp_path}; source scripts/environment.sh; find_base_python"
+    run = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert run.returncode == 2 and f"no Python {least} to {newest} was found" in run.stderr
+    assert f"Python {least} to {newest} " in (ROOT / "README.md").read_text()
+    assert f'python_version = "{least}"' in settings
+    for name in ("cpu.in", "gpu.in", "lmms.in"):
+        assert f"--python-version {least} " in (ROOT / "requirements" / name).read_text()

@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import ROOT
 
 BASE = {
+    "verl_ext.cache",
     "verl_ext.errors",
     "verl_ext.command_line",
     "verl_ext.progress",
@@ -35,6 +36,7 @@ ALLOWED = {
         "verl_ext.checkpoint.layout",
     },
     "verl_ext.monitor": {
+        "verl_ext.cache",
         "verl_ext.errors",
         "verl_ext.command_line",
         "verl_ext.progress",
@@ -118,6 +120,7 @@ ALLOWED = {
         "verl_ext.data.question_sources",
         "verl_ext.model_code",
         "verl_ext.config.overrides",
+        "verl_ext.config.plain",
         "verl_ext.config.recipes",
         "verl_ext.config.secrets",
         "verl_ext.config.written",

@@ -78,6 +78,15 @@ def test_exclusion_without_ids_is_refused(tmp_path: Path) -> None:
         run_chat(tmp_path, rows, "--exclude", str(tmp_path / "held.txt"))
 
 
+def test_ids_may_stand_in_another_column(tmp_path: Path) -> None:
+    (tmp_path / "held.txt").write_text('{"name": "n3"}\n')
+    rows = [{"messages": chat("q", str(index)), "name": f"n{index // 5}"} for index in range(50)]
+    options = ("--exclude", str(tmp_path / "held.txt"), "--id-key", "name", "--val-fraction", "0.2")
+    train, val, counts = run_chat(tmp_path, rows, *options)
+    assert counts["excluded"] == 5 and len(train) + len(val) == 45
+    assert val and not {row["name"] for row in train} & {row["name"] for row in val}
+
+
 def test_answers_to_one_problem_stay_on_one_side(tmp_path: Path) -> None:
     rows = [{"messages": chat("q", str(index)), "problem_id": index // 5} for index in range(100)]
     train, val, _ = run_chat(tmp_path, rows, "--val-fraction", "0.1")

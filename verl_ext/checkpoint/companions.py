@@ -24,7 +24,7 @@ def companion_files(
         tokenizer: with its chat template.
         dtype: of the exported weights.
     """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
     config = copy.deepcopy(base.config)
     config.dtype = dtype
     with tempfile.TemporaryDirectory() as directory:

@@ -67,7 +67,7 @@ class ExportWriter:
         """
         form, slot = self.layout.forms[name], self.layout.slots[name]
         values = rows.detach().to(dtype=form.dtype).cpu().contiguous()
-        data = memoryview(values.reshape(-1).view(torch.uint8).numpy())
+        data = values.reshape(-1).view(torch.uint8).numpy().data
         self._write(slot.file, slot.offset + start * form.row_bytes, data)
 
     def close(self) -> None:

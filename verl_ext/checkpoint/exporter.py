@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_ext.checkpoint.companions import companion_files
@@ -16,6 +15,7 @@ from verl_ext.checkpoint.export import layout_of
 from verl_ext.checkpoint.layout import EXPORT
 from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.safetensors_layout import INDEX, SafetensorsLayout
+from verl_ext.checkpoint.shards import whole
 from verl_ext.checkpoint.weights import PLAN, Weight, exported_weights, plan_to_json
 from verl_ext.errors import UserError
 
@@ -93,8 +93,3 @@ class Exporter:
         if export is not None and export.layout.index is not None:
             files[f"{EXPORT}/{INDEX}"] = export.layout.index
         return files
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a sharded tensor, on every rank; collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

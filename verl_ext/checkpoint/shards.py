@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -32,11 +32,12 @@ def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
     num_rows = tensor.shape[0] if tensor.dim() else 1
     if not is_sharded(tensor):
         return 0, num_rows
-    (rank,) = tensor.device_mesh.get_coordinate()
-    return shard_rows(num_rows, tensor.device_mesh.size(), rank)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None  # this rank holds a part of it
+    return shard_rows(num_rows, tensor.device_mesh.size(), coordinate[0])
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Whether each rank holds some rows of it.
 
     Raises:
@@ -53,6 +54,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of it, as a plain tensor that shares its memory."""
     with torch.no_grad():  # else to_local is a view that autograd tracks
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a sharded tensor, on every rank; collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class ShardFiles:

@@ -64,7 +64,7 @@ def exported_weights(model: PreTrainedModel | PeftModel) -> list[Weight]:
         UserError: it has adapters that cannot be merged.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
     tied = set(base._tied_weights_keys or ()) if base.config.tie_word_embeddings else set()
     weights = []
     for source in model.state_dict():
@@ -101,7 +101,7 @@ def adapter_of(source: str, layers: Mapping[str, LoraLayer]) -> Adapter | None:
     layer = layers[owner]
     active = layer.active_adapters[0]
     down, up = (f"{owner}.lora_{part}.{active}.weight" for part in "AB")
-    return Adapter(down, up, float(layer.scaling[active]), bool(layer.fan_in_fan_out))
+    return Adapter(down, up, float(layer.scaling[active]), bool(layer.fan_in_fan_out))  # type: ignore[attr-defined]  # of every layer that LoRA has
 
 
 def plan_to_json(weights: list[Weight]) -> str:

@@ -6,6 +6,7 @@ import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -114,7 +115,7 @@ def check_betas(betas: list) -> None:
         raise UserError(f"optim.betas is {betas}; it must be two numbers from 0 to below 1, such as [0.9, 0.95]")
 
 
-def value_of(config: DictConfig, dotted_key: str) -> object:
+def value_of(config: DictConfig, dotted_key: str) -> Any:
     """The value at a dotted key."""
     for name in dotted_key.split("."):
         config = config[name]

@@ -11,6 +11,7 @@ from hydra.core.override_parser.types import Override, QuotedString, Transformer
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from verl_ext.config.plain import as_dict
 from verl_ext.config.secrets import masked
 from verl_ext.errors import UserError
 
@@ -82,7 +83,7 @@ def value_of(override: Override, text: str) -> Any:
 
 def leaves(config: DictConfig) -> dict[str, Any]:
     """Dotted key to value of everything that is not a non-empty mapping; interpolations stay text."""
-    return dict(flatten(OmegaConf.to_container(config, resolve=False), ""))
+    return dict(flatten(as_dict(config, resolve=False), ""))
 
 
 def flatten(mapping: dict, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -131,7 +132,9 @@ def check_type(key: str, old: Any, new: Any, source: str) -> None:
         return
     kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list [a, b]"}
     wanted = next((kind for kind in kinds if isinstance(old, kind)), None)
-    fits = isinstance(new, wanted) if wanted else True
+    if wanted is None:
+        return
+    fits = isinstance(new, wanted)
     if wanted is float or (wanted is int and isinstance(old, int)):
         fits = isinstance(new, (int, float) if wanted is float else int) and not isinstance(new, bool)
     if wanted is str and not isinstance(new, (list, dict, ListConfig)):

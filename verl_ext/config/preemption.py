@@ -29,8 +29,7 @@ def check_preemption(config: DictConfig) -> None:
 
 def check_grace(seconds: object) -> None:
     """`grace_s` must be a number above 0."""
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not 0 < seconds < math.inf:
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
         raise UserError(
             f"trainer.preemption.grace_s is {seconds!r}; it must be a number of seconds above 0, long enough for a save"
         )

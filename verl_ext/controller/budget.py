@@ -22,6 +22,8 @@ class LatencyBudgetEncoder(nn.Module):
         num_features: sinusoids, half of them sines.
     """
 
+    frequencies: torch.Tensor
+
     def __init__(self, width: int, low_ms: float, high_ms: float, num_features: int = 256) -> None:
         super().__init__()
         span = high_ms - low_ms or high_ms

@@ -40,7 +40,8 @@ class Latency:
 def median_of(latencies: Sequence[Latency]) -> Latency:
     """The median of each part over repetitions of one generation."""
     parts = zip(*(astuple(each)[:3] for each in latencies))
-    return Latency(*map(statistics.median, parts), latencies[0].num_decoded)
+    vision_ms, prefill_ms, decode_ms = map(statistics.median, parts)
+    return Latency(vision_ms, prefill_ms, decode_ms, latencies[0].num_decoded)
 
 
 def now(device: torch.device) -> float:

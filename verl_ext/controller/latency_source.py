@@ -19,8 +19,11 @@ class LatencySource(ABC):
 
     is_measured: bool
     """Whether they are other ones when the same is run again."""
-    deciding_ms: float
-    """Of what the controller itself takes, beside looking, where nobody measures it for each question."""
+
+    @property
+    @abstractmethod
+    def deciding_ms(self) -> float:
+        """Of what the controller itself takes, beside looking, where nobody measures it for each question."""
 
     @abstractmethod
     def of_run(self, outcome: Outcome) -> float:
@@ -97,7 +100,7 @@ class ModelledLatency(LatencySource):
         return cls(model, percentile)
 
     @property
-    def deciding_ms(self) -> float:  # type: ignore[override]
+    def deciding_ms(self) -> float:
         """See `LatencySource`."""
         return self._longer * self.model.deciding_ms
 

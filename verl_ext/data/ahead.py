@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
 _END = object()
@@ -26,4 +26,4 @@ class Ahead(Generic[T]):
             coming = thread.submit(next, source, _END)
             while (item := coming.result()) is not _END:
                 coming = thread.submit(next, source, _END)
-                yield item  # type: ignore[misc]
+                yield cast("T", item)

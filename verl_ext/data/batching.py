@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from verl_ext.data.packing import MicroBatchPlan
+from verl_ext.data.rows import Rows
 
 Sample = dict[str, Any]
 MicroBatch = dict[str, torch.Tensor]
@@ -47,6 +48,15 @@ def lengths_of(micro_batch: MicroBatch) -> list[int]:
     if "sample_lengths" in micro_batch:
         return micro_batch["sample_lengths"].tolist()
     return micro_batch["attention_mask"].sum(-1).tolist()
+
+
+class Batcher(Protocol):
+    """Makes a rank's batch of a step, as the data loader's `collate_fn`, and single micro-batches."""
+
+    def __call__(self, samples: Sequence[Any], /) -> Any: ...
+
+    def micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
+        """The tensors of some samples."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +113,14 @@ def pad(samples: Sequence[Sample], pad_token_id: int) -> MicroBatch:
     }
 
 
-class Groups(Dataset):
+class Groups(Dataset[list[Sample]]):
     """A data set that gives several samples at once, by a list of their numbers.
 
     Args:
         dataset: gives one by its number.
     """
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Rows) -> None:
         self.dataset = dataset
 
     def __getitem__(self, rows: Sequence[int]) -> list[Sample]:
@@ -118,7 +128,7 @@ class Groups(Dataset):
 
 
 def validation_micro_batches(
-    dataset: Any, plan: MicroBatchPlan, make: Callable[[list[Sample]], MicroBatch], rank: int, num_ranks: int
+    dataset: Rows, plan: MicroBatchPlan, make: Callable[[list[Sample]], MicroBatch], rank: int, num_ranks: int
 ) -> Iterator[MicroBatch]:
     """This rank's share of the whole data set, no sample dropped, the same number of micro-batches on every rank.
 

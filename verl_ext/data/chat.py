@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import DictConfig
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from verl_ext.config.inputs import file_list
 from verl_ext.data.chat_encoder import ChatEncoder
+from verl_ext.data.rows import TokenRows
 from verl_ext.data.tokenise import tokenise
 from verl_ext.errors import UserError
 
 
-class ChatDataset(Dataset):
+class ChatDataset(TokenRows):
     """Single-turn or multi-turn chats; loss falls on assistant tokens including the end-of-turn token.
 
     verl's `SFTDataset` leaves the end-of-turn token out of the loss and counts the prompt's last token in, and both
@@ -69,7 +69,7 @@ class ChatDataset(Dataset):
         }
 
     def turn_ends(self) -> Counter[int]:
-        """How many samples have each token as their last learnt one."""
+        """See `TokenRows`."""
         learnt = np.flatnonzero(self.tokens.loss_mask)
         last = learnt[np.searchsorted(learnt, self.offsets[1:]) - 1]  # at or before each sample's end
         return Counter(self.tokens.input_ids[last[last >= self.offsets[:-1]]].tolist())

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
+from verl_ext.config.plain import as_dict
 from verl_ext.data.template import ChatTemplate, Encoded, Message
 from verl_ext.errors import UserError
 
@@ -27,8 +28,7 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DictConfig) -> None:
         self.config = config
-        kwargs = OmegaConf.to_container(OmegaConf.create(config.apply_chat_template_kwargs))
-        self.template = ChatTemplate(tokenizer, kwargs)
+        self.template = ChatTemplate(tokenizer, as_dict(config.apply_chat_template_kwargs))
 
     def encode(self, name: str, first: int, records: list[dict[str, Any]]) -> list[Tokens]:
         """Tokens of some rows.

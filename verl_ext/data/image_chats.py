@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from verl_ext.data.questions import ImageQuestion
+from verl_ext.data.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ImageChat:
         return [Counter(question.references).most_common(1)[0][0] for question in self.questions]
 
 
-class ImageChatDataset(Dataset):
+class ImageChatDataset(Rows):
     """Rows as dictionaries: `row` and `chat`, an `ImageChat`.
 
     Args:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from verl_ext.config.inputs import file_list
@@ -17,13 +16,14 @@ from verl_ext.data.chat import ChatDataset
 from verl_ext.data.prompts import PromptDataset
 from verl_ext.data.question_sources import QuestionSource
 from verl_ext.data.questions import QuestionDataset
+from verl_ext.data.rows import TokenRows
 from verl_ext.data.tokenise import cache_directory
 from verl_ext.errors import UserError, first_line_of
 
 
 def load_datasets(
     config: DictConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False
-) -> tuple[Dataset, Dataset | None]:
+) -> tuple[TokenRows, TokenRows | None]:
     """Training and validation set of a run; the second is None when `data.val_files` is null.
 
     Args:
@@ -58,13 +58,10 @@ def load_questions(
     """
     data = config.data
     sources = {name: QuestionSource(**source) for name, source in data.datasets.items()}
-    splits = [split for split in ("train", "val") if any(source.size(split) for source in sources.values())]
-    train, val = (
-        QuestionDataset(sources, split, data.question_suffix, data.max_unreadable_images, progress)
-        if split in splits
-        else None
-        for split in ("train", "val")
-    )
+    further = data.question_suffix, data.max_unreadable_images, progress
+    train = QuestionDataset(sources, "train", *further)
+    has_val = any(source.size("val") for source in sources.values())
+    val = QuestionDataset(sources, "val", *further) if has_val else None
     if len(train) < data.train_batch_size:
         raise UserError(
             f"there are {len(train)} questions to learn from, fewer than data.train_batch_size="
@@ -75,14 +72,14 @@ def load_questions(
 
 def load_dataset(
     files: Any, config: DictConfig, tokenizer: PreTrainedTokenizerBase, max_samples: int, progress: bool
-) -> Dataset:
+) -> TokenRows:
     """A `ChatDataset`, or the class that `data.custom_cls` names, as in verl."""
     if config.custom_cls.path is None:
         return ChatDataset(files, tokenizer, config, max_samples, progress, cache_directory(config.token_cache))
     from verl.utils.import_utils import load_extern_object
 
     try:
-        dataset_class = load_extern_object(config.custom_cls.path, config.custom_cls.name)
+        dataset_class: Any = load_extern_object(config.custom_cls.path, config.custom_cls.name)
     except (OSError, ImportError, AttributeError, SyntaxError) as error:
         raise UserError(
             f"data.custom_cls cannot be loaded: {first_line_of(error)}; correct its path or name"
@@ -92,14 +89,14 @@ def load_dataset(
     return Unpadded(dataset)
 
 
-class Unpadded(Dataset):
+class Unpadded(TokenRows):
     """A data set of the user's own, whose samples verl wants padded to `max_length`, with the padding taken off.
 
     Args:
         dataset: yields `input_ids`, `attention_mask` and `loss_mask`, each (max_length,).
     """
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self.ends: Counter[int] = Counter()
         lengths = []
@@ -118,7 +115,7 @@ class Unpadded(Dataset):
         return {**tokens, "row": index}
 
     def turn_ends(self) -> Counter[int]:
-        """How many samples have each token as their last learnt one."""
+        """See `TokenRows`."""
         return self.ends
 
     def describe(self, indices: Iterable[int]) -> str:

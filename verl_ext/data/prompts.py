@@ -10,19 +10,20 @@ from typing import Any
 
 import pandas as pd
 from jinja2 import TemplateError
-from omegaconf import DictConfig, OmegaConf
-from torch.utils.data import Dataset
+from omegaconf import DictConfig
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from verl_ext.config.inputs import file_list
+from verl_ext.config.plain import as_dict
 from verl_ext.data.chat_encoder import plain
+from verl_ext.data.rows import Rows
 from verl_ext.data.template import ChatTemplate
 from verl_ext.errors import UserError
 from verl_ext.tell import tell
 
 
-class PromptDataset(Dataset):
+class PromptDataset(Rows):
     """Rows as dictionaries: `row`, `sample_id`, `prompt_ids`, `prompt_text` and the columns of the file.
 
     Args:
@@ -45,8 +46,7 @@ class PromptDataset(Dataset):
         progress: bool = False,
     ) -> None:
         self._config = config
-        kwargs = OmegaConf.to_container(OmegaConf.create(config.apply_chat_template_kwargs))
-        self._template = ChatTemplate(tokenizer, kwargs)
+        self._template = ChatTemplate(tokenizer, as_dict(config.apply_chat_template_kwargs))
         names = file_list(parquet_files)
         records = [(name, row, record) for name in names for row, record in _records(name)]
         chosen = records[:max_samples] if max_samples > 0 else records

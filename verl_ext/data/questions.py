@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image, UnidentifiedImageError
-from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from verl_ext.data.question_sources import KNOWN, QuestionSource, records_of
+from verl_ext.data.rows import Rows
 from verl_ext.errors import UserError
 from verl_ext.tell import tell
 
@@ -58,7 +58,7 @@ class ImageQuestion:
             raise UserError(f"the image of {self.sample_id} cannot be read: {error}") from error
 
 
-class QuestionDataset(Dataset):
+class QuestionDataset(Rows):
     """Rows as dictionaries: `row`, `sample_id` and `sample`, an `ImageQuestion`.
 
     Args:
@@ -147,7 +147,7 @@ def question_of(name: str, row: int, record: Mapping[str, Any], suffix: str, fol
         UserError: it has no image, no question or no answer, or names an image elsewhere.
     """
     known = KNOWN.get(name)
-    question = record.get("question") or (known.question if known else None)
+    question = record.get("question") or (known.question if known else None) or ""
     references = tuple(text for text in answers_of(record) if text.strip())
     number = record.get("question_id", record.get("id", row))
     for part, there in {

@@ -15,9 +15,10 @@ from typing import Any
 import pandas as pd
 import tokenizers
 import transformers
-from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from verl_ext.cache import users_cache
+from verl_ext.config.plain import as_dict
 from verl_ext.data import tokenised
 from verl_ext.data.chat_encoder import ChatEncoder, Tokens
 from verl_ext.data.tokenised import Tokenised
@@ -72,19 +73,19 @@ def cache_directory(setting: str | None) -> Path:
     """`data.token_cache`, with null resolved."""
     if setting is not None:
         return Path(setting).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_ext" / "tokens"
+    return users_cache() / "tokens"
 
 
 def key_of(names: list[str], encoder: ChatEncoder, max_samples: int) -> str:
     """Digest of all that the tokens depend on: the files' content, the tokenizer, its template, the settings."""
     tokenizer = encoder.template.tokenizer
-    config: DictConfig = encoder.config
+    settings = as_dict(encoder.config)
     about = {
         "versions": [VERSION, transformers.__version__, tokenizers.__version__],
         "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
         "template": tokenizer.chat_template,
         "special": tokenizer.special_tokens_map,
-        "settings": {name: OmegaConf.to_container(config)[name] for name in IN_THE_KEY},  # type: ignore[index, call-overload]
+        "settings": {name: settings[name] for name in IN_THE_KEY},
         "max_samples": max_samples,
         "files": [_digest(name) for name in names],
     }

@@ -62,13 +62,13 @@ class VLMBatcher:
             [chat.questions[0].opened() for chat in chats], size=self.size(tier), return_tensors="pt"
         )
         merged = images["image_grid_thw"].prod(-1) // self.processor.image_processor.merge_size**2
-        tokens, learnt = zip(*(self.tokens(chat, int(count)) for chat, count in zip(chats, merged, strict=True)))
-        lengths = torch.tensor([len(row) for row in tokens])
-        input_ids = pad_sequence(tokens, batch_first=True, padding_value=self.end_token)
+        rows = [self.tokens(chat, int(count)) for chat, count in zip(chats, merged, strict=True)]
+        lengths = torch.tensor([len(tokens) for tokens, _ in rows])
+        input_ids = pad_sequence([tokens for tokens, _ in rows], batch_first=True, padding_value=self.end_token)
         return {
             "input_ids": input_ids,
             "attention_mask": (torch.arange(input_ids.shape[1]) < lengths[:, None]).long(),
-            "loss_mask": pad_sequence(learnt, batch_first=True),
+            "loss_mask": pad_sequence([learnt for _, learnt in rows], batch_first=True),
             "pixel_values": images["pixel_values"],
             "image_grid_thw": images["image_grid_thw"],
         }

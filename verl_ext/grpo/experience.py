@@ -69,17 +69,22 @@ class Collector:
     def collect(self, prompts: Sequence[Prompt], step: int, replacement: Replacement | None) -> Experience:
         """The experience of one step; collective."""
         samples, rewards = self.rewarded(prompts, step, self.group_size)
+        num_replaced = 0 if replacement is None else self._replace_flat(replacement, step, samples, rewards)
+        with self.timer.measure("advantages"):
+            groups = [index // self.group_size for index in range(len(samples))]
+            advantages = group_advantages([reward.total for reward in rewards], groups, self.divide_by_std)
+        return Experience(samples, rewards, advantages, num_replaced)
+
+    def _replace_flat(self, replacement: Replacement, step: int, samples: list[Sample], rewards: list[Reward]) -> int:
+        """Put groups with a signal in the place of those without, in place; returns how many."""
         num_replaced = 0
-        for number in range(1, replacement.max_rounds + 1 if replacement else 1):
+        for number in range(1, replacement.max_rounds + 1):
             flat = self._flat_groups(rewards)
             if not reduce_over_ranks(maxima={"flat": len(flat)}, device=self.device)["flat"]:
                 break
             fresh = self.rewarded(replacement.more(number, len(flat)), step, self.group_size)
             num_replaced += self._replace(flat, samples, rewards, *fresh)
-        with self.timer.measure("advantages"):
-            groups = [index // self.group_size for index in range(len(samples))]
-            advantages = group_advantages([reward.total for reward in rewards], groups, self.divide_by_std)
-        return Experience(samples, rewards, advantages, num_replaced)
+        return num_replaced
 
     def rewarded(
         self, prompts: Sequence[Prompt], step: int, num_samples: int, greedy: bool = False

@@ -25,7 +25,8 @@ class Spread:
 
 def spreads(columns: Mapping[str, Sequence[float]], device: str) -> dict[str, Spread]:
     """The spread of every column; collective, with the same columns on every rank and at least one value in all."""
-    sums, maxima = {}, {}
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
     for name, values in columns.items():
         sums |= {f"{name} n": len(values), f"{name} x": math.fsum(values)}
         maxima |= {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_vanilla, kl_penalty
@@ -50,7 +51,7 @@ class GlobalBatch:
     num_samples: float
     num_ranks: int
 
-    def normalisation(self, settings: LossSettings) -> dict[str, float]:
+    def normalisation(self, settings: LossSettings) -> dict[str, Any]:
         """The arguments of verl's `agg_loss` with which the ranks' gradients average to the global one."""
         if settings.loss_agg_mode == _SUM_NORM:
             # verl divides by nothing else there, so that a batch of twice the size would have twice the gradient
@@ -125,13 +126,14 @@ def micro_batch_loss(inputs: LossInputs, settings: LossSettings, batch: GlobalBa
             bonus = agg_loss(inputs.entropy, inputs.mask, settings.loss_agg_mode, **normalisation)
             value = value - settings.entropy_coeff * bonus
     if inputs.reference_log_probs is not None:
-        kl = kl_penalty(inputs.log_probs, inputs.reference_log_probs, settings.kl_loss_type)
+        # verl asks for FloatTensor, which no tensor is
+        kl = kl_penalty(inputs.log_probs, inputs.reference_log_probs, settings.kl_loss_type)  # type: ignore[arg-type]
         sums["kl"] = float((kl.detach() * inputs.mask).sum())
         value = value + settings.kl_loss_coef * agg_loss(kl, inputs.mask, settings.loss_agg_mode, **normalisation)
     return Loss(value, sums)
 
 
-def _actor_config(settings: LossSettings, normalisation: dict[str, float]) -> ActorConfig:
+def _actor_config(settings: LossSettings, normalisation: dict[str, Any]) -> ActorConfig:
     """verl's settings of its own loss; what is not of the loss is filled in because it must be."""
     return ActorConfig(
         strategy="fsdp2",

@@ -43,19 +43,14 @@ class Point:
     seen: Seen | None
 
 
-def checklists(files: RunFiles, now: float | None = None) -> dict[str, list[Point]]:
-    """All three by their titles.
-
-    Args:
-        files: of the run.
-        now: seconds since 1970; None takes the clock.
-    """
+def checklists(files: RunFiles) -> dict[str, list[Point]]:
+    """All three by their titles."""
     begun = files.history.step >= EARLY_STEPS or files.run["status"] != "running"
     title = f"After {EARLY_STEPS} steps" + ("" if begun else f" (at step {files.history.step} so far)")
     return {
         title: list(first_steps(files)),
         "At every checkpoint": list(each_checkpoint(files)),
-        "At the end": list(the_end(files, time.time() if now is None else now)),
+        "At the end": list(the_end(files, time.time())),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_ext.health.schedule import Schedule, schedule_of
@@ -51,5 +51,8 @@ class Facts:
             checkpoints: see above.
         """
         data, stage = config["data"], config["stage"]
-        limits = (data["max_prompt_length"], data["max_response_length"]) if stage == "grpo" else (None, None)
-        return cls(stage, total_steps, schedule_of(config, total_steps, steps_per_epoch), *limits, checkpoints)
+        facts = cls(stage, total_steps, schedule_of(config, total_steps, steps_per_epoch), checkpoints=checkpoints)
+        if stage != "grpo":
+            return facts
+        lengths = data["max_prompt_length"], data["max_response_length"]
+        return replace(facts, max_prompt_length=lengths[0], max_response_length=lengths[1])

@@ -9,6 +9,8 @@ import numpy as np
 
 from verl_ext.health.series import Array
 
+RISING_SHARE, RISING_Z = 0.8, 4.0
+"""Of a series that rises: how many of its steps go up, and by how many standard errors the whole."""
 _NORMAL = 1.4826
 """Standard deviations in a median absolute deviation of normal noise."""
 
@@ -56,10 +58,10 @@ def trend_of(values: Array) -> Trend:
     return Trend(change, noise, change / error if error > 0 else math.copysign(math.inf, change) if change else 0.0)
 
 
-def rises(values: Array, least_share: float = 0.8, least_z: float = 4.0) -> bool:
+def rises(values: Array) -> bool:
     """Whether nearly every value is above the one before, and the whole is more than noise."""
     steps = np.diff(values)
-    return len(steps) > 0 and float((steps > 0).mean()) >= least_share and trend_of(values).z >= least_z
+    return len(steps) > 0 and float((steps > 0).mean()) >= RISING_SHARE and trend_of(values).z >= RISING_Z
 
 
 def falls(values: Array) -> bool:

@@ -21,7 +21,7 @@ def wandb_end(run_dir: Path) -> int | None:
     files = sorted(run_dir.glob("wandb/*run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
     if not files or importlib.util.find_spec("wandb") is None:
         return None
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # made for each protobuf version
 
     code = None
     for content in last_records(files[-1]):

@@ -76,6 +76,7 @@ class Keeper:
         tell(f"{number.name}: {saving if self._asked else waiting}; a second signal stops at once")
 
     def _kill_those_whose_time_is_up(self) -> None:
+        assert self.request is not None
         is_time = time.monotonic() >= self._kill_at
         for rank in find_ranks(self._module):
             is_new = rank.pid not in self._asked  # born after the request: nothing to save, and perhaps deaf yet

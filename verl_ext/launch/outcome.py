@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from signal import Signals
+from typing import Any, Protocol
 
 from verl_ext.errors import SICK_EXIT_CODE, STOP_SIGNALS, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
 
@@ -23,9 +23,12 @@ class RankFailure(Protocol):
     """What is read of torch's `ProcessFailure`."""
 
     exitcode: int
-    message: str | dict
     timestamp: int
     pid: int
+
+    @property
+    def message(self) -> str | dict[str, Any]:
+        """What the rank has left, or torchrun's own words."""
 
     def signal_name(self) -> str:
         """Name of the signal that killed the process."""
@@ -42,8 +45,8 @@ class Request:
         was_too_slow: whether that was because their time to save had run out.
     """
 
-    signal: signal.Signals
-    second: signal.Signals | None = None
+    signal: Signals
+    second: Signals | None = None
     killed: bool = False
     was_too_slow: bool = False
 
@@ -101,7 +104,7 @@ def judge(failures: Mapping[int, RankFailure], request: Request | None) -> Outco
     """
     if not failures:
         return None
-    expected = EXIT_CODES_OF_A_STOP | ({-signal.SIGKILL} if request is not None and request.killed else set())
+    expected = EXIT_CODES_OF_A_STOP | ({-Signals.SIGKILL} if request is not None and request.killed else set())
     crashes = {rank: failure for rank, failure in failures.items() if failure.exitcode not in expected}
     if crashes:
         return describe(crashes)

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from verl_ext.config.plain import as_dict
 from verl_ext.data.question_sources import KNOWN, METRICS, QuestionSource
 from verl_ext.errors import UserError
 
@@ -50,7 +51,7 @@ def check_questions(config: DictConfig, needed: Sequence[str]) -> None:
     Raises:
         UserError: which is wrong and how to mend it.
     """
-    sources = {name: source_of(name, entry) for name, entry in OmegaConf.to_container(config.data.datasets).items()}
+    sources = {name: source_of(name, entry) for name, entry in as_dict(config.data.datasets).items()}
     for split in ("train", "val"):
         if split in needed and not any(source.size(split) for source in sources.values()):
             raise UserError(f"there is no question for {split}; give data.datasets.NAME.{split} a size, or -1 for all")

@@ -39,7 +39,7 @@ class Watcher:
         self._run_dir = Path(config.trainer.default_local_dir).absolute()
         self._process = WatchProcess(config, self._run_dir)
         self._first_pause_s = first_pause_s
-        self._exit_code: int | None = None
+        self._exit_code = 0
         self._stopping = threading.Event()
         # the process dies with the thread that forked it, which therefore lives as long
         self._thread = threading.Thread(target=self._keep, name="watcher", daemon=True)

@@ -102,9 +102,9 @@ class WandbSink:
 
     def write_event(self, event: Event) -> None:
         """Send an alert, which W&B passes on by mail or chat; a notice is none."""
-        import wandb
+        from wandb.sdk.wandb_alerts import AlertLevel
 
-        levels = {"warning": wandb.AlertLevel.WARN, "alarm": wandb.AlertLevel.ERROR}
+        levels = {"warning": AlertLevel.WARN, "alarm": AlertLevel.ERROR}
         if event.level in levels:
             self._run.alert(event.name, f"step {event.step}: {event.text}", levels[event.level])
 

@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from verl_ext.metrics.atomic import replace_file
 from verl_ext.metrics.notice import warn
@@ -21,7 +21,8 @@ RUN_ID_FILE = "wandb_run_id.txt"
 _INIT_TIMEOUT_S = 30.0
 _FINISH_TIMEOUT_S = 60.0
 
-_NO_NETWORK_MODES = ("offline", "dryrun", "disabled")
+_NO_NETWORK_MODES = ("offline", "disabled")
+Mode = Literal["online", "offline", "shared", "disabled"]
 
 
 def open_wandb_run(
@@ -102,10 +103,11 @@ def _forget_failed_start() -> None:
     wandb.teardown()
 
 
-def _choose_mode() -> str:
+def _choose_mode() -> Mode:
     import wandb
 
-    configured = wandb.setup(settings=wandb.Settings(silent=True)).settings.mode
+    asked = wandb.setup(settings=wandb.Settings(silent=True)).settings.mode
+    configured = "offline" if asked == "dryrun" else "online" if asked == "run" else asked  # W&B's former words
     if configured in _NO_NETWORK_MODES:
         return configured
     # Looks where `wandb.init` would (environment, netrc, settings), but does not ask when there is nothing to find.
@@ -122,7 +124,7 @@ def _has_credentials() -> bool:
         return False
 
 
-def _init(mode: str, settings: dict[str, Any], arguments: dict[str, Any]) -> Run:
+def _init(mode: Mode, settings: dict[str, Any], arguments: dict[str, Any]) -> Run:
     import wandb
 
     full = wandb.Settings(

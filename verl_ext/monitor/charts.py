@@ -56,9 +56,7 @@ CHARTS = (
     Chart("Memory and disk", ("system/peak_memory_gib", "system/disk_free_gib")),
 )
 NOT_REWARDS = {
-    re.match(r"train/(\w+)_mean$", name).group(1)  # type: ignore[union-attr]
-    for name in METRICS
-    if re.match(r"train/\w+_mean$", name)
+    match.group(1) for match in (re.match(r"train/(\w+)_mean$", name) for name in METRICS) if match is not None
 }
 
 

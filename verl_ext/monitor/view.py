@@ -22,8 +22,8 @@ from verl_ext.monitor.store.columns import Points, Row, columns_of, rows_after, 
 
 STEP_METRIC = "train/loss"
 """In every row of a training step."""
-ROWS = "SELECT attempt, step, time, metrics FROM training_logs WHERE run = ?"
 MOST_ROWS = 20_000
+SCHEDULE_POINTS = 500
 """Rows that are taken at a time while the monitor catches up with a long run."""
 
 
@@ -127,13 +127,13 @@ class RunView:
         except (UserError, KeyError, TypeError):  # a configuration of another version has other keys
             return None
 
-    def schedule_points(self, most: int = 500) -> list[tuple[int, float]]:
-        """That learning rate as points on the axis of the last attempt, at most so many; empty where there is none."""
+    def schedule_points(self) -> list[tuple[int, float]]:
+        """That learning rate as points on the axis of the last attempt, `SCHEDULE_POINTS` at most; none without one."""
         schedule, total = self.schedule(), self.record["total_steps"]
         if schedule is None or not total:
             return []
         shift = self._axis.shift_of(max(self.starts, default=1))
-        steps = np.unique(np.linspace(1, total, min(total, most)).astype(int)).tolist()
+        steps = np.unique(np.linspace(1, total, min(total, SCHEDULE_POINTS)).astype(int)).tolist()
         return [(step + shift, schedule.at(step)) for step in steps]
 
     def _record(self) -> sqlite3.Row:

@@ -63,7 +63,7 @@ class StepMemory:
         accumulates = work.num_micro_batches > 1
         self._sharded_before = shard if accumulates and not work.keeps_gathered else 0.0
         self._whole_before = work.reduce_bytes * shape.numel if accumulates and work.keeps_gathered else 0.0
-        self._always = {"weights": shard, "optimizer": 2 * shard}
+        self._always: Parts = {"weights": shard, "optimizer": 2 * shard}
         self._always["gradients"] = self._sharded_before + self._whole_before
         self._kept = activations.kept_bytes(shape, work)
         self._root, self._embedding, self._layer = map(self._gathered, (shape.root, shape.embedding, shape.layer))

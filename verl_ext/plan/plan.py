@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext.config.plain import as_dict
 from verl_ext.errors import UserError
 from verl_ext.plan.links import Cluster
 from verl_ext.plan.memory import Memory, StepMemory
@@ -17,6 +18,7 @@ from verl_ext.plan.speed import StepTime, step_time
 from verl_ext.plan.workload import Lengths, Workload, samples_between_updates, switch, workload_of
 
 GIB = 1 << 30
+Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def make_plan(config: DictConfig, shape: ModelShape, cluster: Cluster, lengths: 
 
 def changed(plan: Plan, lengths: Lengths, settings: dict[str, Any], gpus: int | None = None) -> Plan | None:
     """The plan with other settings; None where they cannot run."""
-    config = OmegaConf.create(OmegaConf.to_container(plan.config))
+    config = OmegaConf.create(as_dict(plan.config))
     for key, value in settings.items():
         OmegaConf.update(config, key, value, force_add=True)
     try:
@@ -115,10 +117,10 @@ def advice(plan: Plan, lengths: Lengths) -> str:
 def remedies(plan: Plan) -> Iterator[tuple[dict[str, Any], int | None]]:
     """Settings to try, in order, and numbers of GPUs."""
     yield from ((each, None) for each in remedies_of_engine(plan))
-    saving = {} if plan.work.fused_loss or plan.work.is_grpo else {"model.fused_loss": True}
-    checkpointing = {} if plan.work.checkpointing else {"model.enable_gradient_checkpointing": True}
+    saving: Settings = {} if plan.work.fused_loss or plan.work.is_grpo else {"model.fused_loss": True}
+    checkpointing: Settings = {} if plan.work.checkpointing else {"model.enable_gradient_checkpointing": True}
     key, size = "data.micro_batch_size_per_gpu", plan.config.data.micro_batch_size_per_gpu
-    smaller = [{key: each} for each in (32, 16, 8, 4, 2, 1) if each < size]
+    smaller: list[Settings] = [{key: each} for each in (32, 16, 8, 4, 2, 1) if each < size]
     least = {**saving, **checkpointing, **(smaller[-1] if smaller else {})}
     for settings in (saving, checkpointing, *smaller, {**saving, **checkpointing}, least):
         if settings:

@@ -29,6 +29,7 @@ def main() -> None:
     startup.go_on(Path(path).parent)
     startup.mark("torchrun", process_start())
     config = OmegaConf.load(path)
+    assert isinstance(config, DictConfig)  # the launcher wrote it
     OmegaConf.set_struct(config, True)
     try:
         train(config)

@@ -9,6 +9,7 @@ from types import TracebackType
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.collective import on_rank_zero
+from verl_ext.config.plain import as_dict
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
 from verl_ext.health.findings import Finding
 from verl_ext.health.watch import HealthWatch
@@ -75,7 +76,7 @@ class Attempt:
             backends=list(self.config.trainer.logger),
             project=self.config.trainer.project_name,
             experiment=self.config.trainer.experiment_name,
-            config=OmegaConf.to_container(self.config, resolve=True),
+            config=as_dict(self.config),
             total_steps=self.total_steps,
             log_every=self.config.trainer.log_every,
             by_epoch=self.config.stage == "budget",

@@ -14,6 +14,7 @@ from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.reward import RewardWeights
 from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.data.prompts import PromptBatch
+from verl_ext.data.questions import QuestionDataset
 from verl_ext.grpo.loss import LossSettings
 from verl_ext.metrics.epoch_history import EpochSums
 from verl_ext.metrics.reduce import reduce_over_ranks
@@ -26,7 +27,7 @@ from verl_ext.trainer.budget_parts import (
     make_controller,
     make_executor,
 )
-from verl_ext.trainer.controller_files import BEST_MODEL, epoch_file, whole_weights, write_controller
+from verl_ext.trainer.controller_files import BEST_MODEL, epoch_file, whole_weights, write_controllers
 from verl_ext.trainer.gathering import Gathering
 from verl_ext.trainer.grpo import GRPOTrainer
 from verl_ext.trainer.loop import Metrics
@@ -40,6 +41,11 @@ CHECKED_QUESTIONS = 8
 
 class BudgetControllerTrainer(GRPOTrainer):
     """One step is a batch of questions, a budget and a group of configurations for each, and an update from them."""
+
+    train_dataset: QuestionDataset
+    val_dataset: QuestionDataset
+    environment: ModelEnvironment
+    lr_scheduler: PlateauSchedule
 
     def _build_model_optimizer(self) -> None:
         config = self.config
@@ -88,8 +94,8 @@ class BudgetControllerTrainer(GRPOTrainer):
         """See `PipelineTrainer.training_step`."""
         asked, found = self.executor.outcomes.num_asked, self.executor.outcomes.num_found
         metrics = super().training_step(batch)
-        counts = {"asked": self.executor.outcomes.num_asked - asked, "found": self.executor.outcomes.num_found - found}
-        counts = reduce_over_ranks(sums=counts, device=self.device_name)
+        new = {"asked": self.executor.outcomes.num_asked - asked, "found": self.executor.outcomes.num_found - found}
+        counts = reduce_over_ranks(sums=new, device=self.device_name)
         metrics["train/loss"] = metrics["train/policy_gradient_loss"]
         metrics["throughput/train/cache_hit_rate"] = counts["found"] / max(counts["asked"], 1.0)
         self.epoch_sums.add(int(metrics["train/num_configs"]), of_kind(metrics, "train"), metrics["train/loss"])
@@ -131,7 +137,7 @@ class BudgetControllerTrainer(GRPOTrainer):
         weights = whole_weights(self.fsdp_model)
         about = {"epoch": epoch, "val_reward": reward, "config": self.model_config.to_dict()}
         names = [epoch_file(epoch), *([BEST_MODEL] if is_best else [])]
-        on_rank_zero(lambda: [write_controller(self.run_dir / name, weights, about) for name in names])
+        on_rank_zero(lambda: write_controllers([self.run_dir / name for name in names], weights, about))
 
     def data_state(self) -> dict[str, Any]:
         """See `TrainerSetup.data_state`."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from verl_ext.checkpoint.exporter import whole
+from verl_ext.checkpoint.shards import whole
 from verl_ext.checkpoint.writing import FileWriter, naming
 from verl_ext.controller.checkpoints import STATE
 
@@ -21,17 +21,18 @@ def epoch_file(epoch: int) -> str:
     return f"checkpoint_epoch_{epoch}.pt"
 
 
-def write_controller(path: Path, weights: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
-    """Write weights on the CPU and what is said of them; a file is there whole or not at all.
+def write_controllers(paths: Sequence[Path], weights: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
+    """Write weights on the CPU and what is said of them; each file is there whole or not at all.
 
     Raises:
         UserError: the disk refuses it.
     """
-    temporary = path.with_name(f"{path.name}.tmp")
-    with FileWriter() as writer:
-        writer.write_object(temporary, {STATE: dict(weights), **about})
-    with naming(path):
-        os.replace(temporary, path)
+    for path in paths:
+        temporary = path.with_name(f"{path.name}.tmp")
+        with FileWriter() as writer:
+            writer.write_object(temporary, {STATE: dict(weights), **about})
+        with naming(path):
+            os.replace(temporary, path)
 
 
 def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import cast
 
 import psutil
 import torch
@@ -39,7 +40,7 @@ class Gathering:
 
     def release(self) -> None:
         """Shard again what forward passes without a backward pass have left gathered."""
-        for module in self._model.modules():
+        for module in cast("torch.nn.Module", self._model).modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 

@@ -89,7 +89,7 @@ class GRPOTrainer(PipelineTrainer):
                 self.policy.close()
 
     @property
-    def updates_per_step(self) -> int:  # type: ignore[override]
+    def updates_per_step(self) -> int:
         """See `TrainerSetup`."""
         return self.update_settings().num_updates
 

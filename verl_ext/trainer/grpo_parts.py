@@ -9,11 +9,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_ext.collective import on_every_rank
+from verl_ext.config.plain import as_dict
 from verl_ext.data.end_tokens import end_tokens
 from verl_ext.errors import UserError
 from verl_ext.grpo.policy import LogProbs
@@ -116,7 +117,7 @@ def make_engine(
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         free_cache_engine=rollout.free_cache_engine,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
-        arguments=OmegaConf.to_container(rollout.vllm),
+        arguments=as_dict(rollout.vllm),
     )
     with quiet_native_stdout():
         return on_every_rank(lambda: VllmRollout(settings))

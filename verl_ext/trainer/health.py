@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_ext.checkpoint.layout import complete_steps
+from verl_ext.config.plain import as_dict
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Level
 from verl_ext.health.limits import Limits
@@ -34,8 +35,7 @@ def watch_of(config: DictConfig, first_step: int, total_steps: int, steps_per_ep
     attempts = RunRecord(run_dir).read()["attempts"]
     rules = all_rules(wanted.rules, "health.rules")
     history, _ = replay(run_dir, attempts, first_step, watched_by(rules))
-    content = OmegaConf.to_container(config, resolve=True)
-    facts = Facts.of(content, total_steps, steps_per_epoch, lambda: complete_steps(run_dir))
+    facts = Facts.of(as_dict(config), total_steps, steps_per_epoch, lambda: complete_steps(run_dir))
     told = told_before(run_dir / EVENTS_FILE, first_step)
     return HealthWatch(history, facts, Limits(**wanted.limits), wanted.every, list(wanted.stop_on), told, rules)
 

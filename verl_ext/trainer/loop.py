@@ -9,18 +9,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
 
 from verl_ext.checkpoint.space import GIB, free_bytes
-from verl_ext.data.batching import Batch
+from verl_ext.data.rows import Rows
 from verl_ext.deadline import deadline_from_environment, parse_deadline
 from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn
@@ -56,8 +56,8 @@ class PipelineTrainer(TrainerSetup, ABC):
         device_mesh: DeviceMesh,
         ulysses_device_mesh: DeviceMesh,
         tokenizer: PreTrainedTokenizerBase,
-        train_dataset: Dataset,
-        val_dataset: Dataset | None,
+        train_dataset: Rows,
+        val_dataset: Rows | None,
         signals: RankSignals | None = None,
     ) -> None:
         self.recorded_config = config
@@ -65,12 +65,15 @@ class PipelineTrainer(TrainerSetup, ABC):
         self.is_main = device_mesh.get_rank() == 0
         self.run_dir = Path(config.trainer.default_local_dir)
         self.trace = Trace(self.run_dir, device_mesh.get_rank()) if config.trainer.trace else None
-        self.timer = StepTimer(on_gpu=self.device_name == "cuda", on_part=self.trace and self.trace.part)
+        self.timer = StepTimer(
+            on_gpu=self.device_name == "cuda", on_part=None if self.trace is None else self.trace.part
+        )
         self.guard = NonFiniteGuard(config.trainer.max_nonfinite_steps, train_dataset.describe)
         self.preemption = Preemption(signals, self.deadline(config), list(config.health.stop_on))
         with open(os.devnull, "w") as sink, redirect_stdout(sink):  # verl prints the whole configuration and more
             copy = verls_config(config)
-            super().__init__(copy, device_mesh, ulysses_device_mesh, tokenizer, train_dataset, val_dataset)
+            both: Any = train_dataset, val_dataset  # verl does not know of runs without validation
+            super().__init__(copy, device_mesh, ulysses_device_mesh, tokenizer, *both)
         self.global_step = self.saved_step = self.resume_global_step
         self.preemption.expected_save_s = self.checkpoint_manager.expected_save_s()
         self.step_metrics: Metrics = {}
@@ -84,8 +87,12 @@ class PipelineTrainer(TrainerSetup, ABC):
     # What a stage defines
 
     @abstractmethod
-    def training_step(self, batch: Batch) -> Metrics:
-        """Update the model once; the metrics are reduced over all ranks."""
+    def training_step(self, batch: Any) -> Metrics:
+        """Update the model once; the metrics are reduced over all ranks.
+
+        Args:
+            batch: what the stage's batcher makes, with the `rows` that are in it.
+        """
 
     @abstractmethod
     def validate(self) -> Metrics:
@@ -139,7 +146,7 @@ class PipelineTrainer(TrainerSetup, ABC):
             if self.steps_left and not self.preemption.check(self.checkpoint_manager.is_writing):
                 self.finish_writing()
 
-    def remaining_batches(self) -> Iterator[Batch]:
+    def remaining_batches(self) -> Iterator[Any]:
         """Batches from the current position to the last step, epoch after epoch; counts `global_step` up."""
         while self.global_step < self.total_training_steps:
             batches = iter(self.train_dataloader)
@@ -184,14 +191,14 @@ class PipelineTrainer(TrainerSetup, ABC):
         """
         norm = fsdp2_clip_grad_norm_(self.fsdp_model.parameters(), max_norm=self.config.optim.clip_grad)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        loss, grad_norm = torch.stack([torch.as_tensor(loss, device=norm.device).double(), norm.double()]).tolist()
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        both = torch.stack([torch.as_tensor(loss, device=norm.device).double(), norm.double()]).tolist()
+        finite = all(map(math.isfinite, both))
         if finite:
             self.optimizer.step()
             self.lr_scheduler.step()
         self.optimizer.zero_grad()
         self.guard.count(finite)
-        return loss, grad_norm
+        return both[0], both[1]
 
     # Saving
 

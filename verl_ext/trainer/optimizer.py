@@ -23,7 +23,7 @@ def build_optimizer(model: torch.nn.Module, config: DictConfig) -> torch.optim.O
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        return build_verl_optimizer(trained, config)
+        return build_verl_optimizer(trained, config)  # type: ignore[arg-type]  # a section has the same keys
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         reason = str(error).split(". Available")[0]  # verl lists the whole module behind it
         raise UserError(

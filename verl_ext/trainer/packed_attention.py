@@ -77,10 +77,10 @@ def packed_sdpa(
     """
     if softcap is not None or s_aux is not None:
         raise ValueError("its attention caps scores or has sinks, which sdpa cannot do")
-    arguments = {"scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
+    arguments: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     parts = [
-        F.scaled_dot_product_attention(*qkv, **_causal(qkv[0].shape[2], sliding_window, query.device), **arguments)
-        for qkv in zip(*(tensor.split(sample_lengths.tokens, dim=2) for tensor in (query, key, value)))
+        F.scaled_dot_product_attention(q, k, v, **_causal(q.shape[2], sliding_window, query.device), **arguments)
+        for q, k, v in zip(*(tensor.split(sample_lengths.tokens, dim=2) for tensor in (query, key, value)))
     ]
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 

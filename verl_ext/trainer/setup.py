@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 
@@ -18,9 +18,11 @@ from verl_ext.checkpoint.layout import step_of
 from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.config.digest import config_digest
+from verl_ext.config.plain import as_dict
 from verl_ext.data.ahead import Ahead
 from verl_ext.data.batching import Groups
 from verl_ext.data.packing import MicroBatchPlan
+from verl_ext.data.rows import Rows
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.metrics.notice import warn
 from verl_ext.metrics.startup import startup
@@ -34,7 +36,7 @@ from verl_ext.trainer.stop_signals import ignore_stop_signals
 
 def verls_config(config: DictConfig) -> DictConfig:
     """A copy for verl's constructor, which refuses some settings and writes into others."""
-    copy = OmegaConf.create(OmegaConf.to_container(config))
+    copy = OmegaConf.create(as_dict(config))
     copy.data.chat_template = None  # the tokenizer carries it by now
     # With sequence parallelism verl computes the micro-batch's loss; it must be the plain mean, weighted by us.
     copy.data.balance_dp_token = False
@@ -52,15 +54,23 @@ class TrainerSetup(FSDPSFTTrainer):
     recorded_config: DictConfig
     guard: NonFiniteGuard
     owes_validation: bool
-    updates_per_step = 1
-    """How often the optimizer, and with it the schedule of the learning rate, goes on in one step."""
+    train_dataset: Rows
+    val_dataset: Rows | None
+    fsdp_model: Any
+    checkpoint_manager: CheckpointManager
+    train_sampler: GlobalBatchSampler  # type: ignore[assignment]  # verl makes another, in what is overridden here
+
+    @property
+    def updates_per_step(self) -> int:
+        """How often the optimizer, and with it the schedule of the learning rate, goes on in one step."""
+        return 1
 
     def _normalize_config_bsz(self) -> None:
         """verl divides the batch size in the configuration; here it stays the global one, as users wrote it."""
         self.dp_size = self.ulysses_device_mesh.size(0)
         self.dp_rank = self.ulysses_device_mesh.get_local_rank("dp")
 
-    def _build_dataloader(self, train_dataset: Dataset, val_dataset: Dataset | None) -> None:
+    def _build_dataloader(self, train_dataset: Rows, val_dataset: Rows | None) -> None:
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         data = self.config.data
         self.batcher = self.make_batcher()
@@ -95,7 +105,7 @@ class TrainerSetup(FSDPSFTTrainer):
     def make_batcher(self) -> Callable[[list[Any]], Any]:
         """What makes one rank's batch of a step: of its samples, or of the groups of them that `plan_for` makes."""
 
-    def plan_for(self, dataset: Dataset) -> MicroBatchPlan | None:
+    def plan_for(self, dataset: Rows) -> MicroBatchPlan | None:
         """Which samples share a micro-batch and on which rank; None leaves it to the batcher."""
         return None
 
@@ -118,7 +128,7 @@ class TrainerSetup(FSDPSFTTrainer):
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             processing_class=self.processing_class,
-            checkpoint_config=OmegaConf.create(OmegaConf.to_container(trainer.checkpoint)),
+            checkpoint_config=OmegaConf.create(as_dict(trainer.checkpoint)),
             options=SaveOptions.of(trainer, self.total_training_steps, digest, COLLECTIVE_TIMEOUT),
             stream=self.dp_rank,
             warn=warn,

@@ -6,6 +6,7 @@ import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,14 +27,14 @@ def perplexity(loss: float) -> float:
 class SFTTrainer(SFTSetup):
     """Trains on chats: every assistant token of the global batch weighs the same."""
 
-    def training_step(self, batch: Batch) -> Metrics:
+    def training_step(self, batch: Any) -> Metrics:
         """One optimizer step; see `PipelineTrainer.training_step`."""
-        lr = self.lr_scheduler.get_last_lr()[0]
+        lr, made = self.lr_scheduler.get_last_lr()[0], self.tensors_of(batch)
         self.fsdp_model.train()
         with self.timer.measure("forward_backward"):
-            loss, num_loss_tokens = self.forward_backward(batch)
+            mean, num_loss_tokens = self.forward_backward(made)
         with self.timer.measure("optimizer"):
-            loss, grad_norm = self.optimizer_step(loss)
+            loss, grad_norm = self.optimizer_step(mean)
         return {
             "train/loss": loss,
             "train/lr(1e-3)": lr * 1e3,
@@ -42,8 +43,12 @@ class SFTTrainer(SFTSetup):
             "train/num_loss_tokens": num_loss_tokens,
             "train/epoch": self.global_step / self.steps_per_epoch,
             "train/skipped_steps": self.guard.num_skipped,
-            **self.measure_step(batch),
+            **self.measure_step(made),
         }
+
+    def tensors_of(self, batch: Any) -> Batch:
+        """What the batcher has made, as tensors."""
+        return batch
 
     def forward_backward(self, batch: Batch) -> tuple[torch.Tensor, float]:
         """Accumulate the gradient of the global mean over all micro-batches and ranks.
@@ -133,7 +138,13 @@ class SFTTrainer(SFTSetup):
         self.fsdp_model.eval()
         num_tokens = 0
         total = torch.zeros((), dtype=torch.float64, device=self.device_name)
-        shares = self.val_dataset, self.validation_plan(), self.batcher.micro_batch, self.dp_rank, self.dp_size
+        shares = (
+            self.val_dataset,
+            self.validation_plan(self.val_dataset),
+            self.batcher.micro_batch,
+            self.dp_rank,
+            self.dp_size,
+        )
         try:
             for micro_batch in validation_micro_batches(*shares):
                 self.preemption.check()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from verl_ext.data.batching import MicroBatcher, sample_lengths
+from verl_ext.data.batching import Batcher, MicroBatcher, sample_lengths
 from verl_ext.data.packing import MicroBatchPlan, attention_share
+from verl_ext.data.rows import Rows, TokenRows
 from verl_ext.metrics.notice import warn
 from verl_ext.trainer.forward_check import LOSS_TOLERANCE, check_packing, loss_heads_error
 from verl_ext.trainer.gathering import Gathering, keeps_gathered
@@ -28,21 +28,27 @@ class SFTSetup(PipelineTrainer):
         gathering: of weights and gradients over the ranks.
     """
 
+    batcher: Batcher
     token_loss: TokenLoss
     gathering: Gathering
 
     def _build_model_optimizer(self) -> None:
         super()._build_model_optimizer()
+        assert isinstance(self.train_dataset, TokenRows)
         stop_at_turn_end(self.model, self.tokenizer, self.train_dataset.turn_ends(), self.is_main)
         self.gather_as_asked()
         self.check_forward()
 
-    def make_batcher(self) -> MicroBatcher:
+    def make_batcher(self) -> Batcher:
         """See `TrainerSetup.make_batcher`."""
         return MicroBatcher(self.tokenizer.pad_token_id, packs_samples(self.config))
 
-    def plan_for(self, dataset: Dataset) -> MicroBatchPlan:
+    def plan_for(self, dataset: Rows) -> MicroBatchPlan | None:
         """See `TrainerSetup.plan_for`."""
+        return self.plan_by_tokens(dataset)
+
+    def plan_by_tokens(self, dataset: Rows) -> MicroBatchPlan:
+        """Samples whose tokens fit into a micro-batch together."""
         data, packs = self.config.data, packs_samples(self.config)
         most = data.max_tokens_per_gpu or (data.micro_batch_size_per_gpu * data.max_length if packs else sys.maxsize)
         most_samples = None if packs or data.max_tokens_per_gpu else data.micro_batch_size_per_gpu
@@ -84,6 +90,6 @@ class SFTSetup(PipelineTrainer):
                     warn(f"model.fused_loss is off: it differs by {error:.2g} from the loss of this model's logits")
         self.gathering.release()
 
-    def validation_plan(self) -> MicroBatchPlan:
+    def validation_plan(self, dataset: Rows) -> MicroBatchPlan:
         """Which samples of the validation set share a forward pass."""
-        return self.plan_for(self.val_dataset)
+        return self.plan_by_tokens(dataset)

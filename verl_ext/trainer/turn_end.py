@@ -38,7 +38,7 @@ def stop_at_turn_end(
         turn_ends: how many samples have each token as their last learnt one.
         is_main: whether this rank tells of it.
     """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
     known = end_tokens(base.generation_config if base.can_generate() else None, tokenizer)
     found = unnamed_turn_end(turn_ends, known, tokenizer)
     if found is not None and base.can_generate():

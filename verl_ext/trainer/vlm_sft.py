@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 
 import torch
 from omegaconf import DictConfig
-from torch.utils.data import Dataset
 from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
 
 from verl_ext.collective import on_every_rank
@@ -18,6 +17,7 @@ from verl_ext.data.batching import Batch, sample_lengths
 from verl_ext.data.image_chats import ImageChatDataset
 from verl_ext.data.load import load_questions
 from verl_ext.data.packing import MicroBatchPlan
+from verl_ext.data.rows import Rows
 from verl_ext.data.vlm_batching import ChatBatch, VLMBatcher
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_code import require_no_code
@@ -62,6 +62,8 @@ def load_processor(config: DictConfig) -> ProcessorMixin:
 class VLMSFTTrainer(SFTTrainer):
     """Trains on chats about images; a share of the micro-batches runs a configuration that is drawn evenly."""
 
+    batcher: VLMBatcher
+
     def make_batcher(self) -> VLMBatcher:
         """See `TrainerSetup.make_batcher`."""
         config, section = self.config, self.config.configurations
@@ -87,19 +89,19 @@ class VLMSFTTrainer(SFTTrainer):
         self.lr_scheduler = build_scheduler(self.optimizer, config.optim, self.total_steps)
         self.gather_as_asked()
 
-    def plan_for(self, dataset: Dataset) -> None:
+    def plan_for(self, dataset: Rows) -> None:
         """See `TrainerSetup.plan_for`: chats are grouped in the order they come."""
 
-    def validation_plan(self) -> MicroBatchPlan:
+    def validation_plan(self, dataset: Rows) -> MicroBatchPlan:
         """See `SFTTrainer.validation_plan`: chats with as many questions together."""
         size = self.config.data.micro_batch_size_per_gpu
-        return MicroBatchPlan(sample_lengths(self.val_dataset), False, sys.maxsize, size)
+        return MicroBatchPlan(sample_lengths(dataset), False, sys.maxsize, size)
 
-    def training_step(self, batch: ChatBatch) -> Metrics:
-        """See `PipelineTrainer.training_step`."""
+    def tensors_of(self, batch: ChatBatch) -> Batch:
+        """See `SFTTrainer.tensors_of`: of each group at its tier."""
         with self.timer.measure("data"):
             made = [self.batcher.at(group, self.tier(number)) for number, group in enumerate(batch.groups)]
-        return super().training_step(Batch(made, batch.rows))
+        return Batch(made, batch.rows)
 
     def what_runs(self, number: int) -> AbstractContextManager[None]:
         """See `SFTTrainer.what_runs`: the same on every rank, for each gathers a block's weights from all."""

@@ -32,7 +32,8 @@ def label_points(axes: Axes, x: NDArray[np.float64], y: NDArray[np.float64], lab
     """
     from matplotlib.transforms import Bbox
 
-    figure = axes.figure
+    figure = axes.get_figure(root=True)
+    assert figure is not None
     figure.draw_without_rendering()  # labels have no size before the panels have their places
     pixels = axes.transData.transform(np.column_stack([x, y]))
     taken = [Bbox([point - _POINT_RADIUS, point + _POINT_RADIUS]) for point in pixels]

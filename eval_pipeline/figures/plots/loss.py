@@ -80,12 +80,12 @@ def plot_loss(
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    known = [model for model in history if losses.at(model.step) is not None]
+    known = [model for model in history if losses.at(model.saved_at) is not None]
     if not known:
         return None
     shown = [dataset for dataset in datasets if any(dataset in model.datasets for model in known)]
     figure, all_axes = panels(shown, f"{_METRIC} against {losses.name}, with 95 % intervals")
-    steps = [model.step for model in known]
+    steps = [model.saved_at for model in known]
     # one checkpoint alone has a scale of colours too
     colours = Normalize(min(steps), max(max(steps), min(steps) + 1))
     if len(steps) > 1:  # before the points: it takes room, which their labels are placed by
@@ -96,10 +96,10 @@ def plot_loss(
 
 
 def _draw(axes: Axes, dataset: str, losses: LossHistory, models: Sequence[EvaluatedModel], colours: Normalize) -> None:
-    x = np.array([losses.at(model.step) for model in models], dtype=float)
-    y = np.array([model.datasets[dataset].figures[_METRIC] for model in models], dtype=float)
+    x = np.array([losses.at(model.saved_at) for model in models], dtype=np.float64)
+    y = np.array([model.datasets[dataset].figures[_METRIC] for model in models], dtype=np.float64)
     bounds = np.array([model.datasets[dataset].intervals[_METRIC] for model in models]).reshape(-1, 2)
-    steps = [model.step for model in models]
+    steps = [model.saved_at for model in models]
     axes.errorbar(x, y, yerr=np.abs(bounds.T - y), fmt="none", ecolor="#BBBBBB", elinewidth=1, zorder=1)
     axes.plot(x, y, color="#888888", linewidth=0.8, zorder=2)
     axes.scatter(x, y, c=steps, cmap=_COLOURS, norm=colours, edgecolor="white", linewidth=0.5, s=42, zorder=3)

@@ -49,14 +49,14 @@ def plot_rates(
     for axes, dataset in zip(all_axes, datasets):
         evaluated = [model for model in history if dataset in model.datasets]
         _draw(axes, dataset, evaluated, baseline.datasets.get(dataset))
-        axes.axvline(best.step, color=GREY, linestyle=":", zorder=1, label=f"best checkpoint (step {best.step})")
+        axes.axvline(best.saved_at, color=GREY, linestyle=":", zorder=1, label=f"best checkpoint (step {best.step})")
     legend_below(figure, all_axes, most_columns=3)
     return write_figure(figure, directory / RATES_PLOT)
 
 
 def _draw(axes: Axes, dataset: str, evaluated: Sequence[EvaluatedModel], baseline: DatasetResult | None) -> None:
     start = [] if baseline is None else [(0, baseline)]
-    points = start + [(model.step, model.datasets[dataset]) for model in evaluated]
+    points = start + [(model.saved_at, model.datasets[dataset]) for model in evaluated]
     steps, results = [step for step, _ in points], [result for _, result in points]
     for metric, (colour, marker) in _LINES.items():
         rates = np.array([result.figures[metric] for result in results])
@@ -66,7 +66,7 @@ def _draw(axes: Axes, dataset: str, evaluated: Sequence[EvaluatedModel], baselin
         if len(steps) <= _FEW:
             axes.errorbar(steps, rates, yerr=np.abs(bounds.T - rates), color=colour, fmt="none", capsize=3)
         if baseline is not None:
-            base = baseline.figures[metric]
+            base = baseline.rate(metric)
             axes.axhline(base, color=colour, linestyle="--", linewidth=1.2, label=f"{metric}, base model")
     step_axis(axes, steps)
     percent_axis(axes, "share of answers")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,7 @@ def panels(names: Sequence[str], title: str) -> tuple[Figure, list[Axes]]:
     return figure, axes
 
 
-def _titled(grid: Sequence[Axes], names: Sequence[str]) -> Iterator[Axes]:
+def _titled(grid: Iterable[Axes], names: Sequence[str]) -> Iterator[Axes]:
     for axes, name in zip(grid, names):
         axes.set_title(name, fontsize="medium", pad=14)
         axes.grid(axis="y", alpha=0.3)

@@ -49,13 +49,14 @@ def prepare() -> None:
 
 def _open_standard_streams() -> None:
     options: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape", "closefd": False}
-    sys.stdin = sys.__stdin__ = open(0, **options)
+    # typeshed calls these names final, which Python does not
+    sys.stdin = sys.__stdin__ = open(0, **options)  # type: ignore[misc]
     # pipes in their place for now, since a stream keeps in mind whether it can seek
     saved, pipe = [os.dup(1), os.dup(2)], os.pipe()
     for target in (1, 2):
         os.dup2(pipe[1], target)
-    sys.stdout = sys.__stdout__ = open(1, "w", **options)
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, **options)
+    sys.stdout = sys.__stdout__ = open(1, "w", **options)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, **options)  # type: ignore[misc]
     for target, fd in zip((1, 2), saved):
         os.dup2(fd, target)
     for fd in (*saved, *pipe):

@@ -67,7 +67,7 @@ class Census:
 
     def _stat(self, name: str) -> list[bytes]:
         size = self._read_into(self._page, f"{name}/stat")
-        return self._page[self._page.rfind(b")", 0, size) + 2 : size].split()
+        return bytes(self._page[self._page.rfind(b")", 0, size) + 2 : size]).split()
 
     def _share_of_memory(self, pid: int) -> int:
         lines = self._read(f"{pid}/smaps_rollup").splitlines()

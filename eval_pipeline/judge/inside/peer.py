@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from aliases import containers_of, restore
@@ -50,7 +51,7 @@ class Peer:
         self._exported: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._remotes: dict[int, Remote] = {}
-        self._resolve = {
+        self._resolve: dict[str, Callable[..., Any]] = {
             Handle.__name__: self._of_handle,
             ErrorClass.__name__: self.of_error_class,
             Coroutine.__name__: self.of_coroutine,
@@ -127,7 +128,7 @@ class Peer:
         except ConversationError:
             raise
         except CallError as error:
-            message = self._error_message(error.__cause__, error.containers)
+            message = self._error_message(error.__cause__ or error, error.containers)
         except BaseException as error:
             message = self._error_message(error, None)
         self._send_bytes(message)
@@ -159,7 +160,8 @@ class Peer:
         """What is sent in the place of an object that cannot travel."""
         if isinstance(value, Remote) and object.__getattribute__(value, "_peer") is self:
             return Handle(object.__getattribute__(value, "_number"), of_sender=False)
-        return Handle(self.number_of(value), of_sender=True, shape=shape_of(type(value)))
+        kind: type = type(value)
+        return Handle(self.number_of(value), of_sender=True, shape=shape_of(kind))
 
     def _of_handle(self, number: int, of_sender: bool, shape: int) -> Any:
         if type(number) is not int or type(shape) is not int or not (0 <= number and 0 <= shape):

@@ -10,7 +10,7 @@ import ctypes
 import errno
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kernel import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, prctl
 
@@ -95,7 +95,7 @@ _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 
 
-def _filter(refused: dict[str, tuple[int, int | None]], rules: Callable[[int], list[bytes]]) -> bytes:
+def _filter(refused: Mapping[str, tuple[int, int | None]], rules: Callable[[int], list[bytes]]) -> bytes:
     """A filter for this machine's processor: what to refuse, then rules that look at arguments.
 
     Raises:

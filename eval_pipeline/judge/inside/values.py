@@ -106,7 +106,7 @@ _C_TYPES = (
     *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, slice),
     *(Decimal, deque, OrderedDict, defaultdict, date, datetime, time, timedelta, timezone),
 )
-_KNOWN = {(kind.__module__, kind.__qualname__): kind for kind in _C_TYPES}
+_KNOWN: dict[tuple[str, str], Any] = {(kind.__module__, kind.__qualname__): kind for kind in _C_TYPES}
 _KNOWN |= {(Decimal.__reduce__(Decimal(0))[0].__module__, "Decimal"): Decimal}
 _KNOWN |= {("builtins", "Ellipsis"): ..., ("builtins", "NotImplemented"): NotImplemented}
 _KNOWN |= {
@@ -117,8 +117,10 @@ _KNOWN |= {
     # ExceptionGroup can be changed
     if not kind.__flags__ & _HEAP_TYPE
 }
-_FUNCTIONS = (keys_view, items_view, values_view, fraction, counter, named_tuple, typed_array)
-_FUNCTIONS += (arrays.array, arrays.scalar)
+_FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    *(keys_view, items_view, values_view, fraction, counter, named_tuple, typed_array),
+    *(arrays.array, arrays.scalar),
+)
 _KNOWN |= {(function.__module__, function.__qualname__): function for function in _FUNCTIONS}
 _PLAIN = frozenset((*_C_TYPES, type(...), type(NotImplemented)))
 # what an instance of a subclass of one of these is sent as, taken without asking any method of the subclass
@@ -185,20 +187,22 @@ def _reduced(kind: type, value: Any) -> tuple[Callable[..., Any], tuple[Any, ...
         return defaultdict, (value.default_factory, dict(dict.items(value)))
     if kind is array:
         return typed_array, (value.typecode, value.tobytes())
-    if issubclass(kind, tuple) and _has_fields(kind, value):
-        return named_tuple, (kind.__name__, kind._fields, tuple.__getitem__(value, slice(None)))
+    if issubclass(kind, tuple) and (fields := _fields_of(kind, value)) is not None:
+        return named_tuple, (kind.__name__, fields, tuple.__getitem__(value, slice(None)))
     return arrays.reduced(value)
 
 
-def _has_fields(kind: type, value: Any) -> bool:
+def _fields_of(kind: type, value: Any) -> tuple[str, ...] | None:
+    """Those of a class that `named_tuple` could make; None for any other."""
     fields = getattr(kind, "_fields", None)
-    return (
+    are_names = (
         type(fields) is tuple
         and len(fields) == tuple.__len__(value)
         and all(type(field) is str and field.isidentifier() and not iskeyword(field) for field in fields)
         and len({*fields}) == len(fields)
         and not any(field.startswith("_") for field in fields)
     )
+    return fields if are_names else None
 
 
 class Reader(pickle.Unpickler):

@@ -71,10 +71,10 @@ class VLMAdapter(ABC):
         """What stands in the place of a block that does not run."""
 
     @abstractmethod
-    def mixture(self, block: nn.Module) -> nn.Module | None:
-        """A block's mixture of experts, which has `top_k` and `num_experts`, or None."""
+    def mixture(self, block: Any) -> Any:
+        """A block's mixture of experts, a module which has `top_k` and `num_experts`, or None."""
 
-    def routed(self, mixture: nn.Module) -> Mapping[tuple[nn.Module, str], nn.Module]:
+    def routed(self, mixture: Any) -> Mapping[tuple[nn.Module, str], nn.Module]:
         """What to swap in a mixture so that it runs only the experts that it routes to; nothing where it does."""
         return {}
 
@@ -108,7 +108,7 @@ class VLMAdapter(ABC):
     def vision_encoder(self) -> nn.Module:
         """The vision encoder."""
         parent, name = self.vision_site
-        return parent._modules[name]
+        return parent.get_submodule(name)
 
     @property
     def trained_topk(self) -> int:
@@ -152,7 +152,7 @@ class VLMAdapter(ABC):
             yield
             return
         places: dict[tuple[nn.Module, str], nn.Module] = {}
-        topk: list[tuple[nn.Module, int]] = []
+        topk: list[tuple[Any, int]] = []
         for index, (runs, mixture) in enumerate(zip(configuration.blocks, mixtures, strict=True)):
             if not runs:
                 places[self.blocks, str(index)] = self.skip(index)
@@ -191,7 +191,8 @@ class VLMAdapter(ABC):
     @torch.no_grad()
     def generate(self, inputs: Inputs, max_new_tokens: int, end_tokens: Sequence[int]) -> list[int]:
         """The likeliest tokens one by one, up to and without the first that ends a text."""
-        decoding, tokens = self.begin(inputs), []
+        decoding = self.begin(inputs)
+        tokens: list[int] = []
         while True:
             token = decoding.logits.argmax(-1, keepdim=True)
             if int(token) in end_tokens:

@@ -45,7 +45,7 @@ class QwenVLAdapter(VLMAdapter):
         """See `VLMAdapter`."""
         return self.model.model, "visual"
 
-    def mixture(self, block: nn.Module) -> nn.Module | None:
+    def mixture(self, block: Any) -> Any:
         """See `VLMAdapter`."""
         return block.mlp if hasattr(block, "mlp") and hasattr(block.mlp, "experts") else None
 
@@ -65,8 +65,9 @@ class QwenVLAdapter(VLMAdapter):
     @torch.no_grad()
     def encode(self, inputs: Inputs) -> Any:
         """See `VLMAdapter`."""
-        pixels = inputs["pixel_values"].type(self.vision_encoder.dtype)
-        return self.vision_encoder(pixels, grid_thw=inputs["image_grid_thw"])
+        encoder: Any = self.vision_encoder
+        pixels = inputs["pixel_values"].type(encoder.dtype)
+        return encoder(pixels, grid_thw=inputs["image_grid_thw"])
 
     def begin(self, inputs: Inputs) -> Decoding:
         """See `VLMAdapter`."""
@@ -106,7 +107,7 @@ class Qwen3VLAdapter(QwenVLAdapter):
         """See `VLMAdapter`."""
         return Skipped(self.blocks[index], lambda hidden_states: hidden_states)
 
-    def routed(self, mixture: nn.Module) -> Mapping[tuple[nn.Module, str], nn.Module]:
+    def routed(self, mixture: Any) -> Mapping[tuple[nn.Module, str], nn.Module]:
         """See `VLMAdapter`."""
         return {(mixture, "experts"): RoutedExperts(mixture.experts)}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 from torch import nn
 
@@ -11,7 +14,15 @@ long by copies, so the bound lies below; smaller ones were not compared. A GPU w
 experts were chosen, so that it always copies."""
 
 
-def bytes_of_one(experts: nn.Module) -> int:
+class Experts(Protocol):
+    """What is used of `Qwen3VLMoeTextExperts`: weights (experts, hidden, 2 * inner) and (experts, inner, hidden)."""
+
+    gate_up_proj: torch.Tensor
+    down_proj: torch.Tensor
+    act_fn: Callable[[torch.Tensor], torch.Tensor]
+
+
+def bytes_of_one(experts: Experts) -> int:
     """Of the weights of one expert."""
     return sum(weights[0].numel() * weights.element_size() for weights in (experts.gate_up_proj, experts.down_proj))
 
@@ -23,9 +34,10 @@ class RoutedExperts(nn.Module):
     order of the router's, whatever the batch, so results repeat on a GPU too.
 
     Args:
-        experts: whose weights `gate_up_proj` (experts, hidden, 2 * inner), `down_proj` (experts, inner, hidden) and
-            `act_fn` are used.
+        experts: the module that it stands for.
     """
+
+    _experts: Experts
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()

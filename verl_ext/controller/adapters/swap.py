@@ -19,8 +19,8 @@ def swapped(places: Mapping[tuple[nn.Module, str], nn.Module]) -> Iterator[None]
             parent._modules[name] = module
         yield
     finally:
-        for (parent, name), module in former.items():
-            parent._modules[name] = module
+        for (parent, name), old in former.items():
+            parent._modules[name] = old
 
 
 class Skipped(nn.Module):

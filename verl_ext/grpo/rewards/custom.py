@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from eval_pipeline.judge.pipes import pipes_of
 from verl_ext.errors import UserError
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.custom_process import SIZE
@@ -92,6 +93,7 @@ class _Process:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
+        self._stdin, self._stdout = pipes_of(self._process)
         self.is_alive = True
         # when this rank is killed, what the function has started goes too
         self._guard = subprocess.Popen(
@@ -113,8 +115,8 @@ class _Process:
         """
         data = pickle.dumps(arguments)
         try:
-            self._process.stdin.write(SIZE.pack(len(data)) + data)
-            self._process.stdin.flush()
+            self._stdin.write(SIZE.pack(len(data)) + data)
+            self._stdin.flush()
         except OSError as error:
             self.kill()
             raise RewardError("its process has ended") from error
@@ -127,16 +129,15 @@ class _Process:
         """End it with all that it started."""
         self.is_alive = False
         self._guard.kill()  # first: the number of the group may soon be another's
-        self._guard.wait()
-        self._guard.stdin.close()
+        self._guard.communicate()
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass  # it has ended by itself
         self._process.wait()
         with suppress(OSError):  # what it has not taken
-            self._process.stdin.close()
-        self._process.stdout.close()
+            self._stdin.close()
+        self._stdout.close()
 
     def _reply(self, time_limit_s: float) -> tuple[float, str | None]:
         deadline = time.monotonic() + time_limit_s
@@ -151,7 +152,7 @@ class _Process:
             raise RewardError("it ended its process") from None
 
     def _take(self, size: int, deadline: float) -> bytes:
-        fd, data = self._process.stdout.fileno(), b""
+        fd, data = self._stdout.fileno(), b""
         poll = select.poll()
         poll.register(fd, select.POLLIN)
         while len(data) < size:

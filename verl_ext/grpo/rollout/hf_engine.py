@@ -122,7 +122,7 @@ class Drawing(LogitsProcessor):
         self._sampling = sampling
         self._log_probs: list[torch.Tensor] = []
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """(rows, vocabulary) scores, all but the chosen token's minus infinity."""
         tokens, log_probs = choose(scores, self._uniform[:, len(self._log_probs)], self._sampling)
         self._log_probs.append(log_probs[:, 0])

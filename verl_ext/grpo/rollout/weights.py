@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from peft import PeftModel
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from verl_ext.checkpoint.export import merged
-from verl_ext.checkpoint.shards import is_sharded, local_part, shard_rows
+from verl_ext.checkpoint.shards import is_sharded, local_part, shard_rows, whole
 from verl_ext.checkpoint.weights import Weight, exported_weights
 
 Bucket = list[tuple[str, torch.Tensor]]
@@ -67,7 +66,8 @@ class WeightSource:
             yield self._gathered(slots, state) if self._num_ranks > 1 else self._own(slots, state)
 
     def _planned(self, weights: list[Weight], bucket_bytes: int) -> Iterator[list[_Slot]]:
-        state, bucket, size = self._model.state_dict(), [], 0
+        state, size = self._model.state_dict(), 0
+        bucket: list[_Slot] = []
         for weight in weights:
             shape, dtype = state[weight.source].shape, state[weight.source].dtype
             rows_per_rank = -(-shape[0] // self._num_ranks) if shape else 1
@@ -102,13 +102,9 @@ class WeightSource:
             return local_part(tensor)
         start, end = shard_rows(tensor.shape[0], self._num_ranks, dist.get_rank())
         rows = local_part(tensor) if is_sharded(tensor) else local_part(tensor)[start:end]
-        factors = {name: _full(state[name]) for name in ((adapter.down, adapter.up) if adapter else ())}
+        factors = {name: whole(state[name]) for name in ((adapter.down, adapter.up) if adapter else ())}
         return merged(slot.weight, rows, factors, start, end)
 
     def _whole(self, slot: _Slot, part: torch.Tensor) -> torch.Tensor:
         rows = part.reshape(-1)[: slot.shape.numel()]
         return rows.view(slot.shape)
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

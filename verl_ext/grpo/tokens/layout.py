@@ -36,10 +36,10 @@ class Layout:
     def rows(self, samples: Sequence[Sample]) -> list[Row]:
         """The cheaper way; samples of one prompt that follow one another can share a row."""
         alone = [[sample] for sample in samples]
-        if self.cost is None:
+        if (cost := self.cost) is None:
             return alone
         together = [list(group) for _, group in groupby(samples, key=lambda sample: sample.prompt.row)]
-        return min(together, alone, key=lambda rows: self.cost(len(rows), _width(rows)))
+        return min(together, alone, key=lambda rows: cost(len(rows), _width(rows)))
 
     def order(self, samples: Sequence[Sample]) -> list[int]:
         """Numbers of the samples so that those that go well together follow one another, the largest first."""

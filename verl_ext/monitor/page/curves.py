@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nicegui import ui
+from nicegui.events import ValueChangeEventArguments
 
 from verl_ext.monitor.charts import MAIN, OTHER, REWARD, Chart, charts_for
 from verl_ext.monitor.options import chart_option
@@ -61,12 +62,12 @@ class CurvesPanel:
             ui.label(self._context.say(chart.name)).classes("text-sm font-medium")
             return ui.echart(option).classes("w-full h-72").props(f'data-testid="chart {chart.name}"')
 
-    def _smooth(self, event: object) -> None:
-        self._context.settings["smoothing"] = event.value  # type: ignore[attr-defined]
+    def _smooth(self, event: ValueChangeEventArguments) -> None:
+        self._context.settings["smoothing"] = event.value
         self._redraw()
 
-    def _toggle(self, event: object) -> None:
-        self._context.settings["fold"] = event.value  # type: ignore[attr-defined]
+    def _toggle(self, event: ValueChangeEventArguments) -> None:
+        self._context.settings["fold"] = event.value
         self._redraw()
 
     def _redraw(self) -> None:

@@ -35,7 +35,8 @@ class HealthPanel:
     """
 
     def __init__(self, context: PageContext) -> None:
-        self._context, self._state = context, None
+        self._context = context
+        self._state: tuple[object, ...] | None = None
         self._box = ui.column().classes("w-full gap-1").props('data-testid="health"')
 
     async def show(self, view: RunView) -> None:
@@ -67,8 +68,8 @@ def _state(directory: Path) -> tuple[object, ...]:
     return directory, *stats, int(time.time() / 30)
 
 
-def _look(directory: object) -> tuple[dict[str, list[Point]], list[Finding]]:
-    files = RunFiles.read(directory)  # type: ignore[arg-type]
+def _look(directory: Path) -> tuple[dict[str, list[Point]], list[Finding]]:
+    files = RunFiles.read(directory)
     return checklists(files), list(files.findings().values())
 
 

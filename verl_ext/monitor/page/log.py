@@ -33,7 +33,8 @@ class LogPanel:
     """
 
     def __init__(self, context: PageContext) -> None:
-        self._context, self._run, self._last = context, None, 0
+        self._context, self._last = context, 0
+        self._run: int | None = None
         self._search = ui.input(context.say("Search the log")).props("clearable debounce=300").classes("w-96")
         self._search.props('data-testid="search"').on_value_change(self._find)
         self._log = ui.log(max_lines=LAST_LINES).classes("w-full h-96").props('data-testid="log"')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 
 from nicegui import ui
@@ -68,7 +69,7 @@ class StatusPanel:
         parts += [f"{lost} {self._context.say('unreadable lines of metrics.jsonl')}"] if lost else []
         return " · ".join(parts)
 
-    def _speed(self, latest: dict[str, float]) -> str:
+    def _speed(self, latest: Mapping[str, float]) -> str:
         name = next((each for each in SPEEDS if each in latest), None)
         return "-" if name is None else f"{latest[name]:,.1f} {self._context.say(SPEEDS[name])}"
 

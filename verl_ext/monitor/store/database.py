@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sqlite3
 from pathlib import Path
 
+from verl_ext.cache import users_cache
 from verl_ext.errors import UserError
 
 VERSION = 1
@@ -58,9 +58,8 @@ CREATE TABLE evaluations (
 
 def database_for(root: Path) -> Path:
     """Where the database of a root lies unless the user says otherwise: in the user's cache, not below the root."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:12]
-    return cache / "verl_ext" / f"monitor-{name}.sqlite"
+    return users_cache() / f"monitor-{name}.sqlite"
 
 
 def open_database(path: Path) -> sqlite3.Connection:

@@ -103,5 +103,6 @@ def _draw(family: Family, count: int, seen: set[str], generator: random.Random) 
 
 def _answer(family: Family, parameters: Parameters, generator: random.Random) -> Row:
     buggy = family.buggy_solution(parameters)
-    take_bug = buggy is not None and generator.random() < BUGGY_SHARE
-    return to_sample(family, parameters, buggy if take_bug else family.solution(parameters))
+    if buggy is not None and generator.random() < BUGGY_SHARE:
+        return to_sample(family, parameters, buggy)
+    return to_sample(family, parameters, family.solution(parameters))

@@ -1,0 +1,32 @@
+"""Commands whose figures a benchmark reads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl_ext.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+TOLD_LINES = 15
+"""Of what a command wrote before it failed."""
+
+
+def run(command: Sequence[str | Path], **variables: str) -> str:
+    """Standard output of a command that ends well, started in the root of the checkout and without a network.
+
+    Args:
+        command: its words.
+        variables: of the environment, beside those that are set.
+
+    Raises:
+        UserError: it did not end well.
+    """
+    environment = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", **os.environ, **variables}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).splitlines()[-TOLD_LINES:])
+        raise UserError(f"{' '.join(map(str, command[:6]))} ended with {done.returncode}:\n{last}")
+    return done.stdout

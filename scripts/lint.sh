@@ -1,0 +1,26 @@
+# Sourced by tests/run.sh: lint runs what comes before any test, ruff and the type checker, with the interpreter $PYTHON.
+#
+# pyproject.toml says what they check.
+
+lint() {
+  local tool
+  for tool in ruff mypy; do
+    "$PYTHON" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$tool') is None)" || {
+      echo "error: $PYTHON has no $tool; install the packages of requirements/cpu.txt there, or unset VERL_EXT_PYTHON." >&2
+      return 2
+    }
+  done
+  found "ruff check" -m ruff check --quiet . &&
+    found "ruff format" -m ruff format --quiet --diff . &&
+    found "mypy" -m mypy --no-error-summary &&
+    # a folder of scripts that import one another by their bare names, as they do in a sandbox
+    MYPYPATH=eval_pipeline/judge/inside found "mypy" -m mypy --no-error-summary --explicit-package-bases \
+      eval_pipeline/judge/inside/*.py
+}
+
+found() {  # $1: name of a check, then its command
+  "$PYTHON" "${@:2}" || {
+    echo "error: $1 refuses this tree; the reasons stand above. 'bash tests/run.sh lint' checks again." >&2
+    return 1
+  }
+}
