@@ -38,12 +38,12 @@ def made_model(directory: Path) -> str:
     processor = build_processor()
     ids = processor.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"])
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
-    text = {"vocab_size": len(processor.tokenizer), "hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
+    text: dict[str, Any] = {"vocab_size": len(processor.tokenizer), "hidden_size": 256, "intermediate_size": 512}
     text |= {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "moe_intermediate_size": 128}
-    text |= {"num_experts": 16, "num_experts_per_tok": 8, "max_position_embeddings": 4096}
+    text |= {"head_dim": 32, "num_experts": 16, "num_experts_per_tok": 8, "max_position_embeddings": 4096}
     text |= {"rope_scaling": {"rope_type": "default", "mrope_section": [8, 4, 4], "mrope_interleaved": True}}
-    vision = {"depth": 4, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "out_hidden_size": 256}
-    vision |= {"patch_size": 8, "temporal_patch_size": 1, "num_position_embeddings": 324}
+    vision: dict[str, Any] = {"depth": 4, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4}
+    vision |= {"out_hidden_size": 256, "patch_size": 8, "temporal_patch_size": 1, "num_position_embeddings": 324}
     vision |= {"deepstack_visual_indexes": [0]}
     config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, **dict(zip(names, ids)))
     torch.manual_seed(0)

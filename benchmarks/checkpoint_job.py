@@ -86,7 +86,8 @@ def timed(work: Callable[[], object]) -> float:
 
 def measure_save(job: Job, manager: FSDPCheckpointManager, directory: Path, step: int) -> dict[str, float]:
     """Stall of one save, what the steps beside it cost, and how long until all of it is on the disk."""
-    figures = {"stall_s": timed(lambda: manager.save_checkpoint(str(directory / f"global_step_{step}"), None, step, 1))}
+    path = str(directory / f"global_step_{step}")
+    figures = {"stall_s": timed(lambda: manager.save_checkpoint(path, global_step=step, max_ckpt_to_keep=1))}
     if isinstance(manager, CheckpointManager):
         beside = []
         while all_writing(manager):

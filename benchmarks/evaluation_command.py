@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.command import run
+from benchmarks.running import run
 from eval_pipeline.figures.files import read_evaluation
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UserError, exit_on_user_error
 from verl_ext.tell import tell
@@ -24,7 +24,7 @@ EXIT_CODES = {"0": "done", **FAILURES}
 """Of a command that has no others to tell of."""
 WIDTH = 110
 """Most characters of a line of help."""
-Commands = "argparse._SubParsersAction[CommandParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"
 
 
 class StopRequested(BaseException):

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.config.overrides import apply_overrides, leaves, merge_known
+from verl_ext.config.plain import as_dict
 from verl_ext.config.recipes import find_recipe
 from verl_ext.config.secrets import require_no_secrets
 from verl_ext.errors import UserError
@@ -54,7 +55,7 @@ def compose_config(command: str, overrides: list[str]) -> DictConfig:
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
         raise UserError(f"the configuration cannot be resolved: {error}; correct that key in {recipe}") from error
-    require_no_secrets(OmegaConf.to_container(config))
+    require_no_secrets(as_dict(config, resolve=False))
     return config
 
 

@@ -12,7 +12,9 @@ from verl_ext.config.plain import as_dict
 from verl_ext.data.question_sources import KNOWN, METRICS, QuestionSource
 from verl_ext.errors import UserError
 
-OF_TEXTS = {  # settings of the stages that learn from texts: the value they must keep in those that learn from images
+OF_TEXTS: dict[
+    str, object
+] = {  # settings of the stages that learn from texts: the value they must keep in those that learn from images
     "data.train_files": None,
     "data.val_files": None,
     "data.train_max_samples": -1,

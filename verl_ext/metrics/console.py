@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 from tqdm import tqdm
@@ -20,12 +20,13 @@ class ConsoleLines:
 
     name = "console"
 
-    def __init__(self, *, total_steps: int, log_every: int = 10) -> None:
+    def __init__(self, *, total_steps: int, log_every: int = 10, show: Callable[[str], object] = tqdm.write) -> None:
         """Begin with no step seen.
 
         Args:
             total_steps: optimizer steps of the whole run.
             log_every: steps between two lines.
+            show: takes each line; the default prints it above a progress bar.
 
         Raises:
             UserError: `log_every` is below 1.
@@ -34,6 +35,7 @@ class ConsoleLines:
             raise UserError(f"steps between two console lines must be at least 1, not {log_every}")
         self._total_steps = total_steps
         self._log_every = log_every
+        self._show = show
         self._first: Row | None = None
 
     def write(self, row: Row) -> None:
@@ -41,17 +43,17 @@ class ConsoleLines:
         if "train/loss" in row.metrics:
             self._first = self._first or row
             if row.step % self._log_every == 0 or row.step == self._total_steps:
-                tqdm.write(self._line([*_training_parts(row), self._eta(row)], row))
+                self._show(self._line([*_training_parts(row), self._eta(row)], row))
         if "val/loss" in row.metrics:
-            tqdm.write(self._line(_validation_parts(row), row))
+            self._show(self._line(_validation_parts(row), row))
 
     def write_epoch(self, kind: str, row: Mapping[str, float]) -> None:
         """Print what an epoch came to."""
-        tqdm.write(line_of(kind, row))
+        self._show(line_of(kind, row))
 
     def write_event(self, event: Event) -> None:
         """Print what is said of the run."""
-        tqdm.write(f"step {event.step}/{self._total_steps} | {event.level}: {event.name}: {event.text}")
+        self._show(f"step {event.step}/{self._total_steps} | {event.level}: {event.name}: {event.text}")
 
     def close(self, exit_code: int = 0) -> None:
         """Nothing is kept open."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from omegaconf import OmegaConf
-
 from eval_pipeline.recipe.kinds import KINDS
 from eval_pipeline.recipe.load import DEFAULTS
 from eval_pipeline.recipe.schema import CHOICES
+from verl_ext.config.compose import load_yaml
 from verl_ext.config.overrides import leaves
 from verl_ext.reference.comments import comments_of
 from verl_ext.reference.entry import Entry, shown
@@ -21,7 +20,7 @@ def evaluation_entries() -> dict[str, Entry]:
     sentences = comments_of(DEFAULTS)
     return {
         key: Entry(key, _kind(key), shown(default), sentences[key])
-        for key, default in leaves(OmegaConf.load(DEFAULTS)).items()
+        for key, default in leaves(load_yaml(DEFAULTS)).items()
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_ext.config import chat_checks, checks
-from verl_ext.config.compose import OURS, base_config
+from verl_ext.config.compose import OURS, base_config, load_yaml
 from verl_ext.config.overrides import leaves
 from verl_ext.health.limits import Limits
 from verl_ext.launch import budget_check, grpo_check, question_check, vlm_check
@@ -94,7 +94,7 @@ def entries_of(stage: str) -> dict[str, Entry]:
 @cache
 def sentences_of(stage: str) -> Mapping[str, str]:
     """By key the sentence of the last file that has one."""
-    found = leaves(OmegaConf.load(Path(__file__).with_name("verls_keys.yaml")))
+    found = leaves(load_yaml(Path(__file__).with_name("verls_keys.yaml")))
     for name in OURS[stage]:
         found |= comments_of(CONFIG / f"{name}.yaml")
     del found[LIMITS.rstrip(".")]  # each of them has a sentence of its own
