@@ -28,8 +28,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
+from benchmarks.about import about
 from verl_ext.controller.adapters.base import VLMAdapter
-from verl_ext.controller.calibration import deciding_ms, machine_name
+from verl_ext.controller.calibration import deciding_ms
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.execution import Executor
 from verl_ext.controller.latency import Latency, LatencyMeter
@@ -174,9 +175,13 @@ def main() -> int:
     tell(table_of(rows))
     tell(f"deciding {deciding:.2f} ms, {100 * deciding / rows[0]['total_ms']:.2f} % of the model as released")
     if arguments.output:
-        about = {"machine": machine_name(adapter), "model": arguments.model or "random", "torch": torch.__version__}
-        about |= {"deciding_ms": deciding, "rows": rows}
-        arguments.output.write_text(json.dumps(about, indent=1) + "\n")
+        found = {
+            **about("torch", "transformers"),
+            "threads": torch.get_num_threads(),
+            "model": arguments.model or "random",
+        }
+        found |= {"deciding_ms": deciding, "rows": rows}
+        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
     if wrong := not_falling(rows):
         tell(f"latency does not fall at: {', '.join(wrong)}")
     return int(bool(wrong))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import time
@@ -30,6 +29,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import apply_fsdp2
 
+from benchmarks.about import about
 from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.retention import Retention
@@ -180,7 +180,7 @@ def measure(arguments: argparse.Namespace) -> dict:
         {} if arguments.quick else {"stall_of_verl_over_async": saved["verl"]["stall_s"] / saved["async"]["stall_s"]}
     )
     return {
-        "machine": f"{os.cpu_count()} x {platform.machine()}, {device}, torch {torch.__version__}",
+        **about("torch"),
         "ranks": dist.get_world_size(),
         "parameters": job.num_parameters,
         "step_s": statistics.median(steps),

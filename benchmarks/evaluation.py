@@ -24,15 +24,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.about import about
 from benchmarks.evaluation_command import command_parts
 from benchmarks.evaluation_turns import VARIANTS, Turn, Turns
 from eval_pipeline.recipe.load import load_recipe
@@ -124,7 +123,7 @@ def main() -> int:
     overrides = arguments.overrides
     with Turns(load_recipe("humaneval", overrides), arguments.model.resolve()) as turns:
         found = measure_turns(turns, arguments.repeats)
-        about = {"answers": turns.about(), "num_problems": turns.num_problems}
+        job = {"answers": turns.about(), "num_problems": turns.num_problems}
     summary = summary_of(found, turns.num_problems, len(os.sched_getaffinity(0)))
     print(table_of(summary))
     if arguments.commands:
@@ -132,9 +131,13 @@ def main() -> int:
         summary["command"] = medians_of(commands)
         print("command: " + ", ".join(f"{name} {value:.2f}" for name, value in summary["command"].items()))
     if arguments.output is not None:
-        machine = f"{os.cpu_count()} x {platform.machine()}, Linux {platform.release()}"
-        head = {"machine": machine, "date": date.today().isoformat(), "python": platform.python_version()}
-        head |= {"model": arguments.model.name, "overrides": overrides, **about, "repeats": arguments.repeats}
+        head = {
+            **about("torch", "transformers"),
+            "model": arguments.model.name,
+            "overrides": overrides,
+            **job,
+            "repeats": arguments.repeats,
+        }
         arguments.output.write_text(json.dumps({**head, **summary, "turns": found}, indent=1) + "\n")
     return 0
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from pathlib import Path
 
+from benchmarks.about import about
 from verl_ext.errors import exit_on_user_error
 from verl_ext.health.history import History
 from verl_ext.health.replay import rows_in_force
@@ -71,7 +71,7 @@ def main() -> int:
             f"{each['health_us_per_step']:.0f} us: {each['share']:.3%}"
         )
     if arguments.output is not None:
-        content = {"machine": f"{platform.machine()}, {platform.system()}", "every": arguments.every, "runs": found}
+        content = {**about(), "every": arguments.every, "runs": found}
         arguments.output.write_text(json.dumps(content, indent=2) + "\n")
     return 0
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import orjson
 
+from benchmarks.about import about
 from verl_ext.monitor.charts import OTHER, charts_for
 from verl_ext.monitor.store.database import open_database
 from verl_ext.monitor.store.ingest import Ingest
@@ -92,7 +92,7 @@ def main() -> int:
         found = measure(Path(directory), arguments.rows)
     print("  ".join(f"{name} {value:.2f}" for name, value in found.items()))
     if arguments.output is not None:
-        content = {"machine": f"{platform.machine()}, {platform.system()}", "rows": arguments.rows, **found}
+        content = {**about(), "rows": arguments.rows, **found}
         arguments.output.write_text(json.dumps(content, indent=2) + "\n")
     return 0
 

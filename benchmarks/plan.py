@@ -16,22 +16,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 import transformers
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from benchmarks.about import about
 from verl_ext.config.compose import compose_config
 from verl_ext.data.prepare import prepare
 from verl_ext.errors import UserError, exit_on_user_error
@@ -267,9 +265,7 @@ def record(found: dict[str, dict[str, Any]], path: Path) -> None:
     former = json.loads(path.read_text())["settings"] if path.is_file() else {}
     settings = {**former, **found}
     figures = {
-        "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} x {platform.machine()}, Linux {platform.release()}",
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        **about("torch", "transformers"),
         "target": TARGET,
         "settings": {name: settings[name] for name in SETTINGS if name in settings},
     }

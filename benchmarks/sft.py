@@ -13,17 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.about import about
 from benchmarks.sft_job import Job, write_inputs
 from verl_ext.errors import UserError, exit_on_user_error
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
@@ -179,9 +178,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="benchmark_sft_") as scratch:
         write_inputs(Path(scratch))
         found = measure(Bench(Path(scratch), arguments.num_steps, arguments.peer), arguments.rounds, arguments.quick)
-    about = {
-        "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} x {platform.machine()}, Linux {platform.release()}",
+    job = {
         "ranks": RANKS,
         "samples_per_step": BATCH_SIZE,
         "max_length": MAX_LENGTH,
@@ -189,7 +186,9 @@ def main() -> None:
     for name, rate in found["tokens_per_s"].items():
         print(f"{name:<32}{rate:8.0f} tokens/s{found['ours_over'][name]:10.2f}")
     if arguments.output is not None:
-        arguments.output.write_text(json.dumps({**about, **found}, indent=2) + "\n")
+        arguments.output.write_text(
+            json.dumps({**about("torch", "transformers", "verl"), **job, **found}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

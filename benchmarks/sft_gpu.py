@@ -12,12 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ import pandas as pd
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.about import about
 from verl_ext.data.prepare import prepare
 from verl_ext.errors import UserError, exit_on_user_error
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
@@ -125,11 +124,10 @@ def main() -> None:
         write_model(arguments.model, Path(name))
         rows = train(Path(name), arguments)[WARM_UP:]
     found = {name: statistics.median(row[key] for row in rows) for name, key in FIGURES.items() if key in rows[0]}
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.machine()
-    about = {"date": date.today().isoformat(), "device": device, "gpus": arguments.gpus, "model": arguments.model}
-    print(json.dumps({**about, **found}, indent=1))
+    figures = {**about("torch", "transformers"), "gpus": arguments.gpus, "model": arguments.model, **found}
+    print(json.dumps(figures, indent=1))
     if arguments.output is not None:
-        arguments.output.write_text(json.dumps({**about, **found}, indent=1) + "\n")
+        arguments.output.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

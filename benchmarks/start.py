@@ -14,18 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.about import about
 from verl_ext.errors import UserError, exit_on_user_error
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 
@@ -95,10 +94,10 @@ def main() -> int:
     parts = summary_of(starts)
     print(table_of(parts))
     if arguments.output is not None:
-        about = {"machine": f"{os.cpu_count()} x {platform.machine()}, Linux {platform.release()}"}
-        about |= {"date": date.today().isoformat(), "python": platform.python_version()}
-        about |= {"ranks": arguments.ranks, "overrides": arguments.overrides, "limit_s": arguments.limit}
-        arguments.output.write_text(json.dumps({**about, "parts": parts, "starts": starts}, indent=1) + "\n")
+        job = {"ranks": arguments.ranks, "overrides": arguments.overrides, "limit_s": arguments.limit}
+        arguments.output.write_text(
+            json.dumps({**about("torch", "transformers"), **job, "parts": parts, "starts": starts}, indent=1) + "\n"
+        )
     return int(parts["total_s"]["median"] > arguments.limit)
 
 
