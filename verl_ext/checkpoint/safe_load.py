@@ -18,7 +18,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from verl_ext.errors import UserError
 
-_RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]  # type: ignore[index]  # NumPy's types say it is text
+_RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]
 """What an array is made by; its module has another name in NumPy 2."""
 _OF_RANDOM_STATES = (
     (_RECONSTRUCT, "numpy.core.multiarray._reconstruct"),
