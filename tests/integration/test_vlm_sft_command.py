@@ -58,7 +58,7 @@ def losses(inputs: Path, run_dir: Path, ranks: int, *overrides: str) -> dict[tup
 
 
 def logits_of(adapter: VLMAdapter) -> torch.Tensor:
-    question = question_of("tiny", 0, row(0), "")
+    question = question_of("tiny", 0, row(0), "", None)
     with torch.no_grad():
         return adapter.begin(adapter.inputs(question.opened(), question.question, 2)).logits
 

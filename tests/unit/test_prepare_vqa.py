@@ -72,7 +72,7 @@ def test_the_model_reads_cards_under_the_recipes_configurations() -> None:
     adapter = adapter_of(model.eval(), processor, tuple(section.tier_sizes))
     space = adapter.space(section.min_active, len(adapter.blocks), list(section.topk_choices))
     rows = rows_of_card(0, draw_card(random.Random(0)), ["colour", "sum"], random.Random(0))
-    asked = [question_of("cards", number, row, "") for number, row in enumerate(rows)]
+    asked = [question_of("cards", number, row, "", None) for number, row in enumerate(rows)]
     assert len(ImageChatDataset(asked, 4)) == 1
     for tier, patches in enumerate((36, 144, 324)):
         inputs = adapter.inputs(asked[0].opened(), asked[0].question, tier)

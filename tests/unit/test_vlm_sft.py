@@ -26,7 +26,7 @@ MODEL, PROCESSOR = tiny_vlms.qwen3_vl_moe()
 
 
 def question(number: int) -> ImageQuestion:
-    return question_of("mine", number, row(number), "")
+    return question_of("mine", number, row(number), "", None)
 
 
 def batcher(size: int = 2) -> VLMBatcher:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
-
-from verl_ext.errors import exit_on_user_error
-from verl_ext.reference.page import render_recipes
+from verl_ext.command_line import CommandParser, clean_exit
+from verl_ext.tell import tell
 
 
+@clean_exit()
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m verl_ext.reference",
         description="Print the reference page of all recipe keys as Markdown.",
-        epilog="example: python -m verl_ext.reference > docs/recipes.md",
+        examples=["python -m verl_ext.reference > docs/recipes.md"],
     )
     parser.parse_args()
-    print(render_recipes(), end="")
+    from verl_ext.reference.page import render_recipes  # here, as it takes a second
+
+    tell(render_recipes().removesuffix("\n"))
 
 
 if __name__ == "__main__":
-    with exit_on_user_error():
-        main()
+    main()
