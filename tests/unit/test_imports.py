@@ -55,7 +55,8 @@ ALLOWED = {
         "verl_ext.config",
     },
     "verl_ext.reference": {
-        "verl_ext.errors",
+        "verl_ext.command_line",
+        "verl_ext.tell",
         "verl_ext.config",
         "verl_ext.health.limits",
         "verl_ext.launch",
