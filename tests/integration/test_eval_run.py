@@ -68,7 +68,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
 @pytest.fixture(scope="module")
 def told(setup: Setup) -> str:
     """What an evaluation of the run's checkpoint prints."""
-    process = evaluate("run", "--checkpoint", setup.checkpoint)
+    process = evaluate("run", "--checkpoint", setup.checkpoint, "--recipe", setup.recipe)
     assert process.returncode == 0, process.stderr
     return process.stdout
 
@@ -158,7 +158,9 @@ def test_greedy_answers_repeat_byte_for_byte(output: Path, repeated: Path) -> No
 
 def test_the_same_again_does_no_work(setup: Setup, repeated: Path) -> None:
     before = (repeated / "metrics.json").read_bytes()
-    process = evaluate("run", "--checkpoint", setup.checkpoint, "--output", repeated, "--no-wandb")
+    process = evaluate(
+        "run", "--checkpoint", setup.checkpoint, "--output", repeated, "--no-wandb", "--recipe", setup.recipe
+    )
     assert (process.returncode, process.stderr) == (0, "")
     assert process.stdout == f"step_30 is evaluated already; its figures are in {repeated}\n"
     assert (repeated / "metrics.json").read_bytes() == before
@@ -175,7 +177,7 @@ def test_a_place_belongs_to_one_model(setup: Setup, repeated: Path) -> None:
 
 def test_a_trial_on_a_few_problems_is_kept_apart(setup: Setup, output: Path) -> None:
     before = (output / "metrics.json").read_bytes()
-    process = evaluate("run", "--checkpoint", setup.checkpoint, "--limit", "1", "--no-wandb")
+    process = evaluate("run", "--checkpoint", setup.checkpoint, "--limit", "1", "--no-wandb", "--recipe", setup.recipe)
     assert process.returncode == 0, process.stderr
     trial = json.loads((setup.run_dir / "eval" / "trial_step_30" / "metrics.json").read_text())
     assert trial["datasets"]["heart"]["num_problems"] == 1
@@ -189,7 +191,7 @@ def test_a_failure_is_kept_and_done_again_after_retry(setup: Setup, repeated: Pa
     (place / LEDGER_FILE).unlink()
     (place / "work").rename(tmp_path / "work")
     (place / "work").write_text("in the way")
-    run = ("run", "--checkpoint", setup.checkpoint, "--output", place, "--no-wandb")
+    run = ("run", "--checkpoint", setup.checkpoint, "--output", place, "--no-wandb", "--recipe", setup.recipe)
     process = evaluate(*run)
     assert process.returncode == 1 and "cannot write to" in process.stderr and "Traceback" not in process.stderr
     shown = evaluate("status", place)
@@ -263,7 +265,7 @@ def test_a_stopped_evaluation_goes_on(setup: Setup, interrupted: Path) -> None:
         (("run", "--checkpoint", "{model}", "--problems", "{root}/bad.jsonl"), "bad.jsonl, line 1"),
         (("run", "--checkpoint", "{model}", "--problems", "{root}"), "{root}"),
         (("run", "--checkpoint", "{model}", "sampling.max_token=3"), "did you mean 'sampling.max_tokens'?"),
-        (("run", "--checkpoint", "{model}", "--limit", "0"), "below 1"),
+        (("run", "--checkpoint", "{model}", "--limit", "0"), "is not a whole number of 1 or more"),
         (("run", "--checkpoint", "{model}", "--output", "{root}/bad.jsonl"), "cannot use the ledger"),
         (("run", "--checkpoint", "{model}", "tiers.tier1=[]"), "name no data set"),
         (("watch", "{root}/none"), "is not a directory"),
