@@ -18,7 +18,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from verl_ext.errors import UserError
 
-_RECONSTRUCT = np.random.get_state()[1].__reduce__()[0]
+_RECONSTRUCT = np.empty(0).__reduce__()[0]
 """What an array is made by; its module has another name in NumPy 2."""
 _OF_RANDOM_STATES = (
     (_RECONSTRUCT, "numpy.core.multiarray._reconstruct"),

@@ -9,7 +9,7 @@ from ipaddress import ip_address
 from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 
 from starlette.requests import cookie_parser
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 COOKIE = "verl_ext_monitor"
 REFUSAL = b"The token is missing or wrong: open the address that the monitor printed, with ?token=... at its end.\n"
@@ -57,7 +57,7 @@ class Access:
             await _refuse(scope, receive, send)
             return
 
-        async def with_headers(message: dict) -> None:
+        async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 cookie = f"{COOKIE}={digest_of(self._token or '')}; HttpOnly; SameSite=Strict; Path=/"
                 more = [*HEADERS, (b"set-cookie", cookie.encode("latin-1"))] if brought else HEADERS
