@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -26,9 +27,25 @@ from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.judge.wire import dump_submission, load_verdict, num_tests_of
 from verl_ext.config.secrets import bare_environment
 from verl_ext.errors import UserError
+from verl_ext.metrics.notice import warn
 
 _ROOT = Path(__file__).resolve().parents[2]
 _END_S = 10.0
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warn(message)
+
+
+def _warn_of_less(isolation: str, reasons: Sequence[str]) -> None:
+    """Say that `auto` has found less than the best; a new server of the same process does not say it again."""
+    if isolation != LEVELS[0]:
+        why = reasons[0] if reasons else "bubblewrap is not installed"
+        _warn_once(
+            f"answers are judged at isolation {isolation}, since {LEVELS[0]} does not work here ({why}); "
+            f"isolation={LEVELS[0]} refuses to go on without it"
+        )
 
 
 class JudgeServerError(RuntimeError):
@@ -98,6 +115,8 @@ class JudgeServer:
             self.__exit__(None, None, None)
             raise self._refusal(received and received[0]["refused"])
         self.isolation = received[0]["isolation"]
+        if self._wanted == "auto":
+            _warn_of_less(self.isolation, received[0]["reasons"])
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         return self

@@ -51,7 +51,7 @@ def main() -> None:
     if level is None:
         output.write({"refused": reasons})
         return
-    output.write({"isolation": level.name})
+    output.write({"isolation": level.name, "reasons": reasons})
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     gate = Gate()
     for _ in range(options["num_workers"]):

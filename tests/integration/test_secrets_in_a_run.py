@@ -60,8 +60,9 @@ class Watched:
         return said.decode()
 
     def _look(self, process: subprocess.Popen[bytes]) -> None:
+        itself = psutil.Process(process.pid)
         while process.poll() is None:
-            for each in family_of(process):
+            for each in [itself, *family_of(process)]:
                 try:
                     self.command_lines.add(" ".join(each.cmdline()))
                     listening = [end for end in each.net_connections("inet") if end.status == psutil.CONN_LISTEN]

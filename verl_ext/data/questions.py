@@ -140,7 +140,9 @@ def tell_of_unreadable(messages: Sequence[str], most: int) -> None:
     tell(f"warning: {len(messages)} images cannot be read and are left out: {shown}", sys.stderr)
 
 
-def question_of(name: str, row: int, record: Mapping[str, Any], suffix: str, folder: Path | None) -> ImageQuestion:
+def question_of(
+    name: str, row: int, record: Mapping[str, Any], suffix: str, folder: Path | None = None
+) -> ImageQuestion:
     """A row of a data set as a sample; `folder` is where its image may lie.
 
     Raises:

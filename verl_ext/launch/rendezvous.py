@@ -28,9 +28,6 @@ class LoopbackRendezvous(RendezvousHandler):
         run_id: names the run.
     """
 
-    use_agent_store = True
-    """The ranks are clients of the store that is made here."""
-
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         with socket.create_server((ADDRESS, 0)) as listener:
@@ -39,6 +36,11 @@ class LoopbackRendezvous(RendezvousHandler):
             self._store = TCPStore(
                 ADDRESS, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
+
+    @property
+    def use_agent_store(self) -> bool:
+        """See the base class; the ranks are clients of the store that is made here."""
+        return True
 
     def get_backend(self) -> str:
         """See the base class."""

@@ -84,5 +84,8 @@ class LogPanel:
 
 
 def moment(seconds: float) -> str:
-    """A time for people, in this machine's zone."""
-    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+    """A time for people, in this machine's zone; a number that is none is shown as it is."""
+    try:
+        return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+    except (OverflowError, ValueError, OSError):  # files of a run may hold anything
+        return f"{seconds:g}"

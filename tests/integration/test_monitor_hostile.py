@@ -1,0 +1,92 @@
+"""The monitor's page on a run whose every word is hostile: it shows the words, and runs none of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from tests.monitor_browser import browser, choose, monitor, open_tab, visit, wait_for_text
+from tests.monitor_runs import write_record, write_rows
+
+MARK = "<img src=x onerror=alert(1)>"
+CLOSING = "</script><!--<script><svg onload=alert(2)>"
+NAME = f"run {MARK}"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Metrics, samples, events, evaluations, a checkpoint and the reason of a failure, all with markup for names."""
+    run_dir = tmp_path_factory.mktemp("hostile") / "checkpoints" / NAME
+    write_record(run_dir, status="failed")
+    record = json.loads((run_dir / "run.json").read_text())
+    record["attempts"][0] |= {"exit_reason": f"why {MARK}", "end": "2026-01-01T00:05:00+00:00", "host": MARK}
+    (run_dir / "run.json").write_text(json.dumps(record))
+    rewards = {f"{MARK}_mean": 1.0, f"{CLOSING}_mean": 2.0, "reward_total_mean": 0.5}
+    write_rows(run_dir, 1, range(1, 8), **rewards)
+    samples = [{"prompt": MARK, "answer": f"said {CLOSING}", MARK: 1.0, CLOSING: {"nested": MARK}}]
+    (run_dir / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+    event = {"time": 1e300, "step": 1, "level": "alarm", "name": MARK, "text": f"told {CLOSING}"}
+    (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
+    place = run_dir / "eval" / "eval_step_1"
+    place.mkdir(parents=True)
+    figures = {"accepted_at_1": 0.5, "intervals": {"accepted_at_1": [0.1, 0.9]}, MARK: 1.0}
+    (place / "metrics.json").write_text(json.dumps({"datasets": {f"set {MARK}": figures}}))
+    checkpoint = run_dir / "global_step_1"
+    checkpoint.mkdir()
+    (checkpoint / "manifest.json").write_text(json.dumps({"files": {f"../{MARK}": {}}}))
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture
+def page(chromium: Browser, run_dir: Path, tmp_path: Path) -> Iterator[Page]:
+    with monitor(run_dir.parent, tmp_path / "monitor.sqlite") as address, visit(chromium, address) as page:
+        yield page
+
+
+def test_words_of_a_run_are_shown_and_not_obeyed(page: Page) -> None:
+    """`visit` sees to it that nothing opens a dialog, raises, or asks another machine for anything."""
+    choose(page, "run ")
+    wait_for_text(page, "reason", f"why {MARK}")
+    shown = {"Samples": ("samples", f"said {CLOSING}"), "Evaluation": ("dataset", f"set {MARK}")}
+    shown |= {"Checkpoints": ("checkpoints", MARK), "Log": ("log", f"told {CLOSING}")}
+    for tab, (element, words) in shown.items():
+        open_tab(page, tab)
+        wait_for_text(page, element, words)
+    page.get_by_test_id("search").fill("told")
+    wait_for_text(page, "found", f"told {CLOSING}")
+    open_tab(page, "Compare")
+    page.get_by_test_id("compared metric").click()
+    page.get_by_role("option").filter(has_text=CLOSING).click()
+    chart = page.locator('[data-testid="chart comparison"] canvas').first
+    chart.wait_for()
+    chart.hover()
+    page.wait_for_function("name => document.body.innerText.includes(name)", arg=NAME)  # the tooltip, which is HTML
+    open_tab(page, "Health")
+    page.wait_for_timeout(1500)
+    assert page.locator("img[src='x'], svg[onload]").count() == 0
+
+
+def test_a_plotted_page_obeys_no_words_of_a_run(chromium: Browser, run_dir: Path, tmp_path: Path) -> None:
+    from verl_ext.monitor.__main__ import main
+
+    assert main(["plot", str(run_dir), "--output", str(tmp_path)]) == 0
+    context = chromium.new_context(offline=True)
+    page, told = context.new_page(), []
+    page.on("dialog", lambda dialog: (told.append(dialog.message), dialog.dismiss()))
+    page.on("pageerror", lambda error: told.append(str(error)))
+    page.goto((tmp_path / "charts.html").as_uri())
+    page.wait_for_selector("section:last-of-type canvas")
+    names = page.evaluate("() => JSON.parse(document.getElementById('charts').textContent).flatMap(each => each.color)")
+    assert len(names) > 5 and page.locator("img[src='x'], svg[onload]").count() == 0
+    context.close()
+    assert told == []
