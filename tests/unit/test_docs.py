@@ -11,6 +11,7 @@ from tests.conftest import ROOT
 from tests.health_curves import CURVES
 from verl_ext.health.rules import RULES
 from verl_ext.metrics.reference import render_reference
+from verl_ext.reference.page import render_recipes
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -19,11 +20,29 @@ def test_the_metrics_reference_is_up_to_date() -> None:
     assert (ROOT / "docs/metrics.md").read_text().strip() == render_reference().strip()
 
 
+def test_the_recipes_reference_is_up_to_date() -> None:
+    assert (ROOT / "docs/recipes.md").read_text().strip() == render_recipes().strip()
+
+
 def test_the_page_on_health_has_every_rule() -> None:
     page = (ROOT / "docs/health.md").read_text()
     for each in RULES:
         assert f"| `{each.name}` | {each.meaning} |" in page
     assert f"a labelled set of {len(CURVES)} runs" in page
+
+
+def test_the_readme_lists_every_page() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for page in PAGES[1:]:
+        assert f"\n- [docs/{page.name}](docs/{page.name}): " in readme
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_anchors_exist(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", page.read_text()):
+        headings = re.findall(r"^#+ (.+)$", (page.parent / target if target else page).read_text(), re.MULTILINE)
+        slugs = {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+        assert anchor in slugs, f"{target}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

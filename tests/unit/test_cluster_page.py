@@ -1,0 +1,96 @@
+"""The job scripts and manifests of docs/cluster.md: what they say is what the code says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+from verl_ext.config.compose import compose_config
+from verl_ext.deadline import ENVIRONMENT
+from verl_ext.errors import SICK_EXIT_CODE, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from verl_ext.launch.arguments import EXIT_CODES, parse_arguments
+from verl_ext.trainer.preemption import SLACK, SLACK_S
+
+PAGE = (ROOT / "docs/cluster.md").read_text()
+SCRIPTS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+JOB, JOB_SET = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+SOMEBODY_SHOULD_LOOK = [USER_ERROR_EXIT_CODE, SICK_EXIT_CODE]
+
+
+def rules_of(job: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What is done about which exit codes, or about a lost machine."""
+    rules = job["podFailurePolicy"]["rules"]
+    return [(rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in rules]
+
+
+def command_of(pod: dict[str, Any]) -> list[str]:
+    """The words behind `run_sft.sh`."""
+    [container] = pod["containers"]
+    words = shlex.split(" ".join(container["command"]))
+    return words[words.index("run_sft.sh") + 1 :]
+
+
+def assert_pod_suits(pod: dict[str, Any]) -> None:
+    """Its command is understood, saves within the grace period, and what it mounts is there."""
+    arguments = parse_arguments(["sft", *command_of(pod)])
+    config = compose_config("sft", arguments.overrides)
+    [container] = pod["containers"]
+    assert config.trainer.preemption.grace_s < pod["terminationGracePeriodSeconds"]
+    assert arguments.num_processes == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+    assert pod["restartPolicy"] == "Never"
+
+
+def test_the_manifests_agree_with_the_code() -> None:
+    job = JOB["spec"]
+    assert rules_of(job) == [("FailJob", SOMEBODY_SHOULD_LOOK), ("Ignore", [STOPPED_EXIT_CODE]), ("Ignore", None)]
+    assert_pod_suits(job["template"]["spec"])
+    [node] = JOB_SET["spec"]["replicatedJobs"]
+    job = node["template"]["spec"]
+    assert rules_of(job) == [("FailJob", SOMEBODY_SHOULD_LOOK)] and job["backoffLimit"] == 0
+    pod = job["template"]["spec"]
+    assert_pod_suits(pod)
+    environment = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
+    assert int(environment["NNODES"]) == job["completions"] == job["parallelism"]
+    name = JOB_SET["metadata"]["name"]
+    assert environment["MASTER_ADDR"] == f"{name}-{node['name']}-0-0.{name}"
+    assert "NODE_RANK=$JOB_COMPLETION_INDEX exec bash run_sft.sh" in pod["containers"][0]["command"][-1]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=range(len(SCRIPTS)))
+def test_scripts_parse_and_their_commands_are_understood(script: str, tmp_path: Path) -> None:
+    path = tmp_path / "script.sh"
+    path.write_text(script)
+    assert subprocess.run(["bash", "-n", path], capture_output=True, text=True).stderr == ""
+    commands = re.findall(r"run_sft\.sh ([^'&\n]*)", script.replace("\\\n", " "))
+    assert commands
+    for command in commands:
+        arguments = parse_arguments(["sft", *shlex.split(command)])
+        assert compose_config("sft", arguments.overrides).recipe == "qwen2.5_coder_7b"
+
+
+def test_exit_codes_deadlines_and_slack_are_the_codes() -> None:
+    assert re.findall(r"^\| (\d+|128 \+ N) \|", PAGE, re.MULTILINE) == list(EXIT_CODES)
+    for name in ENVIRONMENT:
+        assert f"`{name}`" in PAGE
+    assert f"{SLACK} times the longest step and save so far and {SLACK_S:g} s" in PAGE
+
+
+def test_a_notice_becomes_the_signal_and_the_exit_code_comes_back(tmp_path: Path) -> None:
+    script = next(text for text in SCRIPTS if "NOTICE_URL" in text)
+    (tmp_path / "spot.sh").write_text(script)
+    notice = tmp_path / "notice"
+    stand_in = f'trap "exit {STOPPED_EXIT_CODE}" USR1\necho "$NODE_RANK $*" > words\ntouch {notice}\n'
+    (tmp_path / "run_sft.sh").write_text(stand_in + "while :; do sleep 0.1; done\n")
+    environment = {**os.environ, "NOTICE_URL": notice.as_uri()}
+    done = subprocess.run(["bash", "spot.sh", "1"], cwd=tmp_path, env=environment, capture_output=True, timeout=60)
+    assert done.returncode == STOPPED_EXIT_CODE
+    assert (tmp_path / "words").read_text().startswith("1 8 recipe=qwen2.5_coder_7b")
