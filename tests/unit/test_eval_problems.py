@@ -18,6 +18,7 @@ import pytest
 from eval_pipeline.problems.dataset import DatasetSource, load_problems, problems_digest
 from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer
 from eval_pipeline.problems.tolerance import stated_tolerance
+from eval_pipeline.problems.verl_rl import ground_truth_of
 from verl_ext.errors import UserError
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -42,6 +43,28 @@ def write_lines(path: Path, *lines: Any) -> str:
 
 def load(tmp_path: Path, format: str, *rows: Any) -> list[Problem]:
     return load_problems(DatasetSource("d", format, write_lines(tmp_path / "rows.jsonl", *rows)))
+
+
+VERL = {
+    "data_source": "d",
+    "prompt": [{"role": "user", "content": "How many?"}],
+    "reward_model": {"style": "rule", "ground_truth": "42"},
+    "extra_info": {"problem_id": "p7"},
+}
+
+
+def test_a_prompt_of_verls_format_is_a_text_or_the_users_only_turn(tmp_path: Path) -> None:
+    as_text = {**VERL, "prompt": "How many?", "extra_info": None}
+    first, second = load(tmp_path, "verl", VERL, as_text)
+    assert first.prompt == second.prompt == "How many?"
+    assert (first.problem_id, second.problem_id) == ("p7", "2") and first.tests == ReferenceAnswer("42")
+    assert ground_truth_of(first.tests) == "42"
+    others = [[], 7, [{"role": "system", "content": "x"}], [*VERL["prompt"], {"role": "assistant", "content": "x"}]]
+    for prompt in others:
+        with pytest.raises(UserError, match="line 1: 'prompt' must be a text or a list of one turn"):
+            load(tmp_path, "verl", {**VERL, "prompt": prompt})
+    with pytest.raises(UserError, match="line 1"):
+        load(tmp_path, "verl", {**VERL, "reward_model": None})
 
 
 def test_quickstart_problems_are_read_in_order_and_limited(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,29 @@ def test_a_run_that_says_nothing_any_more_is_an_alarm(tmp_path: Path, capsys: py
     path.write_text("".join(json.dumps({**row, "time": row["time"] - 3600}) + "\n" for row in rows))
     code, told = look(run_dir, capsys)
     assert code == 1 and told["the run is alive"] == "alarm"
+
+
+def test_what_the_disk_lacks_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path, "a textbook run")
+    (run_dir / "latest_checkpointed_iteration.txt").unlink()
+    write_checkpoint(run_dir, 200)
+    large = run_dir / "global_step_200/huggingface/model.safetensors"
+    large.write_bytes(b"x" * 640)
+    (run_dir / "global_step_200/manifest.json").write_text(
+        Manifest(200, 1, "", {"huggingface/model.safetensors": {"bytes": 640}}).to_json()
+    )
+    code, told = look(run_dir, capsys)
+    assert code == 0 and told["latest_checkpointed_iteration.txt names the newest"] == "warning"
+    assert told["the sizes of the checkpoints are alike"] == "notice"
+    shutil.rmtree(run_dir / "global_step_300")
+    code, told = look(run_dir, capsys)
+    assert code == 1 and told["the expected checkpoints are there"] == "alarm"
+    shutil.rmtree(run_dir / "global_step_200")
+    code, told = look(run_dir, capsys)
+    assert code == 1 and told["the expected checkpoints are there"] == "alarm"
+    assert (
+        told["the sizes of the checkpoints are alike"] is told["every checkpoint is complete, huggingface/ too"] is None
+    )
 
 
 def test_thresholds_are_those_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

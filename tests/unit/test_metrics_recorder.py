@@ -9,7 +9,10 @@ import pytest
 
 from verl_ext.errors import UserError
 from verl_ext.metrics.csv_history import CsvHistory
+from verl_ext.metrics.epoch_history import COLUMNS, EpochTables
+from verl_ext.metrics.event import Event
 from verl_ext.metrics.jsonl import read_metrics
+from verl_ext.metrics.log_file import LogFile
 from verl_ext.metrics.recorder import MetricsRecorder
 
 
@@ -78,6 +81,39 @@ def test_a_failing_sink_warns_once_and_the_others_go_on(tmp_path, capsys, monkey
     shown = capsys.readouterr()
     assert calls == [1] and shown.err.count("warning:") == 1 and "csv: RuntimeError: the disk went away" in shown.err
     assert len(shown.out.splitlines()) == 3 and len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+
+
+def test_events_and_epochs_outlive_a_sink_that_fails(tmp_path, capsys, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("the disk went away")
+
+    monkeypatch.setattr(LogFile, "write_event", fail)
+    monkeypatch.setattr(EpochTables, "write_epoch", fail)
+    recorder = make_recorder(tmp_path, "console", log_every=1, by_epoch=True)
+    recorder.log_event(Event(3, "loss_rising", "warning", "the loss rises"))
+    recorder.log_event(Event(4, "loss_rising", "alarm", "it rises on"))
+    recorder.log_epoch("Train", dict.fromkeys(COLUMNS, 1.0))
+    recorder.close()
+    shown = capsys.readouterr()
+    assert shown.err.count("warning:") == 2 and "log file: RuntimeError" in shown.err and "csv: " in shown.err
+    assert "warning: loss_rising: the loss rises" in shown.out and "alarm: loss_rising: it rises on" in shown.out
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(each["step"], each["level"]) for each in events] == [(3, "warning"), (4, "alarm")]
+
+
+def test_samples_follow_a_torn_line_and_stop_the_run_where_they_cannot_be_written(tmp_path):
+    (tmp_path / "samples.jsonl").write_text('{"step": 1, "text": "a"}\n{"step": 2, "te')
+    recorder = make_recorder(tmp_path, attempt=2)
+    recorder.log_samples(2, [{"text": "b"}, {"text": "\u00e9"}])
+    recorder.close()
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(row["step"], row["text"]) for row in rows] == [(1, "a"), (2, "b"), (2, "\u00e9")]
+    assert rows[1]["attempt"] == 2
+    (tmp_path / "other/samples.jsonl").mkdir(parents=True)
+    refused = make_recorder(tmp_path / "other")
+    with pytest.raises(UserError, match="cannot write .*samples.jsonl: Is a directory"):
+        refused.log_samples(1, [{"text": "c"}])
+    refused.close()
 
 
 def test_the_csv_rows_carry_the_time_of_the_record(tmp_path):

@@ -19,7 +19,7 @@ from verl_ext.plan.__main__ import main
 from verl_ext.plan.hardware import HARDWARE
 from verl_ext.plan.links import Cluster
 from verl_ext.plan.models import BUILT_IN
-from verl_ext.plan.plan import GIB, Plan, advice, largest_that_fits, make_plan
+from verl_ext.plan.plan import GIB, Plan, advice, largest_that_fits, make_plan, remedies
 from verl_ext.plan.shape import shape_of
 from verl_ext.plan.workload import Lengths
 
@@ -104,6 +104,15 @@ def test_advice_names_settings_that_fit() -> None:
     assert "8 GPUs" in advice(plan_7b(gpus=1), ALL) or "2 GPUs" in advice(plan_7b(gpus=1), ALL)
     tiny = make_plan(plan.config, SHAPE_7B, Cluster(replace(H100, memory_bytes=1e9), 8, 8), ALL)
     assert advice(tiny, ALL).startswith("no setting that the plan knows makes it fit")
+
+
+def test_advice_for_grpo_begins_with_the_engine() -> None:
+    awake = ("rollout.free_cache_engine=false", "rollout.gpu_memory_utilization=0.75")
+    plan = plan_7b(*awake, recipe="qwen2.5_coder_7b_code", command="grpo")
+    assert not plan.fits
+    assert advice(plan, ALL).startswith("with rollout.free_cache_engine=true it takes ")
+    asleep = {"rollout.free_cache_engine": True}, {"rollout.gpu_memory_utilization": 0.5}
+    assert list(remedies(plan))[:2] == [(each, None) for each in asleep]
 
 
 def test_the_largest_micro_batch_fits_and_twice_that_does_not() -> None:

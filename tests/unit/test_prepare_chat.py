@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from verl_ext.data.prepare import prepare
 from verl_ext.data.prepare.files import read_parquet, write_jsonl, write_parquet
@@ -76,6 +77,40 @@ def test_exclusion_without_ids_is_refused(tmp_path: Path) -> None:
     rows = [{"messages": chat(f"q{index}"), "id": index} for index in range(10)]
     with pytest.raises(UserError, match="problem_id"):
         run_chat(tmp_path, rows, "--exclude", str(tmp_path / "held.txt"))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "Cannot read --exclude"),
+        ("\n \n", "holds no id; remove the option"),
+        ('{"id": 3}\n', "line 1 is no JSON object with 'problem_id'"),
+        ("7\n{broken\n", "line 2 is no JSON object"),
+    ],
+)
+def test_a_list_of_ids_that_says_nothing_is_refused(tmp_path: Path, content: str | None, reason: str) -> None:
+    if content is not None:
+        (tmp_path / "held.txt").write_text(content)
+    rows = [{"messages": chat(f"q{index}"), "problem_id": index} for index in range(10)]
+    with pytest.raises(UserError, match=reason):
+        run_chat(tmp_path, rows, "--exclude", str(tmp_path / "held.txt"))
+
+
+def test_lengths_are_those_of_a_tokenizer_that_is_given(quickstart: Path, tmp_path: Path) -> None:
+    rows = [{"messages": chat(f"q{index}")} for index in range(10)]
+    counts = run_chat(tmp_path, rows, "--tokenizer", str(quickstart / "model"))[2]
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
+    assert counts["tokens_max"] == max(len(tokenizer.apply_chat_template(row["messages"])) for row in rows)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "bare")
+    (tmp_path / "empty").mkdir()
+    for name, reason in {
+        "none": "is no directory",
+        "empty": "no tokenizer that loads",
+        "bare": "no chat template",
+    }.items():
+        with pytest.raises(UserError, match=reason):
+            run_chat(tmp_path, rows, "--tokenizer", str(tmp_path / name))
 
 
 def test_ids_may_stand_in_another_column(tmp_path: Path) -> None:

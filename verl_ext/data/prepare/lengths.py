@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from verl_ext.data.prepare.files import Row
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_code import require_no_code
 
 PERCENTILES = (50, 90, 99)
@@ -53,8 +53,8 @@ def _token_counter(directory: str) -> Callable[[Row], int]:
     require_no_code(directory, trusted=False, local_files_only=True)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--tokenizer {directory} holds no tokenizer that loads ({error}).") from error
+    except Exception as error:  # each kind of missing or damaged file raises an exception of its own
+        raise UserError(f"--tokenizer {directory} holds no tokenizer that loads ({first_line_of(error)}).") from error
     if tokenizer.chat_template is None:
         raise UserError(f"The tokenizer in {directory} has no chat template; choose a chat model's directory.")
     return lambda row: len(tokenizer.apply_chat_template(row["messages"], tools=row.get("tools")))
