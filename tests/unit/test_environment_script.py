@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,16 @@ def test_the_versions_of_python_are_those_of_pyproject(tmp_path: Path) -> None:
     assert f'python_version = "{least}"' in settings
     for name in ("cpu.in", "gpu.in", "lmms.in"):
         assert f"--python-version {least} " in (ROOT / "requirements" / name).read_text()
+
+
+def test_checks_that_are_not_installed_are_told_before_any_test_runs(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
+    bare.chmod(0o755)
+    environment = {**os.environ, "VERL_EXT_PYTHON": str(bare)}
+    for words in ([], ["lint"]):
+        run = subprocess.run(
+            ["bash", "tests/run.sh", *words], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+        assert run.returncode == 2 and run.stdout == ""
+        assert run.stderr.startswith(f"error: {bare} has no ruff; install the packages of requirements/cpu.txt there")
