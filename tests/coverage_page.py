@@ -1,4 +1,4 @@
-"""Writes docs/coverage.md from what `bash tests/run.sh coverage` has counted: `python -m tests.coverage_page`."""
+"""Writes docs/coverage.md from what `coverage combine` has left, as `bash tests/run.sh coverage` does at its end."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from tests.conftest import ROOT
+from verl_ext.command_line import FAILURES, CommandParser, clean_exit
 
 PAGE = ROOT / "docs/coverage.md"
 REASONS_FILE = ROOT / "tests/assets/coverage_reasons.yaml"
@@ -82,8 +83,15 @@ def measured() -> Shares:
     return {name: (each["num_statements"], each["percent_covered"]) for name, each in summaries.items()}
 
 
+@clean_exit()
 def main() -> int:
     """Write the page; 1 where a module has no reason."""
+    CommandParser(
+        prog="python -m tests.coverage_page",
+        description=__doc__ or "",
+        examples=["python -m tests.coverage_page"],
+        exit_codes={"0": "done", "1": "a module has neither tests enough nor a reason", **FAILURES},
+    ).parse_args()
     shares, known = measured(), reasons()
     PAGE.write_text(render(shares, known))
     print(f"{PAGE.relative_to(ROOT)} is written")
