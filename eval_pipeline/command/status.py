@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from eval_pipeline.command.arguments import add_action, add_directory
 from verl_ext.command_line import FAILURES, Commands
+from verl_ext.tell import tell
 
 TEXT = "Show every evaluation of a run. State, attempts, who works on it, how long it took, and why it failed."
 EXIT_CODES = {"0": "nothing has failed", "1": "an evaluation has failed", **FAILURES}
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     jobs = Ledger(find_place(arguments.directory).root).jobs()
     if arguments.json:
         for job in jobs:
-            print(json.dumps(asdict(job)))
+            tell(json.dumps(asdict(job)))
     else:
         _print_table(jobs)
     return int(any(job.state == "failed" for job in jobs))
@@ -42,9 +43,9 @@ def _print_table(jobs) -> None:
     rows = [header, *(_cells(job) for job in jobs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     for row, job in zip(rows, [None, *jobs], strict=True):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        tell("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         if job is not None and job.error is not None:
-            print(f"    {_when(job)}{job.error}")
+            tell(f"    {_when(job)}{job.error}")
 
 
 def _cells(job) -> tuple[str, ...]:

@@ -12,10 +12,10 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
 from verl_ext.data.question_sources import KNOWN, QuestionSource, records_of
 from verl_ext.errors import UserError
+from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
 
 NAMES_TOLD = 5
@@ -101,9 +101,7 @@ class QuestionDataset(Dataset):
         seen: Counter[str] = Counter()
         for name, source in sources.items():
             records = records_of(name, source, split)
-            bar = tqdm(
-                records, desc=name, unit="images", disable=None if progress else True, leave=False, mininterval=1
-            )
+            bar = progress_bar(records, desc=f"reading {name}", unit="images", show=progress, leave=False)
             for row, record in enumerate(bar):
                 sample = question_of(name, row, record, suffix)
                 seen[sample.sample_id] += 1
