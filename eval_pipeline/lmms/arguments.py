@@ -46,7 +46,7 @@ class Arguments:
         if strangers := sorted(set(given) - set(known)):
             raise UserError(f"budget_controller has no argument {', '.join(strangers)}; it has {', '.join(known)}")
         if missing := [name for name in ("pretrained", "budget_ms") if name not in given]:
-            raise UserError(f"budget_controller needs {' and '.join(missing)} in --model_args")
+            raise UserError(f"budget_controller lacks {' and '.join(missing)}; give them in --model_args")
         paths = {name: Path(str(given.pop(name))).expanduser() for name in ("pretrained", "log") if name in given}
         texts = {name: str(given[name]) for name in ("vlm", "device") if name in given}
         return cls(budget_ms=_milliseconds(given["budget_ms"]), **paths, **texts)

@@ -32,7 +32,7 @@ def load_problems(source: DatasetSource) -> list[Problem]:
             names the line or row and the key.
     """
     if source.format not in FORMATS:
-        raise UserError(f"Data set {source.name}: format is {source.format!r}; set it to one of {', '.join(FORMATS)}.")
+        raise UserError(f"data set {source.name}: format is {source.format!r}; set it to one of {', '.join(FORMATS)}")
     problems: dict[str, Problem] = {}
     for record in read_records(source):
         problem = FORMATS[source.format](record)
@@ -40,7 +40,7 @@ def load_problems(source: DatasetSource) -> list[Problem]:
             raise record.error(f"problem_id {problem.problem_id!r} occurs twice; give every problem its own")
         problems[problem.problem_id] = problem
     if not problems:
-        raise UserError(f"{source.path} holds no problems; write one JSON object a line.")
+        raise UserError(f"{source.path} holds no problems; write one JSON object a line")
     return list(problems.values())
 
 

@@ -49,5 +49,5 @@ def compose_recipe(name: str | None, overrides: Sequence[str] = ()) -> DictConfi
     apply_overrides(config, list(overrides), NULLABLE)
     added = leaves(config).keys() - leaves(OmegaConf.load(DEFAULTS)).keys()
     if added:  # by +key=value, which makes sense only where something reads the key
-        raise UserError(f"an evaluation has no key {min(added)!r}; leave it out")
+        raise UserError(f"an evaluation has no key {min(added)!r}, and none can be added; leave it out")
     return config

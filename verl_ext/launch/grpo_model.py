@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.checkpoint.layout import BEST, EXPORT, list_steps, step_of, what_is_wrong
 from verl_ext.checkpoint.lease import leased
 from verl_ext.config.compose import STAGES
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
 from verl_ext.tell import tell
 
 
@@ -31,7 +31,9 @@ def settle_model(config: DictConfig) -> None:
             tell(f"model.partial_pretrain={model.partial_pretrain} goes before model.sft_run, which is not used")
         return
     if model.sft_run is None:
-        raise UserError("say what to go on from: model.sft_run=RUN_DIRECTORY of an SFT run, or model.partial_pretrain")
+        raise UserError(
+            "nothing says what to go on from; give model.sft_run=RUN_DIRECTORY of an SFT run, or model.partial_pretrain"
+        )
     sft_run = Path(model.sft_run).expanduser()
     choose = best_export if config.stage == "grpo" else newest_export
     model.partial_pretrain = _begun_from(config, sft_run) or str(choose(sft_run))
@@ -60,11 +62,15 @@ def best_export(run_dir: Path) -> Path:
         UserError: nothing was chosen there, or it has no export.
     """
     path = run_dir / BEST
+    if not run_dir.is_dir():
+        raise UserError(
+            f"model.sft_run={run_dir} is not a directory; name that of an SFT run, or give model.partial_pretrain"
+        )
     try:
         name = json.loads(path.read_text())["checkpoint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path} does not tell the best checkpoint ({type(error).__name__}); train with eval.watch=true, run "
+            f"{path} does not tell the best checkpoint ({first_line_of(error)}); train with eval.watch=true, run "
             f"`bash eval_pipeline/run.sh watch {run_dir}`, or give model.partial_pretrain"
         ) from error
     export = run_dir / str(name) / EXPORT
