@@ -15,8 +15,9 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
+from benchmarks.about import about
 from verl_ext.controller.adapters.base import VLMAdapter
-from verl_ext.controller.calibration import deciding_ms, machine_name
+from verl_ext.controller.calibration import deciding_ms
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.execution import Executor
 from verl_ext.controller.latency import Latency, LatencyMeter
@@ -129,5 +130,5 @@ def figures_of(
     space = adapter.space(1, len(adapter.blocks), topk_choices)
     bench = Bench(adapter, new_tokens)
     rows = measure(bench, space, rounds)
-    about = {"machine": machine_name(adapter), "model": model or "random", "torch": torch.__version__}
-    return about | {"deciding_ms": bench.deciding_ms(space, rounds), "rows": rows}
+    job = {"threads": torch.get_num_threads(), "model": model or "random"}
+    return {**about("torch", "transformers"), **job} | {"deciding_ms": bench.deciding_ms(space, rounds), "rows": rows}

@@ -31,6 +31,9 @@ def main() -> None:
     )
     parser.add_argument("--tokenizer", metavar="DIR", default="data/quickstart/model", help="saved with each export")
     parser.add_argument("--repeats", type=WholeNumber(), default=6, help="saves of each kind, best a multiple of 3")
+    parser.add_argument(
+        "--quick", action="store_true", help="verl's saves and ours alone, none in the background, no resuming"
+    )
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         raise UserError(f"this process is no rank; start it as `{launcher} -m benchmarks.checkpoint`")
@@ -43,7 +46,7 @@ def main() -> None:
     from verl_ext.trainer.distributed import init_process_group
 
     init_process_group("cuda" if torch.cuda.is_available() else "cpu")
-    figures = measure(arguments.directory, arguments.tokenizer, arguments.repeats)
+    figures = measure(arguments.directory, arguments.tokenizer, arguments.repeats, arguments.quick)
     if dist.get_rank() == 0:
         tell(json.dumps(figures, indent=1))
         write_figures(figures, arguments.output)

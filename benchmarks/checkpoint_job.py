@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import apply_fsdp2
 
+from benchmarks.about import about
 from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.retention import Retention
@@ -143,35 +143,38 @@ def measure_resume(kind: str, device: str, tokenizer: AutoTokenizer, checkpoint:
     return timed(resume)
 
 
-def measure(directory: Path, tokenizer_of: str, repeats: int) -> dict[str, Any]:
+def measure(directory: Path, tokenizer_of: str, repeats: int, quick: bool) -> dict[str, Any]:
     """All figures of the run.
 
     Args:
         directory: to save into.
         tokenizer_of: directory of a model.
         repeats: saves of each kind that count.
+        quick: verl's saves and ours alone, none in the background, no resuming.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
     job = Job(device)
-    managers = {kind: job.managed_by(kind, tokenizer) for kind in KINDS}
-    rounds: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+    kinds = KINDS[:2] if quick else KINDS
+    managers = {kind: job.managed_by(kind, tokenizer) for kind in kinds}
+    rounds: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     plain: list[float] = []
-    steps = [job.step() for _ in range(5)]
+    steps = [job.step() for _ in range(1 if quick else 5)]
     for repeat in progress_bar(range(repeats + 1), desc="saving", unit="rounds", show=dist.get_rank() == 0):
-        turn = repeat % len(KINDS)
-        for kind in KINDS[turn:] + KINDS[:turn]:  # whatever a save leaves to the next one, each kind has it once
+        turn = repeat % len(kinds)
+        for kind in kinds[turn:] + kinds[:turn]:  # whatever a save leaves to the next one, each kind has it once
             figures = measure_save(job, managers[kind], directory / kind, repeat + 1)
             rounds[kind] += [figures] if repeat else []  # the first save allocates what later ones use again
         own_bytes = bytes_of(directory / "sync" / f"global_step_{repeat + 1}")
         plain.append(measure_plain(directory / "plain", own_bytes))
-    saved = {kind: median_of(rounds[kind]) for kind in KINDS}
-    for kind in ("verl", "sync"):
+    saved = {kind: median_of(rounds[kind]) for kind in kinds}
+    for kind in () if quick else ("verl", "sync"):
         checkpoint = directory / kind / f"global_step_{repeats + 1}"
         saved[kind]["first_step_after_resume_s"] = measure_resume(kind, device, tokenizer, checkpoint)
         saved[kind]["gib"] = bytes_of(checkpoint) / GIB
+    background = {} if quick else {"stall_of_verl_over_async": saved["verl"]["stall_s"] / saved["async"]["stall_s"]}
     return {
-        "machine": f"{os.cpu_count()} x {platform.machine()}, {device}, torch {torch.__version__}",
+        **about("torch"),
         "ranks": dist.get_world_size(),
         "parameters": job.num_parameters,
         "step_s": statistics.median(steps),
@@ -180,7 +183,7 @@ def measure(directory: Path, tokenizer_of: str, repeats: int) -> dict[str, Any]:
         "plain_s": statistics.median(plain[1:]),
         "stall_of_sync_over_plain": saved["sync"]["stall_s"] / statistics.median(plain[1:]),
         "stall_of_verl_over_sync": saved["verl"]["stall_s"] / saved["sync"]["stall_s"],
-        "stall_of_verl_over_async": saved["verl"]["stall_s"] / saved["async"]["stall_s"],
+        **background,
     }
 
 

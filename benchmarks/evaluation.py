@@ -20,13 +20,12 @@ engine is ready, `answering_s` until the last verdict, `writing_s` until the fig
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import sys
-from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks.about import about
 from benchmarks.command import bench_parser, write_figures
 from benchmarks.evaluation_command import command_parts
 from benchmarks.evaluation_turns import VARIANTS, Turn, Turns
@@ -121,7 +120,7 @@ def main() -> int:
     overrides = arguments.overrides
     with Turns(load_recipe("humaneval", overrides), arguments.model.resolve()) as turns:
         found = measure_turns(turns, arguments.repeats)
-        about = {"answers": turns.about(), "num_problems": turns.num_problems}
+        job = {"answers": turns.about(), "num_problems": turns.num_problems}
     summary = summary_of(found, turns.num_problems, len(os.sched_getaffinity(0)))
     tell(table_of(summary))
     if arguments.commands:
@@ -130,9 +129,8 @@ def main() -> int:
         summary["command"] = medians_of(commands)
         tell("command: " + ", ".join(f"{name} {value:.2f}" for name, value in summary["command"].items()))
     if arguments.output is not None:
-        machine = f"{os.cpu_count()} x {platform.machine()}, Linux {platform.release()}"
-        head = {"machine": machine, "date": date.today().isoformat(), "python": platform.python_version()}
-        head |= {"model": arguments.model.name, "overrides": overrides, **about, "repeats": arguments.repeats}
+        head = {**about("torch", "transformers"), "model": arguments.model.name, "overrides": overrides, **job}
+        head["repeats"] = arguments.repeats
         write_figures({**head, **summary, "turns": found}, arguments.output)
     return 0
 

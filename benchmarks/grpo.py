@@ -168,13 +168,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             ours = summary_of(our_steps(engine, arguments.ranks, arguments.num_steps, scratch))
             bar.update()
             bar.set_description(f"TRL, {engine}")
-            steps, about = peer_steps(engine, arguments.ranks, arguments.num_steps, scratch, arguments.peer)
+            steps, versions = peer_steps(engine, arguments.ranks, arguments.num_steps, scratch, arguments.peer)
             theirs = summary_of(steps)
             bar.update()
             engines[engine] = {"ours": ours, "trl": theirs, "trl_over_ours": theirs["step_s"] / ours["step_s"]}
     return {
-        "machine": f"{os.cpu_count()} x {platform.machine()}, Linux {platform.release()}",
-        "versions": {"python": platform.python_version(), **about},
+        **about(),
+        "versions": {"python": platform.python_version(), **versions},
         "ranks": arguments.ranks,
         "samples_per_step": PROMPTS * GROUP_SIZE,
         "max_tokens": MAX_TOKENS,

@@ -6,11 +6,11 @@ over what the run's steps took.
 
 from __future__ import annotations
 
-import platform
 import sys
 import time
 from pathlib import Path
 
+from benchmarks.about import about
 from benchmarks.command import bench_parser, write_figures
 from verl_ext.command_line import WholeNumber, clean_exit
 from verl_ext.health.history import History
@@ -68,8 +68,7 @@ def main() -> int:
             f"{each['stage']:8} {each['steps']} steps of {each['step_ms']:.0f} ms, rules "
             f"{each['health_us_per_step']:.0f} us: {each['share']:.3%}"
         )
-    about = {"machine": f"{platform.machine()}, {platform.system()}", "every": arguments.every}
-    write_figures({**about, "runs": found}, arguments.output)
+    write_figures({**about(), "every": arguments.every, "runs": found}, arguments.output)
     return 0
 
 

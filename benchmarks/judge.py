@@ -25,14 +25,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.about import about
 from benchmarks.command import bench_parser, write_figures
 from benchmarks.judge_answers import Answer, answer_sets
 from benchmarks.judge_sessions import PEERS, OurSession, PeerSession
@@ -77,8 +76,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         turns[judge].append(measure_turn(sessions[judge], sizes, clock))
     judges = {judge: {**sessions[judge].about, **summary_of(turns[judge])} for judge in JUDGES}
     return {
-        "machine": f"{os.cpu_count()} x {platform.machine()}, Linux {platform.release()}",
-        "python": platform.python_version(),
+        **about(),
         "num_workers": arguments.num_workers,
         "repeats": arguments.repeats,
         "answers": sizes,

@@ -8,7 +8,6 @@ that are open at first, and `draw_all_s` to those of all.
 from __future__ import annotations
 
 import json
-import platform
 import sys
 import tempfile
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import orjson
 
+from benchmarks.about import about
 from benchmarks.command import bench_parser, write_figures
 from verl_ext.command_line import WholeNumber, clean_exit
 from verl_ext.monitor.charts import OTHER, charts_for
@@ -92,8 +92,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         found = measure(Path(directory), arguments.rows)
     tell("  ".join(f"{name} {value:.2f}" for name, value in found.items()))
-    about = {"machine": f"{platform.machine()}, {platform.system()}", "rows": arguments.rows}
-    write_figures({**about, **found}, arguments.output)
+    write_figures({**about(), "rows": arguments.rows, **found}, arguments.output)
     return 0
 
 

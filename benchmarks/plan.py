@@ -12,14 +12,11 @@ Step times are told beside the plan's, too; a CPU's speed in the table of hardwa
 from __future__ import annotations
 
 import json
-import os
-import platform
 import tempfile
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.about import about
 from benchmarks.command import bench_parser
 from benchmarks.plan_settings import SETTINGS, TARGET
 from verl_ext.command_line import clean_exit
@@ -65,9 +62,7 @@ def record(found: dict[str, dict[str, Any]], path: Path) -> None:
     former = json.loads(path.read_text())["settings"] if path.is_file() else {}
     settings = {**former, **found}
     figures = {
-        "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} x {platform.machine()}, Linux {platform.release()}",
-        "versions": {name: version(name) for name in ("torch", "transformers")},
+        **about("torch", "transformers"),
         "target": TARGET,
         "settings": {name: settings[name] for name in SETTINGS if name in settings},
     }

@@ -37,4 +37,5 @@ results=benchmarks/results
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node=2 -m benchmarks.checkpoint \
   --output $results/checkpoint_2cpu_disk.json
 "$PYTHON" -m benchmarks.grpo --peer "$1" --output $results/grpo_1rank_2cpu.json
+"$PYTHON" -m benchmarks.grpo --peer "$1" --ranks 2 --num-steps 3 --output $results/grpo_2ranks_2cpu.json
 "$PYTHON" -m benchmarks.evaluation --model data/quickstart/model --output $results/evaluation_2cpu_random_model.json

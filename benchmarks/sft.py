@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks.about import about
 from benchmarks.command import bench_parser, write_figures
 from benchmarks.sft_job import Job
 from verl_ext.command_line import WholeNumber, clean_exit
@@ -180,16 +179,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="benchmark_sft_") as scratch:
         write_inputs(Path(scratch))
         found = measure(Bench(Path(scratch), arguments.num_steps, arguments.peer), arguments.rounds, arguments.quick)
-    about = {
-        "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} x {platform.machine()}, Linux {platform.release()}",
+    job = {
         "ranks": RANKS,
         "samples_per_step": BATCH_SIZE,
         "max_length": MAX_LENGTH,
     }
     for name, rate in found["tokens_per_s"].items():
         tell(f"{name:<32}{rate:8.0f} tokens/s{found['ours_over'][name]:10.2f}")
-    write_figures({**about, **found}, arguments.output)
+    write_figures({**about("torch", "transformers", "verl"), **job, **found}, arguments.output)
 
 
 if __name__ == "__main__":

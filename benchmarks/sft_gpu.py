@@ -10,15 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks.about import about
 from benchmarks.command import bench_parser, write_figures
 from verl_ext.command_line import WholeNumber, clean_exit
 from verl_ext.data.prepare import prepare
@@ -120,16 +119,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=WholeNumber(), default=16384, help="tokens of a micro-batch")
     parser.add_argument("--num-steps", type=WholeNumber(WARM_UP + 1), default=8, help="with the two that are left out")
     arguments = parser.parse_args()
-    import torch  # here, as it takes seconds
-
     with tempfile.TemporaryDirectory(prefix="benchmark_sft_gpu_") as name:
         write_model(arguments.model, Path(name))
         rows = train(Path(name), arguments)[WARM_UP:]
     found = {name: statistics.median(row[key] for row in rows) for name, key in FIGURES.items() if key in rows[0]}
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.machine()
-    about = {"date": date.today().isoformat(), "device": device, "gpus": arguments.gpus, "model": arguments.model}
-    tell(json.dumps({**about, **found}, indent=1))
-    write_figures({**about, **found}, arguments.output)
+    figures = {**about("torch", "transformers"), "gpus": arguments.gpus, "model": arguments.model, **found}
+    tell(json.dumps(figures, indent=1))
+    write_figures(figures, arguments.output)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,15 @@ this benchmark's clock. The parts of a start add up to its total; medians of par
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks.about import about
 from benchmarks.command import bench_parser, write_figures
 from verl_ext.command_line import FAILURES, Number, WholeNumber, clean_exit
 from verl_ext.errors import UserError
@@ -90,10 +89,8 @@ def main() -> int:
     parts = summary_of(starts)
     tell(table_of(parts))
     if arguments.output is not None:
-        about = {"machine": f"{os.cpu_count()} x {platform.machine()}, Linux {platform.release()}"}
-        about |= {"date": date.today().isoformat(), "python": platform.python_version()}
-        about |= {"ranks": arguments.ranks, "overrides": arguments.overrides, "limit_s": arguments.limit}
-        write_figures({**about, "parts": parts, "starts": starts}, arguments.output)
+        job = {"ranks": arguments.ranks, "overrides": arguments.overrides, "limit_s": arguments.limit}
+        write_figures({**about("torch", "transformers"), **job, "parts": parts, "starts": starts}, arguments.output)
     return int(parts["total_s"]["median"] > arguments.limit)
 
 

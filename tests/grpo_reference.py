@@ -28,6 +28,7 @@ class Case:
     micro_batch_size: int = 3
     share_prompts: bool = True
     lr: float = 3.0
+    keeps_gathered: bool = False
 
     @staticmethod
     def of(fields: dict[str, Any]) -> Case:

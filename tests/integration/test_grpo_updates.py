@@ -22,7 +22,9 @@ CASES = {
     **{mode: Case(LossSettings(0.2, 0.28, 3.0, mode, 12)) for mode in MODES},
     "prompts apart": Case(PLAIN, share_prompts=False, micro_batch_size=16),
     "many updates": Case(PLAIN, num_mini_batches=2, num_epochs=3),
+    "gathered once an update": Case(PLAIN, num_mini_batches=2, num_epochs=3, keeps_gathered=True),
     "regularised": Case(REGULARISED, num_mini_batches=2, num_epochs=2, micro_batch_size=8, lr=0.1),
+    "regularised, gathered once": Case(REGULARISED, num_mini_batches=2, num_epochs=2, lr=0.1, keeps_gathered=True),
 }
 Results = dict[str, tuple[dict[str, torch.Tensor], dict[str, float]]]
 

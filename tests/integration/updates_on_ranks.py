@@ -24,6 +24,7 @@ from verl_ext.grpo.tokens.model import forward_cost
 from verl_ext.grpo.tokens.policy import TokenModel, TokenPolicy
 from verl_ext.grpo.update import Updater, UpdateSettings
 from verl_ext.metrics.timers import StepTimer
+from verl_ext.trainer.gathering import Gathering
 
 
 def sharded(distance: float) -> Any:
@@ -58,7 +59,8 @@ def updated(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     advantages = group_advantages([rewards[n] for n in mine], [groups[n] for n in mine], divide_by_std=True)
     experience = Experience([every[n] for n in mine], [Reward({"r": rewards[n]}) for n in mine], advantages)
     settings = UpdateSettings(case.loss, case.num_mini_batches, case.num_epochs, case.micro_batch_size, None)
-    found = Updater(policy, settings, ranks, descend, StepTimer(), "cpu").update(experience)
+    gather = Gathering(model, case.keeps_gathered).begin
+    found = Updater(policy, settings, ranks, descend, StepTimer(), "cpu", gather).update(experience)
     parameters = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
     return parameters, {"loss": found.loss, **found.means, **found.maxima}
 

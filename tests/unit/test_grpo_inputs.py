@@ -69,6 +69,7 @@ def test_good_settings(quickstart: Path, tmp_path: Path) -> None:
         ("reward.functions=[code_test]", "did you mean code_tests"),
         ("reward.functions=[]", "is empty"),
         ("reward.functions=[nothing.py:f]", "does not exist"),
+        ("model.fsdp_config.keep_gathered=sometimes", "take one of auto, True, False"),
         ("rollout.engine=sglang", "take one of vllm, hf"),
         ("rollout.temperature=0", "must lie between"),
         ("actor.kl_loss_coef=inf", "must be a number of at least 0"),

@@ -142,6 +142,7 @@ def test_a_recipe_without_validation_is_fine(recipe: Path) -> None:
         ("configurations.share=2", "must lie between 0 and 1"),
         ("configurations.min_active=0", "must be a whole number of at least 1"),
         ("data.questions_per_chat=0", "must be a whole number of at least 1"),
+        ("model.fsdp_config.keep_gathered=sometimes", "take one of auto, True, False"),
         ("configurations.tier_weights=[1.0]", "for each of the tiers"),
         ("configurations.tier_weights=[0.0,0.0,0.0]", "not all of them 0"),
         ("model.lora_rank=8", "model.lora_rank has no effect on a vision-language model"),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from verl_ext.config.checks import check_choices, require_positive, value_of
+from verl_ext.config.checks import GATHERING, check_choices, require_positive, value_of
 from verl_ext.errors import UserError
 
-CHOICES = {"model.fsdp_config.keep_gathered": ("auto", True, False)}
 NULL_OR_AT_LEAST_ONE = ("data.max_tokens_per_gpu", "data.num_tokenizers")
 
 
@@ -17,7 +16,7 @@ def check_chats(config: DictConfig) -> None:
     Raises:
         UserError: the key, its value and what it may be.
     """
-    check_choices(config, CHOICES)
+    check_choices(config, GATHERING)
     for key in NULL_OR_AT_LEAST_ONE:
         if value_of(config, key) is not None:
             require_positive(key, value_of(config, key))

@@ -21,6 +21,8 @@ CHOICES = {
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
     "trainer.checkpoint.export.dtype": ("bf16", "fp16", "fp32"),
 }
+GATHERING: dict[str, tuple[str | bool, ...]] = {"model.fsdp_config.keep_gathered": ("auto", True, False)}
+"""Of the stages whose steps have micro-batches of a sharded model."""
 AT_LEAST_ONE = (
     "data.train_batch_size", "data.micro_batch_size_per_gpu", "data.max_length", "trainer.total_epochs",
     "trainer.log_every", "trainer.max_nonfinite_steps", "ulysses_sequence_parallel_size",

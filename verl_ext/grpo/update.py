@@ -68,6 +68,7 @@ class Updater:
         optimizer_step: Callable[[float], float],
         timer: StepTimer,
         device: str,
+        gather: Callable[[bool], None] = lambda is_last: None,
     ) -> None:
         """Put the parts together.
 
@@ -78,9 +79,10 @@ class Updater:
             optimizer_step: updates by the gradient, given the loss; returns the gradient's norm.
             timer: told `shard` and `update`.
             device: of the model.
+            gather: told before each forward pass whether it is an update's last; see `Gathering.begin`.
         """
         self._policy, self._settings, self._num_ranks = policy, settings, num_ranks
-        self._optimizer_step, self._timer, self._device = optimizer_step, timer, device
+        self._optimizer_step, self._timer, self._device, self._gather = optimizer_step, timer, device, gather
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._maxima: defaultdict[str, float] = defaultdict(float)
 
@@ -128,6 +130,7 @@ class Updater:
     def _evaluate_beforehand(self, micro_batches: list[MicroBatch]) -> None:
         """What the first update would change, and what the frozen reference says."""
         for micro_batch in micro_batches:
+            self._gather(False)
             if self._settings.num_updates > 1:
                 micro_batch["old_log_probs"] = self._policy.log_probs(micro_batch).values.cpu()
             if self._settings.loss.kl_loss_coef:
@@ -137,7 +140,8 @@ class Updater:
         """One update; returns loss and gradient norm."""
         batch = self._global_batch(micro_batches)
         total = 0.0
-        for micro_batch in micro_batches:
+        for number, micro_batch in enumerate(micro_batches):
+            self._gather(number == len(micro_batches) - 1)
             loss = self._loss(micro_batch, batch, in_first_pass, is_first)
             loss.backward()
             total += float(loss.detach())

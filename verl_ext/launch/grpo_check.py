@@ -9,12 +9,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_ext.config.checks import check_choices, check_ranges, check_without_effect
+from verl_ext.config.checks import GATHERING, check_choices, check_ranges, check_without_effect
 from verl_ext.errors import UserError
 from verl_ext.grpo.rewards.registry import wanted_rewards
 
 _KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-CHOICES: dict[str, tuple[str | None, ...]] = {
+CHOICES: dict[str, tuple[str | bool | None, ...]] = {
+    **GATHERING,
     "data.eval_split": ("test", "train"),
     "actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     "actor.kl_loss_type": (*_KL_TYPES, *(f"{name}+" for name in _KL_TYPES)),

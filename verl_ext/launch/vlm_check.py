@@ -6,7 +6,14 @@ import math
 
 from omegaconf import DictConfig
 
-from verl_ext.config.checks import check_ranges, check_without_effect, require_positive, value_of
+from verl_ext.config.checks import (
+    GATHERING,
+    check_choices,
+    check_ranges,
+    check_without_effect,
+    require_positive,
+    value_of,
+)
 from verl_ext.errors import UserError
 from verl_ext.launch.question_check import OF_TEXTS, check_questions
 
@@ -20,6 +27,7 @@ def check_vlm_sft(config: DictConfig) -> None:
         UserError: the first of them and how to mend it.
     """
     check_without_effect(config, OF_TEXTS, "on a vision-language model")
+    check_choices(config, GATHERING)
     check_ranges(config, dict.fromkeys(_COUNTS, (0, math.inf)) | {"configurations.share": (0, 1)})
     for key in ("data.questions_per_chat", "configurations.min_active"):
         require_positive(key, value_of(config, key))

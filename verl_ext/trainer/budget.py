@@ -27,6 +27,7 @@ from verl_ext.trainer.budget_parts import (
     make_executor,
 )
 from verl_ext.trainer.controller_files import BEST_MODEL, epoch_file, whole_weights, write_controller
+from verl_ext.trainer.gathering import Gathering
 from verl_ext.trainer.grpo import GRPOTrainer
 from verl_ext.trainer.loop import Metrics
 from verl_ext.trainer.model import shard
@@ -69,6 +70,10 @@ class BudgetControllerTrainer(GRPOTrainer):
         """What is trained: the controller."""
         weight, seed = self.config.actor.tier_entropy_weight, self.config.trainer.seed
         return ControllerPolicy(self.fsdp_model, self.executor, self.budgets_ms, seed, self.device_name, weight)
+
+    def make_gathering(self) -> Gathering:
+        """See `GRPOTrainer`; the controller is so small that it does not matter."""
+        return Gathering(self.fsdp_model, keeps=False)
 
     def loss_settings(self) -> LossSettings:
         """The section `actor`; a configuration is one decision, so that all ways to average over decisions agree."""

@@ -28,8 +28,12 @@ class Gathering:
         model.set_reshard_after_forward(not keeps)
 
     def begin(self, is_last: bool) -> None:
-        """Before a micro-batch: what happens to weights and gradients behind its backward pass."""
+        """Before a micro-batch: what happens to weights and gradients behind its forward and backward pass.
+
+        What was gathered by forward passes alone stays so until the backward pass of a last one, or `release`.
+        """
         if self.keeps:
+            self._model.set_reshard_after_forward(False)  # drawing by the model itself ends with true
             self._model.set_requires_gradient_sync(is_last)
             self._model.set_reshard_after_backward(is_last)
 

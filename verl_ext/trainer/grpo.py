@@ -19,9 +19,10 @@ from verl_ext.grpo.policy import Policy, Prompt, Sample
 from verl_ext.grpo.update import Updater, UpdateSettings
 from verl_ext.metrics.notice import warn
 from verl_ext.metrics.reduce import reduce_over_ranks
+from verl_ext.trainer.gathering import Gathering, keeps_gathered
 from verl_ext.trainer.grpo_parts import make_environment, make_policy
 from verl_ext.trainer.grpo_report import GRPOReport
-from verl_ext.trainer.hardware import peak_memory
+from verl_ext.trainer.hardware import peak_memory, pick_precision
 from verl_ext.trainer.loop import Metrics, PipelineTrainer
 from verl_ext.trainer.model import disable_dropout
 
@@ -46,7 +47,13 @@ class GRPOTrainer(PipelineTrainer):
             self.trace,
         )
         self.updater = Updater(
-            self.policy, settings, dist.get_world_size(), self.update_weights, self.timer, self.device_name
+            self.policy,
+            settings,
+            dist.get_world_size(),
+            self.update_weights,
+            self.timer,
+            self.device_name,
+            self.make_gathering().begin,
         )
         self.report = GRPOReport(self.policy, self.environment, self.device_name)
         rounds = algorithm.dynamic_sampling.max_rounds
@@ -63,6 +70,13 @@ class GRPOTrainer(PipelineTrainer):
     def make_policy(self) -> Policy:
         """What is trained: the language model; collective."""
         return make_policy(self.config, self.fsdp_model, self.tokenizer, self.device_mesh)
+
+    def make_gathering(self) -> Gathering:
+        """What stays gathered between the micro-batches of an update."""
+        model = self.config.model
+        precision = pick_precision(model.mixed_precision, self.device_name)
+        keeps = keeps_gathered(model.fsdp_config.keep_gathered, self.fsdp_model, precision, self.device_name)
+        return Gathering(self.fsdp_model, keeps)
 
     def fit(self) -> None:
         """See `PipelineTrainer.fit`; what draws and what rewards end with it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,16 @@ from transformers.modeling_utils import AttentionInterface
 
 PACKED_SDPA = "packed_sdpa"
 """Name of `packed_sdpa` among the attention functions of transformers."""
+
+
+class SampleLengths:
+    """Tokens of each sample of a row.
+
+    Neither a list nor a dataclass: torch.compile looks into these, and would compile anew for each number of samples.
+    """
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
 
 
 def packed_arguments(sample_lengths: torch.Tensor, device: torch.device | str) -> dict[str, Any]:
@@ -25,7 +34,7 @@ def packed_arguments(sample_lengths: torch.Tensor, device: torch.device | str) -
     longest = int(sample_lengths.max())
     return {
         **{"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest},
-        "sample_lengths": sample_lengths.tolist(),
+        "sample_lengths": SampleLengths(sample_lengths.tolist()),
     }
 
 
@@ -37,7 +46,7 @@ def packed_sdpa(
     value: torch.Tensor,
     attention_mask: None,
     *,
-    sample_lengths: Sequence[int],
+    sample_lengths: SampleLengths,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -53,7 +62,7 @@ def packed_sdpa(
         key: (1, kv_heads, tokens, head_dim).
         value: as `key`.
         attention_mask: none; `sample_lengths` say the same.
-        sample_lengths: tokens of each sample.
+        sample_lengths: of the row.
         scaling: of the scores.
         dropout: of the weights.
         sliding_window: tokens that one sees, itself included; None for all before it.
@@ -71,7 +80,7 @@ def packed_sdpa(
     arguments = {"scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     parts = [
         F.scaled_dot_product_attention(*qkv, **_causal(qkv[0].shape[2], sliding_window, query.device), **arguments)
-        for qkv in zip(*(tensor.split(sample_lengths, dim=2) for tensor in (query, key, value)))
+        for qkv in zip(*(tensor.split(sample_lengths.tokens, dim=2) for tensor in (query, key, value)))
     ]
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 

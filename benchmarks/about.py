@@ -1,0 +1,48 @@
+"""What a result file says of where and when it was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+def about(*packages: str) -> dict[str, Any]:
+    """Date, machine, and versions of Python and of some packages.
+
+    Args:
+        packages: whose versions matter.
+    """
+    versions = {"python": platform.python_version(), **{package: version(package) for package in packages}}
+    return {"date": date.today().isoformat(), "machine": machine(), "versions": versions}
+
+
+def machine() -> str:
+    """The processors, their memory and the kernel; the GPUs where there are any."""
+    gib = psutil.virtual_memory().total / 2**30
+    kernel = f"{platform.system()} {platform.release()}"
+    return ", ".join([f"{os.cpu_count()} x {processor()}", f"{gib:.0f} GiB", kernel, *gpus()])
+
+
+def processor() -> str:
+    """Its architecture, with the name that Linux has for it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return " ".join([*names[:1], platform.machine()])
+
+
+def gpus() -> list[str]:
+    """How many of which GPUs, without importing torch where there are none."""
+    lines = [
+        line
+        for path in Path("/proc/driver/nvidia/gpus").glob("*/information")
+        for line in path.read_text().splitlines()
+        if line.startswith("Model:")
+    ]
+    return [f"{count} x {line.partition(':')[2].strip()}" for line, count in Counter(lines).items()]
