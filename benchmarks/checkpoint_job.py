@@ -150,7 +150,7 @@ def measure(directory: Path, tokenizer_of: str, repeats: int, quick: bool) -> di
         directory: to save into.
         tokenizer_of: directory of a model.
         repeats: saves of each kind that count.
-        quick: verl's saves and ours alone, none in the background, and no resuming.
+        quick: verl's saves and ours alone, none in the background, no resuming.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
@@ -172,6 +172,7 @@ def measure(directory: Path, tokenizer_of: str, repeats: int, quick: bool) -> di
         checkpoint = directory / kind / f"global_step_{repeats + 1}"
         saved[kind]["first_step_after_resume_s"] = measure_resume(kind, device, tokenizer, checkpoint)
         saved[kind]["gib"] = bytes_of(checkpoint) / GIB
+    background = {} if quick else {"stall_of_verl_over_async": saved["verl"]["stall_s"] / saved["async"]["stall_s"]}
     return {
         "device": device,
         "ranks": dist.get_world_size(),
@@ -182,7 +183,7 @@ def measure(directory: Path, tokenizer_of: str, repeats: int, quick: bool) -> di
         "plain_s": statistics.median(plain[1:]),
         "stall_of_sync_over_plain": saved["sync"]["stall_s"] / statistics.median(plain[1:]),
         "stall_of_verl_over_sync": saved["verl"]["stall_s"] / saved["sync"]["stall_s"],
-        **({} if quick else {"stall_of_verl_over_async": saved["verl"]["stall_s"] / saved["async"]["stall_s"]}),
+        **background,
     }
 
 

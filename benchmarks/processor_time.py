@@ -40,7 +40,7 @@ class ProcessorTime:
         self._fd = libc.syscall(number, attribute, 0, -1, -1, _CLOSE_ON_EXEC)
         if self._fd < 0:
             raise UserError(
-                f"the kernel does not count processor time for this user ({os.strerror(ctypes.get_errno())}): set the"
+                f"the kernel does not count processor time for this user ({os.strerror(ctypes.get_errno())}); set the"
                 " sysctl kernel.perf_event_paranoid to 2, and let a container's seccomp profile pass perf_event_open"
             )
 

@@ -12,5 +12,5 @@ ensure_browser() {
     echo "Installing chromium for the tests of the monitor's page ..." >&2
     { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends chromium; } >/dev/null 2>&1 && return
   fi
-  echo "warning: there is no Chromium, so the tests of the monitor's page are skipped; install your system's chromium package." >&2
+  echo "warning: there is no Chromium, so the tests of the monitor's page are skipped; install your system's chromium package" >&2
 }

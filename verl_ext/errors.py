@@ -23,8 +23,9 @@ class UserError(Exception):
 
 
 def first_line_of(error: Exception) -> str:
-    """What a library's exception says, without the pages some put behind it."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What a library's exception says, without the pages some put behind it, the path that is told anyway, the stop."""
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return (said.strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -31,3 +32,27 @@ def progress_bar(
         unit = f" {unit}"
     disable = None if show else True
     return tqdm(items, desc=desc, unit=unit, disable=disable, dynamic_ncols=True, mininterval=0.5, **settings)
+
+
+@contextmanager
+def staged(expected_s: Mapping[str, float]) -> Iterator[Callable[[str], None]]:
+    """A bar over work of several parts, none of which tells how far it is.
+
+    Args:
+        expected_s: seconds that each part takes, about; their shares place the bar.
+
+    Yields:
+        What to call with the name of each part when it begins.
+    """
+    form = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+    begun: list[str] = []
+    total, desc = sum(expected_s.values()), f"{next(iter(expected_s))}: "
+    with progress_bar(total=total, desc=desc, unit="s", bar_format=form) as bar:
+
+        def begin(name: str) -> None:
+            bar.update(sum(expected_s[done] for done in begun[-1:]))
+            bar.set_description(name)
+            begun.append(name)
+
+        yield begin
+        bar.update(bar.total - bar.n)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING
 
 from verl_ext.controller.block_importance import answer_loss
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.execution import Executor
 from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.data.questions import ImageQuestion
+from verl_ext.progress import progress_bar
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 Mask = list[bool]
 """Of each block, whether it runs."""
@@ -45,7 +48,7 @@ class BlockSearch:
         mask = [True] + [False] * (space.num_blocks - 1)
         masks = {1: mask}
         total = sum(space.num_blocks - count for count in range(1, space.max_active))
-        with tqdm(total=total, desc="choosing blocks", unit="choices", disable=None, mininterval=1) as bar:
+        with progress_bar(total=total, desc="choosing blocks", unit="choices") as bar:
             for count in range(2, space.max_active + 1):
                 accuracies = [(self._accuracy(each, score, bar), each) for each in _one_more(mask)]
                 most, _ = max(accuracies, key=lambda pair: pair[0])

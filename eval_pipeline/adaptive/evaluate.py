@@ -13,7 +13,7 @@ import transformers
 
 from eval_pipeline.adaptive.baselines import ALLOWED_VIOLATIONS
 from eval_pipeline.adaptive.compare import Comparison, compare
-from eval_pipeline.adaptive.files import try_out, write_comparison
+from eval_pipeline.adaptive.files import TABLE_FILE, try_out, write_comparison
 from eval_pipeline.adaptive.measure import Bench, Plan
 from eval_pipeline.adaptive.questions import load_questions
 from eval_pipeline.adaptive.source import ControllerSource
@@ -23,7 +23,9 @@ from eval_pipeline.adaptive.text import console_text
 from eval_pipeline.adaptive.tracking import track
 from verl_ext.controller.calibration import machine_name
 from verl_ext.controller.latency_source import LatencySource, MeasuredLatency
+from verl_ext.metrics.notice import warn
 from verl_ext.own_code import OwnCode
+from verl_ext.summary import tell_summary
 from verl_ext.tell import tell
 
 
@@ -90,7 +92,7 @@ def evaluate(source: ControllerSource, settings: Settings, output: Path, wandb: 
     about = about_evaluation(source, subject, settings, config, comparison)
     write_comparison(output, comparison, subject.space, about, source)
     tell(console_text(comparison))
-    tell(f"wrote {output}")
+    tell_summary(f"Finished: comparison of {source.label}", {"page": output / TABLE_FILE, "figures": output})
     if wandb:
         track(comparison, about, source, output)
 
@@ -102,7 +104,7 @@ def budgets_of(settings: Settings, trained_ms: tuple[float, float]) -> list[floa
         return np.linspace(low, high, settings.num_budgets).tolist()
     budgets = sorted(set(settings.budgets_ms))
     if strangers := [f"{budget:g}" for budget in budgets if not low <= budget <= high]:
-        tell(f"warning: the controller was trained for {low:g} to {high:g} ms, and not for {', '.join(strangers)}")
+        warn(f"the controller was trained for {low:g} to {high:g} ms, and not for {', '.join(strangers)}")
     return budgets
 
 

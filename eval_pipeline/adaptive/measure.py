@@ -6,10 +6,10 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from eval_pipeline.adaptive.canary import Canary
 from eval_pipeline.adaptive.results import Cell, Results
@@ -22,6 +22,10 @@ from verl_ext.controller.latency_source import LatencySource
 from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.data.questions import ImageQuestion
 from verl_ext.errors import UserError
+from verl_ext.progress import progress_bar
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 CHECKED_QUESTIONS = 8
 """On how many the least budget is tried out."""
@@ -126,7 +130,7 @@ class Bench:
         plan, num_budgets = self._plan, len(self._plan.budgets_ms)
         of_sample = len(plan.statics) + 2 * num_budgets + len(self._full)
         total = len(train) * len(plan.statics) + len(held_out) * of_sample
-        with tqdm(total=total, desc="measuring", unit="runs", disable=None, mininterval=1) as bar:
+        with progress_bar(total=total, desc="measuring", unit="runs") as bar:
             trained = [self._statics(self._runs(sample), bar) for sample in train]
             cells = [self._held_out(self._runs(sample), bar) for sample in held_out]
         full = Results.of([each.full for each in cells])

@@ -48,7 +48,10 @@ class ControllerSource:
         config = as_dict(load_written(path))
         missing = [section for section in ("data", "controller", "latency") if section not in config]
         if missing:
-            raise UserError(f"{path} has no section {missing[0]}, so it is no configuration of the stage budget")
+            raise UserError(
+                f"{path} has no section {missing[0]}, so it is no configuration of the stage budget; "
+                "name a controller's checkpoint"
+            )
         return config
 
 

@@ -54,7 +54,7 @@ def register(commands: Commands) -> None:
         "keeps the most important ones by the run's importance file, else the first ones",
     )
     add_number(parser, "--repeats", 1, "runs of each, of which the median counts")
-    parser.add_argument("--seed", type=int, default=0, help="of the random configurations")
+    parser.add_argument("--seed", type=WholeNumber(0), default=0, help="of the random configurations")
     parser.add_argument(
         "--latency",
         choices=("measured", "model"),
@@ -75,11 +75,12 @@ def add_number(parser: argparse._ActionsContainer, name: str, default: int, text
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare."""
-    from eval_pipeline.adaptive.evaluate import Settings, evaluate
     from eval_pipeline.adaptive.source import find_controller
     from verl_ext.own_code import OwnCode
 
     source = find_controller(arguments.checkpoint)
+    from eval_pipeline.adaptive.evaluate import Settings, evaluate  # here, as torch takes seconds to import
+
     settings = Settings(
         budgets_ms=tuple(arguments.budgets),
         num_budgets=arguments.num_budgets,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from eval_pipeline.command.arguments import add_action, add_overrides
 from eval_pipeline.command.paths import input_path, output_path
 from verl_ext.command_line import Commands, WholeNumber
+from verl_ext.summary import tell_summary
 
 if TYPE_CHECKING:
     from eval_pipeline.judge.submission import Submission
@@ -60,8 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         isolation = judge.isolation
     write_lines(arguments.output, [_row(id_, verdict) for (id_, _), verdict in zip(rows, verdicts, strict=True)])
     counts = Counter(verdict.error_type for verdict in verdicts)
-    said = ", ".join(f"{number} {kind}" for kind, number in counts.most_common())
-    print(f"{len(verdicts)} answers judged (isolation {isolation}): {said}; written to {arguments.output}")
+    facts = {**dict(counts.most_common()), "isolation": isolation, "verdicts": arguments.output}
+    tell_summary(f"Judged: {len(verdicts)} answers", facts)
     return 0
 
 
@@ -128,7 +129,9 @@ def _answer(line: str, where: str, problems: dict) -> tuple[str, str | None]:
         raise UserError(f"{where} is not JSON ({error}); write one object a line") from error
     known = isinstance(row, dict) and {"problem_id", "answer"} <= row.keys()
     if not known or not isinstance(row["answer"], str | None):
-        raise UserError(f"{where} needs `problem_id` and `answer` as text, or null where there is no answer")
+        raise UserError(
+            f"{where} lacks a part; give `problem_id` and `answer` as text, the answer null where there is none"
+        )
     problem_id = str(row["problem_id"])
     if problem_id not in problems:
         raise UserError(f"{where}: the data set has no problem {problem_id!r}; mend the id or name another data set")

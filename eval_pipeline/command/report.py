@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from eval_pipeline.command.arguments import add_action, add_directory, add_recipe
 from eval_pipeline.command.paths import input_path
 from verl_ext.command_line import FAILURES, Commands
+from verl_ext.summary import tell_summary
 
 if TYPE_CHECKING:
     from eval_pipeline.flow.session import Session
@@ -52,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     session = Session(place, restricted_to(best.datasets, recipe))
     code = evaluate_now(session, baseline, max(TIERS))
     if code == 0:
-        print(f"report: {_write(session, baseline.label, best.label)}")
+        table = _write(session, baseline.label, best.label)
+        tell_summary(f"Finished: report on {place.of_run.name}", {"page": table, "plots": f"{table.parent}/*.png"})
     return code
 
 

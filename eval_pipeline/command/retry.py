@@ -6,6 +6,7 @@ import argparse
 
 from eval_pipeline.command.arguments import add_action, add_directory
 from verl_ext.command_line import Commands
+from verl_ext.tell import tell
 
 TEXT = "Make every failed evaluation of a run due again. A `watch` or `run` then takes it up."
 
@@ -24,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     due = Ledger(find_place(arguments.directory).root).retry()
     for job in due:
         reason = (job.error or "").partition("\n")[0]
-        print(f"{job.checkpoint} on {job.dataset} is due again (it had failed: {reason})")
+        tell(f"{job.checkpoint} on {job.dataset} is due again (it had failed: {reason})")
     if not due:
-        print("nothing has failed")
+        tell("Nothing has failed, so there is nothing to do again.")
     return 0

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     jobs = Ledger(find_place(arguments.directory).root).jobs()
     if arguments.json:
         for job in jobs:
-            print(json.dumps(asdict(job)))
+            tell(json.dumps(asdict(job)))
     else:
         _print_table(jobs)
     return int(any(job.state == "failed" for job in jobs))
@@ -48,7 +48,7 @@ def _print_table(jobs: Sequence[Job]) -> None:
     rows = [header, *(_cells(job) for job in jobs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     for row, job in zip(rows, [None, *jobs], strict=True):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        tell("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         if job is not None and job.error is not None:
             tell(f"    {_when(job)}{job.error}")
 

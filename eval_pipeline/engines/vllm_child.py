@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -43,7 +44,7 @@ class VllmChild:
     """
 
     def __init__(self, silence_s: float) -> None:
-        self._silence_s = silence_s
+        self._silence_s, self._ending = silence_s, threading.RLock()
         self._connection, theirs = Pipe()
         _limit_sending(self._connection, silence_s)
         self._log = tempfile.TemporaryFile()
@@ -110,13 +111,17 @@ class VllmChild:
 
     def end(self) -> None:
         """End the child and all that it started; may be called again."""
-        self._connection.close()
-        self._end_within(END_S)
-        self._log.close()
+        with self._ending:
+            self._connection.close()
+            self._end_within(END_S)
+            self._log.close()
 
     def _end_within(self, seconds: float) -> None:
-        if self._process.returncode is not None:
-            return
+        with self._ending:  # who closes it and who reads from it may both see to its end
+            if self._process.returncode is None:
+                self._kill_after(seconds)
+
+    def _kill_after(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not self._has_exited() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -153,6 +158,8 @@ class VllmChild:
         )
 
     def _last_lines(self) -> str:
+        if self._log.closed:  # its owner ended it while another thread read from it
+            return "its owner has ended it"
         self._log.seek(0)
         return "\n".join(["its last lines:", *self._log.read().decode(errors="replace").splitlines()[-NUM_LAST_LINES:]])
 

@@ -47,7 +47,9 @@ class VllmModel:
             raise
         except Exception as error:  # vLLM, transformers and safetensors have no exception in common
             traceback.print_exc(file=sys.stderr)
-            raise UserError(f"vLLM cannot use {model}, mend it or the engine's settings: {reason_of(error)}") from error
+            raise UserError(
+                f"vLLM cannot use {model} ({reason_of(error)}); mend it or the engine's settings"
+            ) from error
         self._require_template(model)
         self.seconds = {"import_s": imported - started, "load_s": time.monotonic() - imported}
         self.protocol = self._describe(device, __version__, settings.vllm)

@@ -55,7 +55,7 @@ def _connect(address: str) -> None:
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"no Ray cluster can be reached at executor.address={address} ({first_line_of(error).rstrip('.')}); start "
+            f"no Ray cluster can be reached at executor.address={address} ({first_line_of(error)}); start "
             "one by `ray start --head`, or set executor.address to host:port of one that this machine belongs to"
         ) from error
 

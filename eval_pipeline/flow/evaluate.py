@@ -10,7 +10,7 @@ from eval_pipeline.flow.work_off import work_off
 from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.work.driver import Task
 from verl_ext.errors import UserError
-from verl_ext.tell import tell
+from verl_ext.summary import tell_summary
 
 
 def evaluate_now(session: Session, checkpoint: Checkpoint, tier: int) -> int:
@@ -38,7 +38,7 @@ def evaluate_now(session: Session, checkpoint: Checkpoint, tier: int) -> int:
     failed = any(job.state == "failed" for job in session.ledger.jobs() if (job.checkpoint, job.dataset) in keys)
     if not failed and checkpoint.label not in published:
         directory = session.place.directory_of(checkpoint.label)
-        tell(f"{checkpoint.label} is evaluated already; its figures are in {directory}")
+        tell_summary(f"Evaluated already: {checkpoint.label}", {"figures": directory})
     return int(failed)
 
 

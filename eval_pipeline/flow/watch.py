@@ -12,9 +12,11 @@ from eval_pipeline.flow.session import Session
 from eval_pipeline.flow.work_off import work_off
 from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.models.discover import Discovery
+from eval_pipeline.models.run_config import read_run_config
 from eval_pipeline.work.driver import Task
 from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn
+from verl_ext.summary import tell_summary
 from verl_ext.tell import tell
 
 
@@ -121,14 +123,26 @@ def watch(session: Session) -> int:
     """
     if not any(session.recipe.tiers.values()):
         raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; fill tiers.tier1")
-    tell(f"Watching {session.place.run_dir}; figures go to {session.place.root}. It ends when the run has finished.")
+    tell(f"Watching {session.place.of_run}; figures go to {session.place.root}. It ends when the run has finished.")
     publisher = Publisher(session, leads=True)
     watcher = Watcher(session, publisher)
     work_off(session, watcher, publisher)
     if not watcher.wanted:
         warn("the run has finished without a checkpoint that can be evaluated; set trainer.save_freq and export.every")
     failed = {(job.checkpoint, job.dataset) for job in session.ledger.jobs() if job.state == "failed"}
+    _tell_end(session)
     return int(not watcher.wanted or bool(failed & watcher.wanted))
+
+
+def _tell_end(session: Session) -> None:
+    run_dir, best = session.place.of_run, None
+    then: tuple[object, ...] = ()
+    if (run_dir / BEST_FILE).exists():
+        chosen, base = read_best_checkpoint(run_dir), read_run_config(run_dir).base
+        best = f"global_step_{chosen.step}, by {chosen.metric} on {', '.join(chosen.datasets)}"
+        then = ("python", "-m", "eval_pipeline", "report", run_dir, "--baseline", base) if base else ()
+    rows = {"best checkpoint": best, "figures": session.place.root}
+    tell_summary(f"Finished: evaluation of {run_dir.name}", rows, then)
 
 
 def _step_of(label: str) -> int | None:

@@ -15,8 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-from tqdm import tqdm
-
 from eval_pipeline.judge.inside import frames
 from eval_pipeline.judge.levels import LEVELS
 from eval_pipeline.judge.limits import Limits
@@ -28,6 +26,7 @@ from eval_pipeline.judge.wire import dump_submission, load_verdict, num_tests_of
 from verl_ext.config.secrets import bare_environment
 from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn
+from verl_ext.progress import progress_bar
 
 _ROOT = Path(__file__).resolve().parents[2]
 _END_S = 10.0
@@ -182,9 +181,7 @@ class JudgeServer:
         """
         futures = [self.submit(submission) for submission in submissions]
         done = as_completed(futures)
-        for future in tqdm(
-            done, total=len(futures), desc="judging", unit="answer", dynamic_ncols=True, disable=not progress
-        ):
+        for future in progress_bar(done, total=len(futures), desc="judging", unit="answers", show=progress):
             future.result()
         return [future.result() for future in futures]
 
@@ -228,6 +225,6 @@ class JudgeServer:
         if self._wanted != "auto":
             return UserError(f"isolation {self._wanted} does not work on this machine{found}; take another level")
         return UserError(
-            f"neither bwrap nor sandlock works on this machine{found}: ask for `isolation: rlimits` by name, where"
+            f"neither bwrap nor sandlock works on this machine{found}; ask for `isolation: rlimits` by name, where"
             " answers are kept from using too much but can read and write whatever this user can"
         )

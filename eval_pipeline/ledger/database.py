@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
 
 BUSY_S = 60.0
 """How long a statement waits for another process's transaction."""
@@ -64,4 +64,6 @@ class Database:
         try:
             yield
         except (OSError, sqlite3.Error) as error:
-            raise UserError(f"cannot use the ledger {self.path} ({error}); make room, or mend or delete it") from error
+            raise UserError(
+                f"cannot use the ledger {self.path} ({first_line_of(error)}); make room, or mend or delete it"
+            ) from error

@@ -51,7 +51,7 @@ class Arguments:
         if strangers := sorted(set(given) - set(known)):
             raise UserError(f"budget_controller has no argument {', '.join(strangers)}; it has {', '.join(known)}")
         if missing := [name for name in ("pretrained", "budget_ms") if name not in given]:
-            raise UserError(f"budget_controller needs {' and '.join(missing)} in --model_args")
+            raise UserError(f"budget_controller lacks {' and '.join(missing)}; give them in --model_args")
         given["budget_ms"] = _milliseconds(given["budget_ms"])
         given |= {name: Path(str(given[name])).expanduser() for name in ("pretrained", "log") if name in given}
         given |= {name: str(given[name]) for name in ("vlm", "device") if name in given}

@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from eval_pipeline.adaptive.measure import WARM_UPS
 from eval_pipeline.adaptive.source import find_controller
 from eval_pipeline.adaptive.subject import load_model
@@ -18,6 +16,7 @@ from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.controller.controlled import ControlledModel
 from verl_ext.controller.inference import AdaptiveModel, Answered
 from verl_ext.errors import UserError
+from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
 
 
@@ -55,7 +54,7 @@ class Responder:
         Raises:
             UserError: one of them has not one image.
         """
-        bar = tqdm(requests, desc="answering", unit="questions", disable=None, mininterval=1)
+        bar = progress_bar(requests, desc="answering", unit="questions")
         answers = [self._respond(question_of(each, documents, self._controlled.question_suffix)) for each in bar]
         self._log.tell_summary()
         return answers

@@ -76,12 +76,12 @@ def find_checkpoint(path: Path) -> Checkpoint:
     """
     path = path.resolve()
     if not path.is_dir():
-        raise UserError(f"{path} is not a directory; name a global_step_N directory or a Hugging Face model.")
+        raise UserError(f"{path} is not a directory; name a global_step_N directory or a Hugging Face model")
     if path.name == EXPORT_FOLDER and _STEP_DIRECTORY.fullmatch(path.parent.name):
         path = path.parent
     checkpoint = _locate(path)
     if checkpoint.step is None and not (path / "config.json").is_file() and (steps := list_steps(path)):
-        raise UserError(f"{path} is the directory of a run; name a checkpoint in it, such as {steps[0]}.")
+        raise UserError(f"{path} is the directory of a run; name a checkpoint in it, such as {steps[0]}")
     check_export(checkpoint.own_export)
     return checkpoint
 

@@ -23,10 +23,10 @@ def held(checkpoint: Checkpoint) -> Iterator[None]:
             try:
                 stack.enter_context(leased(checkpoint.path))
             except FileNotFoundError as error:
-                raise UserError(f"{checkpoint.path} has just been removed; name a newer checkpoint.") from error
+                raise UserError(f"{checkpoint.path} has just been removed; name a newer checkpoint") from error
             except OSError as error:
                 warn(
                     f"{checkpoint.path} takes no lease ({error.strerror}); "
-                    "a training that goes on may remove it meanwhile."
+                    "a training that goes on may remove it meanwhile"
                 )
         yield

@@ -35,9 +35,12 @@ def require_whole_export(checkpoint: Checkpoint) -> None:
     try:
         damage = damaged_files(checkpoint.path, exported_files(checkpoint))
     except ValueError as error:
-        raise UserError(f"{checkpoint.path} is not evaluated: {error}.") from error
+        raise UserError(
+            f"{checkpoint.path} is not evaluated ({error}); restore it or name another checkpoint"
+        ) from error
     for name, problem in damage.items():
         raise UserError(
             f"{checkpoint.path} is not evaluated, since its file {name} {problem}; "
-            f"python -m verl_ext.checkpoint export {checkpoint.run_dir} --step {checkpoint.step} makes the export anew."
+            "make the export anew by `python -m verl_ext.checkpoint export "
+            f"{checkpoint.run_dir} --step {checkpoint.step}`"
         )

@@ -24,6 +24,8 @@ class RunConfig:
     """`trainer.project_name`: the W&B project that the figures go to."""
     experiment: str | None = None
     """`trainer.experiment_name`: groups the evaluations of one run in W&B."""
+    base: str | None = None
+    """`model.partial_pretrain`: what it began from."""
 
 
 def read_run_config(run_dir: Path | None) -> RunConfig:
@@ -49,6 +51,7 @@ def read_run_config(run_dir: Path | None) -> RunConfig:
         recipe=_setting(config, "eval.recipe", path),
         project=_setting(config, "trainer.project_name", path) or DEFAULT_PROJECT,
         experiment=_setting(config, "trainer.experiment_name", path) or run_dir.name,
+        base=_setting(config, "model.partial_pretrain", path),
     )
 
 
@@ -56,7 +59,7 @@ def _setting(config: DictConfig, key: str, path: Path) -> str | None:
     try:
         value = OmegaConf.select(config, key)
     except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {key} cannot be read ({error}); write its value there.") from error
+        raise UserError(f"{path}: {key} cannot be read ({error}); write its value there") from error
     if value is not None and not isinstance(value, str):
-        raise UserError(f"{path}: {key} is {value!r}; it must be a string.")
+        raise UserError(f"{path}: {key} is {value!r}; it must be a string")
     return value or None

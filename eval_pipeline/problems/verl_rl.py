@@ -59,7 +59,7 @@ def read_tests(ground_truth: Any, problem_id: str) -> Tests:
     if not isinstance(fields, dict) and isinstance(ground_truth, (str, int, float)):
         return ReferenceAnswer(str(ground_truth))
     if not isinstance(fields, dict):
-        raise UserError(f"{problem_id} has no reward_model.ground_truth that is a text, a number or tests")
+        raise UserError(f"{problem_id} has no reward_model.ground_truth that is a text, a number or tests; give one")
     if _is_list_of_text(fields.get("tests")) and isinstance(fields.get("entry_point"), str):
         more = {key: str(fields.get(key) or "") for key in _OF_FUNCTIONS}
         return FunctionTests(fields["entry_point"], tuple(fields["tests"]), **more)

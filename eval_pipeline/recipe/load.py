@@ -52,7 +52,7 @@ def compose_recipe(name: str | None, overrides: Sequence[str] = ()) -> DictConfi
     apply_overrides(config, list(overrides), NULLABLE)
     added = leaves(config).keys() - leaves(_defaults()).keys()
     if added:  # by +key=value, which makes sense only where something reads the key
-        raise UserError(f"an evaluation has no key {min(added)!r}; leave it out")
+        raise UserError(f"an evaluation has no key {min(added)!r}, and none can be added; leave it out")
     return config
 
 

@@ -88,7 +88,7 @@ class EvalRecipe:
             unknown = [name for name in names if name not in self.datasets]
             if unknown:
                 known = ", ".join(self.datasets) or "none"
-                raise UserError(f"tiers.tier{tier} names {unknown[0]!r}, which is not in `datasets` (known: {known})")
+                raise UserError(f"tiers.tier{tier} names {unknown[0]!r}, which is not in `datasets`; take {known}")
         _require_choices(self)
         _require_ranges(self)
         find_packages(self.judge_packages)
@@ -114,7 +114,7 @@ CHOICES = {
 
 def _source(name: str, entry: Any) -> DatasetSource:
     if not isinstance(entry, Mapping) or not {"format", "path"} <= entry.keys():
-        raise UserError(f"datasets.{name} needs at least `format` and `path`")
+        raise UserError(f"datasets.{name} lacks a key; give at least `format` and `path`")
     unknown = entry.keys() - {"format", "path", "split", "subset", "limit"}
     if unknown:
         raise UserError(f"datasets.{name} has {sorted(unknown)[0]!r}; known are format, path, split, subset, limit")
@@ -145,7 +145,9 @@ def _require_choices(recipe: EvalRecipe) -> None:
         if values[key] not in choices:
             raise UserError(f"{key} is {values[key]!r}; take one of {', '.join(choices)}")
     if recipe.selection.dataset is not None and recipe.selection.dataset not in recipe.datasets:
-        raise UserError(f"selection.dataset is {recipe.selection.dataset!r}, which is not in `datasets`")
+        raise UserError(
+            f"selection.dataset is {recipe.selection.dataset!r}, which is not in `datasets`; name one that is"
+        )
 
 
 def _require_ranges(recipe: EvalRecipe) -> None:
@@ -187,4 +189,6 @@ def _require_ranges(recipe: EvalRecipe) -> None:
         if above_zero[key] > 1:
             raise UserError(f"{key} is {above_zero[key]!r}; it must be at most 1")
     if recipe.sampling.num_samples > 1 and recipe.sampling.temperature == 0:
-        raise UserError("sampling.num_samples above 1 needs a temperature above 0, since greedy answers are equal")
+        raise UserError(
+            "sampling.num_samples is above 1, and greedy answers are equal; set sampling.temperature above 0"
+        )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-from tqdm import tqdm
 
 from eval_pipeline.figures.judged import Judged
 from eval_pipeline.ledger.job import Job
@@ -31,6 +30,8 @@ from eval_pipeline.work.batch import (
 )
 from eval_pipeline.work.digests import Digests
 from eval_pipeline.work.store import Store
+from verl_ext.progress import progress_bar
+from verl_ext.tell import tell
 
 MAX_LOSSES = 3
 """Workers that may die over one batch before its job has failed: perhaps the batch is what kills them."""
@@ -68,10 +69,16 @@ class Evaluation:
         self._begun: float | None = None
         self._seconds_before = job.seconds
         self._phases: dict[str, float] = {}
-        self._bar = tqdm(
-            total=len(self._keys), initial=len(self._store.verdicts), unit="answer", dynamic_ncols=True, disable=None,
-            desc=f"{checkpoint.label} {job.dataset}",
-        )  # fmt: skip
+        done, desc = len(self._store.verdicts), f"{checkpoint.label} {job.dataset}"
+        self._tell_begin(done)
+        self._bar = progress_bar(total=len(self._keys), initial=done, desc=desc, unit="answers")
+
+    def _tell_begin(self, done: int) -> None:
+        """Say what begins, as an engine loads for a while before the first answer."""
+        what = f"Evaluating {self.checkpoint.label} on {self.job.dataset}: {len(self._keys) - done} answers to come"
+        if self.checkpoint.export is not None:
+            what += "; loading the model takes about 15 s, a large one minutes"
+        tell(f"{what}.", sys.stderr)
 
     def __enter__(self) -> Evaluation:
         return self

@@ -135,8 +135,8 @@ def test_every_answer_is_on_the_disk_with_its_verdict(output: Path) -> None:
 
 def test_the_table_and_the_choice(setup: Setup, told: str) -> None:
     lines = told.splitlines()
-    assert lines[0] == "step_30" and any(line.split()[:2] == ["accepted_at_1", "0.2500"] for line in lines)
-    assert f"written to {setup.run_dir / 'eval' / 'eval_step_30'}" in lines
+    assert lines[0] == "Evaluated: step_30" and any(line.split()[:2] == ["accepted_at_1", "0.2500"] for line in lines)
+    assert f"  figures         {setup.run_dir / 'eval' / 'eval_step_30'}" in lines
     best = json.loads((setup.run_dir / "best_checkpoint.json").read_text())
     assert (best["step"], best["metric"], best["value"]) == (30, "exec_success_rate", 0.5)
 
@@ -162,7 +162,7 @@ def test_the_same_again_does_no_work(setup: Setup, repeated: Path) -> None:
         "run", "--checkpoint", setup.checkpoint, "--output", repeated, "--no-wandb", "--recipe", setup.recipe
     )
     assert (process.returncode, process.stderr) == (0, "")
-    assert process.stdout == f"step_30 is evaluated already; its figures are in {repeated}\n"
+    assert process.stdout == f"Evaluated already: step_30\n  figures         {repeated}\n"
     assert (repeated / "metrics.json").read_bytes() == before
 
 
@@ -203,7 +203,7 @@ def test_a_failure_is_kept_and_done_again_after_retry(setup: Setup, repeated: Pa
     again = evaluate("retry", place)
     assert again.returncode == 0 and again.stdout.startswith("step_30 on heart is due again (it had failed: cannot")
     assert [(row["state"], row["attempts"]) for row in statuses(place)] == [("pending", 0)]
-    assert evaluate("retry", place).stdout == "nothing has failed\n"
+    assert evaluate("retry", place).stdout == "Nothing has failed, so there is nothing to do again.\n"
     assert evaluate(*run).returncode == 0  # all answers and verdicts are kept
     (row,) = statuses(place)
     assert (row["state"], row["error"]) == ("done", None) and row["seconds"]["active_s"] >= 0
@@ -303,7 +303,7 @@ def test_answers_of_anybody_are_judged_in_their_order(judging: tuple[str, ...], 
     write_lines(tmp_path / "answers.jsonl", ({"problem_id": name, "answer": text} for name, text in answers))
     process = evaluate(*judging, "judge.limits.cpu_s=1")
     assert process.returncode == 0, process.stderr
-    assert process.stdout.startswith("6 answers judged (isolation ")
+    assert process.stdout.startswith("Judged: 6 answers\n") and "  isolation  " in process.stdout
     verdicts = read_lines(tmp_path / "out" / "verdicts.jsonl")
     assert [row["problem_id"] for row in verdicts] == [name for name, _ in answers]
     kinds = ["success", "success", "wrong_answer", "syntax_error", "runtime_error", "timeout"]
@@ -322,9 +322,9 @@ def test_answers_of_anybody_are_judged_in_their_order(judging: tuple[str, ...], 
     [
         ('{"problem_id": "add", "answer": "x"}\n{"problem_id": "ad", "answer": "x"}', "line 2: .* no problem 'ad'"),
         ('{"problem_id": "add", "answer": "x"}\n{"problem_id": "add"', "line 2 is not JSON"),
-        ('{"problem_id": "add"}', "line 1 needs `problem_id` and `answer` as text"),
-        ('{"problem_id": "add", "answer": 3}', "line 1 needs"),
-        ("[]", "line 1 needs"),
+        ('{"problem_id": "add"}', "line 1 lacks a part; give `problem_id` and `answer` as text"),
+        ('{"problem_id": "add", "answer": 3}', "line 1 lacks a part"),
+        ("[]", "line 1 lacks a part"),
         ("\n\n", "holds no answers"),
         (None, "cannot read the answers"),
     ],

@@ -89,13 +89,13 @@ def test_a_served_model_is_told_by_what_the_server_says(recipe: Path, tmp_path: 
     with serving() as (_, port):
         first = evaluate(*words(recipe, port))
         assert first.returncode == 0, first.stderr
-        assert first.stdout.startswith("tiny\n")
+        assert first.stdout.startswith("Evaluated: tiny\n")
         missing = evaluate(*words(recipe, port, "engine.model=large"))
         assert missing.returncode == 2 and "does not serve large" in missing.stderr and "tiny" in missing.stderr
     assert json.loads((tmp_path / "place" / "metrics.json").read_text())["export"] == "tiny"
     with serving() as (_, other):
         again = evaluate(*words(recipe, other))
-        assert again.stdout == f"tiny is evaluated already; its figures are in {tmp_path / 'place'}\n"
+        assert again.stdout == f"Evaluated already: tiny\n  figures         {tmp_path / 'place'}\n"
     with serving(root="org/other", text="no answer") as (_, port):
         assert evaluate(*words(recipe, port)).returncode == 0
     assert figures(tmp_path / "place")["accepted_at_1"] == 0.0  # the name is the same and the model another

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -139,9 +140,9 @@ def test_every_fourth_has_the_second_tier_and_the_best_has_all(followed: Followe
 
 
 def test_two_watchers_do_each_job_once(followed: Followed) -> None:
-    written = [[line for line in log.splitlines() if line.startswith("written to ")] for log in followed.logs]
-    names = sorted(Path(line.removeprefix("written to ")).name for line in written[0] + written[1])
-    assert names == ["eval_step_10", "eval_step_20", "eval_step_20", "eval_step_30"]  # 20 again with its third tier
+    names = sorted(name for log in followed.logs for name in re.findall(r"^Evaluated: (.*)$", log, re.MULTILINE))
+    assert names == ["step_10", "step_20", "step_20", "step_30"]  # 20 again with its third tier
+    assert all("\n  best checkpoint global_step_20, by " in log for log in followed.logs)
     for path in followed.run_dir.glob("eval/eval_*/work/*/*.jsonl"):
         keys = [row["problem_id"] for row in read_lines(path)]
         assert keys and len(set(keys)) == len(keys), path
@@ -183,7 +184,7 @@ def test_watching_an_evaluated_run_again_does_nothing(followed: Followed) -> Non
     recipe = followed.run_dir.parent / "tiers.yaml"
     process = evaluate("watch", followed.run_dir, "--recipe", recipe, "--no-wandb", "sampling.max_tokens=60")
     assert process.returncode == 1  # step 25 has failed, still
-    assert "written to" not in process.stdout
+    assert "Evaluated: " not in process.stdout
     assert {path: path.read_bytes() for path in followed.run_dir.rglob("*.json*")} == before
 
 
@@ -226,7 +227,7 @@ def test_two_watchers_with_different_settings_both_end(copy: Path, words: tuple[
         ]
         wait_until(lambda: all(process.poll() is not None for process in both))
     texts = [log.read_text() for log in logs]
-    assert [text.count("written to") for text in texts] == [4, 4], texts  # the best has a third tier
+    assert [text.count("Evaluated: ") for text in texts] == [4, 4], texts  # the best has a third tier
     assert any("with other settings; waiting for" in text for text in texts), texts
     assert len({limit_of(copy, step) for step in (10, 20, 30)}) == 1  # those of who came last
 
@@ -238,7 +239,7 @@ def test_what_another_recipe_leaves_out_stays(copy: Path, words: tuple[str | Pat
     recipe["tiers"] = {"tier1": ["second"]}
     (tmp_path / "second.yaml").write_text(yaml.safe_dump(recipe))
     again = evaluate("run", "--checkpoint", copy / "global_step_20", "--recipe", tmp_path / "second.yaml", *words[2:])
-    assert again.returncode == 0 and "is evaluated already" in again.stdout, again.stdout + again.stderr
+    assert again.returncode == 0 and "Evaluated already: " in again.stdout, again.stdout + again.stderr
     assert (copy / "eval" / "eval_step_20" / "metrics.json").read_bytes() == before
 
 

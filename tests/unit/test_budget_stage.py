@@ -84,7 +84,7 @@ def test_what_cannot_work_is_refused(override: str, message: str, recipe: Path) 
 def test_shares_of_all_of_the_model_need_a_latency_model(recipe: Path) -> None:
     shares = "controller.budgets_of_full=[0.3,0.6]"
     check_budget(config_of(recipe, shares), 1)
-    with pytest.raises(UserError, match="needs latency.source=model"):
+    with pytest.raises(UserError, match="set latency.source=model"):
         check_budget(config_of(recipe, shares, "latency.source=measured"), 1)
 
 

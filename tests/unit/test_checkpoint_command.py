@@ -88,7 +88,9 @@ def test_ls_after_a_run_was_started_over_counts_from_its_tracker(run_dir: Path) 
 
 def test_verify_lists_damage_and_exits_with_1(run_dir: Path) -> None:
     output = call("verify", run_dir)
-    assert [line.partition(":")[0] for line in output.splitlines()] == [f"global_step_{n}" for n in (40, 30, 20, 10)]
+    *lines, last = output.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [f"global_step_{n}" for n in (40, 30, 20, 10)]
+    assert last == "Verified: 4 of 4 checkpoints are whole"
     assert output.count("every digest is right") == 4
     model = run_dir / "global_step_30" / NAMES[0]
     flipped = bytearray(model.read_bytes())
@@ -96,8 +98,8 @@ def test_verify_lists_damage_and_exits_with_1(run_dir: Path) -> None:
     model.write_bytes(flipped)  # of the same size, so that only the digest tells
     output = call("verify", run_dir, code=1)
     assert "global_step_30: damaged or incomplete\n  " + NAMES[0] + " has the digest " in output
-    assert output.count("every digest is right") == 3
-    assert call("verify", run_dir, "--step", 10, 40).count("\n") == 2
+    assert output.count("every digest is right") == 3 and output.endswith("Verified: 3 of 4 checkpoints are whole\n")
+    assert call("verify", run_dir, "--step", 10, 40).count("\n") == 3
     (run_dir / "global_step_50").mkdir()
     assert "never completed" in call("verify", run_dir, "--step", 50, code=1)
     os.rename(run_dir / "global_step_10", run_dir / "global_step_11")
@@ -111,7 +113,10 @@ def test_prune_by_the_configuration_and_by_options(run_dir: Path) -> None:
     assert kept(run_dir) == [10, 20, 30, 40]
     assert "say --yes" in call("prune", run_dir, code=2)
     assert kept(run_dir) == [10, 20, 30, 40]
-    call("prune", run_dir, "--max-to-keep", 2, "--yes")
+    told = call("prune", run_dir, "--max-to-keep", 2, "--yes")
+    assert told.endswith(
+        "Removed: 1 of 1 checkpoints\n  left            global_step_40, global_step_30, global_step_20\n"
+    )
     assert kept(run_dir) == [20, 30, 40]
     call("prune", run_dir, "--keep-best", 0, "--yes")
     assert kept(run_dir) == [40]
@@ -186,7 +191,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(run_dir: Path, tmp_path_facto
         "is a checkpoint; name the directory of its run": ("prune", run_dir / "global_step_10"),
         "no checkpoint of step 11; there are 40, 30, 20, 10": ("verify", run_dir, "--step", 11),
         "--step says by itself what goes": ("prune", run_dir, "--step", 10, "--keep-best", 1),
-        "trainer.max_ckpt_to_keep is 0": ("prune", run_dir, "--max-to-keep", 0),
+        "'0' is not a whole number of 1 or more": ("prune", run_dir, "--max-to-keep", 0),
     }
     for message, words in cases.items():
         error = call(*words, code=2)

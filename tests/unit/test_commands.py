@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +129,66 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
         parser.parse_args(["--output", str(tmp_path)])
     with pytest.raises(UserError, match="cannot be written"):
         parser.parse_args(["--output", str(tmp_path / "nowhere/new.json")])
+
+
+@pytest.mark.parametrize("words", [["verl_ext.metrics.reference"], ["verl_ext.health", "--rules"]])
+def test_a_reader_that_goes_away_is_no_error(words: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)  # as `| head` does when it has enough
+    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def start(words: list[str], cwd: Path) -> subprocess.Popen[str]:
+    """A process that says `ready` and then waits; it heeds Ctrl-C though pytest may ignore it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, *words], cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_ends_a_command_with_one_sentence(number: signal.Signals, tmp_path: Path) -> None:
+    code = "import time\nfrom verl_ext.command_line import clean_exit\n"
+    code += "with clean_exit('goes on'):\n    print('ready', flush=True)\n    time.sleep(60)"
+    process = start(["-c", code], tmp_path)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=10)
+    assert (process.returncode, told) == (75, f"Stopped by {number.name}; the same command goes on.\n")
+
+
+def test_a_second_stop_kills_while_the_first_is_heeded(tmp_path: Path) -> None:
+    code = "import time\nfrom verl_ext.command_line import clean_exit\n"
+    code += "with clean_exit():\n    try:\n        print('ready', flush=True)\n        time.sleep(60)\n"
+    code += "    finally:\n        print('busy', flush=True)\n        time.sleep(60)"
+    process = start(["-c", code], tmp_path)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None and process.stdout.readline() == "busy\n"
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=10)
+    assert (process.returncode, told) == (-signal.SIGINT, "")
+
+
+def test_what_whoever_starts_a_command_ignores_stays_ignored(tmp_path: Path) -> None:
+    code = "import signal\nfrom verl_ext.command_line import clean_exit\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    code += "with clean_exit():\n    print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)\n"
+    code += "print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "True\nTrue\n"
+
+
+def test_a_stop_during_imports_leaves_no_traceback(tmp_path: Path) -> None:
+    package = tmp_path / "begins_slowly"
+    package.mkdir()
+    (package / "__init__.py").write_text("import verl_ext\n")
+    (package / "__main__.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    process = start(["-m", "begins_slowly"], tmp_path)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=10)
+    assert (process.returncode, told) == (-signal.SIGINT, "")
 
 
 def test_help_tells_defaults_and_fills_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:

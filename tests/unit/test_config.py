@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -102,20 +103,23 @@ def test_a_recipe_file_with_an_unknown_key_names_the_file(tmp_path: Path) -> Non
         ("trainer.total_training_steps", "abc", "whole number of at least 1"),
         ("trainer.max_ckpt_to_keep", 0, "whole number of at least 1"),
         ("data.max_length", None, "whole number of at least 1"),
-        ("optim.lr", -1, "must lie between"),
-        ("optim.clip_grad", -1, "must lie between"),
-        ("optim.clip_grad", 0, "must lie between"),
+        ("optim.lr", -1, "must be a number of at least 0"),
+        ("optim.lr", math.inf, "must be a number of at least 0"),
+        ("optim.lr", math.nan, "must be a number of at least 0"),
+        ("optim.clip_grad", -1, "must be a number of at least 1e-12"),
+        ("optim.clip_grad", 0, "must be a number of at least 1e-12"),
         ("optim.betas", [0.9], "two numbers"),
         ("optim.betas", [2, 3], "two numbers"),
         ("trainer.seed", -1, "must lie between"),
-        ("data.num_workers", -1, "must lie between"),
+        ("data.num_workers", -1, "must be a number of at least 0"),
         ("trainer.default_local_dir", " ", "is empty"),
+        ("trainer.experiment_name", "", "is empty; give the run's name"),
         ("trainer.default_hdfs_dir", "hdfs://x", "has no effect"),
         ("optim.lr_scheduler_type", "cosine", "set optim.lr_scheduler"),
         ("trainer.checkpoint.save_contents", ["optimizer"], "lacks 'model'"),
         ("trainer.checkpoint.save_contents", ["model", "weights"], "weights"),
         ("data.micro_batch_size", 4, "micro_batch_size_per_gpu"),
-        ("trainer.resume_mode", "resume_path", "needs trainer.resume_from_path"),
+        ("trainer.resume_mode", "resume_path", "has no path; set trainer.resume_from_path"),
         ("trainer.resume_from_path", "/nowhere/global_step_1", "no global_step_N directory"),
     ],
 )
@@ -145,7 +149,9 @@ def test_data_and_model_are_looked_at_before_torchrun(quickstart: Path, tmp_path
     broken.write_bytes(b"PAR1 this is not parquet")
     (tmp_path / "config.json").write_text("{")
     for override, names in {
-        "data.train_files=/nowhere.parquet": "does not exist",
+        "data.train_files=/nowhere.parquet": "is not a file",
+        f"data.train_files={tmp_path}": "is not a file",
+        "data.train_files=s3://bucket/x.parquet": "names the remote file",
         f"data.train_files={broken}": "not a readable parquet file",
         "data.multiturn.messages_key=chat": "no column 'chat'.*its columns are messages",
         "data.multiturn.enable=false": "no column 'question'",

@@ -234,7 +234,7 @@ def test_measured_it_counts_deciding_and_all_of_the_model_both_ways(
     assert (deciding[..., 0] >= deciding[..., 1:].sum(-1) - 1e-9).all() and (deciding > 0).all()
     assert sum(exact for *_, exact in ran) == WARM_UPS + 3
     shown = capsys.readouterr()
-    assert "trained for 30 to 60 ms, and not for 1e+06, 2e+06" in shown.out and "controller - lookup table" in shown.out
+    assert "trained for 30 to 60 ms, and not for 1e+06, 2e+06" in shown.err and "controller - lookup table" in shown.out
     check_wandb(tiny / "run", content)
 
 

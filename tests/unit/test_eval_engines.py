@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from eval_pipeline.__main__ import main
@@ -22,6 +23,7 @@ from eval_pipeline.engines.openai_chat import ORDINARY
 from eval_pipeline.engines.openai_server import ask_for_card
 from eval_pipeline.engines.seeds import seed_of
 from eval_pipeline.engines.settings import EngineSettings
+from eval_pipeline.engines.vllm_child import VllmChild
 from tests.conftest import ROOT
 from verl_ext.errors import UserError
 
@@ -401,3 +403,25 @@ def test_asking_imports_nothing_heavy() -> None:
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     imported = set(process.stdout.split())
     assert set(modules) <= imported and not {"torch", "vllm", "openai", "transformers"} & imported
+
+
+def test_a_child_that_is_ended_while_it_is_read_from_is_ended_once() -> None:
+    child, failures = VllmChild(silence_s=60), []
+    together = threading.Barrier(8)
+
+    def run(work: Callable[[], object]) -> None:
+        together.wait()
+        try:
+            work()
+        except EngineDied:
+            pass  # what whoever reads is told
+        except BaseException as error:
+            failures.append(error)
+
+    work = [child.end, child.receive] * 4
+    threads = [threading.Thread(target=run, args=(each,)) for each in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures and not psutil.pid_exists(child.pid)

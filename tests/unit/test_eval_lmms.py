@@ -77,8 +77,8 @@ def test_arguments_are_what_lmms_eval_makes_of_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({}, "needs pretrained and budget_ms in --model_args"),
-        ({"pretrained": "x"}, "needs budget_ms"),
+        ({}, "lacks pretrained and budget_ms; give them in --model_args"),
+        ({"pretrained": "x"}, "lacks budget_ms"),
         ({"pretrained": "x", "budget_ms": "fast"}, "budget_ms=fast must be a number"),
         ({"pretrained": "x", "budget_ms": True}, "must be a number"),
         ({"pretrained": "x", "budget_ms": 0}, "above 0"),

@@ -126,12 +126,12 @@ def test_bad_row_is_refused_with_its_line_and_key(tmp_path: Path, format: str, r
     ("options", "message"),
     [
         ({"format": "apps"}, "format of the data set d is 'apps'; take one of quickstart, humaneval"),
-        ({"path": "none.jsonl"}, "Cannot read the problems file .*none.jsonl"),
-        ({"path": "none.parquet"}, "Cannot read the problems file .*none.parquet"),
+        ({"path": "none.jsonl"}, "cannot read the problems file .*none.jsonl"),
+        ({"path": "none.parquet"}, "cannot read the problems file .*none.parquet"),
         ({"limit": 0}, "limit is 0"),
         ({"split": "test"}, "has no split; remove that option"),
         ({"subset": "full"}, "has no subset; remove that option"),
-        ({"path": "{directory}"}, "Cannot load the directory"),
+        ({"path": "{directory}"}, "cannot load the directory"),
         ({"path": "google-research-datasets/mbpp", "split": "test"}, "'google-research-datasets/mbpp' by name .*local"),
     ],
 )
@@ -149,9 +149,9 @@ def test_source_that_cannot_be_read_is_refused(tmp_path: Path, options: dict[str
         ("p.jsonl", b"{}\n\xff\n", "line 1: 'problem_id'"),
         ("p.jsonl", b"\xff{}\n", "line 1 is not UTF-8"),
         ("p.json", b'{"problem_id": "p"}', "p.json is not a JSON list"),
-        ("p.parquet", b"PAR1", "Cannot read the problems file .*p.parquet"),
-        ("p.jsonl.gz", b"not gzip", "Cannot read the problems file .*p.jsonl.gz"),
-        ("p.jsonl.gz", gzip.compress(json.dumps(QUICKSTART).encode(), mtime=0)[:-9], "Cannot read the problems file"),
+        ("p.parquet", b"PAR1", "cannot read the problems file .*p.parquet"),
+        ("p.jsonl.gz", b"not gzip", "cannot read the problems file .*p.jsonl.gz"),
+        ("p.jsonl.gz", gzip.compress(json.dumps(QUICKSTART).encode(), mtime=0)[:-9], "cannot read the problems file"),
     ],
 )
 def test_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -104,7 +104,7 @@ def test_a_recipe_may_be_any_file(tmp_path: Path) -> None:
         ("max_attempts=0", "max_attempts is 0"),
         ("qa_per_error_type=0", "qa_per_error_type is 0"),
         ("sampling.num_samples=0", "sampling.num_samples is 0"),
-        ("sampling.num_samples=2", "needs a temperature above 0"),
+        ("sampling.num_samples=2", "set sampling.temperature above 0"),
         ("sampling.temperature=-0.1", "sampling.temperature is -0.1"),
         ("sampling.temperature=nan", "sampling.temperature is nan"),
         ("sampling.top_p=0", "sampling.top_p is 0"),
@@ -134,11 +134,11 @@ def test_a_recipe_may_be_any_file(tmp_path: Path) -> None:
         ("poll_s=0", "poll_s is 0"),
         ("backoff_s=-1", "backoff_s is -1"),
         ("backoff_s=inf", "backoff_s is inf"),
-        ("tiers.tier1=[mbpp]", "names 'mbpp', which is not in `datasets` .known: quickstart"),
+        ("tiers.tier1=[mbpp]", "names 'mbpp', which is not in `datasets`; take quickstart"),
         ("tiers.tier3=[[quickstart]]", "it must be a list of text"),
         ("datasets=5", "datasets is 5"),
-        ("datasets.quickstart=5", "needs at least `format` and `path`"),
-        ("~datasets.quickstart", "needs at least `format` and `path`"),
+        ("datasets.quickstart=5", "lacks a key; give at least `format` and `path`"),
+        ("~datasets.quickstart", "lacks a key; give at least `format` and `path`"),
         ("datasets.quickstart.limits=5", "datasets.quickstart has 'limits'"),
         ("datasets.quickstart.limit=0", "datasets.quickstart.limit is 0"),
         ("datasets.quickstart.limit=few", "datasets.quickstart.limit is 'few'"),
@@ -225,7 +225,7 @@ def test_a_recipe_can_be_restricted_to_data_sets() -> None:
 def test_a_broken_recipe_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    with pytest.raises(UserError, match="mine.yaml|foo|needs at least"):
+    with pytest.raises(UserError, match="mine.yaml|foo|lacks a key"):
         load_recipe(str(path))
 
 

@@ -72,6 +72,7 @@ def test_good_settings(quickstart: Path, tmp_path: Path) -> None:
         ("model.fsdp_config.keep_gathered=sometimes", "take one of auto, True, False"),
         ("rollout.engine=sglang", "take one of vllm, hf"),
         ("rollout.temperature=0", "must lie between"),
+        ("actor.kl_loss_coef=inf", "must be a number of at least 0"),
         ("actor.loss_agg_mode=mean", "take one of token-mean"),
         ("actor.kl_loss_type=k9", "take one of"),
         ("algorithm.rollout_correction.rollout_is=group", "take one of None, token, sequence"),
@@ -110,6 +111,8 @@ def test_model_of_the_sft_run(quickstart: Path, tmp_path: Path) -> None:
     settle_model(config)
     assert config.model.partial_pretrain.endswith("global_step_10/huggingface")
     assert best_export(sft_run).parent.name == "global_step_20"
+    with pytest.raises(UserError, match="nowhere is not a directory; name that of an SFT run"):
+        best_export(tmp_path / "nowhere")
 
 
 def test_a_run_keeps_the_model_it_began_from(quickstart: Path, tmp_path: Path) -> None:
@@ -162,7 +165,7 @@ def test_sft_run_without_a_model(content: str | None, says: str, tmp_path: Path)
 def test_no_model_at_all(quickstart: Path, tmp_path: Path) -> None:
     """Neither a run nor a model."""
     config = config_with(quickstart, tmp_path, "model.partial_pretrain=null", "model.sft_run=null")
-    with pytest.raises(UserError, match="say what to go on from"):
+    with pytest.raises(UserError, match="nothing says what to go on from"):
         settle_model(config)
 
 

@@ -34,7 +34,7 @@ def test_an_answer_that_is_not_there_is_an_api_error(tmp_path: Path) -> None:
 def test_an_answer_of_another_kind_is_refused(tmp_path: Path) -> None:
     """With its line."""
     process = judge(tmp_path, [RIGHT, {"problem_id": "p", "answer": 5}])
-    assert process.returncode == 2 and "line 2 needs `problem_id` and `answer` as text" in process.stderr
+    assert process.returncode == 2 and "line 2 lacks a part; give `problem_id` and `answer` as text" in process.stderr
 
 
 def test_a_format_of_a_known_data_set_is_refused(tmp_path: Path) -> None:

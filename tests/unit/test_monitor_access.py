@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 
+from tests.conftest import ROOT
 from verl_ext.errors import UserError
 from verl_ext.monitor.__main__ import main
 from verl_ext.monitor.access import COOKIE, HEADERS, Access, digest_of, is_loopback
@@ -126,14 +133,15 @@ def test_a_spreadsheet_computes_nothing_of_the_numbers() -> None:
     [
         (["--root", "no/such/directory"], "give --root"),
         (["--root", ".", "--host", "0.0.0.0"], "--token"),
-        (["--root", ".", "--port", "99999"], "give another --port"),
+        (["--root", ".", "--port", "99999"], "'99999' is not a whole number from 1 to 65535"),
+        (["--root", ".", "--port", "{taken}"], "cannot be had (Address already in use"),
         (["plot", "."], "give a run directory"),
         (["plot", ".", "--smoothing", "1"], "below 1"),
     ],
 )
 def test_bad_input_is_one_sentence(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(words)
+    with pytest.raises(SystemExit) as left, socket.create_server(("127.0.0.1", 0)) as taken:
+        main([word.format(taken=taken.getsockname()[1]) for word in words])
     shown = capsys.readouterr().err
     assert left.value.code == 2 and told in shown and shown.startswith("error: ") and shown.count("\n") == 1
 
@@ -144,3 +152,24 @@ def test_pages_of_one_browser_do_not_disturb_each_other() -> None:
     first["run"] = "b"
     assert (first["run"], second["run"], kept["run"], second["language"]) == ("b", "a", "b", "zh")
     assert Remembered(kept)["run"] == "b"
+
+
+def test_ctrl_c_is_how_the_monitor_ends(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["--root", str(tmp_path), "--port", str(port), "--database", str(tmp_path / "monitor.sqlite")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "verl_ext.monitor", *words],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            break
+        except OSError:
+            time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    told, complained = process.communicate(timeout=30)
+    assert (process.returncode, told.splitlines()[-1], complained) == (0, "Ended by SIGINT.", "")

@@ -137,6 +137,9 @@ def test_the_command_tells_and_its_exit_code_says_whether_it_fits(capsys: pytest
         (["recipe=nowhere"], "error: there is no recipe 'nowhere'"),
         (["hardware=h1000"], "error: there is no hardware 'h1000'"),
         (["gpus=3", "recipe=qwen2.5_coder_7b"], "error: data.train_batch_size=128 does not divide over 3 GPUs"),
+        (["gpus=1e99"], "error: gpus=1e99 must be a whole number up to 1000000"),
+        (["data.train_batch_size=0"], "error: data.train_batch_size is 0; it must be a whole number of at least 1"),
+        (["data.max_length=0"], "error: data.max_length is 0; it must be a whole number of at least 1"),
     ],
 )
 def test_bad_input_is_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,10 +52,10 @@ def test_a_second_run_does_nothing_unless_forced(
     made = (tmp_path / "out" / "train.parquet").stat().st_ino
     capsys.readouterr()
     prepare(arguments)
-    assert "nothing to do" in capsys.readouterr().out
+    assert "Nothing to do: " in capsys.readouterr().out
     assert (tmp_path / "out" / "train.parquet").stat().st_ino == made
     prepare([*arguments, "--force"])
-    assert "nothing to do" not in capsys.readouterr().out
+    assert "Nothing to do: " not in capsys.readouterr().out
     assert is_prepared(arguments)
 
 
@@ -86,7 +86,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 def test_an_output_below_a_file_is_a_user_error(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(UserError, match="Cannot make the directory"):
+    with pytest.raises(UserError, match="cannot make the directory"):
         prepare(arguments)
 
 

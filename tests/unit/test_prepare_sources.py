@@ -122,7 +122,7 @@ def test_gsm8k_styles(tmp_path: Path, style: str, prompt_end: str, answer: str) 
 
 def test_gsm8k_names_a_sample_without_final_number(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", [*SAMPLES, {"question": "q", "answer": "no number"}])
-    with pytest.raises(UserError, match="Sample 3 of the train split"):
+    with pytest.raises(UserError, match="sample 3 of the train split"):
         prepare(["gsm8k", "--source", str(tmp_path), "--output", str(tmp_path / "out")])
 
 

@@ -101,7 +101,7 @@ def own_state(saved: SavedTensor, parameter: torch.Tensor) -> Any:
     if saved.files.world_size != dist.get_world_size():
         raise UserError(
             f"the optimizer keeps {'.'.join(map(str, saved.keys))} for each rank by itself, so {saved.files.directory} "
-            f"resumes on {saved.files.world_size} ranks alone"
+            f"resumes on its own number of ranks alone; start {saved.files.world_size} ranks"
         )
     return saved.piece(dist.get_rank()).clone()
 

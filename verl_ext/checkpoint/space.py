@@ -46,8 +46,9 @@ def require_space(directory: Path, num_bytes: int, step: int) -> None:
     if free < num_bytes:
         raise UserError(
             f"global_step_{step} cannot be saved: it takes {num_bytes / GIB:.2f} GiB and {directory} has "
-            f"{free / GIB:.2f} GiB free; every earlier checkpoint is as it was. Make room, then type the same command "
-            "again; a smaller trainer.max_ckpt_to_keep needs less"
+            f"{free / GIB:.2f} GiB free; "
+            "make room or lower trainer.max_ckpt_to_keep, then type the same command again: "
+            "every earlier checkpoint is as it was"
         )
 
 

@@ -124,7 +124,10 @@ def read_plan(checkpoint: Path, state: Mapping[str, torch.Tensor]) -> list[Weigh
         entries = json.loads(path.read_text())["weights"]
         return [Weight(e["name"], e["source"], Adapter(**e["adapter"]) if e["adapter"] else None) for e in entries]
     if any(".lora_" in name for name in state):
-        raise UserError(f"{checkpoint} has LoRA adapters and no {PLAN} that says how to merge them")
+        raise UserError(
+            f"{checkpoint} has LoRA adapters and no {PLAN} that says how to merge them; "
+            "take a checkpoint that this pipeline wrote"
+        )
     places = {name: local_part(tensor).data_ptr() for name, tensor in state.items()}
     first = {place: name for name, place in reversed(places.items())}
     return [Weight(name, name) for name, place in places.items() if first[place] == name]

@@ -39,6 +39,12 @@ RANGES = {  # lowest and highest value allowed
     "trainer.seed": (0, 2**31 - 1),
     "trainer.checkpoint.export.max_shard_gib": (1e-6, math.inf),
 }
+NOT_EMPTY = {
+    "trainer.project_name": "the project that the run belongs to",
+    "trainer.experiment_name": "the run's name",
+    "trainer.default_local_dir": "the directory that the run writes into",
+}
+MAY_BE_INFINITE = ("optim.clip_grad",)  # which then clips nothing
 WITHOUT_EFFECT = {  # verl's keys that this trainer has no use for: the value they must keep, and what to do instead
     "trainer.default_hdfs_dir": (None, "mount the file system and set trainer.default_local_dir"),
     "model.fsdp_config.offload_params": (False, "model.fsdp_config.cpu_offload=true offloads the parameters"),
@@ -71,8 +77,9 @@ def check_values(config: DictConfig) -> None:
         if value_of(config, key) != unused:
             raise UserError(f"{key} has no effect in this trainer; leave it at {unused}: {instead}")
     check_betas(list(config.optim.betas))
-    if not str(config.trainer.default_local_dir).strip():
-        raise UserError("trainer.default_local_dir is empty; give the directory that the run writes into")
+    for key, what in NOT_EMPTY.items():
+        if not str(value_of(config, key)).strip():
+            raise UserError(f"{key} is empty; give {what}")
     if config.model.strategy != "fsdp2":
         raise UserError(
             f"model.strategy is '{config.model.strategy}', but this trainer shards with fsdp2; set it to fsdp2"
@@ -103,10 +110,13 @@ def check_without_effect(config: DictConfig, unused: Mapping[str, object], where
 
 
 def check_ranges(config: DictConfig, ranges: Mapping[str, tuple[float, float]]) -> None:
-    """Refuse a number outside the lowest and highest that its key may have; null is none."""
+    """Refuse a number outside the lowest and highest that its key may have, or one that is infinite; null is none."""
     for key, (low, high) in ranges.items():
-        if value_of(config, key) is not None and not low <= value_of(config, key) <= high:
-            raise UserError(f"{key} is {value_of(config, key)}; it must lie between {low} and {high}")
+        value = value_of(config, key)
+        is_endless = value is not None and math.isinf(value) and key not in MAY_BE_INFINITE
+        if value is not None and (is_endless or not low <= value <= high):
+            bounds = f"lie between {low} and {high}" if math.isfinite(high) else f"be a number of at least {low}"
+            raise UserError(f"{key} is {value}; it must {bounds}")
 
 
 def check_betas(betas: list) -> None:
@@ -154,10 +164,13 @@ def check_resume_path(config: DictConfig) -> None:
     """`resume_from_path`, where it is used, must name a `global_step_N` directory."""
     path = config.trainer.resume_from_path
     if config.trainer.resume_mode == "resume_path" and path is None:
-        raise UserError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
+        raise UserError("trainer.resume_mode=resume_path has no path; set trainer.resume_from_path=.../global_step_N")
     if path is not None and config.trainer.resume_mode != "disable":
         if not Path(path).is_dir() or not Path(path).name.startswith("global_step_"):
-            raise UserError(f"trainer.resume_from_path is '{path}', which is no global_step_N directory")
+            raise UserError(
+                f"trainer.resume_from_path is '{path}', which is no global_step_N directory; "
+                "name one, or set it to null"
+            )
 
 
 def check_batch(config: DictConfig, world_size: int) -> None:
@@ -174,7 +187,7 @@ def check_batch(config: DictConfig, world_size: int) -> None:
             "choose a divisor"
         )
     if sequence_parallel > 1 and not config.use_remove_padding:
-        raise UserError("ulysses_sequence_parallel_size above 1 needs use_remove_padding=true")
+        raise UserError("ulysses_sequence_parallel_size is above 1; set use_remove_padding=true, which it needs")
     if sequence_parallel > 1 and importlib.util.find_spec("flash_attn") is None:
         raise UserError("ulysses_sequence_parallel_size above 1 needs GPUs and the flash-attn package; install it")
     ranks, batch = world_size // sequence_parallel, config.data.train_batch_size

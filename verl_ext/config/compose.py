@@ -84,7 +84,7 @@ def load_yaml(path: Path) -> DictConfig:
     try:
         content = OmegaConf.load(path)
     except Exception as error:  # PyYAML and OmegaConf each have their own hierarchy for a malformed file
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path} is not valid YAML ({' '.join(str(error).split())}); correct it") from error
     if not isinstance(content, DictConfig):
         raise UserError(f"{path} must hold a YAML mapping of configuration keys")
     return content

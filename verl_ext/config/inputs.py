@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
 
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
 
 
 def check_model(config: DictConfig) -> None:
@@ -24,12 +25,14 @@ def check_model(config: DictConfig) -> None:
         )
     if not (path / "config.json").is_file():
         raise UserError(
-            f"{path.absolute()} holds no config.json, so it is no Hugging Face model (model.partial_pretrain)"
+            f"{path.absolute()} holds no config.json, so it is no Hugging Face model; correct model.partial_pretrain"
         )
     try:
         json.loads((path / "config.json").read_text())
     except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
-        raise UserError(f"{path.absolute() / 'config.json'} is not valid JSON: {error}") from error
+        raise UserError(
+            f"{path.absolute() / 'config.json'} is not valid JSON ({first_line_of(error)}); restore the model"
+        ) from error
 
 
 def file_list(files: str | ListConfig | list | None) -> list[str]:
@@ -65,18 +68,16 @@ def check_parquet(path: Path, key: str, config: DictConfig) -> int:
     import pyarrow
     from pyarrow import parquet
 
-    if "://" in str(path) or str(path).startswith("hdfs:"):
+    if re.match(r"[A-Za-z0-9]+:/", str(path)):  # a path has one slash where the address had two
         raise UserError(f"data.{key} names the remote file {path}; copy it to a local or mounted path first")
     if not path.is_file():
         raise UserError(
-            f"data.{key} names {path.absolute()}, which does not exist; correct the path or prepare the data"
+            f"data.{key} names {path.absolute()}, which is not a file; correct the path or prepare the data"
         )
     try:
         metadata = parquet.read_metadata(path)
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise UserError(
-            f"{path} is not a readable parquet file ({str(error).splitlines()[0]}); prepare it again"
-        ) from error
+        raise UserError(f"{path} is not a readable parquet file ({first_line_of(error)}); prepare it again") from error
     columns = metadata.schema.to_arrow_schema().names
     for setting, column in wanted_columns(config).items():
         if column not in columns:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl_ext.config.plain import as_dict
 from verl_ext.config.secrets import masked
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
 
 TEXT_OR_LIST = ("data.train_files", "data.val_files", "model.target_modules")  # one or several, as in verl
 # Where users may put keys of their own: what is passed on to a function or a class.
@@ -59,9 +59,13 @@ def apply_overrides(config: DictConfig, overrides: list[str], nullable: Collecti
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
             shown = masked(text)  # with a secret in it, the parser's words are not shown either: they repeat it
-            why = f": {str(error).splitlines()[0]}" if shown == text else ""
-            raise UserError(f"'{shown}' is not an override of the form key=value{why}") from error
+            why = f" ({first_line_of(error)})" if shown == text else ""
+            raise UserError(
+                f"'{shown}' is not an override of the form key=value{why}; correct it or quote its value"
+            ) from error
         key, value = override.key_or_group, value_of(override, text)
+        if not key:
+            raise UserError(f"'{text}' is not an override of the form key=value; name the key")
         known = leaves(config)
         if override.is_add() and not any(f"{key}.".startswith(f"{old}.") or old.startswith(f"{key}.") for old in known):
             OmegaConf.update(config, key, value, force_add=True)
@@ -104,7 +108,9 @@ def set_known(config: DictConfig, key: str, value: Any, source: str, nullable: C
     if key not in known and not key.startswith(tuple(f"{open_key}." for open_key in OPEN_MAPPINGS)):
         raise UserError(f"{source} sets '{key}', which is no configuration key; {suggestion(key, list(known))}")
     if value is None and key in known and key not in nullable:
-        raise UserError(f"{source} sets '{key}' to null, but it needs a value (as the default {known[key]!r})")
+        raise UserError(
+            f"{source} sets '{key}' to null, but it needs a value; leave it out for the default {known[key]!r}"
+        )
     if isinstance(known.get(key), list) and isinstance(value, str) and "${" not in value:
         value = [value]  # trainer.logger=console, as verl's users write it
     check_type(key, known.get(key), value, source)
@@ -123,7 +129,8 @@ def suggestion(key: str, known: list[str]) -> str:
     same_leaf = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
     near = [*same_leaf, *difflib.get_close_matches(key, known, n=1, cutoff=0.7)]
     guess = max(near, key=lambda name: difflib.SequenceMatcher(None, name, key).ratio(), default=None)
-    return f"did you mean '{guess}'?" if guess else f"--print-config lists them all (+{key}=... adds one on purpose)"
+    sections = ", ".join(dict.fromkeys(name.partition(".")[0] for name in known))
+    return f"did you mean '{guess}'?" if guess else f"known keys begin with {sections} (+{key}=... adds one on purpose)"
 
 
 def check_type(key: str, old: Any, new: Any, source: str) -> None:

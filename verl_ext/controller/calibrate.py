@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from verl_ext.command_line import CommandParser, WholeNumber, clean_exit
 from verl_ext.controller.command import EXAMPLE_INPUTS, add_model_arguments
+from verl_ext.summary import tell_summary
 from verl_ext.tell import tell
 
 TEXT = """Fit the latency model to this machine.
@@ -52,7 +53,9 @@ def main() -> None:
     ratios = ", ".join(f"{percentile} % within {ratio:.2f}" for percentile, ratio in found.scatter.items())
     tell(f"single runs take {ratios} times what it says; a controller of this width takes {found.deciding_ms:.2f} ms")
     found.save(arguments.output)
-    tell(f"wrote {arguments.output}")
+    path = arguments.output.absolute()
+    then = ("bash", "run_grpo.sh", 2, "recipe=budget_controller", f"latency.file={path}")
+    tell_summary(f"Calibrated: {arguments.model}", {"latency model": path}, then)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
@@ -22,6 +21,7 @@ from verl_ext.controller.latency_model import PERCENTILES, LatencyModel, explain
 from verl_ext.controller.loading import fingerprint
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.data.questions import ImageQuestion
+from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
 
 GOOD_R2 = 0.95
@@ -104,7 +104,7 @@ def measured(executor: Executor, draws: Sequence[Draw], repeats: int) -> list[li
         repeats: passes over all of them.
     """
     outcomes: list[list[Outcome]] = [[] for _ in draws]
-    bar = tqdm(total=repeats * len(draws), desc="calibrating", unit="runs", disable=None, mininterval=1)
+    bar = progress_bar(total=repeats * len(draws), desc="calibrating", unit="runs")
     for _ in range(repeats):
         for number, draw in enumerate(draws):
             outcomes[number].append(executor.run_anew(*draw))

@@ -11,7 +11,6 @@ from typing import Any
 import pandas as pd
 from jinja2 import TemplateError
 from omegaconf import DictConfig
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from verl_ext.config.inputs import file_list
@@ -20,6 +19,7 @@ from verl_ext.data.chat_encoder import plain
 from verl_ext.data.rows import Rows
 from verl_ext.data.template import ChatTemplate
 from verl_ext.errors import UserError
+from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
 
 
@@ -50,7 +50,7 @@ class PromptDataset(Rows):
         names = file_list(parquet_files)
         records = [(name, row, record) for name in names for row, record in _records(name)]
         chosen = records[:max_samples] if max_samples > 0 else records
-        bar = tqdm(chosen, desc="prompts", disable=None if progress else True, leave=False, mininterval=1)
+        bar = progress_bar(chosen, desc="reading prompts", unit="prompts", show=progress, leave=False)
         items = [self._item(name, row, record) for name, row, record in bar]
         kept = [item for item in items if item is not None]
         if not kept:
@@ -130,7 +130,9 @@ def _turns(prompt: Any, config: DictConfig) -> list[dict[str, Any]]:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt or not all(isinstance(turn, dict) for turn in prompt):
-        raise UserError(f"its column '{config.prompt_key}' is no list of turns with role and content")
+        raise UserError(
+            f"its column '{config.prompt_key}' is no list of turns with role and content; prepare the file anew"
+        )
     if prompt[-1].get("role") == "assistant":
         raise UserError("its last turn is the assistant's; a prompt ends with the user's")
     return prompt

@@ -104,7 +104,9 @@ def local_rows(name: str, folder: Path, split: str) -> Iterator[Mapping[str, Any
             for batch in parquet.ParquetFile(path).iter_batches(batch_size=64):
                 yield from batch.to_pylist()
         except (pyarrow.ArrowInvalid, OSError) as error:
-            raise UserError(f"{path} is not a readable parquet file ({first_line_of(error)})") from error
+            raise UserError(
+                f"{path} is not a readable parquet file ({first_line_of(error)}); prepare it again"
+            ) from error
 
 
 def hub_rows(name: str, split: str) -> Iterator[Mapping[str, Any]]:

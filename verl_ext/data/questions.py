@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image, UnidentifiedImageError
-from tqdm import tqdm
 
 from verl_ext.data.question_sources import KNOWN, QuestionSource, records_of
 from verl_ext.data.rows import Rows
 from verl_ext.errors import UserError
+from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
@@ -105,9 +105,7 @@ class QuestionDataset(Rows):
         seen: Counter[str] = Counter()
         for name, source in sources.items():
             records = records_of(name, source, split)
-            bar = tqdm(
-                records, desc=name, unit="images", disable=None if progress else True, leave=False, mininterval=1
-            )
+            bar = progress_bar(records, desc=f"reading {name}", unit="images", show=progress, leave=False)
             for row, record in enumerate(bar):
                 sample = question_of(name, row, record, suffix, source.image_folder)
                 seen[sample.sample_id] += 1

@@ -15,13 +15,13 @@ from typing import Any
 import pandas as pd
 import tokenizers
 import transformers
-from tqdm import tqdm
 
 from verl_ext.cache import users_cache
 from verl_ext.config.plain import as_dict
 from verl_ext.data import tokenised
 from verl_ext.data.chat_encoder import ChatEncoder, Tokens
 from verl_ext.data.tokenised import Tokenised
+from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
 
 VERSION = 1
@@ -106,9 +106,7 @@ def _tokenise(names: list[str], encoder: ChatEncoder, max_samples: int, processe
     total = min(total, max_samples) if max_samples > 0 else total
     samples: list[Tokens] = []
     places: list[tuple[int, int]] = []
-    with tqdm(
-        total=total, desc="tokenising", unit="chats", disable=None if progress else True, leave=False, mininterval=1
-    ) as bar:
+    with progress_bar(total=total, desc="tokenising", unit="chats", show=progress, leave=False) as bar:
         chunks = _chunks(names, frames, total)
         for (number, _, first, records), tokens in _encoded(
             chunks, encoder, min(processes, total // FEWEST_PER_PROCESS)

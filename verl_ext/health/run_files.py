@@ -89,7 +89,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}); restore it") from error
     if not isinstance(config, dict) or not {"stage", "trainer", "optim", "data"} <= config.keys():
         raise UserError(f"{path} is not the configuration of a run; the trainer writes it when a run begins")
     return config
@@ -105,4 +105,6 @@ def limits_of(config: Mapping[str, Any]) -> Limits:
     try:
         return Limits(**wanted)
     except TypeError as error:
-        raise UserError(f"health.limits of config.yaml is of another version: {error}") from error
+        raise UserError(
+            f"health.limits of config.yaml is of another version ({error}); correct or remove it there"
+        ) from error

@@ -29,7 +29,7 @@ def stoppable(command: Callable[[StopSignals], int]) -> int:
         with exit_on_user_error():
             return command(signals)
     except StopRequest as stop:
-        tell(f"Stopped by {stop.signal.name} before training; the same command starts again.")
+        tell(f"Stopped by {stop.signal.name} before training; the same command begins anew.")
         return STOPPED_EXIT_CODE
 
 

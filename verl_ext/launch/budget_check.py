@@ -73,7 +73,9 @@ def check_budget(config: DictConfig, world_size: int) -> None:
     check_ranges(config, RANGES)
     check_without_effect(config, OF_OTHERS, "on a budget controller")
     if config.trainer.test_freq != config.data.eval_every_steps or config.data.eval_every_steps == 0:
-        raise UserError("trainer.test_freq is data.eval_every_steps in this stage: steps, or -1 for every epoch's end")
+        raise UserError(
+            "trainer.test_freq is data.eval_every_steps in this stage; set that to steps, or -1 for every epoch's end"
+        )
     check_batches(config, world_size)
     check_budgets(config)
     is_one_update = config.actor.ppo_mini_batch_size in (None, config.data.train_batch_size)
@@ -101,4 +103,7 @@ def check_budgets(config: DictConfig) -> None:
         if found is not None and (len(budgets) != 2 or not are_numbers or not 0 < budgets[0] <= budgets[1] < math.inf):
             raise UserError(f"controller.{name} is {budgets}; it must be two ascending {unit}")
     if config.controller.budgets_of_full is not None and config.latency.source != "model":
-        raise UserError("controller.budgets_of_full needs latency.source=model, which says what all of it takes")
+        raise UserError(
+            "controller.budgets_of_full is a share of what all of the model takes; "
+            "set latency.source=model, which says that"
+        )

@@ -31,7 +31,7 @@ def configure(arguments: argparse.Namespace) -> DictConfig:
     """
     config = compose_config(arguments.stage, arguments.overrides)
     if arguments.num_processes is None and not arguments.print_config:
-        raise UserError(f"say on how many processes to train, for example: bash run_{arguments.stage}.sh 2")
+        raise UserError(f"no number of processes is given; type for example `bash run_{arguments.stage}.sh 2`")
     nodes = os.environ.get("NNODES", "1")
     if not nodes.isdecimal() or int(nodes) < 1:
         raise UserError(f"NNODES is '{nodes}'; it must be the number of machines")
@@ -44,7 +44,9 @@ def configure(arguments: argparse.Namespace) -> DictConfig:
     if taken := [
         word for word in arguments.overrides if word.startswith(("trainer.nnodes=", "trainer.n_gpus_per_node="))
     ]:
-        raise UserError(f"'{taken[0]}' is said elsewhere: NNODES gives the machines, the first word the ranks on each")
+        raise UserError(
+            f"'{taken[0]}' is not for the command line; NNODES gives the machines, the first word the ranks on each"
+        )
     config.trainer.trace |= arguments.trace
     config.trainer.nnodes = int(nodes)
     config.trainer.n_gpus_per_node = arguments.num_processes or config.trainer.n_gpus_per_node

@@ -13,7 +13,7 @@ from verl_ext.checkpoint.layout import BEST, EXPORT, list_steps, step_of, what_i
 from verl_ext.checkpoint.lease import leased
 from verl_ext.config.compose import STAGES
 from verl_ext.config.written import load_written
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
 from verl_ext.tell import tell
 
 
@@ -32,7 +32,9 @@ def settle_model(config: DictConfig) -> None:
             tell(f"model.partial_pretrain={model.partial_pretrain} goes before model.sft_run, which is not used")
         return
     if model.sft_run is None:
-        raise UserError("say what to go on from: model.sft_run=RUN_DIRECTORY of an SFT run, or model.partial_pretrain")
+        raise UserError(
+            "nothing says what to go on from; give model.sft_run=RUN_DIRECTORY of an SFT run, or model.partial_pretrain"
+        )
     sft_run = Path(model.sft_run).expanduser()
     choose = best_export if config.stage == "grpo" else newest_export
     model.partial_pretrain = _begun_from(config, sft_run) or str(choose(sft_run))
@@ -61,13 +63,17 @@ def best_export(run_dir: Path) -> Path:
         UserError: nothing was chosen there, or it has no export.
     """
     path = run_dir / BEST
+    if not run_dir.is_dir():
+        raise UserError(
+            f"model.sft_run={run_dir} is not a directory; name that of an SFT run, or give model.partial_pretrain"
+        )
     try:
         name = json.loads(path.read_text())["checkpoint"]
         if step_of(Path(name)) is None or Path(name).name != name:
             raise ValueError(f"{name!r} is no checkpoint of the run")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path} does not tell the best checkpoint ({type(error).__name__}); train with eval.watch=true, run "
+            f"{path} does not tell the best checkpoint ({first_line_of(error)}); train with eval.watch=true, run "
             f"`bash eval_pipeline/run.sh watch {run_dir}`, or give model.partial_pretrain"
         ) from error
     export = run_dir / str(name) / EXPORT

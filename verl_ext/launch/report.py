@@ -95,7 +95,7 @@ def why(stopped: Stopped, grace_s: float) -> str:
     if request.was_too_slow:
         return f"killed, not having saved within trainer.preemption.grace_s={grace_s:g} s of {request.signal.name}"
     if request.second is not None:
-        return f"stopped at once by {request.second.name}, the second signal"
+        return f"stopped at once by a second signal ({request.second.name})"
     return f"stopped by {request.signal.name}"
 
 

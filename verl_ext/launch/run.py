@@ -60,6 +60,7 @@ def run_to_the_end(
         checkpoint_that_suits(config)
     with exclusive(run_dir) if leads else nullcontext():
         launch = Launch(config, signals, record if leads else None, module)
+        tell_that_it_starts(config)
         launch.mark_waiting()  # before the watcher looks: the record may still say that a shorter run is finished
         with holding_model(config), watching(config, leads) as watcher:
             code = report(launch.run(restarts, first_pause_s), config, launch.record)
@@ -130,6 +131,15 @@ def is_finished(config: DictConfig, record: RunRecord) -> bool:
     same = run["status"] == "finished" and run["config_digest"] == config_digest(config)
     tracked, _ = read_tracker(Path(trainer.default_local_dir))
     return asked and same and tracked is not None and what_is_wrong(tracked) is None
+
+
+def tell_that_it_starts(config: DictConfig) -> None:
+    """Say so: the ranks import and load for a while before they have anything to tell."""
+    ranks = config.trainer.n_gpus_per_node
+    tell(
+        f"Starting {config.trainer.experiment_name} ({config.stage}) on {ranks} rank{'s' * (ranks > 1)}; "
+        "the first step follows in about 15 s, with a large model in some minutes."
+    )
 
 
 def tell_that_it_is_finished(config: DictConfig) -> None:

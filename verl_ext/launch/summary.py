@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from omegaconf import DictConfig
 
 from verl_ext.checkpoint.layout import EXPORT, list_steps
 from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
-from verl_ext.tell import tell
+from verl_ext.summary import tell_summary
 
 LEARNT = ("train/loss", "val/loss", "eval/reward_total_mean", "eval/accuracy_mean", "eval/budget_violation_mean")
 """Metrics of which the first and the last value are told, where a run has them."""
@@ -19,15 +18,15 @@ LEARNT = ("train/loss", "val/loss", "eval/reward_total_mean", "eval/accuracy_mea
 def print_summary(config: DictConfig) -> None:
     """Print the summary of a finished run from its files."""
     run_dir = Path(config.trainer.default_local_dir).absolute()
-    lines = [f"Finished: {config.trainer.experiment_name} ({config.stage})", *learnt(run_dir / METRICS_FILE)]
-    lines += [f"  run directory   {run_dir}  (metrics.jsonl, *_history.csv, tensorboard/, run.json, config.yaml)"]
-    checkpoints = list_steps(run_dir)
+    rows = learnt(run_dir / METRICS_FILE)
+    rows["run directory"] = f"{run_dir}  (metrics.jsonl, *_history.csv, tensorboard/, run.json, config.yaml)"
+    checkpoints, then = list_steps(run_dir), []
     if checkpoints:
-        lines.append(f"  last checkpoint {checkpoints[0]}")
+        rows["last checkpoint"] = str(checkpoints[0])
     if checkpoints and any((checkpoints[0] / EXPORT).glob("*.safetensors")):
-        export = checkpoints[0] / EXPORT
-        lines += [f"  Hugging Face    {export}", f"Next: {shlex.join(next_command(config, run_dir, export))}"]
-    tell("\n".join(lines))
+        rows["Hugging Face"] = str(checkpoints[0] / EXPORT)
+        then = next_command(config, run_dir, checkpoints[0] / EXPORT)
+    tell_summary(f"Finished: {config.trainer.experiment_name} ({config.stage})", rows, then)
 
 
 def next_command(config: DictConfig, run_dir: Path, export: Path) -> list[str]:
@@ -43,7 +42,7 @@ def next_command(config: DictConfig, run_dir: Path, export: Path) -> list[str]:
     return [*evaluate, "watch", str(run_dir), *(("--recipe", recipe) if recipe.endswith((".yaml", ".yml")) else ())]
 
 
-def learnt(path: Path) -> list[str]:
+def learnt(path: Path) -> dict[str, str]:
     """First and last value of `LEARNT` on the way to the last step, without rows that a later attempt overtook."""
     values: dict[str, dict[int, float]] = {name: {} for name in LEARNT}
     attempt = None
@@ -53,12 +52,10 @@ def learnt(path: Path) -> list[str]:
             values = {name: {s: v for s, v in old.items() if s < row["step"]} for name, old in values.items()}
         for name in values.keys() & row.keys():
             values[name][row["step"]] = row[name]
-    known = {name: series for name, series in values.items() if series}
-    width = max([15, *map(len, known)])
-    return [describe_change(name, series, width) for name, series in known.items()]
+    return {name: describe_change(series) for name, series in values.items() if series}
 
 
-def describe_change(name: str, series: dict[int, float], width: int = 15) -> str:
-    """One line on the first and the last value of a metric, `series` being value by step; the name fills `width`."""
+def describe_change(series: dict[int, float]) -> str:
+    """The first and the last of the values by step."""
     first, last = min(series), max(series)
-    return f"  {name:<{width}} {series[first]:.4f} at step {first} -> {series[last]:.4f} at step {last}"
+    return f"{series[first]:.4f} at step {first} -> {series[last]:.4f} at step {last}"

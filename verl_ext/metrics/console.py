@@ -11,6 +11,7 @@ from verl_ext.errors import UserError
 from verl_ext.metrics.epoch_history import line_of
 from verl_ext.metrics.event import Event
 from verl_ext.metrics.row import Row
+from verl_ext.progress import progress_bar
 
 _ON_THE_BAR = {"loss": "train/loss", "reward": "train/reward_total_mean", "acc": "train/accuracy_mean"}
 
@@ -72,16 +73,15 @@ class ConsoleLines:
 class ProgressBar:
     """A tqdm bar over the steps of a run."""
 
-    def __init__(self, total_steps: int, initial: int = 0, enabled: bool | None = None) -> None:
+    def __init__(self, total_steps: int, initial: int = 0, enabled: bool = True) -> None:
         """Draw the bar.
 
         Args:
             total_steps: optimizer steps of the whole run.
             initial: steps done by earlier attempts.
-            enabled: False draws nothing; None, the default, draws on a terminal only.
+            enabled: whether there is one; it is drawn on a terminal alone.
         """
-        disable = None if enabled is None else not enabled
-        self._bar = tqdm(total=total_steps, initial=initial, unit="step", disable=disable, dynamic_ncols=True)
+        self._bar = progress_bar(total=total_steps, initial=initial, desc="training", unit="steps", show=enabled)
 
     def update(self, metrics: Mapping[str, float]) -> None:
         """Move on by one step and show its loss, and reward and accuracy where there are some."""

@@ -42,7 +42,7 @@ class MetricsFile:
                 end_with_newline(self._path)
             self._writer = LineWriter(self._path)
         except OSError as error:
-            raise UserError(f"cannot write {self._path}: {error.strerror}") from error
+            raise UserError(f"cannot write {self._path} ({error.strerror}); make room or mend the directory") from error
 
     def append(self, step: int, metrics: Mapping[str, float]) -> Row:
         """Write one row, stamped with the attempt and the present time.
@@ -61,7 +61,7 @@ class MetricsFile:
         try:
             self._writer.write(_encode(row))
         except OSError as error:
-            raise UserError(f"cannot write {self._path}: {error.strerror}") from error
+            raise UserError(f"cannot write {self._path} ({error.strerror}); make room or mend the directory") from error
         return row
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
         with open(path, "rb") as file:
             yield from _iterate_lines(file, path)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        raise UserError(f"cannot read {path} ({error.strerror}); make it readable") from error
 
 
 def _iterate_lines(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:

@@ -300,7 +300,8 @@ def describe(name: str) -> Metric:
     pattern = _pattern(name)
     if pattern not in METRICS:
         near = difflib.get_close_matches(pattern, METRICS, n=3)
-        raise UserError(f"no metric is named '{name}'" + (f"; near it are {', '.join(near)}" if near else ""))
+        near_it = f"near it are {', '.join(near)}" if near else "docs/metrics.md lists them all"
+        raise UserError(f"no metric is named '{name}'; {near_it}")
     return METRICS[pattern]
 
 

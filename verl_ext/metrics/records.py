@@ -33,7 +33,7 @@ class RecordsFile:
             for row in rows:
                 self._writer.write(json.dumps({"step": step, "attempt": self._attempt, **row}, ensure_ascii=False))
         except OSError as error:
-            raise UserError(f"cannot write {self._path}: {error.strerror}") from error
+            raise UserError(f"cannot write {self._path} ({error.strerror}); make room or mend the directory") from error
 
     def close(self) -> None:
         """Close the file, if there is one."""

@@ -36,7 +36,7 @@ def load_run(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return _new_run()
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the run record {path}: {error}") from error
+        raise UserError(f"cannot read the run record {path} ({error}); delete it or put it aside") from error
     if not _is_run(run):
         raise UserError(f"{path} is not a run record; delete it or put it aside")
     return {**_new_run(), **run}
@@ -60,7 +60,9 @@ def write_run(path: Path, run: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, [json.dumps(run, indent=2) + "\n"])
     except OSError as error:
-        raise UserError(f"cannot write the run record {path}: {error.strerror}") from error
+        raise UserError(
+            f"cannot write the run record {path} ({error.strerror}); make room or mend the directory"
+        ) from error
 
 
 def set_aside_if_corrupt(path: Path) -> None:

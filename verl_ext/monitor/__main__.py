@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from verl_ext.command_line import FAILURES, CommandParser, add_commands, clean_exit
-from verl_ext.errors import UserError
+from verl_ext.command_line import FAILURES, CommandParser, StopRequested, WholeNumber, add_commands, clean_exit
+from verl_ext.errors import UserError, first_line_of
 from verl_ext.monitor.plot.command import add_plot, run
 from verl_ext.monitor.store.database import database_for
 from verl_ext.tell import tell
@@ -36,7 +36,7 @@ def build_parser() -> CommandParser:
     )
     add_plot(add_commands(parser, required=False))
     parser.add_argument("--root", type=Path, metavar="DIR", default=Path("checkpoints"), help="where runs lie")
-    parser.add_argument("--port", type=int, default=6007, help="TCP port")
+    parser.add_argument("--port", type=WholeNumber(1, 65535), default=6007, help="TCP port")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 127.0.0.1 is this machine alone")
     parser.add_argument(
         "--token", metavar="WORD", help=f"word that visitors must bring; needed with another host (or set {TOKEN})"
@@ -48,13 +48,13 @@ def build_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until the process is asked to end.
+    """Serve until the process is asked to end, or plot.
 
     Args:
         argv: arguments without the program's name; None takes the process's own.
 
     Raises:
-        SystemExit: with code 2 after bad input, which is explained on standard error.
+        SystemExit: with code 2 after bad input and 75 after a stop, each explained on standard error.
     """
     with clean_exit():
         arguments = build_parser().parse_args(argv)
@@ -77,7 +77,7 @@ def serve_with(arguments: argparse.Namespace) -> None:
 
     token = arguments.token or os.environ.get(TOKEN) or None
     if not arguments.root.is_dir():
-        raise UserError(f"{arguments.root} is no directory; give --root, the directory below which runs lie")
+        raise UserError(f"{arguments.root} is not a directory; give --root, the directory below which runs lie")
     require_token(arguments.host, token, is_loopback(arguments.host))
     check_port(arguments.host, arguments.port)
     address = f"http://{arguments.host}:{arguments.port}/"
@@ -86,7 +86,10 @@ def serve_with(arguments: argparse.Namespace) -> None:
     asked = "" if token is None else f"?token={shown}"
     tell(f"Training monitor of {arguments.root} on {address}{asked} (Ctrl-C ends it)")
     database = arguments.database or database_for(arguments.root)
-    serve(arguments.root.resolve(), database, arguments.host, arguments.port, token)
+    try:
+        serve(arguments.root.resolve(), database, arguments.host, arguments.port, token)
+    except StopRequested as stop:  # which the server passes on when it has closed its connections
+        tell(f"Ended by {stop}.")
 
 
 def require_packages() -> None:
@@ -110,7 +113,9 @@ def check_port(host: str, port: int) -> None:
         with socket.create_server((host, port)):
             pass
     except (OSError, OverflowError) as error:
-        raise UserError(f"port {port} of {host} cannot be had ({error}); give another --port") from error
+        raise UserError(
+            f"port {port} of {host} cannot be had ({first_line_of(error)}); give another --port or --host"
+        ) from error
 
 
 if __name__ == "__main__":

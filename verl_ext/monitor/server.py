@@ -122,7 +122,7 @@ def require_token(host: str, token: str | None, is_loopback: bool) -> None:
     """
     if not is_loopback and not token:
         raise UserError(
-            f"--host {host} lets other machines in, so visitors must bring a token: add --token WORD, or set "
+            f"--host {host} lets other machines in, so visitors must bring a token; add --token WORD, or set "
             "VERL_EXT_MONITOR_TOKEN"
         )
     if not is_loopback and len(token or "") < SHORTEST_TOKEN:

@@ -53,11 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     with clean_exit():
         arguments = build_parser().parse_intermixed_args(argv)
-        # here, as they take seconds: --help answers at once
-        from verl_ext.plan.planning import plans_for
+        options = read_words(arguments.words)
+        from verl_ext.plan.planning import plans_for  # here, as torch takes seconds to import
         from verl_ext.plan.report import as_dict, as_markdown, as_text
 
-        planned, notes = plans_for(read_words(arguments.words), arguments.largest)
+        planned, notes = plans_for(options, arguments.largest)
         if arguments.json:
             tell(json.dumps([as_dict(each.plan, each.advice, notes) for each in planned], indent=1))
         elif arguments.markdown:

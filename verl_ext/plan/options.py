@@ -31,6 +31,8 @@ class Options:
     overrides: list[str]
 
 
+MOST = 1_000_000
+"""GPUs, beyond which a plan says nothing."""
 OWN = {
     "gpus": "numbers of GPUs, such as 8 or 8,64,512 (default: 8)",
     "hardware": "h100, h200, a100, or cpu for one core of a Xeon a rank (default: h100)",
@@ -87,8 +89,8 @@ def number(text: str, key: str) -> float:
 def whole(text: str, key: str) -> int:
     """A positive whole number."""
     value = number(text, key)
-    if value != int(value):
-        raise UserError(f"{key}={text} must be a whole number")
+    if value != int(value) or value > MOST:
+        raise UserError(f"{key}={text} must be a whole number up to {MOST}")
     return int(value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl_ext.config.checks import check_values
 from verl_ext.config.compose import compose_config
 from verl_ext.plan.links import Cluster
 from verl_ext.plan.models import find_model
@@ -32,6 +33,7 @@ def plans_for(options: Options, largest: bool) -> tuple[list[Planned], list[str]
         UserError: bad input.
     """
     config = compose_config(options.command, options.overrides)
+    check_values(config)
     refuse_unknown(config)
     model_config, notes = find_model(config)
     shape = shape_of(model_config)

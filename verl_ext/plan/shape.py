@@ -100,7 +100,7 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
         model.tie_weights()  # without memory, shared parameters have come apart
     except Exception as error:  # an architecture fails in its own way
         raise UserError(
-            f"no causal language model can be made of {config.model_type}: {first_line_of(error)}"
+            f"no causal language model can be made of {config.model_type} ({first_line_of(error)}); name another model"
         ) from error
     layers = wrapped_layers(model)
     if any("expert" in name for name, _ in layers[0].named_modules()) or len({group_of(each) for each in layers}) != 1:

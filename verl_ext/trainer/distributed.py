@@ -29,7 +29,7 @@ def settle_device(config: DictConfig) -> str:
         raise UserError(f"trainer.device is {wanted}, but this machine has {available}; set trainer.device=auto")
     if wanted == "cpu" and available != "cpu":
         raise UserError(
-            f"trainer.device=cpu on a machine with {available}: hide it instead, with CUDA_VISIBLE_DEVICES=''"
+            f"trainer.device is cpu on a machine with {available}; hide that instead, with CUDA_VISIBLE_DEVICES=''"
         )
     config.trainer.device = available
     return available

@@ -90,7 +90,8 @@ def load_model(
     except Exception as error:  # each part of a damaged model raises an exception of its own kind
         first_line = first_line_of(error)
         raise UserError(
-            f"model.partial_pretrain={config.model.partial_pretrain} cannot be loaded: {first_line}"
+            f"model.partial_pretrain={config.model.partial_pretrain} cannot be loaded ({first_line}); restore it, "
+            "or name another model"
         ) from error
 
 

@@ -26,7 +26,7 @@ def load_tokenizer(config: DictConfig) -> PreTrainedTokenizerBase:
     except Exception as error:  # a damaged tokenizer.json raises a bare Exception
         first_line = first_line_of(error)
         raise UserError(
-            f"the tokenizer of {config.model.partial_pretrain} cannot be loaded: {first_line}; "
+            f"the tokenizer of {config.model.partial_pretrain} cannot be loaded ({first_line}); "
             "give a local model directory, or see to the name and the network"
         ) from error
     template = config.data.chat_template

@@ -53,7 +53,9 @@ def load_processor(config: DictConfig) -> ProcessorMixin:
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except Exception as error:  # each part of a damaged checkpoint raises an exception of its own kind
-        raise UserError(f"the processor of {path} cannot be loaded: {first_line_of(error)}") from error
+        raise UserError(
+            f"the processor of {path} cannot be loaded ({first_line_of(error)}); give a whole model's directory"
+        ) from error
     if not hasattr(processor, "image_token") or not hasattr(processor.image_processor, "merge_size"):
         raise UserError(f"{path} has a {type(processor).__name__}; the stage vlm_sft trains models of the Qwen family")
     return processor

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tqdm import tqdm
-
 from verl_ext.checkpoint.command.run_directory import add_run_command, require_steps
 from verl_ext.checkpoint.command.text import format_table
 from verl_ext.checkpoint.layout import step_of
 from verl_ext.command_line import FAILURES, Commands
 from verl_ext.errors import UserError
+from verl_ext.progress import progress_bar
+from verl_ext.tell import tell
 
 TEXT = (
     "Compare two checkpoints tensor by tensor. They may be of different runs and numbers of ranks; one tensor of "
@@ -32,21 +32,21 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the differences, the largest first."""
-    from verl_ext.checkpoint.compare import compare, num_bytes  # here, so that --help need not wait for torch
-
     first, second = (_resolve(arguments.run_dir, word) for word in arguments.pair)
+    from verl_ext.checkpoint.compare import compare, num_bytes  # here, as torch takes seconds to import
+
     kinds = ("model", "optim") if arguments.optimizer else ("model",)
     total = num_bytes(first, kinds)
-    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
+    with progress_bar(total=total, desc="comparing", unit="B") as bar:
         differences = list(compare(first, second, kinds, bar.update))
     unequal = sorted((entry for entry in differences if not entry.is_equal), key=lambda entry: -entry.size)
     shown = unequal if arguments.all else unequal[:SHOWN]
     if shown:
         header = ("tensor", "largest |A-B|", "relative", "what")
-        print(format_table(header, [(e.name, f"{e.largest:.3g}", f"{e.relative:.3g}", e.what) for e in shown]))
+        tell(format_table(header, [(e.name, f"{e.largest:.3g}", f"{e.relative:.3g}", e.what) for e in shown]))
     if len(shown) < len(unequal):
-        print(f"... and {len(unequal) - len(shown)} more; --all lists them")
-    print(f"{len(differences) - len(unequal)} of {len(differences)} tensors are equal bit for bit")
+        tell(f"... and {len(unequal) - len(shown)} more; --all lists them")
+    tell(f"{len(differences) - len(unequal)} of {len(differences)} tensors are equal bit for bit")
     return 1 if unequal else 0
 
 
@@ -57,5 +57,5 @@ def _resolve(run_dir: Path, word: str) -> Path:
         return require_steps(run_dir, [int(word)])[0]
     path = Path(word)
     if not path.is_dir() or step_of(path.resolve()) is None:
-        raise UserError(f"'{word}' is neither a step of {run_dir} nor a global_step_N directory")
+        raise UserError(f"'{word}' is neither a step of {run_dir} nor a global_step_N directory; `ls` shows the steps")
     return path

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tqdm import tqdm
-
 from verl_ext.checkpoint.command.run_directory import add_run_command, newest_resumable, require_steps
 from verl_ext.checkpoint.layout import step_of
-from verl_ext.command_line import Commands
+from verl_ext.command_line import Commands, Number, WholeNumber
 from verl_ext.errors import UserError
+from verl_ext.progress import progress_bar
+from verl_ext.summary import tell_summary
 
 TEXT = (
     "Make the Hugging Face model of a checkpoint from its shards. Needs no GPU and no process group, merges LoRA "
@@ -22,24 +22,22 @@ TEXT = (
 def register(commands: Commands) -> None:
     """Add the command."""
     parser = add_run_command(commands, "export", TEXT, run, more="--step 750 --output models/mine")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint (default: the newest complete one)")
+    parser.add_argument("--step", type=WholeNumber(0), help="the checkpoint (default: the newest complete one)")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="number type (default: bf16)")
-    parser.add_argument("--max-shard-gib", type=_positive, default=5.0, metavar="G", help="of one file (default: 5)")
+    parser.add_argument("--max-shard-gib", type=Number(), default=5.0, metavar="G", help="of one file (default: 5)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="a new directory (default: into the checkpoint)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the export and say where it is."""
-    from verl_ext.checkpoint.rebuild import (  # here, so that --help need not wait for torch
-        bytes_to_read,
-        rebuild_export,
-    )
-
     checkpoint = _choose(arguments.run_dir, arguments.step)
+    from verl_ext.checkpoint.rebuild import bytes_to_read, rebuild_export  # here, as torch takes seconds to import
+
     total = bytes_to_read(checkpoint)
-    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
+    with progress_bar(total=total, desc="exporting", unit="B") as bar:
         target = rebuild_export(checkpoint, arguments.output, arguments.dtype, arguments.max_shard_gib, bar.update)
-    print(f"{target}: the weights of {checkpoint.name} in {arguments.dtype}, loadable by transformers and vLLM")
+    then = ("python", "-m", "eval_pipeline", "run", "--checkpoint", target)
+    tell_summary(f"Exported: {checkpoint.name}", {"model": target, "number type": arguments.dtype}, then)
     return 0
 
 
@@ -54,13 +52,3 @@ def _choose(run_dir: Path, step: int | None) -> Path:
     if newest is None:
         raise UserError(f"{run_dir} holds no complete checkpoint; name one whose model shards are whole with --step N")
     return newest
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no size above 0")
-    return value
-
-
-_positive.__name__ = "number"  # argparse names the type function in its message

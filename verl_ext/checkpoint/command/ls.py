@@ -12,6 +12,7 @@ from verl_ext.checkpoint.command.survey import Entry, survey
 from verl_ext.checkpoint.command.text import format_table, human_bytes, local_time
 from verl_ext.checkpoint.retention import metric_of
 from verl_ext.command_line import Commands
+from verl_ext.tell import tell
 
 TEXT = (
     "List the checkpoints of a run. Shows for each, the newest first, its size, the number of ranks that wrote it, "
@@ -31,9 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     retention = read_retention(run_dir)
     entries = survey(run_dir, retention)
     if arguments.json:
-        print(json.dumps([_as_json(entry) for entry in entries], indent=1))
+        tell(json.dumps([_as_json(entry) for entry in entries], indent=1))
     else:
-        print(_as_table(entries, dict.fromkeys((retention.best_metric, "train/loss"))))
+        tell(_as_table(entries, dict.fromkeys((retention.best_metric, "train/loss"))))
     return 0
 
 

@@ -13,11 +13,14 @@ from verl_ext.checkpoint.command.run_directory import add_run_command, require_r
 from verl_ext.checkpoint.command.settings import read_retention
 from verl_ext.checkpoint.command.survey import current_step, size_on_disk
 from verl_ext.checkpoint.command.text import human_bytes
+from verl_ext.checkpoint.layout import list_steps
 from verl_ext.checkpoint.lock import exclusive
 from verl_ext.checkpoint.rotation import OPTIMIZER_FILES, Plan, carry_out, plan_rotation
-from verl_ext.command_line import FAILURES, Commands
+from verl_ext.command_line import FAILURES, Commands, WholeNumber
 from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn
+from verl_ext.summary import tell_summary
+from verl_ext.tell import tell
 
 TEXT = (
     "Remove checkpoints of a run that is not training. Without --step, those that rotation by the run's config.yaml "
@@ -29,9 +32,11 @@ EXIT_CODES = {"0": "done", "1": "something that was to go is still there", **FAI
 def register(commands: Commands) -> None:
     """Add the command."""
     parser = add_run_command(commands, "prune", TEXT, run, more="--dry-run", exit_codes=EXIT_CODES)
-    parser.add_argument("--step", type=int, nargs="+", metavar="N", help="the checkpoints of these steps, no others")
-    parser.add_argument("--max-to-keep", type=int, metavar="K", help="in place of trainer.max_ckpt_to_keep")
-    parser.add_argument("--keep-best", type=int, metavar="K", help="in place of trainer.checkpoint.keep_best")
+    parser.add_argument("--step", type=WholeNumber(0), nargs="+", help="the checkpoints of these steps, no others")
+    parser.add_argument("--max-to-keep", type=WholeNumber(), metavar="K", help="in place of trainer.max_ckpt_to_keep")
+    parser.add_argument(
+        "--keep-best", type=WholeNumber(0), metavar="K", help="in place of trainer.checkpoint.keep_best"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
@@ -42,15 +47,15 @@ def run(arguments: argparse.Namespace) -> int:
     with nullcontext() if arguments.dry_run else exclusive(run_dir):
         plan = _plan(run_dir, arguments)
         if not plan.remove and not plan.strip:
-            print("Nothing to remove; `ls` says what keeps each checkpoint.")
+            tell("Nothing to remove; `ls` says what keeps each checkpoint.")
             return 0
-        print(_describe(plan))
+        tell(_describe(plan))
         if arguments.dry_run:
             return 0
         if not arguments.yes and not _confirmed():
-            print("Nothing was removed.")
+            tell("Nothing was removed.")
             return 1
-        return _remove(plan)
+        return _remove(plan, run_dir)
 
 
 def _plan(run_dir: Path, arguments: argparse.Namespace) -> Plan:
@@ -80,9 +85,11 @@ def _confirmed() -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _remove(plan: Plan) -> int:
+def _remove(plan: Plan, run_dir: Path) -> int:
     problems: list[str] = []
-    carry_out(plan, problems.append)
+    removed = carry_out(plan, problems.append)
     for problem in problems:
         warn(problem)
+    left = ", ".join(path.name for path in list_steps(run_dir))
+    tell_summary(f"Removed: {len(removed)} of {len(plan.remove)} checkpoints", {"left": left or "none"})
     return 1 if problems else 0

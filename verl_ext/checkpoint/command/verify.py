@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any
 
 from verl_ext.checkpoint.command.run_directory import add_run_command, require_run_dir, require_steps
 from verl_ext.checkpoint.command.text import human_bytes
 from verl_ext.checkpoint.layout import Manifest, list_steps, what_is_wrong
 from verl_ext.checkpoint.verify import damaged_files
-from verl_ext.command_line import FAILURES, Commands
+from verl_ext.command_line import FAILURES, Commands, WholeNumber
 from verl_ext.errors import UserError
+from verl_ext.progress import progress_bar
+from verl_ext.summary import tell_summary
+from verl_ext.tell import tell
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 TEXT = (
     "Compare every file of a run's checkpoints with its digest. Reads all of them or those of the steps named, lists "
@@ -25,7 +30,7 @@ EXIT_CODES = {"0": "every checkpoint is complete", "1": "one is damaged or incom
 def register(commands: Commands) -> None:
     """Add the command."""
     parser = add_run_command(commands, "verify", TEXT, run, more="--step 600 750", exit_codes=EXIT_CODES)
-    parser.add_argument("--step", type=int, nargs="+", metavar="N", help="only the checkpoints of these steps")
+    parser.add_argument("--step", type=WholeNumber(0), nargs="+", help="only the checkpoints of these steps")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,17 +40,19 @@ def run(arguments: argparse.Namespace) -> int:
     if not checkpoints:
         raise UserError(f"{run_dir} holds only what saves and removals left behind; there is nothing to verify")
     num_bytes = sum(Manifest.read(path).num_bytes for path in checkpoints if what_is_wrong(path) is None)
-    is_sound = True
-    # disable=None shows the bar on a terminal alone
-    with tqdm(total=num_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
+    num_read, num_sound = len(checkpoints), 0
+    with progress_bar(total=num_bytes, desc="reading", unit="B") as bar:
         for path in checkpoints:
             problems = find_problems(path, bar.update)
             if problems and not path.exists():  # a training that goes on has rotated
-                bar.write(f"{path.name}: removed while it was read")
+                _tell_above(bar, f"{path.name}: removed while it was read")
+                num_read -= 1
                 continue
-            is_sound = is_sound and not problems
-            bar.write("\n".join([f"{path.name}: {_verdict(path, problems)}", *(f"  {line}" for line in problems)]))
-    return 0 if is_sound else 1
+            num_sound += not problems
+            lines = [f"{path.name}: {_verdict(path, problems)}", *(f"  {line}" for line in problems)]
+            _tell_above(bar, "\n".join(lines))
+    tell_summary(f"Verified: {num_sound} of {num_read} checkpoints are whole")
+    return 0 if num_sound == num_read else 1
 
 
 def find_problems(checkpoint: Path, progress: Callable[[int], None]) -> list[str]:
@@ -56,6 +63,11 @@ def find_problems(checkpoint: Path, progress: Callable[[int], None]) -> list[str
         return [str(error)]
     problem = what_is_wrong(checkpoint)  # what digests do not show: the manifest of another step
     return [f"{name} {what}" for name, what in damaged.items()] or ([problem] if problem else [])
+
+
+def _tell_above(bar: tqdm[Any], text: str) -> None:
+    with bar.external_write_mode():
+        tell(text)
 
 
 def _verdict(checkpoint: Path, problems: list[str]) -> str:

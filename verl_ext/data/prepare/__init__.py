@@ -13,6 +13,8 @@ from pathlib import Path
 from verl_ext.data.prepare import stamp
 from verl_ext.data.prepare.commands import COMMANDS, parse_arguments
 from verl_ext.data.prepare.files import make_directory
+from verl_ext.summary import tell_summary
+from verl_ext.tell import tell
 
 __all__ = ["is_prepared", "prepare"]
 
@@ -32,11 +34,12 @@ def is_prepared(arguments: list[str]) -> bool:
     return stamp.is_current(parsed, COMMANDS[parsed.command].VERSION)
 
 
-def prepare(arguments: list[str]) -> None:
+def prepare(arguments: list[str], *, is_typed: bool = False) -> None:
     """Run one preparation command, unless its output is already there, and print what it made.
 
     Args:
         arguments: the command's name and options, as on the command line; `--force` runs it in any case.
+        is_typed: whether somebody typed it and will want to know what comes next.
 
     Raises:
         UserError: the arguments do not parse, or an input is missing or malformed.
@@ -44,13 +47,14 @@ def prepare(arguments: list[str]) -> None:
     parsed = parse_arguments(arguments)
     command = COMMANDS[parsed.command]
     if not parsed.force and stamp.is_current(parsed, command.VERSION):
-        print(f"nothing to do: {parsed.output} is already prepared (--force prepares it again)")
+        tell(f"Nothing to do: {parsed.output} is prepared already; --force prepares it again.")
         return
     # Before the work, so that an output that cannot be written to does not show itself only after it.
     make_directory(Path(parsed.output))
     stamp.remove(parsed.output)
     prepared = command.run(parsed)
     stamp.write(parsed, command.VERSION, prepared)
-    for name, count in prepared.counts.items():
-        print(f"{name:>28}  {count}")
-    print(f"wrote {', '.join(prepared.files)} in {parsed.output}")
+    files = dict.fromkeys(name.partition("/")[0] + "/" * ("/" in name) for name in prepared.files)
+    rows = {**prepared.counts, "files": ", ".join(files)}
+    then = command.NEXT.format(output=Path(parsed.output).absolute()) if is_typed else ""
+    tell_summary(f"Prepared: {parsed.output}", rows, then.split())

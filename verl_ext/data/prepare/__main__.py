@@ -11,7 +11,7 @@ from verl_ext.data.prepare import prepare
 def main() -> None:
     """Prepare what the command line asks for; a mistake in it ends with exit code 2 and one sentence."""
     with clean_exit():
-        prepare(sys.argv[1:])
+        prepare(sys.argv[1:], is_typed=True)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ from verl_ext.data.prepare.conversation import BadRow, ColumnKeys, to_conversati
 from verl_ext.data.prepare.exclusion import read_excluded_ids
 from verl_ext.data.prepare.files import Row, read_jsonl, read_parquet
 from verl_ext.data.prepare.lengths import length_percentiles
-from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME, add_split_arguments, write_split
+from verl_ext.data.prepare.split import FILES_OF_A_RUN, TRAIN_NAME, VAL_NAME, add_split_arguments, write_split
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.errors import UserError
+from verl_ext.progress import progress_bar
 
 HELP = "Turn JSONL or parquet conversations into train.parquet and val.parquet with a `messages` column."
 EXAMPLE = "chat --input mine.jsonl --exclude data/quickstart/problems.jsonl --output data/mine"
+NEXT = "bash run_sft.sh 2 recipe=smollm2_135m trainer.experiment_name=mine " + FILES_OF_A_RUN
 VERSION = 1
 
 
@@ -56,26 +58,24 @@ def _group(problem_id: object, index: int) -> str:
 
 
 def _read_conversations(arguments: argparse.Namespace, counts: Counter[str]) -> Iterator[Row]:
-    from tqdm import tqdm
-
     keys = ColumnKeys(arguments.messages_key, arguments.prompt_key, arguments.response_key)
     for name in arguments.input:
         path = Path(name)
         numbered = read_parquet(path) if path.suffix == ".parquet" else read_jsonl(path)
-        for number, value in tqdm(numbered, desc=path.name, unit=" rows", mininterval=1):
+        for number, value in progress_bar(numbered, desc=f"reading {path.name}", unit="rows"):
             counts["read"] += 1
             try:
                 yield to_conversation(value, keys)
             except BadRow as error:
                 if not arguments.skip_bad:
-                    raise UserError(f"{path} row {number}: {error}; mend it or pass --skip-bad.") from error
+                    raise UserError(f"{path} row {number}: {error}; mend it or pass --skip-bad") from error
                 counts["bad"] += 1
 
 
 def _keep(rows: list[Row], arguments: argparse.Namespace, counts: Counter[str]) -> list[Row]:
     excluded = read_excluded_ids(arguments.exclude, arguments.id_key)
     if excluded and not any(arguments.id_key in row for row in rows):
-        raise UserError(f"No row has the column {arguments.id_key!r}, so --exclude cannot work; name it by --id-key.")
+        raise UserError(f"no row has the column {arguments.id_key!r}, so --exclude cannot work; name it by --id-key")
     kept: dict[str, Row] = {}
     for row in rows:
         if str(row.get(arguments.id_key)) in excluded:

@@ -10,8 +10,8 @@ from verl_ext.data.prepare import chat, gsm8k, problems, smollm2, stdlib
 from verl_ext.data.prepare.quickstart import command as quickstart
 from verl_ext.data.prepare.vqa import command as vqa
 
-# Each module has HELP, EXAMPLE, VERSION (raised when the same arguments would give other files),
-# add_arguments(parser) and run(arguments) -> Prepared.
+# Each module has HELP, EXAMPLE, NEXT (what to type afterwards), VERSION (raised when the same arguments would give
+# other files), add_arguments(parser) and run(arguments) -> Prepared.
 COMMANDS: dict[str, ModuleType] = {
     "chat": chat,
     "stdlib": stdlib,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
 
 
 def read_excluded_ids(name: str | None, id_key: str) -> set[str]:
@@ -26,10 +26,10 @@ def read_excluded_ids(name: str | None, id_key: str) -> set[str]:
     try:
         lines = Path(name).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read --exclude {name} ({error}); check its path and format.") from error
+        raise UserError(f"cannot read --exclude {name} ({first_line_of(error)}); check its path and format") from error
     ids = {_id_of(line.strip(), id_key, f"{name} line {n}") for n, line in enumerate(lines, start=1) if line.strip()}
     if not ids:
-        raise UserError(f"--exclude {name} holds no id; remove the option or give a file with one id per line.")
+        raise UserError(f"--exclude {name} holds no id; remove the option or give a file with one id per line")
     return ids
 
 
@@ -39,4 +39,4 @@ def _id_of(line: str, id_key: str, where: str) -> str:
     try:
         return str(json.loads(line)[id_key])
     except (KeyError, ValueError) as error:
-        raise UserError(f"{where} is no JSON object with {id_key!r}; mend it or name the key by --id-key.") from error
+        raise UserError(f"{where} is no JSON object with {id_key!r}; mend it or name the key by --id-key") from error

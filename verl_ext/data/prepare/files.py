@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
 
 Row = dict[str, Any]
 
@@ -52,9 +52,9 @@ def make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"Cannot make the directory {path} ({error.strerror}); choose another --output.") from error
+        raise UserError(f"cannot make the directory {path} ({error.strerror}); choose another --output") from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise UserError(f"No permission to write into {path}; choose another --output.")
+        raise UserError(f"no permission to write into {path}; choose another --output")
 
 
 def _flush(path: Path) -> None:
@@ -83,7 +83,7 @@ def write_parquet(path: Path, rows: list[Row]) -> None:
         try:
             columns[name] = pyarrow.array([row.get(name) for row in rows])
         except (pyarrow.ArrowException, OverflowError) as error:
-            raise UserError(f"Column {name!r} mixes types ({error}); give all its rows one type.") from error
+            raise UserError(f"column {name!r} mixes types ({error}); give all its rows one type") from error
     with atomic_path(path) as temporary:
         pyarrow.parquet.write_table(pyarrow.table(columns), temporary)
 
@@ -102,7 +102,9 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 if line.strip():
                     yield number, _decode(line)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read {path} as UTF-8 JSONL ({error}); check its path and format.") from error
+        raise UserError(
+            f"cannot read {path} as UTF-8 JSONL ({first_line_of(error)}); check its path and format"
+        ) from error
 
 
 def _decode(line: str) -> Any:
@@ -126,8 +128,10 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
     import pyarrow
     import pyarrow.parquet
 
+    if not path.is_file():
+        raise UserError(f"{path} is not a file; correct its path")
     try:
         table = pyarrow.parquet.read_table(path)
     except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"Cannot read {path} as parquet ({error}); check its path and format.") from error
+        raise UserError(f"cannot read {path} as parquet ({first_line_of(error)}); check its path and format") from error
     yield from enumerate(table.to_pylist(), start=1)

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.data.prepare.files import Row, read_jsonl, write_parquet
-from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME
+from verl_ext.data.prepare.split import FILES_OF_A_RUN, TRAIN_NAME, VAL_NAME
 from verl_ext.data.prepare.stamp import Prepared
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
+from verl_ext.progress import progress_bar
 
 HELP = "Turn GSM8K into train.parquet (its train split) and val.parquet (its test split)."
 EXAMPLE = "gsm8k --source openai/gsm8k --style think --output data/gsm8k"
+NEXT = "bash run_sft.sh 8 recipe=gsm8k " + FILES_OF_A_RUN
 VERSION = 2
 STYLES = ("plain", "think")
 TASKS = ("sft", "rl")
@@ -78,19 +80,18 @@ def _read(source: str, config: str, split: str) -> Iterable[Any]:
         return datasets.load_dataset(source, config, split=split)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"Cannot load {source!r} ({error}); give --source a directory with train.jsonl and test.jsonl."
+            f"cannot load {source!r} ({first_line_of(error)}); "
+            "give --source a directory with train.jsonl and test.jsonl"
         ) from error
 
 
 def _convert(samples: Iterable[Any], split: str, style: str) -> Iterator[Row]:
-    from tqdm import tqdm
-
-    for index, sample in enumerate(tqdm(samples, desc=split, unit=" rows", mininterval=1)):
+    for index, sample in enumerate(progress_bar(samples, desc=f"converting {split}", unit="rows")):
         if not (isinstance(sample, dict) and {"question", "answer"} <= sample.keys()):
-            raise UserError(f"Sample {index + 1} of the {split} split has no question and answer; check --source.")
+            raise UserError(f"sample {index + 1} of the {split} split has no question and answer; check --source")
         final = FINAL_ANSWER.search(sample["answer"])
         if final is None:
-            raise UserError(f"Sample {index + 1} of the {split} split does not end in '#### number'; check --source.")
+            raise UserError(f"sample {index + 1} of the {split} split does not end in '#### number'; check --source")
         solution = CALCULATOR_CALL.sub("", sample["answer"][: final.start()]).strip()
         number = final.group(1).replace(",", "")
         messages = _messages(sample["question"].strip(), solution, number, style)

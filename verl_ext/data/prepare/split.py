@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl_ext.command_line import Number
+from verl_ext.command_line import Number, WholeNumber
 from verl_ext.data.prepare.files import Row, write_parquet
 from verl_ext.errors import UserError
 
 TRAIN_NAME = "train.parquet"
 VAL_NAME = "val.parquet"
+FILES_OF_A_RUN = "data.train_files={output}/train.parquet data.val_files={output}/val.parquet"
+"""Words of a training on both, behind its recipe."""
 
 
 def add_split_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +23,7 @@ def add_split_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--val-fraction", type=Number(0, 1), default=0.02, metavar="SHARE", help="of the rows, for validation"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the split")
+    parser.add_argument("--seed", type=WholeNumber(0), default=0, help="seed of the split")
 
 
 def choose_val_groups(groups: Sequence[str], val_fraction: float, seed: int) -> set[str]:
@@ -37,7 +39,7 @@ def choose_val_groups(groups: Sequence[str], val_fraction: float, seed: int) -> 
     """
     sizes = Counter(groups)
     if len(sizes) < 2:
-        raise UserError(f"Found {len(sizes)} separate sample(s) but a split needs 2; give more data.")
+        raise UserError(f"found {len(sizes)} separate sample(s) but a split needs 2; give more data")
     order = sorted(sizes)
     random.Random(seed).shuffle(order)
     chosen: set[str] = set()

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from verl_ext.data.prepare.files import Row
 from verl_ext.data.prepare.functions import DocumentedFunction, documented_functions
-from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME, add_split_arguments, write_split
+from verl_ext.data.prepare.split import FILES_OF_A_RUN, TRAIN_NAME, VAL_NAME, add_split_arguments, write_split
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.errors import UserError
+from verl_ext.progress import progress_bar
 
 HELP = "Make (signature and docstring -> function) samples from the installed Python's standard library."
 EXAMPLE = "stdlib --output data/stdlib"
+NEXT = "bash run_sft.sh 2 recipe=smollm2_135m " + FILES_OF_A_RUN
 VERSION = 1
 SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 INSTRUCTION = "Complete this Python function. Answer with the whole function, without its docstring."
@@ -37,7 +39,7 @@ def run(arguments: argparse.Namespace) -> Prepared:
     """
     root = Path(arguments.source or sysconfig.get_path("stdlib"))
     if not root.is_dir():
-        raise UserError(f"{root} is no directory; give the root of a Python source tree by --source.")
+        raise UserError(f"{root} is not a directory; give the root of a Python source tree by --source")
     counts: Counter[str] = Counter(files=0, files_not_parsed=0, functions=0, duplicate=0)
     rows = _collect(root, counts)
     groups = [row["source"] for row in rows]
@@ -46,10 +48,8 @@ def run(arguments: argparse.Namespace) -> Prepared:
 
 
 def _collect(root: Path, counts: Counter[str]) -> list[Row]:
-    from tqdm import tqdm
-
     unique: dict[str, Row] = {}
-    for path in tqdm(_source_files(root), desc="source files", unit=" files", mininterval=1):
+    for path in progress_bar(_source_files(root), desc="reading sources", unit="files"):
         counts["files"] += 1
         try:
             functions = documented_functions(path.read_bytes())

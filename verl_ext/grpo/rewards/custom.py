@@ -47,7 +47,9 @@ class CustomReward:
         try:
             self._idle.put(_Process(self._command))
         except RewardError as error:
-            raise UserError(f"the reward function {path}:{function} cannot be loaded: {error}") from error
+            raise UserError(
+                f"the reward function {path}:{function} cannot be loaded ({error}); mend the file"
+            ) from error
         self._threads = ThreadPoolExecutor(num_workers)
 
     def submit(self, answer: RewardedAnswer) -> Future[float]:

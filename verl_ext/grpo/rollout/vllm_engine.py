@@ -73,7 +73,9 @@ class VllmRollout(WeightKeeper):
         except UserError:
             raise
         except Exception as error:  # vLLM and transformers have no exception in common
-            raise UserError(f"vLLM cannot use {settings.model}: {first_line_of(error)}") from error
+            raise UserError(
+                f"vLLM cannot use {settings.model} ({first_line_of(error)}); take rollout.engine=hf"
+            ) from error
         self._engine = self._llm.llm_engine
         self._team = Team.of(settings.tensor_parallel_size)
         self._missing = self._parameters()

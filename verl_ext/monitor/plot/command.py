@@ -13,7 +13,7 @@ from verl_ext.command_line import Commands, add_command
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE
 from verl_ext.metrics.run_file import RUN_FILE
-from verl_ext.tell import tell
+from verl_ext.summary import tell_summary
 
 if TYPE_CHECKING:
     from verl_ext.monitor.view import RunView
@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(
                 f"{arguments.output} cannot be written ({error.strerror}); give another --output"
             ) from error
-    tell(f"wrote {len(paths)} charts and {PAGE_FILE} to {arguments.output}")
+    rows = {"page": arguments.output / PAGE_FILE, "charts": f"{len(paths)} PNG files in {arguments.output}"}
+    tell_summary(f"Plotted: {arguments.run_dir}", rows)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def open_database(path: Path) -> sqlite3.Connection:
         _ensure_tables(connection)
     except (OSError, sqlite3.Error) as error:
         raise UserError(
-            f"the database {path} cannot be used: {error}; delete it, or name another with --database"
+            f"the database {path} cannot be used ({error}); delete it, or name another with --database"
         ) from error
     connection.row_factory = sqlite3.Row
     return connection

@@ -93,7 +93,7 @@ class Ingest:
         with self._connection:
             run = self._take_record(directory)
             if run is None:
-                raise UserError(f"{directory / RUN_FILE} is no record of a run")
+                raise UserError(f"{directory / RUN_FILE} is no record of a run; delete it or put it aside")
             take_evaluations(self._connection, run, directory)
         self.take_all(run)
         return run

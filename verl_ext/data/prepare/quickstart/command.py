@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from verl_ext.command_line import WholeNumber
@@ -11,10 +12,13 @@ from verl_ext.data.prepare.quickstart.problems import to_problem, to_prompt
 from verl_ext.data.prepare.quickstart.sampling import Dataset, sample_dataset
 from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME
 from verl_ext.data.prepare.stamp import Prepared
+from verl_ext.progress import staged
 
 HELP = "Make a toy instruction-to-code task, its held-out problems and a 2M-parameter model to train on it."
 EXAMPLE = "quickstart --output data/quickstart"
+NEXT = "bash run_sft.sh 2"
 VERSION = 2
+EXPECTED_S = {"drawing samples": 1, "making the model": 8, "measuring lengths": 3}
 PROBLEMS_NAME = "problems.jsonl"
 PROMPTS_NAME, VAL_PROMPTS_NAME = "prompts.parquet", "val_prompts.parquet"
 MODEL_NAME = "model"
@@ -29,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=12_000,
         help=f"training samples, {MIN_SAMPLES} to {MAX_SAMPLES}; 2 %% more are for validation",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the data and of the weights")
+    parser.add_argument("--seed", type=WholeNumber(0), default=0, help="seed of the data and of the weights")
 
 
 def run(arguments: argparse.Namespace) -> Prepared:
@@ -38,7 +42,13 @@ def run(arguments: argparse.Namespace) -> Prepared:
     Raises:
         UserError: the output directory cannot be written to.
     """
+    with staged(EXPECTED_S) as begin:
+        return _prepare(arguments, begin)
+
+
+def _prepare(arguments: argparse.Namespace, begin: Callable[[str], None]) -> Prepared:
     output = Path(arguments.output)
+    begin("drawing samples")
     dataset = sample_dataset(arguments.samples, arguments.seed)
     write_parquet(output / TRAIN_NAME, dataset.train)
     write_parquet(output / VAL_NAME, dataset.val)
@@ -46,7 +56,7 @@ def run(arguments: argparse.Namespace) -> Prepared:
     write_parquet(output / VAL_PROMPTS_NAME, [to_prompt(*problem) for problem in dataset.val_prompts])
     problems = [to_problem(family, parameters) for family, parameters in dataset.held_out]
     write_jsonl(output / PROBLEMS_NAME, problems)
-    model_files, counts = _write_model(output / MODEL_NAME, dataset, arguments.seed)
+    model_files, counts = _write_model(output / MODEL_NAME, dataset, arguments.seed, begin)
     return Prepared(
         [TRAIN_NAME, VAL_NAME, PROMPTS_NAME, VAL_PROMPTS_NAME, PROBLEMS_NAME, *model_files],
         {**_count(dataset), **counts},
@@ -64,7 +74,10 @@ def _count(dataset: Dataset) -> dict[str, float]:
     }
 
 
-def _write_model(directory: Path, dataset: Dataset, seed: int) -> tuple[list[str], dict[str, float]]:
+def _write_model(
+    directory: Path, dataset: Dataset, seed: int, begin: Callable[[str], None]
+) -> tuple[list[str], dict[str, float]]:
+    begin("making the model")
     from verl_ext.data.prepare.quickstart.model import build_model
     from verl_ext.data.prepare.quickstart.tokenizer import train_tokenizer
 
@@ -75,6 +88,7 @@ def _write_model(directory: Path, dataset: Dataset, seed: int) -> tuple[list[str
         model.save_pretrained(staging, safe_serialization=True)
         tokenizer.save_pretrained(staging)
         files = sorted(f"{MODEL_NAME}/{path.name}" for path in staging.iterdir())
+    begin("measuring lengths")
     lengths = [len(tokenizer.apply_chat_template(messages)) for messages in conversations]
     return files, {
         "vocabulary": len(tokenizer),

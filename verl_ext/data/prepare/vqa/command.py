@@ -7,12 +7,15 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+from verl_ext.command_line import WholeNumber
 from verl_ext.data.prepare.files import staging_directory, write_parquet
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.data.prepare.vqa.cards import QUESTIONS, Row, draw_card, rows_of_card
+from verl_ext.progress import progress_bar, staged
 
 HELP = "Make cards with questions about them, and a 1.7M-parameter vision-language model to learn to answer them."
 EXAMPLE = "vqa --output data/vqa"
+NEXT = "bash run_sft.sh 2 recipe=budget_vlm"
 VERSION = 2
 MODEL_NAME = "model"
 LESSONS, QUESTIONS_NAME = "lessons", "questions"
@@ -27,7 +30,7 @@ NUM_LESSONS, NUM_QUESTIONS, NUM_VAL = 4000, 512, 300
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `vqa`."""
-    parser.add_argument("--seed", type=int, default=0, help="seed of the cards and of the weights")
+    parser.add_argument("--seed", type=WholeNumber(0), default=0, help="seed of the cards and of the weights")
 
 
 def run(arguments: argparse.Namespace) -> Prepared:
@@ -37,16 +40,21 @@ def run(arguments: argparse.Namespace) -> Prepared:
         UserError: the output directory cannot be written to.
     """
     output, rng = Path(arguments.output), random.Random(arguments.seed)
+    made = {
+        f"{LESSONS}/train.parquet": (lessons(NUM_LESSONS, rng, FADED_SHARE), NUM_LESSONS * QUESTIONS_PER_LESSON),
+        f"{LESSONS}/val.parquet": (lessons(NUM_VAL, rng), NUM_VAL * QUESTIONS_PER_LESSON),
+        f"{QUESTIONS_NAME}/train.parquet": (questions(NUM_QUESTIONS, rng), NUM_QUESTIONS),
+        f"{QUESTIONS_NAME}/val.parquet": (questions(NUM_VAL, rng), NUM_VAL),
+    }
     tables = {
-        f"{LESSONS}/train.parquet": list(lessons(NUM_LESSONS, rng, FADED_SHARE)),
-        f"{LESSONS}/val.parquet": list(lessons(NUM_VAL, rng)),
-        f"{QUESTIONS_NAME}/train.parquet": list(questions(NUM_QUESTIONS, rng)),
-        f"{QUESTIONS_NAME}/val.parquet": list(questions(NUM_VAL, rng)),
+        name: list(progress_bar(rows, total=total, desc=f"drawing {name}", unit="questions", leave=False))
+        for name, (rows, total) in made.items()
     }
     for name, rows in tables.items():
         write_parquet(output / name, rows)
-    files, num_parameters = _write_model(output / MODEL_NAME, arguments.seed)
-    counts = {name.removesuffix(".parquet"): float(len(rows)) for name, rows in tables.items()}
+    with staged({"making the model": 8}):
+        files, num_parameters = _write_model(output / MODEL_NAME, arguments.seed)
+    counts: dict[str, float] = {name.removesuffix(".parquet"): len(rows) for name, rows in tables.items()}
     return Prepared([*tables, *files], {**counts, "parameters": num_parameters})
 
 
@@ -73,4 +81,4 @@ def _write_model(directory: Path, seed: int) -> tuple[list[str], float]:
         model.save_pretrained(staging, safe_serialization=True)
         processor.save_pretrained(staging)
         files = sorted(f"{MODEL_NAME}/{path.name}" for path in staging.iterdir())
-    return files, float(model.num_parameters())
+    return files, model.num_parameters()

@@ -1,0 +1,36 @@
+"""What commands say at their end has one form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_ext.launch.summary import print_summary
+from verl_ext.summary import tell_summary
+
+
+def test_a_summary_is_what_was_done_then_facts_then_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_summary("Done: it", {"short": 1, "left out": None, "a name that is longer": "x"}, ["ls", "a b"], table="1\n2")
+    assert capsys.readouterr().out == (
+        "Done: it\n  1\n  2\n  short                 1\n  a name that is longer x\nNext: ls 'a b'\n"
+    )
+    tell_summary("Done: it")
+    assert capsys.readouterr().out == "Done: it\n"
+
+
+def test_a_finished_run_tells_what_was_learnt_without_what_an_attempt_overtook(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [(1, 1, 4.0), (2, 1, 3.0), (3, 1, 99.0), (3, 2, 2.0)]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": s, "attempt": a, "time": 0.0, "train/loss": loss}) + "\n" for s, a, loss in rows)
+    )
+    trainer = {"default_local_dir": str(tmp_path), "experiment_name": "mine"}
+    print_summary(OmegaConf.create({"trainer": trainer, "stage": "sft"}))
+    first, loss, place = capsys.readouterr().out.splitlines()
+    assert first == "Finished: mine (sft)"
+    assert loss == "  train/loss      4.0000 at step 1 -> 2.0000 at step 3"
+    assert place.startswith(f"  run directory   {tmp_path}  (metrics.jsonl")
