@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from functools import cached_property
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+import numpy as np
 import torch
+from omegaconf import DictConfig, ListConfig
+from omegaconf.base import ContainerMetadata, Metadata
+from omegaconf.nodes import AnyNode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from verl_ext.checkpoint.stock import KINDS
 from verl_ext.errors import UserError
 
-MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
+MODEL, OPTIMIZER, EXTRA = KINDS
+OF_THE_OPTIMIZER: list[Any] = [
+    ListConfig,
+    DictConfig,
+    AnyNode,
+    ContainerMetadata,
+    Metadata,
+    Any,
+    defaultdict,
+    int,
+    dict,
+    list,
+]
+"""What its settings drag along: verl gives it the configuration's own list of betas."""
+RECONSTRUCT = np.empty(0).__reduce__()[0]
+"""How NumPy unpickles an array; its module has one name in NumPy 1 and another in NumPy 2."""
+OF_NUMPYS_RANDOM_STATE: list[Any] = [
+    *(np.ndarray, np.dtype, np.dtypes.UInt32DType),
+    *((RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+]
+SAFE = OF_THE_OPTIMIZER + OF_NUMPYS_RANDOM_STATE
+"""What shards hold besides tensors; each only keeps values."""
 
 
 def shard_name(kind: str, world_size: int, rank: int) -> str:
@@ -54,6 +82,23 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def load_safely(path: Path) -> Any:
+    """What a rank saved, its tensors mapped into memory; nothing in the file is run.
+
+    Raises:
+        UserError: it holds an object whose class could run something.
+    """
+    with torch.serialization.safe_globals(SAFE):
+        try:
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except UnpicklingError as error:
+            names = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+            raise UserError(
+                f"{path} holds {names}, of which some are not loaded, as they could run anything; if it is yours, "
+                "have the module of model.external_lib call torch.serialization.add_safe_globals"
+            ) from error
+
+
 class ShardFiles:
     """The files of one kind in a checkpoint, each opened when it is first needed.
 
@@ -70,6 +115,8 @@ class ShardFiles:
         pattern = re.compile(rf"{kind}_world_size_(\d+)_rank_(\d+)\.pt")
         found = [match for path in directory.iterdir() if (match := pattern.fullmatch(path.name))]
         sizes = {int(match.group(1)) for match in found}
+        if not found:
+            raise UserError(f"{directory} holds no {kind} shards; trainer.checkpoint.load_contents says what is loaded")
         if len(sizes) != 1 or len(found) != max(sizes):
             raise UserError(
                 f"{directory} holds {len(found)} {kind} shards of {sorted(sizes)} ranks; restore the others"
@@ -80,9 +127,7 @@ class ShardFiles:
     def content(self, rank: int) -> Any:
         """What one rank saved, its tensors mapped into memory and read on access."""
         if rank not in self._contents:
-            path = self.directory / shard_name(self.kind, self.world_size, rank)
-            # verl's format pickles DTensors, numpy's and Python's random states, which the safe loader refuses.
-            self._contents[rank] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+            self._contents[rank] = load_safely(self.directory / shard_name(self.kind, self.world_size, rank))
         return self._contents[rank]
 
     def tensor(self, *keys: Any) -> SavedTensor:
