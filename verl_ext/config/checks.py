@@ -72,7 +72,8 @@ def check_values(config: DictConfig) -> None:
         raise UserError("trainer.default_local_dir is empty; give the directory that the run writes into")
     if config.model.strategy != "fsdp2":
         raise UserError(
-            f"model.strategy is '{config.model.strategy}', but this trainer shards with fsdp2; set it to fsdp2"
+            f"model.strategy is '{config.model.strategy}', but this trainer shards with fsdp2; set it to fsdp2, which "
+            "goes on from checkpoints of either"
         )
     if config.data.micro_batch_size is not None:
         raise UserError("data.micro_batch_size was dropped by verl; set data.micro_batch_size_per_gpu instead")

@@ -86,7 +86,7 @@ def epilog(stage: str) -> str:
             "",
             "examples:",
             f"  bash run_{stage}.sh 2",
-            f"  bash run_{stage}.sh 8 recipe={max(recipe_summaries(stage))} optim.lr=1e-5 trainer.experiment_name=low",
+            f"  bash run_{stage}.sh 8 recipe={default_recipe(stage)} optim.lr=1e-5 trainer.experiment_name=low",
             f"  NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 bash run_{stage}.sh 8 --restarts 3",
             "",
             "exit codes:",
