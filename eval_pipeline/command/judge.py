@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         isolation = judge.isolation
     write_lines(arguments.output, [_row(id_, verdict) for (id_, _), verdict in zip(rows, verdicts, strict=True)])
     counts = Counter(verdict.error_type for verdict in verdicts)
-    facts = {**dict(counts.most_common()), "isolation": isolation, "verdicts": arguments.output}
+    facts: dict[str, object] = {**dict(counts.most_common()), "isolation": isolation, "verdicts": arguments.output}
     tell_summary(f"Judged: {len(verdicts)} answers", facts)
     return 0
 

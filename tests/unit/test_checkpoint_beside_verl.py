@@ -9,18 +9,25 @@ import torch
 from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import AutoModelForCausalLM
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.utils.fsdp_utils import get_fsdp_wrap_policy
 
 from tests.training import make_trainer, small_config
+from verl_ext.checkpoint.load import load_optimizer
 from verl_ext.checkpoint.rebuild import rebuild_export
+from verl_ext.checkpoint.shards import OPTIMIZER, shard_name
 from verl_ext.checkpoint.weights import read_plan
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.errors import UserError
 from verl_ext.trainer.sft import SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 EVERYTHING = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 
 
@@ -32,8 +39,8 @@ def ours(quickstart: Path, tmp_path: Path) -> SFTTrainer:
     return trainer
 
 
-def stock_of(trainer: SFTTrainer) -> FSDPCheckpointManager:
-    contents = ["model", "optimizer", "extra", "hf_model"]
+def stock_of(trainer: SFTTrainer, *contents: str) -> FSDPCheckpointManager:
+    contents = list(contents) or ["model", "optimizer", "extra", "hf_model"]
     return FSDPCheckpointManager(
         model=trainer.fsdp_model,
         optimizer=trainer.optimizer,
@@ -115,6 +122,52 @@ def test_each_loads_what_the_other_saved(writer: str, ours: SFTTrainer, tmp_path
     spoil(ours)
     (ours.checkpoint_manager if writer == "stock" else stock).load_checkpoint(str(checkpoint))
     assert all(map(torch.equal, expected, state_of(ours)))
+
+
+def moments_of(trainer: SFTTrainer, optimizer: torch.optim.Optimizer) -> dict[str, list[torch.Tensor]]:
+    state = {name: optimizer.state[each] for name, each in trainer.fsdp_model.named_parameters() if each.requires_grad}
+    return {name: [entry[key].full_tensor().clone() for key in MOMENTS] for name, entry in state.items()}
+
+
+def test_verls_optimizer_has_the_frozen_parameters_too(quickstart: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(small_config(quickstart, tmp_path / "run", "model.lora_rank=2"))
+    stock = stock_of(trainer, "model", "optimizer", "extra")
+    stock.optimizer = torch.optim.AdamW(trainer.fsdp_model.parameters(), lr=1e-3)  # as verl gives it
+    trainer.forward_backward(next(iter(trainer.train_dataloader)))
+    stock.optimizer.step()
+    stock.save_checkpoint(str(tmp_path / "global_step_1"))
+    assert len(stock.optimizer.param_groups[0]["params"]) > len(trainer.optimizer.param_groups[0]["params"])
+    trainer.checkpoint_manager.load_checkpoint(str(tmp_path / "global_step_1"))
+    expected, found = (moments_of(trainer, optimizer) for optimizer in (stock.optimizer, trainer.optimizer))
+    assert expected.keys() == found.keys()
+    for name, moments in expected.items():
+        assert all(map(torch.equal, moments, found[name]))
+    assert next(iter(trainer.optimizer.state.values()))["step"] == 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_the_flat_vectors_of_fsdp1_are_read(num_ranks: int, ours: SFTTrainer, quickstart: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(quickstart / "model")
+    weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    units = FullyShardedDataParallel(
+        model, auto_wrap_policy=get_fsdp_wrap_policy(model), device_id=torch.device("cpu"), use_orig_params=False
+    )
+    vectors = list(units.parameters())
+    groups = torch.optim.AdamW(vectors, lr=1e-3).state_dict()["param_groups"]
+    for rank in range(num_ranks):  # weights for moments, as they say by themselves whose they are
+        pieces = [FlatParamHandle._get_shard(vector.detach(), rank, num_ranks)[0] for vector in vectors]
+        moments = [{"step": torch.tensor(5.0), "exp_avg": piece, "exp_avg_sq": 2 * piece} for piece in pieces]
+        saved = {"state": dict(enumerate(moments)), "param_groups": groups}
+        torch.save(saved, tmp_path / shard_name(OPTIMIZER, num_ranks, rank))
+    load_optimizer(ours.fsdp_model, ours.optimizer, tmp_path)
+    for name, (first, second) in moments_of(ours, ours.optimizer).items():
+        assert torch.equal(first, weights[name]) and torch.equal(second, 2 * weights[name])
+    for path in tmp_path.glob("*.pt"):
+        saved = torch.load(path)
+        saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"][:-1]
+        torch.save(saved, path)
+    with pytest.raises(UserError, match=r"has parameter groups of \[\d\] tensors"):
+        load_optimizer(ours.fsdp_model, ours.optimizer, tmp_path)
 
 
 def test_verl_reads_only_its_own_number_of_ranks(ours: SFTTrainer, tmp_path: Path) -> None:

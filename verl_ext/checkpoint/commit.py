@@ -9,6 +9,7 @@ from pathlib import Path
 
 from verl_ext.checkpoint.layout import BEST, MANIFEST, TRACKER, Manifest
 from verl_ext.checkpoint.retention import holds_on, read_choice
+from verl_ext.checkpoint.stock import is_stock
 from verl_ext.metrics.atomic import flush_directory, replace_file
 
 
@@ -25,12 +26,12 @@ def publish(temporary: Path, final: Path, step: int) -> None:
     Args:
         temporary: the directory.
         final: its name. A checkpoint that has the name already, of a run that was started over, makes way: one that is
-            held is renamed to `..._formerly_TIME`, any other is left for rotation to delete.
+            held, or that verl wrote, is renamed to `..._formerly_TIME`, any other is left for rotation to delete.
         step: for the tracker.
     """
     former = None
     if final.exists():
-        former = name_aside(final) if holds_on(final) else free_removal_name(final)
+        former = name_aside(final) if is_stock(final) or holds_on(final) else free_removal_name(final)
         if read_choice(final.parent)[0] == final:  # else it would name the new one, which nobody chose
             os.rename(final.parent / BEST, name_aside(final.parent / BEST))
         os.rename(final, former)

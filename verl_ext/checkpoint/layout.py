@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-MANIFEST = "manifest.json"
+from verl_ext.checkpoint.stock import OURS, content_of, is_stock, what_is_wrong_with_stock
+
+MANIFEST, PLAN = OURS
 TRACKER = "latest_checkpointed_iteration.txt"
 EXPORT = "huggingface"
 BEST = "best_checkpoint.json"
@@ -53,11 +55,13 @@ class Manifest:
 
     @staticmethod
     def read(directory: Path) -> Manifest:
-        """Read a checkpoint's manifest.
+        """Read a checkpoint's manifest; one that verl wrote has none, and its files say what they can.
 
         Raises:
             ValueError: it is missing or malformed; the message says which.
         """
+        if is_stock(directory):
+            return manifest_of({"step": step_of(directory), **content_of(directory)})
         try:
             return manifest_of(json.loads((directory / MANIFEST).read_text()))
         except FileNotFoundError:
@@ -90,6 +94,8 @@ def step_of(directory: Path) -> int | None:
 
 def what_is_wrong(directory: Path) -> str | None:
     """Why a directory is not a complete checkpoint, or None when it is one."""
+    if is_stock(directory):
+        return what_is_wrong_with_stock(directory)
     try:
         manifest = Manifest.read(directory)
     except ValueError as error:

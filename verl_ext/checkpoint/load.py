@@ -9,9 +9,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import set_seed
+from transformers import PreTrainedModel, set_seed
 
 from verl_ext.checkpoint.shards import MODEL, OPTIMIZER, SavedTensor, ShardFiles, local_part, rows_of
+from verl_ext.checkpoint.stock import is_stock
+from verl_ext.checkpoint.stock_optimizer import Entries, FlatTensor, stock_entries, whole_tensors
 from verl_ext.errors import UserError
 
 
@@ -51,10 +53,11 @@ def require_same_names(saved: set[str], wanted: set[str], checkpoint: Path) -> N
 
 
 @torch.no_grad()
-def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
+def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
     """Fill the optimizer's state with this rank's rows, and its parameter groups.
 
     Args:
+        model: that it trains.
         optimizer: over the parameters that it had when it was saved, in the same order.
         checkpoint: a complete `global_step_N`.
 
@@ -62,20 +65,38 @@ def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
         UserError: the checkpoint has no optimizer or another one's.
     """
     files = ShardFiles(checkpoint, OPTIMIZER)
-    saved = files.content(0)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {
+        index: {name: own_state(saved, parameters[index]) for name, saved in entry.items()}
+        for index, entry in saved_entries(model, optimizer, parameters, files).items()
+    }
+    own_groups = optimizer.state_dict()["param_groups"]
+    groups = [{**saved, "params": own["params"]} for saved, own in zip(files.content(0)["param_groups"], own_groups)]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def saved_entries(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], files: ShardFiles
+) -> Entries:
+    """What was saved of each parameter of the optimizer.
+
+    Raises:
+        UserError: it was another optimizer.
+    """
+    saved = files.content(0)
     sizes, saved_sizes = group_sizes(optimizer.param_groups), group_sizes(saved["param_groups"])
-    if sizes != saved_sizes:
+    entries: Entries | None = None
+    if sizes == saved_sizes:
+        entries = {index: whole_tensors(files, index) for index in saved["state"]}
+    elif is_stock(files.directory) and len(sizes) == len(saved_sizes) == 1:
+        entries = stock_entries(model, parameters, files, saved_sizes[0])
+    if entries is None:
         raise UserError(
-            f"the optimizer of {checkpoint} has parameter groups of {saved_sizes} tensors, this run's of {sizes}; "
+            f"the optimizer of {files.directory} has parameter groups of {saved_sizes} tensors, this run's of {sizes}; "
             "restore the optim and model sections of the configuration, or leave 'optimizer' out of "
             "trainer.checkpoint.load_contents"
         )
-    state = {
-        index: {name: own_state(files.tensor("state", index, name), parameters[index]) for name in entry}
-        for index, entry in saved["state"].items()
-    }
-    optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
+    return entries
 
 
 def group_sizes(groups: list[dict[str, Any]]) -> list[int]:
@@ -92,7 +113,7 @@ def own_state(saved: SavedTensor, parameter: torch.Tensor) -> Any:
     first = saved.piece(0)
     if not isinstance(first, torch.Tensor):
         return first
-    if isinstance(first, DTensor):
+    if isinstance(first, DTensor) or isinstance(saved, FlatTensor):
         target = torch.empty_like(parameter, dtype=saved.dtype)
         saved.copy_rows(*rows_of(target), local_part(target))
         return target

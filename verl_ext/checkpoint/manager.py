@@ -24,11 +24,11 @@ from verl_ext.checkpoint.save import Save, temporary_of
 from verl_ext.checkpoint.shards import EXTRA, MODEL, OPTIMIZER, ShardFiles
 from verl_ext.checkpoint.space import bytes_of, require_space
 from verl_ext.checkpoint.staging import Stager
+from verl_ext.checkpoint.stock import DATA_STATE, FSDP_CONFIG
 from verl_ext.checkpoint.writing import naming
 from verl_ext.collective import gather_results, on_rank_zero
 from verl_ext.native_output import quiet_native_stdout
 
-DATA_STATE = "data.pt"
 EXPECTED_BYTES_PER_S = 0.5e9
 """Of all ranks together, before a save was measured; a modest disk."""
 
@@ -154,7 +154,7 @@ class CheckpointManager(FSDPCheckpointManager):
         """Content by relative path of what a checkpoint has once."""
         return {
             **self._exporter.small_files(export),
-            "fsdp_config.json": json.dumps({"FSDP_version": 2, "world_size": self.world_size}).encode(),
+            FSDP_CONFIG: json.dumps({"FSDP_version": 2, "world_size": self.world_size}).encode(),
             DATA_STATE: dict(self.data_state),
         }
 
@@ -177,7 +177,7 @@ class CheckpointManager(FSDPCheckpointManager):
         if self.should_load_model:
             load_model(self.model, checkpoint)
         if self.should_load_optimizer:
-            load_optimizer(self.optimizer, checkpoint)
+            load_optimizer(self.model, self.optimizer, checkpoint)
         if self.should_load_extra:
             self._load_extra(checkpoint)
         dist.barrier()
@@ -194,5 +194,6 @@ class CheckpointManager(FSDPCheckpointManager):
             seed_anew(self.options.seed, Manifest.read(checkpoint).step, self.stream)
 
     def load_data_state(self, local_path: str) -> dict[str, Any]:
-        """The position in the data that was saved with a checkpoint."""
-        return torch.load(Path(local_path) / DATA_STATE, map_location="cpu", weights_only=True)
+        """The position in the data that was saved with a checkpoint; nothing where verl had no time to write it."""
+        path = Path(local_path) / DATA_STATE
+        return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}

@@ -15,6 +15,7 @@ from verl_ext.checkpoint.layout import EXPORT, MANIFEST, Manifest
 from verl_ext.checkpoint.lease import leased
 from verl_ext.checkpoint.safetensors_layout import INDEX
 from verl_ext.checkpoint.shards import MODEL
+from verl_ext.checkpoint.stock import is_stock
 from verl_ext.checkpoint.verify import damaged_files, ignore_progress
 from verl_ext.checkpoint.writing import FileWriter, flush_and_digest, naming
 from verl_ext.errors import UserError
@@ -64,13 +65,18 @@ def rebuild_export(
 def bytes_to_read(checkpoint: Path) -> int:
     """About how many bytes of shards an export of this checkpoint reads."""
     num_bytes = sum(path.stat().st_size for path in checkpoint.glob(f"{MODEL}_world_size_*.pt"))
-    return num_bytes * 2 if (checkpoint / MANIFEST).exists() else num_bytes
+    return num_bytes * 2 if can_be_checked(checkpoint) else num_bytes
+
+
+def can_be_checked(checkpoint: Path) -> bool:
+    """Whether damage to the shards would be seen: by the manifest's digests, or by the checksums in verl's files."""
+    return (checkpoint / MANIFEST).exists() or is_stock(checkpoint)
 
 
 def require_sound_shards(checkpoint: Path, progress: Progress) -> None:
     """Refuse to export from shards that are not what was saved."""
-    if not (checkpoint / MANIFEST).exists():
-        warn(f"{checkpoint} has no {MANIFEST} (verl itself writes none), so its shards cannot be checked")
+    if not can_be_checked(checkpoint):
+        warn(f"{checkpoint} has no {MANIFEST}, so its shards cannot be checked")
         return
     try:
         names = [name for name in Manifest.read(checkpoint).files if name.startswith(f"{MODEL}_world_size_")]
@@ -84,11 +90,16 @@ def require_sound_shards(checkpoint: Path, progress: Progress) -> None:
 def write_weights(checkpoint: Path, directory: Path, dtype: str, max_shard_gib: float, progress: Progress) -> None:
     """The safetensors files, their index, and the configuration with the new number type."""
     torch_dtype = PrecisionType.to_dtype(dtype)
-    layout = export_from_shards(checkpoint, directory, torch_dtype, max_shard_gib, progress)
     own = checkpoint / EXPORT / "config.json"
     if leads_out(own, checkpoint):
         raise UserError(f"{own} is a link to something outside of the checkpoint; put the file itself there")
-    config = json.loads(own.read_text())
+    try:
+        config = json.loads(own.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{checkpoint} has no {EXPORT}/config.json; copy it there, and the tokenizer, from the model it began from"
+        ) from None
+    layout = export_from_shards(checkpoint, directory, torch_dtype, max_shard_gib, progress)
     config["dtype"] = str(torch_dtype).removeprefix("torch.")
     with FileWriter() as files:
         if layout.index is not None:

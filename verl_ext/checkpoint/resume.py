@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from verl_ext.checkpoint.layout import TRACKER, Manifest, list_steps, read_tracker, step_of, what_is_wrong
+from verl_ext.checkpoint.stock import is_stock
 from verl_ext.errors import UserError
 
 Warn = Callable[[str], None]
@@ -42,7 +43,7 @@ def find_checkpoint(
         return None
 
     def why_not(path: Path) -> str | None:
-        return damaged.get(path) or what_is_wrong(path) or (optimizer_is_dropped(path) if with_optimizer else None)
+        return damaged.get(path) or what_is_wrong(path) or (optimizer_is_missing(path) if with_optimizer else None)
 
     if resume_from_path is not None:
         path = Path(resume_from_path)
@@ -54,10 +55,14 @@ def find_checkpoint(
     return newest_complete(run_dir, warn, why_not)
 
 
-def optimizer_is_dropped(path: Path) -> str | None:
+def optimizer_is_missing(path: Path) -> str | None:
     """Why a complete checkpoint lacks its optimizer, None when it has it."""
     if "optimizer" not in Manifest.read(path).dropped:
         return None
+    if is_stock(path):
+        return (
+            "verl saved it without the optimizer; leave it out of trainer.checkpoint.load_contents to begin a new one"
+        )
     return "its optimizer shards were dropped when it was kept as best (trainer.checkpoint.drop_optimizer_of_best)"
 
 
@@ -90,7 +95,7 @@ def in_order_of_trust(run_dir: Path, candidates: list[Path], warn: Warn) -> list
     # than every checkpoint, and so are those of a former run in the same directory older than the tracker.
     written = (run_dir / TRACKER).stat().st_mtime
     later = [path for path in candidates if (step_of(path) or 0) > (step_of(tracked) or 0) and saved_at(path) > written]
-    if later:
+    if later and what_is_wrong(later[0]) is None:
         warn(f"the tracker names {tracked.name}, but {later[0].name} was completed after it; going on from that")
     return [*later, tracked, *(path for path in candidates if path != tracked and path not in later)]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from verl_ext.checkpoint.layout import BEST, KEEP, Manifest, list_steps, step_of, what_is_wrong
 from verl_ext.checkpoint.lease import lease_holders
+from verl_ext.checkpoint.stock import WHY_KEPT, is_stock
 from verl_ext.errors import UserError
 
 
@@ -76,9 +77,12 @@ def reasons_to_keep(run_dir: Path, retention: Retention, step: int) -> dict[Path
             over with `resume_mode=disable`; they count as older than all others.
     """
     checkpoints = _by_age(run_dir, step)
+    stock = [path for path in checkpoints if is_stock(path)]  # not ours to remove; in nobody's place either
+    own = [path for path in checkpoints if path not in stock]
     chosen, problem = read_choice(run_dir)
     rules: list[tuple[str, Collection[Path]]] = [
-        (retention.newest_reason, list(checkpoints)[: retention.max_to_keep]),
+        (retention.newest_reason, own[: retention.max_to_keep]),
+        (WHY_KEPT, stock),
         (retention.best_reason, _best(checkpoints, retention)),
         (f"{BEST} names it", () if chosen is None else (chosen,)),
         (f"{BEST} {problem}", checkpoints if problem else ()),  # it might name any of them

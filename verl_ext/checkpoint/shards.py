@@ -11,9 +11,10 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl_ext.checkpoint.safe_load import load_shard
+from verl_ext.checkpoint.stock import KINDS
 from verl_ext.errors import UserError
 
-MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
+MODEL, OPTIMIZER, EXTRA = KINDS
 
 
 def shard_name(kind: str, world_size: int, rank: int) -> str:
@@ -77,6 +78,8 @@ class ShardFiles:
         pattern = re.compile(rf"{kind}_world_size_(\d+)_rank_(\d+)\.pt")
         found = [match for path in directory.iterdir() if (match := pattern.fullmatch(path.name))]
         sizes = {int(match.group(1)) for match in found}
+        if not found:
+            raise UserError(f"{directory} holds no {kind} shards; trainer.checkpoint.load_contents says what is loaded")
         if len(sizes) != 1 or len(found) != max(sizes):
             raise UserError(
                 f"{directory} holds {len(found)} {kind} shards of {sorted(sizes)} ranks; restore the others"

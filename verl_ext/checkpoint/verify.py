@@ -9,6 +9,7 @@ from typing import Any
 import xxhash
 
 from verl_ext.checkpoint.layout import Manifest
+from verl_ext.checkpoint.stock import is_stock, what_is_wrong_inside
 
 CHUNK_BYTES = 16 << 20
 
@@ -24,6 +25,8 @@ def damaged_files(
 ) -> dict[str, str]:
     """Read files of a checkpoint and find those that are not what was saved.
 
+    Of one that verl wrote nobody knows a digest; what `torch.save` wrote has checksums of its own.
+
     Args:
         checkpoint: a `global_step_N` directory.
         names: the files to read, relative to it; None reads all that the manifest lists.
@@ -36,6 +39,10 @@ def damaged_files(
         ValueError: the manifest is missing or malformed.
     """
     files = Manifest.read(checkpoint).files
+    if is_stock(checkpoint):
+        archives = [name for name in (files if names is None else names) if name.endswith(".pt")]
+        found = {name: what_is_wrong_inside(checkpoint / name, progress) for name in archives}
+        return {name: problem for name, problem in found.items() if problem is not None}
     problems = {
         name: _problem(checkpoint / name, files[name], progress) if name in files else "is not in the manifest"
         for name in (files if names is None else names)

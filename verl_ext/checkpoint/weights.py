@@ -12,10 +12,10 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 
+from verl_ext.checkpoint.layout import PLAN
 from verl_ext.checkpoint.shards import local_part
 from verl_ext.errors import UserError
 
-PLAN = "export_plan.json"
 UNMERGEABLE = ("lora_magnitude_vector", "lora_embedding_", ".lora_bias")
 
 

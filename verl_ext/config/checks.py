@@ -82,7 +82,8 @@ def check_values(config: DictConfig) -> None:
             raise UserError(f"{key} is empty; give {what}")
     if config.model.strategy != "fsdp2":
         raise UserError(
-            f"model.strategy is '{config.model.strategy}', but this trainer shards with fsdp2; set it to fsdp2"
+            f"model.strategy is '{config.model.strategy}', but this trainer shards with fsdp2; set it to fsdp2, which "
+            "goes on from checkpoints of either"
         )
     check_save_contents(config)
     check_export_frequency(config.trainer)

@@ -44,7 +44,7 @@ def merge_known(config: DictConfig, update: DictConfig, source: str, nullable: C
 
 
 def apply_overrides(config: DictConfig, overrides: list[str], nullable: Collection[str]) -> None:
-    """Apply Hydra overrides in place: `key=value` sets, `+key=value` adds, `~key` sets to null.
+    """Apply Hydra overrides in place: `key=value` sets, `+key=value` and `++key=value` add, `~key` sets to null.
 
     Args:
         config: the configuration with every known key.
@@ -67,7 +67,9 @@ def apply_overrides(config: DictConfig, overrides: list[str], nullable: Collecti
         if not key:
             raise UserError(f"'{text}' is not an override of the form key=value; name the key")
         known = leaves(config)
-        if override.is_add() and not any(f"{key}.".startswith(f"{old}.") or old.startswith(f"{key}.") for old in known):
+        if (override.is_add() or override.is_force_add()) and not any(
+            f"{key}.".startswith(f"{old}.") or old.startswith(f"{key}.") for old in known
+        ):
             OmegaConf.update(config, key, value, force_add=True)
         else:
             set_known(config, key, value, "the command line", nullable)

@@ -115,8 +115,10 @@ def text_of(content: Any, turn: int) -> str | None:
 
 
 def pick(value: Any, keys: Any) -> Any:
-    """Descend into a nested column by `prompt_dict_keys` or `response_dict_keys`."""
+    """Descend into a nested column by `prompt_dict_keys` or `response_dict_keys`, as verl does into lists of one."""
     for key in keys or ():
+        while isinstance(value, np.ndarray) and len(value) == 1:
+            value = value[0]
         value = value[key]
     return value
 

@@ -44,6 +44,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
                 f"set data.train_batch_size to {num_samples} or less"
             )
         self.num_samples, self.global_batch_size, self.seed = num_samples, global_batch_size, seed
+        self.order_seed = seed
         self.rank, self.num_ranks, self.plan = rank, num_ranks, plan
         self.epoch, self.batches_done = 0, 0
 
@@ -52,7 +53,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         return self.num_samples // self.global_batch_size
 
     def __iter__(self) -> Iterator[list[Any]]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        generator = torch.Generator().manual_seed(self.order_seed + self.epoch)
         order = torch.randperm(self.num_samples, generator=generator).tolist()
         for batch in range(self.batches_done, len(self)):
             first = batch * self.global_batch_size
@@ -74,7 +75,10 @@ class GlobalBatchSampler(Sampler[list[Any]]):
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, the same on every rank."""
         samples_seen = self.batches_done * self.global_batch_size
-        return {"epoch": self.epoch, "samples_seen": samples_seen, "num_samples": self.num_samples, "seed": self.seed}
+        return {
+            "epoch": self.epoch, "samples_seen": samples_seen, "num_samples": self.num_samples, "seed": self.seed,
+            "order_seed": self.order_seed,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position.
@@ -93,6 +97,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
                 f"the checkpoint lies {state['samples_seen']} samples into its epoch, which is no multiple of "
                 f"data.train_batch_size={self.global_batch_size}; resume with the former batch size"
             )
+        self.order_seed = state.get("order_seed", self.seed)  # another where the run was begun by verl itself
         self.epoch, self.batches_done = state["epoch"], state["samples_seen"] // self.global_batch_size
         if self.batches_done >= len(self):
             self.epoch, self.batches_done = self.epoch + 1, 0

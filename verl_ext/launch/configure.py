@@ -13,11 +13,12 @@ from verl_ext.checkpoint.resume import find_checkpoint
 from verl_ext.checkpoint.retention import Retention
 from verl_ext.config.chat_checks import check_chats
 from verl_ext.config.checks import check_batch, check_values
-from verl_ext.config.compose import STAGES, compose_config
+from verl_ext.config.compose import STAGES
 from verl_ext.config.evaluation import check_evaluation_keys
 from verl_ext.config.inputs import check_data, check_model
 from verl_ext.config.preemption import check_preemption
 from verl_ext.errors import UserError
+from verl_ext.launch.from_verl import compose_as_typed
 from verl_ext.launch.grpo_model import settle_model
 from verl_ext.launch.health_check import check_health
 from verl_ext.metrics.names import describe
@@ -29,7 +30,7 @@ def configure(arguments: argparse.Namespace) -> DictConfig:
     Raises:
         UserError: see `compose_config`; or no number of ranks, or NNODES that is no number.
     """
-    config = compose_config(arguments.stage, arguments.overrides)
+    config = compose_as_typed(arguments.stage, arguments.overrides)
     if arguments.num_processes is None and not arguments.print_config:
         raise UserError(f"no number of processes is given; type for example `bash run_{arguments.stage}.sh 2`")
     nodes = os.environ.get("NNODES", "1")
@@ -41,15 +42,13 @@ def configure(arguments: argparse.Namespace) -> DictConfig:
     port = os.environ.get("MASTER_PORT", "29500")
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"MASTER_PORT is '{port}'; it must be a free port of the first machine")
-    if taken := [
-        word for word in arguments.overrides if word.startswith(("trainer.nnodes=", "trainer.n_gpus_per_node="))
-    ]:
-        raise UserError(
-            f"'{taken[0]}' is not for the command line; NNODES gives the machines, the first word the ranks on each"
-        )
+    ranks = {"nnodes": int(nodes), "n_gpus_per_node": arguments.num_processes or config.trainer.n_gpus_per_node}
+    for word in arguments.overrides:
+        name, _, value = word.removeprefix("trainer.").partition("=")
+        if word.startswith("trainer.") and value != str(ranks.get(name, value)):
+            raise UserError(f"'{word}' is said elsewhere: NNODES gives the machines, the first word the ranks on each")
     config.trainer.trace |= arguments.trace
-    config.trainer.nnodes = int(nodes)
-    config.trainer.n_gpus_per_node = arguments.num_processes or config.trainer.n_gpus_per_node
+    config.trainer.merge_with(ranks)
     return config
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from verl_ext.checkpoint.layout import EXPORT, Manifest
+from verl_ext.checkpoint.layout import EXPORT, Manifest, step_of
 from verl_ext.checkpoint.resume import find_checkpoint
 from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.collective import gather_results, on_rank_zero
+from verl_ext.data.stock_position import VERLS_SEED, stock_position
+from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn
+from verl_ext.tell import tell
 
 
 def checkpoint_to_resume(config: DictConfig) -> Path | None:
@@ -62,3 +66,40 @@ def verify_together(checkpoint: Path) -> dict[str, str]:
     mine = names[dist.get_rank() :: dist.get_world_size()]
     found = gather_results(lambda: damaged_files(checkpoint, mine))
     return {name: problem for problems in found for name, problem in problems.items()}
+
+
+def data_state_after_verl(
+    checkpoint: Path, loader_state: dict[str, Any], num_samples: int, config: DictConfig
+) -> dict[str, Any]:
+    """The position in the data of a checkpoint that verl wrote, as this pipeline saves it; rank 0 tells what goes on.
+
+    Args:
+        checkpoint: a `global_step_N`.
+        loader_state: its `data.pt`; empty where there is none.
+        num_samples: of the data set.
+        config: the resolved configuration.
+
+    Raises:
+        UserError: this pipeline wrote the checkpoint, whose manifest and export plan are lost.
+    """
+    if "samples_seen" in loader_state:
+        raise UserError(f"{checkpoint} lost its manifest.json; restore it, or name another checkpoint to resume from")
+    num_saved_ranks = max(Manifest.read(checkpoint).world_size // config.ulysses_sequence_parallel_size, 1)
+    batch_size = config.data.train_batch_size
+    position = stock_position(loader_state, step_of(checkpoint) or 0, num_samples, batch_size, num_saved_ranks)
+    if dist.get_rank() == 0:
+        tell(
+            f"verl itself wrote {checkpoint.name}; this run goes on in verl's order of the data, "
+            f"{position.samples_seen} of {num_samples} samples into epoch {position.epoch}, and removes no checkpoint "
+            "of verl's",
+            sys.__stdout__,
+        )
+        if position.doubt is not None:
+            warn(f"{checkpoint.name}: {position.doubt}")
+    return {
+        "epoch": position.epoch,
+        "samples_seen": position.samples_seen,
+        "num_samples": num_samples,
+        "seed": config.trainer.seed,
+        "order_seed": VERLS_SEED,
+    }

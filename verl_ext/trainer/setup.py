@@ -17,6 +17,7 @@ from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 from verl_ext.checkpoint.layout import step_of
 from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.options import SaveOptions
+from verl_ext.checkpoint.stock import is_stock
 from verl_ext.config.digest import config_digest
 from verl_ext.config.plain import as_dict
 from verl_ext.data.ahead import Ahead
@@ -30,7 +31,7 @@ from verl_ext.trainer.distributed import COLLECTIVE_TIMEOUT
 from verl_ext.trainer.guard import NonFiniteGuard
 from verl_ext.trainer.model import build_model
 from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
-from verl_ext.trainer.resume import checkpoint_to_resume
+from verl_ext.trainer.resume import checkpoint_to_resume, data_state_after_verl
 from verl_ext.trainer.stop_signals import ignore_stop_signals
 
 
@@ -146,7 +147,10 @@ class TrainerSetup(FSDPSFTTrainer):
             return 0
         self.resume_global_step = step_of(path) or 0
         self.checkpoint_manager.load_checkpoint(str(path))
-        self.load_data_state(self.checkpoint_manager.load_data_state(str(path)))
+        state = self.checkpoint_manager.load_data_state(str(path))
+        if is_stock(path):
+            state = data_state_after_verl(path, state, len(self.train_dataset), self.config)
+        self.load_data_state(state)
         return self.resume_global_step
 
     def save_checkpoint(self, step: int) -> None:

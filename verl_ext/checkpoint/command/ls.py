@@ -48,6 +48,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
         "time": manifest and manifest.time,
         "complete": manifest is not None,
         "state": entry.state,
+        "written_by_verl": entry.is_stock,
         "metrics": manifest.metrics if manifest else {},
         "dropped": manifest.dropped if manifest else [],
         "kept_because": entry.kept_because,

@@ -10,6 +10,7 @@ from verl_ext.checkpoint.command.run_directory import newest_resumable
 from verl_ext.checkpoint.layout import Manifest, list_steps, step_of, what_is_wrong
 from verl_ext.checkpoint.retention import Retention
 from verl_ext.checkpoint.rotation import Plan, find_leftovers, plan_rotation
+from verl_ext.checkpoint.stock import is_stock
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Entry:
         kept_because: why rotation leaves it.
         goes_next: whether rotation would remove it.
         loses_optimizer: whether rotation would drop its optimizer shards.
+        is_stock: whether verl itself wrote it.
     """
 
     path: Path
@@ -35,13 +37,15 @@ class Entry:
     kept_because: list[str]
     goes_next: bool
     loses_optimizer: bool = False
+    is_stock: bool = False
 
     @property
     def state(self) -> str:
         """Complete, or why not, in words."""
+        writer = ", written by verl itself" if self.is_stock else ""
         if self.problem is not None or self.manifest is None:
-            return f"incomplete: {self.problem}"
-        return "".join(["complete", *(f", without {part}" for part in self.manifest.dropped)])
+            return f"incomplete{writer}: {self.problem}"
+        return "".join([f"complete{writer}", *(f", without {part}" for part in self.manifest.dropped)])
 
     @property
     def fate(self) -> str:
@@ -77,11 +81,12 @@ def size_on_disk(directory: Path) -> int:
 
 
 def _checkpoint(path: Path, plan: Plan) -> Entry:
-    step, num_bytes, problem = step_of(path) or 0, size_on_disk(path), what_is_wrong(path)
+    step, num_bytes, problem, stock = step_of(path) or 0, size_on_disk(path), what_is_wrong(path), is_stock(path)
     if problem is not None:
-        return Entry(path, step, num_bytes, problem, None, ["not complete, so rotation leaves it alone"], False)
+        why = ["not complete, so rotation leaves it alone"]
+        return Entry(path, step, num_bytes, problem, None, why, goes_next=False, is_stock=stock)
     reasons, goes_next = plan.reasons.get(path, []), path in plan.remove
-    return Entry(path, step, num_bytes, None, Manifest.read(path), reasons, goes_next, path in plan.strip)
+    return Entry(path, step, num_bytes, None, Manifest.read(path), reasons, goes_next, path in plan.strip, stock)
 
 
 def _leftover(path: Path) -> Entry:

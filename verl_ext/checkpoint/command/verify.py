@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from verl_ext.checkpoint.command.run_directory import add_run_command, require_run_dir, require_steps
 from verl_ext.checkpoint.command.text import human_bytes
 from verl_ext.checkpoint.layout import Manifest, list_steps, what_is_wrong
+from verl_ext.checkpoint.stock import is_stock
 from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.command_line import FAILURES, Commands, WholeNumber
 from verl_ext.errors import UserError
@@ -74,4 +75,5 @@ def _verdict(checkpoint: Path, problems: list[str]) -> str:
     if problems:
         return "damaged or incomplete"
     manifest = Manifest.read(checkpoint)
-    return f"complete, {len(manifest.files)} files, {human_bytes(manifest.num_bytes)}, every digest is right"
+    whole = "verl keeps no digests, but every checksum is right" if is_stock(checkpoint) else "every digest is right"
+    return f"complete, {len(manifest.files)} files, {human_bytes(manifest.num_bytes)}, {whole}"

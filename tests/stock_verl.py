@@ -1,0 +1,35 @@
+"""verl's own SFT command on CPUs: `python -m torch.distributed.run --nproc-per-node=2 -m tests.stock_verl OVERRIDES`.
+
+It is as released but for what keeps it from running here, or makes it slow: flash-attention, NCCL and the broadcast of
+FSDP1, which need a GPU; bf16, which CPUs emulate; and that accelerators alone reduce its loss over the ranks.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import verl.trainer.fsdp_sft_trainer as stock
+import verl.utils.distributed
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import AutoModelForCausalLM
+
+
+def run_on_cpus() -> None:
+    """Replace what needs a GPU."""
+    verl.utils.distributed.get_nccl_backend = lambda: "gloo"
+    load = AutoModelForCausalLM.from_pretrained
+    AutoModelForCausalLM.from_pretrained = lambda *a, **k: load(*a, **{**k, "attn_implementation": "sdpa"})
+    torch.autocast = lambda *a, **k: nullcontext()
+    for name in ("MixedPrecisionPolicy", "MixedPrecision"):
+        make = getattr(stock, name)
+        setattr(stock, name, lambda make=make, **k: make(**{**k, "param_dtype": torch.float32}))
+    stock.get_init_weight_context_manager = lambda **k: nullcontext  # every rank loads the weights
+    on_cpu = {"sync_module_states": False, "device_id": torch.device("cpu")}
+    stock.FSDP = lambda *a, **k: FullyShardedDataParallel(*a, **{**k, **on_cpu})
+    stock.is_npu_available = True  # where it adds the loss up over the ranks and divides it; gloo has no mean
+
+
+if __name__ == "__main__":
+    run_on_cpus()
+    stock.main()

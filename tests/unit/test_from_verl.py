@@ -1,0 +1,94 @@
+"""A command line that was typed for verl's own trainer: which keys, which defaults, and from where its paths count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from verl_ext.config.checks import check_values
+from verl_ext.config.compose import compose_config
+from verl_ext.data.chat_encoder import pick
+from verl_ext.errors import UserError
+from verl_ext.launch.arguments import parse_arguments
+from verl_ext.launch.configure import configure
+from verl_ext.launch.from_verl import compose_as_typed
+from verl_ext.metrics.run_record import RunRecord
+
+GSM8K = (
+    "data.train_files=/data/gsm8k/train.parquet", "data.val_files=/data/gsm8k/test.parquet", "data.prompt_key=prompt",
+    "data.response_key=extra_info", "+data.prompt_dict_keys=['content']", "++data.response_dict_keys=['answer']",
+    "data.micro_batch_size_per_gpu=8", "model.partial_pretrain=google/gemma-2b-it", "trainer.project_name=gsm8k-sft",
+    "trainer.experiment_name=gemma", "trainer.total_epochs=3", "trainer.logger=['console','wandb']",
+    "trainer.default_hdfs_dir=null", "model.lora_rank=32", "model.target_modules=all-linear", "trainer.nnodes=1",
+)  # fmt: skip
+"""As verl's examples have it."""
+
+
+@pytest.fixture
+def stock_run(tmp_path: Path) -> Path:
+    """A run directory, as far as it is looked at here."""
+    checkpoint = tmp_path / "somewhere/sft/global_step_2"
+    checkpoint.mkdir(parents=True)
+    torch.save({}, checkpoint / "model_world_size_1_rank_0.pt")
+    return checkpoint.parent
+
+
+def test_verls_keys_mean_what_they_meant(stock_run: Path) -> None:
+    config = configure(parse_arguments(["sft", "8", *GSM8K, f"trainer.default_local_dir={stock_run}"]))
+    check_values(config)
+    data = config.data
+    assert (config.recipe, config.trainer.n_gpus_per_node, data.micro_batch_size_per_gpu) == ("verl", 8, 8)
+    assert (list(data.prompt_dict_keys), list(data.response_dict_keys)) == (["content"], ["answer"])
+    # not typed, so verl's; the default recipe has other ones
+    assert (data.train_batch_size, data.max_length, config.optim.lr, list(config.prepare)) == (256, 1024, 1e-5, [])
+    assert compose_config("sft", list(GSM8K)).data.train_batch_size == 32
+
+
+def test_without_verls_checkpoints_the_default_recipe_stays(stock_run: Path) -> None:
+    elsewhere = f"trainer.default_local_dir={stock_run.parent}"
+    assert compose_as_typed("sft", [*GSM8K, elsewhere]).recipe == "quickstart"
+    assert compose_as_typed("sft", []).recipe == "quickstart"
+    named = ["recipe=gsm8k", f"trainer.default_local_dir={stock_run}"]
+    assert compose_as_typed("sft", named).recipe == "gsm8k"
+    begins = [elsewhere, f"trainer.resume_from_path={stock_run}/global_step_2"]
+    assert compose_as_typed("sft", begins).recipe == "verl"
+
+
+def test_the_recipe_lasts_when_verls_checkpoints_have_gone(stock_run: Path) -> None:
+    about = {"project": "p", "experiment": "e", "stage": "sft", "config_digest": ""}
+    RunRecord(stock_run).mark_waiting(recipe="verl", **about)
+    (stock_run / "global_step_2/model_world_size_1_rank_0.pt").unlink()
+    assert compose_as_typed("sft", [f"trainer.default_local_dir={stock_run}"]).recipe == "verl"
+
+
+def test_paths_count_from_where_the_command_was_typed(stock_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    caller = stock_run.parent
+    (caller / "model").mkdir()
+    monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(caller))
+    words = ["data.train_files=[a.parquet,/b.parquet]", "data.val_files=c.parquet", "trainer.default_local_dir=sft"]
+
+    def paths(model: str) -> tuple[list[str], str, str, DictConfig]:
+        config = compose_as_typed("sft", [*words, f"model.partial_pretrain={model}"])
+        return list(config.data.train_files), config.data.val_files, config.model.partial_pretrain, config
+
+    files, val, model, config = paths("model")
+    assert files == [f"{caller}/a.parquet", "/b.parquet"]
+    assert (val, model, config.trainer.default_local_dir) == (f"{caller}/c.parquet", f"{caller}/model", f"{caller}/sft")
+    assert paths("google/gemma-2b-it")[2] == "google/gemma-2b-it"  # a name on the hub
+
+
+def test_ranks_said_twice_must_agree() -> None:
+    configure(parse_arguments(["sft", "8", "trainer.n_gpus_per_node=8", "trainer.nnodes=1"]))
+    for word in ("trainer.n_gpus_per_node=4", "trainer.nnodes=2"):
+        with pytest.raises(UserError, match=f"'{word}' is said elsewhere"):
+            configure(parse_arguments(["sft", "8", word]))
+
+
+def test_nested_columns_are_descended_into_as_verl_does() -> None:
+    one_turn = np.array([{"content": "2 + 2?", "role": "user"}], dtype=object)
+    assert pick(one_turn, ["content"]) == "2 + 2?"
+    assert pick({"question": "2 + 2?"}, ["question"]) == "2 + 2?"

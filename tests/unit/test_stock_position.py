@@ -1,0 +1,103 @@
+"""verl's own loader beside this pipeline's sampler: from any position of the one the other goes on with the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from torch.utils.data import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from verl_ext.data.sampler import GlobalBatchSampler
+from verl_ext.data.stock_position import VERLS_SEED, stock_position
+from verl_ext.errors import UserError
+
+Batches = list[set[int]]
+
+
+class OfVerl:
+    """The training loaders of all ranks, made as verl 0.7.0 makes them, with fewer workers."""
+
+    def __init__(self, num_samples: int, batch_size: int, ranks: int) -> None:
+        samples = range(num_samples)
+        self.samplers = [
+            DistributedSampler(samples, shuffle=True, num_replicas=ranks, rank=rank, drop_last=True)
+            for rank in range(ranks)
+        ]
+        arguments = {"batch_size": batch_size // ranks, "num_workers": 1, "drop_last": True}
+        self.loaders = [StatefulDataLoader(samples, sampler=sampler, **arguments) for sampler in self.samplers]
+
+    def epochs(self, number: int) -> Iterator[tuple[set[int], dict]]:
+        """Each global batch, and what verl saves with a checkpoint behind it."""
+        for epoch in range(number):
+            for sampler in self.samplers:
+                sampler.set_epoch(epoch)
+            for parts in zip(*self.loaders):
+                yield {int(sample) for part in parts for sample in part}, self.loaders[0].state_dict()
+
+
+def remaining(state: dict, num_samples: int, batch_size: int, ranks: int, number: int) -> Batches:
+    """The next global batches of this pipeline's samplers."""
+    samplers = [GlobalBatchSampler(num_samples, batch_size, rank, ranks, seed=42) for rank in range(ranks)]
+    found: Batches = []
+    for sampler in samplers:
+        sampler.load_state_dict(state)
+    while len(found) < number:
+        for parts in zip(*samplers):
+            found.append({sample for part in parts for sample in part})
+            for sampler in samplers:
+                sampler.advance()
+            state = samplers[0].state_dict()
+    for sampler in samplers:  # what it saves goes on in the same order
+        sampler.load_state_dict(state)
+    return found[:number]
+
+
+def state_after(position: object, num_samples: int) -> dict:
+    return {
+        "epoch": position.epoch,
+        "samples_seen": position.samples_seen,
+        "num_samples": num_samples,
+        "seed": 42,
+        "order_seed": VERLS_SEED,
+    }
+
+
+@pytest.mark.parametrize(("num_samples", "batch_size", "ranks"), [(37, 8, 2), (24, 6, 3), (9, 4, 1)])
+def test_the_next_batch_is_the_one_that_verl_would_have_taken(num_samples: int, batch_size: int, ranks: int) -> None:
+    taken = list(OfVerl(num_samples, batch_size, ranks).epochs(3))
+    batches = [batch for batch, _ in taken]
+    assert batches[: len(batches) // 3] != batches[len(batches) // 3 : 2 * len(batches) // 3]
+    for step, (_, loader_state) in enumerate(taken[:-1], start=1):  # the end of an epoch among them
+        for state in (loader_state, {}):  # without data.pt the step alone says it
+            position = stock_position(state, step, num_samples, batch_size, ranks)
+            assert position.doubt is None
+            for own_ranks in (1, ranks):
+                left = len(batches) - step
+                saved = state_after(position, num_samples)
+                assert remaining(saved, num_samples, batch_size, own_ranks, left) == batches[step:]
+
+
+def test_another_batch_size_goes_on_where_it_divides_what_was_seen() -> None:
+    taken = list(OfVerl(40, 8, 2).epochs(2))
+    position = stock_position(taken[6][1], 7, 40, 4, 2)  # 2 of 5 batches into the second epoch
+    assert (position.epoch, position.samples_seen, position.doubt) == (1, 16, None)
+    sampler = GlobalBatchSampler(40, 4, 0, 1, seed=42)
+    sampler.load_state_dict(state_after(position, 40))
+    assert set(next(iter(sampler))) < taken[7][0]
+    with pytest.raises(UserError, match="resume with the former batch size"):
+        GlobalBatchSampler(40, 10, 0, 1, seed=42).load_state_dict(state_after(position, 40))
+
+
+def test_other_data_are_noticed_where_the_steps_tell() -> None:
+    taken = list(OfVerl(40, 8, 2).epochs(2))
+    position = stock_position(taken[6][1], 7, 48, 8, 2)  # 6 batches an epoch by now
+    assert (position.epoch, position.samples_seen) == (1, 8)
+    assert "2 batches of 8 samples into an epoch, which step 7 does not on 48 samples" in str(position.doubt)
+
+
+def test_a_seed_that_another_run_has_is_still_refused() -> None:
+    sampler = GlobalBatchSampler(40, 8, 0, 1, seed=42)
+    sampler.load_state_dict(state_after(stock_position({}, 3, 40, 8, 2), 40))
+    with pytest.raises(UserError, match="seed=42, this run has 1"):
+        GlobalBatchSampler(40, 8, 0, 1, seed=1).load_state_dict(sampler.state_dict())

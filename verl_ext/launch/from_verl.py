@@ -1,0 +1,72 @@
+"""A command line that was typed for verl's own trainer: verl's defaults, and paths from where it was typed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.checkpoint.layout import list_steps
+from verl_ext.checkpoint.stock import is_stock
+from verl_ext.config.compose import compose_config
+from verl_ext.config.inputs import file_list
+from verl_ext.errors import UserError
+from verl_ext.metrics.run_record import RunRecord
+from verl_ext.tell import tell
+
+RECIPE = "verl"
+PATHS = (
+    "data.train_files", "data.val_files", "data.custom_cls.path", "model.partial_pretrain", "model.lora_adapter_path",
+    "trainer.default_local_dir", "trainer.resume_from_path",
+)  # fmt: skip
+
+
+def compose_as_typed(stage: str, overrides: list[str]) -> DictConfig:
+    """The configuration; without `recipe=` it is of the recipe `verl` where verl itself began the run.
+
+    Else the default recipe would set what the same command left to verl's defaults.
+
+    Raises:
+        UserError: see `compose_config`.
+    """
+    names_recipe = any(word.startswith("recipe=") for word in overrides)
+    if stage == "sft" and overrides and not names_recipe:
+        config = with_paths_of_caller(compose_config(stage, [f"recipe={RECIPE}", *overrides]))
+        if was_begun_by_verl(config):
+            run_dir = config.trainer.default_local_dir
+            tell(f"No recipe= is given and verl itself began {run_dir}: recipe={RECIPE}, verl's defaults.", sys.stderr)
+            return config
+    config = compose_config(stage, overrides)
+    return with_paths_of_caller(config) if names_recipe and config.recipe == RECIPE else config
+
+
+def was_begun_by_verl(config: DictConfig) -> bool:
+    """Whether the run goes on from a checkpoint that verl wrote, or once did."""
+    run_dir, named = Path(config.trainer.default_local_dir), config.trainer.resume_from_path
+    with suppress(UserError):  # there is no record yet, or a damaged one
+        if RunRecord(run_dir).read()["recipe"] == RECIPE:
+            return True
+    return any(is_stock(path) for path in [*list_steps(run_dir), *([Path(named)] if named else [])])
+
+
+def with_paths_of_caller(config: DictConfig) -> DictConfig:
+    """The same with relative paths from where the command was typed; the scripts change to the repository."""
+    caller = Path(os.environ.get("VERL_EXT_CALLED_FROM", "."))
+    for key in PATHS:
+        value = OmegaConf.select(config, key)
+        if value is not None:
+            paths = [from_caller(caller, key, path) for path in file_list(value)]
+            OmegaConf.update(config, key, paths[0] if isinstance(value, str) else paths)
+    return config
+
+
+def from_caller(caller: Path, key: str, path: Any) -> Any:
+    """One of them; what may be the name of a model on the hub is a path only if it is there."""
+    if not isinstance(path, str) or "://" in path or path.startswith(("/", "~")):
+        return path
+    here = caller / path
+    return path if key == "model.partial_pretrain" and not here.is_dir() else str(here)
