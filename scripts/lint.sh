@@ -6,7 +6,7 @@ lint() {
   local tool
   for tool in ruff mypy; do
     "$PYTHON" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$tool') is None)" || {
-      echo "error: $PYTHON has no $tool; install the packages of requirements/cpu.txt there, or unset VERL_EXT_PYTHON." >&2
+      echo "error: $PYTHON has no $tool; install the packages of requirements/cpu.txt there, or unset VERL_EXT_PYTHON" >&2
       return 2
     }
   done
@@ -20,7 +20,7 @@ lint() {
 
 found() {  # $1: name of a check, then its command
   "$PYTHON" "${@:2}" || {
-    echo "error: $1 refuses this tree; the reasons stand above. 'bash tests/run.sh lint' checks again." >&2
+    echo "error: $1 refuses this tree; the reasons stand above. 'bash tests/run.sh lint' checks again" >&2
     return 1
   }
 }

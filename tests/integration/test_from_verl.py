@@ -57,7 +57,7 @@ def stock(quickstart: Path, tmp_path_factory: pytest.TempPathFactory) -> StockRu
     log = directory / "log.jsonl"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VERL_FILE_LOGGER_PATH": str(log)}
     run = {"cwd": directory, "env": environment, "capture_output": True, "text": True, "timeout": TIMEOUT_S}
-    result = subprocess.run([*torchrun, "-m", "tests.stock_verl", *words], **run)
+    result = subprocess.run([*torchrun, "-m", "tests.integration.stock_verl", *words], **run)
     assert result.returncode == 0, result.stderr
     rows = {
         row["step"]: row["data"]

@@ -84,7 +84,7 @@ def test_paths_count_from_where_the_command_was_typed(stock_run: Path, monkeypat
 def test_ranks_said_twice_must_agree() -> None:
     configure(parse_arguments(["sft", "8", "trainer.n_gpus_per_node=8", "trainer.nnodes=1"]))
     for word in ("trainer.n_gpus_per_node=4", "trainer.nnodes=2"):
-        with pytest.raises(UserError, match=f"'{word}' is said elsewhere"):
+        with pytest.raises(UserError, match=f"'{word}' contradicts NNODES"):
             configure(parse_arguments(["sft", "8", word]))
 
 

@@ -80,10 +80,10 @@ def test_a_bad_node_environment_is_refused(name: str, value: str, monkeypatch: p
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["sft"], "say on how many processes to train, for example: bash run_sft.sh 2"),
+        (["sft"], "no number of processes is given; type for example `bash run_sft.sh 2`"),
         (["grpo"], "bash run_grpo.sh 2"),
-        (["sft", "2", "trainer.nnodes=2"], "'trainer.nnodes=2' is said elsewhere"),
-        (["sft", "2", "trainer.n_gpus_per_node=4"], "'trainer.n_gpus_per_node=4' is said elsewhere"),
+        (["sft", "2", "trainer.nnodes=2"], "'trainer.nnodes=2' contradicts NNODES"),
+        (["sft", "2", "trainer.n_gpus_per_node=4"], "'trainer.n_gpus_per_node=4' contradicts NNODES"),
     ],
 )
 def test_the_number_of_ranks_is_said_once_and_in_its_place(words: list[str], reason: str) -> None:

@@ -82,7 +82,7 @@ def test_exclusion_without_ids_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (None, "Cannot read --exclude"),
+        (None, "cannot read --exclude"),
         ("\n \n", "holds no id; remove the option"),
         ('{"id": 3}\n', "line 1 is no JSON object with 'problem_id'"),
         ("7\n{broken\n", "line 2 is no JSON object"),
@@ -105,7 +105,7 @@ def test_lengths_are_those_of_a_tokenizer_that_is_given(quickstart: Path, tmp_pa
     tokenizer.save_pretrained(tmp_path / "bare")
     (tmp_path / "empty").mkdir()
     for name, reason in {
-        "none": "is no directory",
+        "none": "is not a directory",
         "empty": "no tokenizer that loads",
         "bare": "no chat template",
     }.items():

@@ -46,7 +46,7 @@ def configure(arguments: argparse.Namespace) -> DictConfig:
     for word in arguments.overrides:
         name, _, value = word.removeprefix("trainer.").partition("=")
         if word.startswith("trainer.") and value != str(ranks.get(name, value)):
-            raise UserError(f"'{word}' is said elsewhere: NNODES gives the machines, the first word the ranks on each")
+            raise UserError(f"'{word}' contradicts NNODES (machines) or the first word (ranks on each); leave it out")
     config.trainer.trace |= arguments.trace
     config.trainer.merge_with(ranks)
     return config

@@ -120,6 +120,7 @@ def named_model(config: DictConfig) -> tuple[str, list[str]]:
     run_dir = OmegaConf.select(config, "model.sft_run")
     for path in sorted((RECIPES / "sft").glob("*.yaml")):
         recipe = OmegaConf.load(path)
-        if run_dir and Path(run_dir).parts[-2:] == (recipe.trainer.project_name, recipe.trainer.experiment_name):
+        names = tuple(OmegaConf.select(recipe, f"trainer.{key}_name") for key in ("project", "experiment"))
+        if run_dir and Path(run_dir).parts[-2:] == names:
             return str(recipe.model.partial_pretrain), [f"{run_dir} is taken to be a run of recipe={path.stem}"]
     raise UserError(f"model.sft_run={run_dir} is no run of a recipe that is here; give model.partial_pretrain")
