@@ -1,0 +1,49 @@
+"""Benchmarks that need no peer and no training, at a small size: their options change what is measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import adaptive, health, monitor
+from tests.unit.test_health_command import write_run
+
+
+def figures(module: Any, words: list[str], directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a benchmark writes."""
+    output = directory / "figures.json"
+    monkeypatch.setattr("sys.argv", [module.__name__, *words, "--output", str(output)])
+    module.main()
+    return json.loads(output.read_text())
+
+
+def test_the_monitor_takes_in_as_many_rows_as_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = figures(monitor, ["--rows", "500"], tmp_path, monkeypatch)
+    many = figures(monitor, ["--rows", "5000"], tmp_path, monkeypatch)
+    assert (few["rows"], many["rows"]) == (500, 5000)
+    assert many["file_mb"] == pytest.approx(10 * few["file_mb"], rel=0.05)
+
+
+def test_rules_that_are_checked_rarely_cost_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = write_run(tmp_path, "a textbook run")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    timed = ({**row, "time/train/step_s": 0.5} if "train/loss" in row else row for row in rows)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in timed))
+    often, rarely = (figures(health, [str(run_dir), "--every", each], tmp_path, monkeypatch) for each in ("1", "100"))
+    assert (often["every"], rarely["every"]) == (1, 100)
+    [cost], [less] = often["runs"], rarely["runs"]
+    assert cost["step_ms"] == pytest.approx(500, rel=0.01)
+    assert cost["health_us_per_step"] > 3 * less["health_us_per_step"]
+
+
+def test_a_knob_of_the_controller_has_the_values_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--tier-sizes", "2304", "20736", "--topk-choices", "2", "8", "--rounds", "1"]
+    one, four = (figures(adaptive, [*words, "--new-tokens", each], tmp_path, monkeypatch) for each in ("1", "4"))
+    values = {knob: [row["value"] for row in one["rows"] if row["knob"] == knob] for knob in ("tier", "top-k")}
+    assert values == {"tier": ["tier 20736", "tier 2304"], "top-k": ["8", "2"]}
+    assert one["rows"][0]["gflops"] < four["rows"][0]["gflops"]
