@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import adaptive, health, monitor
+from benchmarks import adaptive, grpo, health, monitor, quick
+from benchmarks.peer import with_peer
 from tests.unit.test_health_command import write_run
 
 
@@ -47,3 +48,27 @@ def test_a_knob_of_the_controller_has_the_values_that_are_asked_for(
     values = {knob: [row["value"] for row in rows if row["knob"] == knob] for knob in ("tier", "top-k")}
     assert values == {"tier": ["tier 2304", "tier 1024"], "top-k": ["8", "2"]}
     assert {row["decode_ms"] for row in rows} == {0.0}  # the prompt gives the first token
+
+
+def test_only_the_guards_that_are_named_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["quick", "--only", "monitor"])
+    quick.main()
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "committed" in line]
+    assert line.startswith("monitor ")
+
+
+def test_ranks_that_cannot_share_the_prompts_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["grpo", "--peer", "nowhere", "--ranks", "3"])
+    with pytest.raises(SystemExit, match="2"):
+        grpo.main()
+    assert capsys.readouterr().err == "error: --ranks is 3; it must divide 4\n"
+
+
+def test_a_peer_that_is_there_is_not_installed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "peers" / "trl").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert with_peer(Path("peers")) == tmp_path / "peers"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from eval_pipeline.__main__ import main
 from eval_pipeline.engines.answer import Answer
 from eval_pipeline.flow.complete import write_result
 from eval_pipeline.flow.place import place_of_run
@@ -20,7 +21,7 @@ from eval_pipeline.models.checkpoint import Checkpoint, find_checkpoint
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.work.batch import Answered, Described, Finished, Verdicted, key_of
 from eval_pipeline.work.evaluation import Evaluation
-from tests.exports import commit
+from tests.exports import commit, make_export
 from verl_ext.metrics.run_record import RunRecord
 
 NUM_PROBLEMS = 8
@@ -102,3 +103,15 @@ def test_the_log_has_so_many_answers_of_each_error_type(tmp_path: Path, per_erro
         write_result(session, evaluation)
     log = session.place.directory_of(job.checkpoint) / "qa_logs" / "few_qa.jsonl"
     assert len(log.read_text().splitlines()) == num_kept
+
+
+@pytest.mark.parametrize("tier", [None, "2", "3"])
+def test_run_takes_the_data_sets_up_to_the_tier_that_is_named(
+    tier: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And tells of the tier where there are none."""
+    words = ["run", "--checkpoint", str(make_export(tmp_path / "model")), "--recipe", str(tmp_path / "none.yaml")]
+    (tmp_path / "none.yaml").write_text("datasets: {}\n")
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, *([] if tier is None else ["--tier", tier])])
+    assert f"tiers up to {tier or 1} name no data set; fill tiers.tier{tier or 1}" in capsys.readouterr().err
