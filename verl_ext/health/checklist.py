@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -55,7 +56,7 @@ def checklists(files: RunFiles) -> dict[str, list[Point]]:
 def first_steps(files: RunFiles) -> Iterable[Point]:
     """What a run's beginning shows."""
     early = files.findings(early=True)
-    seen: Callable[[str], Seen | None] = lambda name: _seen(early, name)  # noqa: E731
+    seen = partial(_seen, early)
     if files.facts.stage in LANGUAGE:
         yield Point("train/loss falls", seen("loss_not_falling"))
     else:
