@@ -71,7 +71,7 @@ class VLMAdapter(ABC):
         """What stands in the place of a block that does not run."""
 
     def mixture(self, block: Any) -> Any:
-        """A block's mixture of experts, a module which has `top_k` and `num_experts`, or None: its `mlp` if any is one."""
+        """A block's mixture of experts, its `mlp` where that has some, with `top_k` and `num_experts`; else None."""
         return block.mlp if hasattr(block, "mlp") and hasattr(block.mlp, "experts") else None
 
     def routed(self, mixture: Any) -> Mapping[tuple[nn.Module, str], nn.Module]:
