@@ -108,7 +108,6 @@ ALLOWED = {
         "verl_ext.command_line",
         "verl_ext.progress",
         "verl_ext.summary",
-        "verl_ext.native_output",
         "verl_ext.gpus",
         "verl_ext.quick_imports",
         "verl_ext.starting",
