@@ -11,7 +11,6 @@ from omegaconf import DictConfig
 
 from verl_ext.checkpoint.resume import find_checkpoint
 from verl_ext.checkpoint.retention import Retention
-from verl_ext.config.chat_checks import check_chats
 from verl_ext.config.checks import check_batch, check_values
 from verl_ext.config.compose import STAGES
 from verl_ext.config.evaluation import check_evaluation_keys
@@ -21,6 +20,7 @@ from verl_ext.errors import UserError
 from verl_ext.launch.from_verl import compose_as_typed
 from verl_ext.launch.grpo_model import settle_model
 from verl_ext.launch.health_check import check_health
+from verl_ext.launch.sft_check import check_sft
 from verl_ext.metrics.names import describe
 
 
@@ -74,22 +74,22 @@ def check_config(config: DictConfig) -> None:
 
 def check_stage(config: DictConfig, world_size: int) -> None:
     """What one stage alone asks for; what the others' checks import is left out."""
-    if config.stage == "budget":
+    if config.stage == "sft":
+        check_data(config)
+        check_sft(config)
+    elif config.stage == "grpo":
+        from verl_ext.launch.grpo_check import check_grpo
+
+        check_data(config)
+        check_grpo(config, world_size)
+    elif config.stage == "budget":
         from verl_ext.launch.budget_check import check_budget
 
         check_budget(config, world_size)
-    elif config.stage == "vlm_sft":
+    else:
         from verl_ext.launch.vlm_check import check_vlm_sft
 
         check_vlm_sft(config)
-    else:
-        check_data(config)
-    if config.stage == "sft":
-        check_chats(config)
-    if config.stage == "grpo":
-        from verl_ext.launch.grpo_check import check_grpo
-
-        check_grpo(config, world_size)
 
 
 def check_run_directory(run_dir: Path) -> None:
