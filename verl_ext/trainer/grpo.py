@@ -22,6 +22,7 @@ from verl_ext.metrics.reduce import reduce_over_ranks
 from verl_ext.trainer.gathering import Gathering, keeps_gathered
 from verl_ext.trainer.grpo_parts import make_environment, make_policy
 from verl_ext.trainer.grpo_report import GRPOReport
+from verl_ext.trainer.grpo_settings import loss_settings, rollout_correction
 from verl_ext.trainer.hardware import peak_memory, pick_precision
 from verl_ext.trainer.loop import Metrics, PipelineTrainer
 from verl_ext.trainer.model import disable_dropout
@@ -40,11 +41,11 @@ class GRPOTrainer(PipelineTrainer):
         self.collector = Collector(
             self.policy,
             self.environment,
-            self.config.rollout.n,
-            algorithm.norm_adv_by_std_in_grpo,
-            self.timer,
-            self.device_name,
-            self.trace,
+            group_size=self.config.rollout.n,
+            divide_by_std=algorithm.norm_adv_by_std_in_grpo,
+            timer=self.timer,
+            device=self.device_name,
+            trace=self.trace,
         )
         self.updater = Updater(
             self.policy,
@@ -97,11 +98,11 @@ class GRPOTrainer(PipelineTrainer):
         """The sections `actor` and `algorithm` as the updates read them."""
         actor, data = self.config.actor, self.config.data
         return UpdateSettings(
-            self.loss_settings(),
-            data.train_batch_size // (actor.ppo_mini_batch_size or data.train_batch_size),
-            actor.ppo_epochs,
-            data.micro_batch_size_per_gpu,
-            self.rollout_correction(),
+            loss=self.loss_settings(),
+            num_mini_batches=data.train_batch_size // (actor.ppo_mini_batch_size or data.train_batch_size),
+            num_epochs=actor.ppo_epochs,
+            micro_batch_size=data.micro_batch_size_per_gpu,
+            correction=self.rollout_correction(),
         )
 
     def update_weights(self, loss: float) -> float:
@@ -110,22 +111,11 @@ class GRPOTrainer(PipelineTrainer):
 
     def rollout_correction(self) -> tuple[str, float] | None:
         """Level and threshold of truncated importance sampling, None for none of it."""
-        correction = self.config.algorithm.rollout_correction
-        return (correction.rollout_is, correction.rollout_is_threshold) if correction.rollout_is else None
+        return rollout_correction(self.config)
 
     def loss_settings(self) -> LossSettings:
         """The section `actor` as the loss reads it."""
-        actor = self.config.actor
-        return LossSettings(
-            actor.clip_ratio_low,
-            actor.clip_ratio_high,
-            actor.clip_ratio_c,
-            actor.loss_agg_mode,
-            actor.loss_scale_factor or self.config.data.max_response_length,
-            actor.entropy_coeff,
-            actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-            actor.kl_loss_type,
-        )
+        return loss_settings(self.config)
 
     def make_batcher(self) -> Callable[[list[dict[str, Any]]], Any]:
         """See `TrainerSetup.make_batcher`."""
