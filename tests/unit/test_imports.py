@@ -24,6 +24,7 @@ BASE = {
     "verl_ext.vllm_environment",
     "verl_ext.model_code",
     "verl_ext.own_code",
+    "verl_ext.parent_death",
     "verl_ext.config",
 }
 ALLOWED = {

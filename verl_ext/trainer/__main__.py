@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import warnings
 from pathlib import Path
@@ -15,10 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.command_line import process_words
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
 from verl_ext.metrics.startup import process_start, startup
+from verl_ext.parent_death import end_with_parent
 from verl_ext.quick_imports import quick_imports
 from verl_ext.trainer.stop_signals import RankSignals, end_at_once
-
-PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
 def main() -> None:
@@ -45,7 +42,7 @@ def die_with_launcher() -> None:
     into a run directory which the next start of the same command takes over.
     """
     launcher = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != launcher:  # it died before the kernel was told
         os._exit(1)
 
