@@ -10,11 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from verl_ext.config import checks
 from verl_ext.config.compose import LAYERS, base_config, load_yaml
 from verl_ext.config.overrides import leaves
+from verl_ext.config.plain import as_dict
 from verl_ext.health.limits import Limits
 from verl_ext.launch import budget_check, grpo_check, question_check, sft_check, vlm_check
 from verl_ext.reference.comments import comments_of
@@ -83,9 +82,9 @@ def entries_of(stage: str) -> dict[str, Entry]:
         KeyError: a key has no sentence, or no kind.
     """
     config = base_config(stage)
-    resolved, sentences = OmegaConf.to_container(config, resolve=True), sentences_of(stage)
+    resolved, sentences = as_dict(config), sentences_of(stage)
     return {
-        key: Entry(key, _kind(key, stage, _at(resolved, key)), _default(key, default), sentences[key])
+        key: Entry(key, _kind(key, stage, checks.value_of(resolved, key)), _default(key, default), sentences[key])
         for key, default in leaves(config).items()
         if key not in WITHOUT_EFFECT[stage]
     }
@@ -116,9 +115,3 @@ def _kind(key: str, stage: str, value: Any) -> str:
 
 def _default(key: str, value: Any) -> str:
     return "the command's first" if key == "stage" else shown(value)
-
-
-def _at(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = config[name]
-    return config

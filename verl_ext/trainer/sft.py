@@ -21,7 +21,10 @@ from verl_ext.trainer.sft_setup import SFTSetup
 
 def perplexity(loss: float) -> float:
     """exp(loss), infinite where a float cannot hold it."""
-    return math.exp(loss) if loss < 700 else (math.inf if loss == loss else math.nan)
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 class SFTTrainer(SFTSetup):
