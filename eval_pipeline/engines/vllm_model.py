@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
 Finished = list[tuple[int, Answer]]
+CPU_NICENESS = 10
+"""Of the process on a CPU: a training on the same cores, and the judging of what was answered, go first."""
 
 
 class VllmModel:
@@ -37,6 +40,8 @@ class VllmModel:
         started = time.monotonic()
         with quick_imports():
             device = prepare_environment()
+            if device == "cpu":
+                os.nice(CPU_NICENESS)  # of this thread, and of those that it starts
             from vllm import LLM, __version__
 
         imported = time.monotonic()

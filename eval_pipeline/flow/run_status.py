@@ -31,8 +31,10 @@ class RunStatus:
         Raises:
             UserError: the record cannot be read.
         """
-        status = load_run(self._run_dir / RUN_FILE)["status"]
-        if status != self._told and status in _WAITING:
+        run = load_run(self._run_dir / RUN_FILE)
+        status = run["status"]
+        is_starting = status == "waiting" and run["project"] is not None  # its launcher has entered it
+        if status != self._told and status in _WAITING and not is_starting:
             warn(_WAITING[status].format(run_dir=self._run_dir))
         self._told = status
         return status == "finished"

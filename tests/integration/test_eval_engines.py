@@ -22,6 +22,7 @@ import pytest
 from eval_pipeline.engines.answer import Answer, Request, Sampling
 from eval_pipeline.engines.engine import Engine, EngineDied, open_engine
 from eval_pipeline.engines.settings import EngineSettings
+from eval_pipeline.engines.vllm_model import CPU_NICENESS
 from tests.conftest import ROOT
 from tests.integration.eval_runs import evaluate, slow_problems, write_recipe
 from tests.tiny_model import make_model, make_tokenizer, save
@@ -61,6 +62,12 @@ def test_protocol_says_what_the_figures_depend_on(engine: Engine) -> None:
     assert (told["dtype"], told["max_model_len"], told["tensor_parallel_size"]) == ("float32", MAX_MODEL_LEN, 1)
     assert json.loads(json.dumps(told)) == told
     assert engine.seconds["import_s"] > 0 and engine.seconds["load_s"] > 0
+
+
+def test_on_a_cpu_a_training_goes_first(engine: Engine) -> None:
+    [child] = [each for each in psutil.Process().children() if "eval_pipeline.engines.vllm_process" in each.cmdline()]
+    is_on_cpu = engine.protocol["device"] == "cpu"
+    assert child.nice() == psutil.Process().nice() + (CPU_NICENESS if is_on_cpu else 0)
 
 
 def test_an_answer_comes_when_it_is_finished(engine: Engine) -> None:

@@ -73,7 +73,7 @@ def _load_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
     from tokenizers.processors import ByteLevel
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    loaded = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    loaded = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, legacy=False)  # it would warn otherwise
     backend = loaded.backend_tokenizer
     # Loading takes it for a Llama tokenizer: that would put <|im_start|> before every text, and tidy spaces in code.
     backend.post_processor = ByteLevel(trim_offsets=False)
