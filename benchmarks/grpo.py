@@ -26,7 +26,8 @@ from typing import Any
 
 from benchmarks.command import bench_parser, write_figures
 from benchmarks.running import ROOT, run
-from verl_ext.command_line import WholeNumber, clean_exit
+from verl_ext.argument_types import WholeNumber
+from verl_ext.command_line import clean_exit
 from verl_ext.errors import UserError
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
