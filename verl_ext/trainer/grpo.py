@@ -13,7 +13,6 @@ from verl_ext.collective import gather_results
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.experience import Collector, Experience, Replacement
-from verl_ext.grpo.figures import spreads
 from verl_ext.grpo.loss import LossSettings
 from verl_ext.grpo.policy import Policy, Prompt, Sample
 from verl_ext.grpo.update import Updater, UpdateSettings
@@ -134,22 +133,11 @@ class GRPOTrainer(PipelineTrainer):
         start = time.perf_counter()
         updated = self.updater.update(experience)
         self.trace_update(experience.samples, start)
-        advantages = spreads({"adv": experience.advantages.values.tolist()}, self.device_name)["adv"]
-        counts = {
-            "train/groups_without_signal": experience.advantages.num_without_signal,
-            "train/groups_replaced": experience.num_replaced,
-        }
         return {
-            "train/loss": updated.loss,
+            **self.report.update_figures(experience, updated),
             "train/lr(1e-3)": lr * 1e3,
-            "train/grad_norm": updated.grad_norm,
             "train/epoch": self.global_step / self.steps_per_epoch,
             "train/skipped_steps": self.guard.num_skipped,
-            **{f"train/{name}": value for name, value in updated.means.items() if name != "rollout_logprob_diff"},
-            "train/rollout_logprob_diff_mean": updated.means["rollout_logprob_diff"],
-            **{f"train/{name}_max": value for name, value in updated.maxima.items()},
-            **advantages.named("train/adv", "mean", "std", "min", "max"),
-            **reduce_over_ranks(sums=counts, device=self.device_name),
             **weights,
             **({"weights/version": float(self.global_step - 1)} if weights else {}),
             **self.measure_step(self.report.figures("train", experience.samples, experience.rewards)),
