@@ -87,3 +87,15 @@ def test_the_suffix_stands_behind_every_question(command: str, stage: str, tmp_p
     config = compose_config(command, [f"recipe={recipe}", "data.question_suffix=' Short:'"])
     for dataset in load_questions(config, None):
         assert dataset is not None and all(sample.question.endswith("? Short:") for sample in dataset.samples)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("setting", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_the_forward_pass_has_the_number_type_that_is_wanted(
+    setting: str, dtype: torch.dtype, quickstart: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(small_config(quickstart, tmp_path, f"model.mixed_precision={setting}"))
+    assert {parameter.dtype for parameter in trainer.optimizer.param_groups[0]["params"]} == {torch.float32}
+    batch = next(iter(trainer.train_dataloader))
+    with torch.no_grad():
+        assert trainer.token_loss.logits(batch.micro_batches[0]).dtype == dtype

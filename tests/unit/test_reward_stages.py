@@ -103,6 +103,15 @@ def test_a_measurement_may_measure_what_training_computes(controlled: BudgetCont
     assert computed[0] == computed[1]
 
 
+@pytest.mark.parametrize(("split", "count", "batches"), [("test", -1, 1), ("train", -1, 2), ("train", 1, 1)])
+def test_what_is_measured(split: str, count: int, batches: int, controlled: BudgetControllerTrainer) -> None:
+    controlled.config.data.merge_with({"eval_split": split, "eval_batches": count})
+    prompts = controlled.measured_prompts()
+    assert len(prompts) == batches
+    prefix = "train/" if split == "train" else "val/"
+    assert all(prompt.sample_id.startswith(prefix) for batch in prompts for prompt in batch)
+
+
 def test_tables_of_samples_have_as_many_rows_as_are_wanted(controlled: BudgetControllerTrainer) -> None:
     controlled.fit()
     rows = [json.loads(line) for line in (controlled.run_dir / SAMPLES_FILE).read_text().splitlines()]
