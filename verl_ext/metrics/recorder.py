@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, one_line
 from verl_ext.metrics.console import ConsoleLines
 from verl_ext.metrics.csv_history import CsvHistory
 from verl_ext.metrics.epoch_history import EpochTables
@@ -184,5 +184,4 @@ def _open_wandb(run_dir: Path, project: str, experiment: str, config: Mapping[st
 
 
 def _warn_off(name: str, error: Exception) -> None:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
-    warn(f"metrics no longer go to {name}: {reason}; {METRICS_FILE} still has every row")
+    warn(f"metrics no longer go to {name}: {one_line(error)}; {METRICS_FILE} still has every row")
