@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-_INTEGER = re.compile(r"([+-]?)(?=[0-9])0*+([0-9]*+)")
+_INTEGER = re.compile(r"([+-]?)([0-9]+)")
 
 
 def outputs_match(actual: str, expected: str, tolerance: float | None) -> bool:
@@ -49,7 +49,10 @@ def _same(actual: str, expected: str, tolerance: float | None) -> bool:
 def _integer(token: str) -> tuple[bool, str] | None:
     """Sign and digits of an integer, none for zero: `int` refuses thousands of digits."""
     match = _INTEGER.fullmatch(token)
-    return match and (match[1] == "-" and match[2] != "", match[2])
+    if match is None:
+        return None
+    digits = match[2].lstrip("0")
+    return match[1] == "-" and digits != "", digits
 
 
 def _finite(token: str) -> float | None:

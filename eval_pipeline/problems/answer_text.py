@@ -8,7 +8,7 @@ from eval_pipeline.problems.fences import LANGUAGES, FencedBlock, fenced_blocks
 
 _BYTE_ORDER_MARK = re.compile("^\ufeff+", re.MULTILINE)
 # MBPP's own prompt asks for code between these (Austin et al. 2021, section 3)
-_MARKER = re.compile(r"^[ \t]*+\[(?:(?P<begin>BEGIN)\][ \t]*+$|DONE\].*+$)", re.MULTILINE)
+_MARKER = re.compile(r"^[ \t]*\[(?:(?P<begin>BEGIN)\][ \t]*$|DONE\].*$)", re.MULTILINE)
 
 
 def clean_text(answer: str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from dataclasses import dataclass
+
+import regex  # unlike `re`, its possessive quantifiers hold in Python 3.10 and before 3.11.5
 
 from eval_pipeline.problems.python_source import parse_or_none
 from eval_pipeline.problems.triple_quotes import open_quote
@@ -23,8 +24,8 @@ MAX_CUTS = 4
 """Fences behind code that are tried as the end of a block."""
 
 # models also open a block at the end of a line of prose; a `~~~` block stands on lines of its own
-_OPENING = re.compile(r"(?:[^`]*+(?P<ticks>`{3,}+)|[ \t]*+(?P<tildes>~{3,}+))[ \t]*+(?P<tag>[\w+#-]*+)[^`]*+")
-_CLOSING = re.compile(r"[ \t]*+(?P<fence>`{3,}+|~{3,}+)(?P<gap>[ \t]*+)(?P<tag>[\w+#-]*+)(?P<rest>.*+)")
+_OPENING = regex.compile(r"(?:[^`]*+(?P<ticks>`{3,}+)|[ \t]*+(?P<tildes>~{3,}+))[ \t]*+(?P<tag>[\w+#-]*+)[^`]*+")
+_CLOSING = regex.compile(r"[ \t]*+(?P<fence>`{3,}+|~{3,}+)(?P<gap>[ \t]*+)(?P<tag>[\w+#-]*+)(?P<rest>.*+)")
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ _STATEMENT_END = re.compile(
     r"[.!?;](?:[ \t]|$)|,[ \t]|[ \t](?:because|since|as|where|when|with|if|given|so|which|due|assuming|but)\b",
     re.IGNORECASE,
 )
-_ASIDE = re.compile(r"\([^()=]*+=[^()]*+\)")
+_ASIDE = re.compile(r"\([^()=]*=[^()]*\)")
 _DIGIT = re.compile(r"[0-9]")
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2}")
 _FORMULA = re.compile(r"\\[A-Za-z]|[\^\u221a]|[0)] ?[-+*/\u00d7\u00f7] ?[0(]|0\(")

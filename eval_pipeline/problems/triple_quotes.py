@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import re
+import regex  # unlike `re`, its possessive quantifiers hold in Python 3.10 and before 3.11.5
 
 _TRIPLE = r"'''|\"\"\""
-_CODE = re.compile(rf"""(?:[^'"#]|(?!{_TRIPLE})(?:'(?:\\.|[^'\\])*+'?|"(?:\\.|[^"\\])*+"?))*+(?P<quote>{_TRIPLE})?""")
-_IN_STRING = {quote: re.compile(rf"(?:\\.|(?!{quote})[^\\])*+(?P<end>{quote})?") for quote in ("'''", '"""')}
+_CODE = regex.compile(
+    rf"""(?:[^'"#]|(?!{_TRIPLE})(?:'(?:\\.|[^'\\])*+'?|"(?:\\.|[^"\\])*+"?))*+(?P<quote>{_TRIPLE})?"""
+)
+_IN_STRING = {quote: regex.compile(rf"(?:\\.|(?!{quote})[^\\])*+(?P<end>{quote})?") for quote in ("'''", '"""')}
 
 
 def open_quote(line: str, quote: str = "") -> str:
@@ -29,7 +31,7 @@ def open_quote(line: str, quote: str = "") -> str:
         at, quote = outside.end(), outside["quote"]
 
 
-def _matched(pattern: re.Pattern[str], line: str, at: int) -> re.Match[str]:
+def _matched(pattern: regex.Pattern[str], line: str, at: int) -> regex.Match[str]:
     match = pattern.match(line, at)
     assert match is not None  # both patterns match the empty text
     return match

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-import re
+
+import regex  # unlike `re`, its possessive quantifiers hold in Python 3.10 and before 3.11.5
 
 from eval_pipeline.problems.answer_text import code_before, code_blocks
 from eval_pipeline.problems.fences import PYTHON_TAGS, FencedBlock
@@ -15,12 +16,12 @@ MAX_BLOCKS = 100
 MAX_STARTS = 8
 """Lines that are tried as the first of a program without a fence."""
 
-_CODE_START = re.compile(
+_CODE_START = regex.compile(
     r"(?:from[ \t]+[\w.]+[ \t]+import\b|import[ \t]+\w|(?:async[ \t]+def|def|class)[ \t]+\w|@\w"
     r"|(?:for|while|if|with|try)\b.*:|[A-Za-z_][\w.]*+(?:[ \t]*+,[ \t]*+\w++)*+[ \t]*+[-+*/%]?=|[A-Za-z_][\w.]*+\()"
 )
 # "N = in" and "A.b" broke off and are no prose
-_PROSE_START = re.compile(
+_PROSE_START = regex.compile(
     r"[ \t]*+(?:\*{1,3}\w|[-*>] |</?[a-z|]|\(?[A-Z][\w'\u2019]*+(?:,? [a-z(]|[*:!.]*+(?:[ \t]*+$|[ \t]++[^-+*/=\s])))"
 )
 
