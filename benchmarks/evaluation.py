@@ -28,13 +28,13 @@ from typing import Any
 from benchmarks.command import bench_parser, write_figures
 from benchmarks.evaluation_command import command_parts
 from benchmarks.evaluation_turns import VARIANTS, Turn, Turns
+from benchmarks.running import ROOT
 from eval_pipeline.recipe.load import load_recipe
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import clean_exit
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
 
-ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "data" / "quickstart" / "model"
 Found = dict[str, list[Turn]]
 """Turns of each kind."""

@@ -1,7 +1,7 @@
 """A GRPO step, and each part of it: ours beside TRL's `GRPOTrainer`, in one run.
 
-DIRECTORY is one where `pip install --no-deps --target DIRECTORY trl==1.6.0` was run: the newest TRL that works with the
-vLLM of this project's environment, in which both are run, each as its users start it.
+TRL is installed into `--peer` where it is not there yet. Both are run in this project's environment, each as its users
+start it.
 
 Both learn from the same few prompts in every step, with the same model (SmolLM2-135M-Instruct, which
 `python -m verl_ext.data.prepare smollm2 --output data/smollm2_135m` makes), group size, longest completion, samples in
@@ -16,116 +16,30 @@ forward and backward passes and the optimizer. `rest_share` is what is left of a
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.command import bench_parser, write_figures
-from benchmarks.running import ROOT, run
+from benchmarks.grpo_runs import (
+    GROUP_SIZE,
+    MAX_TOKENS,
+    MODEL,
+    PROMPTS,
+    Step,
+    our_steps,
+    peer_steps,
+    write_prompts,
+)
+from benchmarks.peer import add_peer, with_peer
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import clean_exit
 from verl_ext.errors import UserError
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
 
-MODEL = ROOT / "data" / "smollm2_135m"
-PROMPTS = 4
-GROUP_SIZE = 8
-MICRO_BATCH_SIZE = 8
-MAX_TOKENS = 64
-MAX_PROMPT_TOKENS = 192
-LR = 1e-6
 PARTS = ("step_s", "generation_s", "model_s", "sync_s", "reward_s")
-QUESTIONS = (
-    "A train of {} cars carries {} people in each car. At the next station {} people get off and {} get on, and one "
-    "car is left behind empty after its passengers moved to the others. How many people are in each car on average, "
-    "and how many seats are free in the train if each car has {} seats? Explain each step before you give the result."
-)
-Step = dict[str, float]
-
-
-def write_prompts(path: Path) -> None:
-    """Questions of like length in verl's RL format."""
-    import pandas as pd  # here, so that --help need not wait for it
-
-    turns = [[{"role": "user", "content": QUESTIONS.format(*range(n + 11, n + 16))}] for n in range(PROMPTS)]
-    rows = [
-        {"data_source": "benchmark", "prompt": turn, "reward_model": {"style": "rule", "ground_truth": "0"}}
-        for turn in turns
-    ]
-    pd.DataFrame(rows).to_parquet(path)
-
-
-def our_steps(engine: str, ranks: int, num_steps: int, scratch: Path) -> list[Step]:
-    """Our command with its smallest recipe, the steps as its metrics have them."""
-    run_dir = scratch / f"ours_{engine}"
-    settings = {
-        "recipe": "smollm2_gsm8k",
-        "prepare": "[]",
-        "model.partial_pretrain": MODEL,
-        "data.train_files": scratch / "prompts.parquet",
-        "data.val_files": "null",
-        "data.eval_every_steps": 0,
-        "data.max_prompt_length": MAX_PROMPT_TOKENS,
-        "data.max_response_length": MAX_TOKENS,
-        "data.train_batch_size": PROMPTS,
-        "data.micro_batch_size_per_gpu": MICRO_BATCH_SIZE,
-        "rollout.engine": engine,
-        "rollout.n": GROUP_SIZE,
-        "reward.functions": f"[{ROOT}/benchmarks/grpo_reward.py:compute_score]",
-        "optim.lr": LR,
-        "trainer.total_epochs": num_steps,
-        "trainer.total_training_steps": num_steps,
-        "trainer.save_freq": -1,
-        "trainer.checkpoint.save_contents": "[model]",
-        "trainer.log_samples_every": 0,
-        "trainer.logger": "[console]",
-        "trainer.default_local_dir": run_dir,
-    }
-    run(["bash", "run_grpo.sh", str(ranks), *(f"{key}={value}" for key, value in settings.items())])
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [our_step(row) for row in rows if "time/train/update_s" in row]
-
-
-def our_step(row: Step) -> Step:
-    """A line of metrics.jsonl by the names of this benchmark."""
-    return {
-        "step_s": row["time/train/step_s"],
-        "generation_s": row["time/train/rollout_s"],
-        "model_s": row["time/train/update_s"],
-        "sync_s": row.get("weights/sync_s", 0.0),
-        "reward_s": row["time/train/reward_s"],
-        "tokens_mean": row["train/seq_completion_len_mean"],
-    }
-
-
-def peer_steps(engine: str, ranks: int, num_steps: int, scratch: Path, peer: Path) -> tuple[list[Step], dict[str, str]]:
-    """TRL's trainer, started as torchrun starts it; its steps and the versions."""
-    job = {
-        "engine": engine,
-        "model": str(MODEL),
-        "prompts": str(scratch / "prompts.parquet"),
-        "output": str(scratch / f"peer_{engine}"),
-        "num_steps": num_steps,
-        "group_size": GROUP_SIZE,
-        "num_samples": PROMPTS * GROUP_SIZE // ranks,
-        "micro_batch_size": MICRO_BATCH_SIZE,
-        "max_tokens": MAX_TOKENS,
-        "max_model_len": MAX_PROMPT_TOKENS + MAX_TOKENS,
-        "lr": LR,
-    }
-    path = scratch / "job.json"
-    path.write_text(json.dumps(job))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["-m", "benchmarks.side", "grpo_peer", str(path)]
-    output = run(command, PYTHONPATH=f"{peer}{os.pathsep}{ROOT}")
-    lines = [line.split(" ", 1) for line in output.splitlines() if line.startswith(("STEP ", "ABOUT "))]
-    versions = next(json.loads(text) for kind, text in lines if kind == "ABOUT")
-    return [json.loads(text) for kind, text in lines if kind == "STEP"], versions
 
 
 def summary_of(steps: list[Step]) -> dict[str, Any]:
@@ -187,7 +101,7 @@ def main() -> None:
     parser = bench_parser(
         "grpo", __doc__, "--peer peers/trl", "--peer peers/trl --engines hf --num-steps 8 --output FILE.json"
     )
-    parser.add_argument("--peer", type=Path, metavar="DIR", required=True, help="directory that TRL was installed into")
+    add_peer(parser, required=True)
     parser.add_argument(
         "--engines", nargs="+", choices=("hf", "vllm"), default=["hf", "vllm"], help="what completions are drawn by"
     )
@@ -196,15 +110,11 @@ def main() -> None:
     )
     parser.add_argument("--num-steps", type=WholeNumber(2), default=4, help="of each run; the first is left out")
     arguments = parser.parse_args()
-    if not (arguments.peer / "trl").is_dir():
-        raise UserError(
-            f"{arguments.peer} has no TRL; run `pip install --no-deps --target {arguments.peer} trl==1.6.0`"
-        )
-    if not MODEL.is_dir():
-        raise UserError(f"{MODEL} is missing; run `python -m verl_ext.data.prepare smollm2 --output {MODEL}`")
     if PROMPTS % arguments.ranks:
         raise UserError(f"--ranks is {arguments.ranks}; it must divide {PROMPTS}")
-    arguments.peer = arguments.peer.absolute()
+    if not MODEL.is_dir():
+        raise UserError(f"{MODEL} is missing; run `python -m verl_ext.data.prepare smollm2 --output {MODEL}`")
+    arguments.peer = with_peer(arguments.peer)
     figures = measure(arguments)
     tell(table_of(figures))
     write_figures(figures, arguments.output)

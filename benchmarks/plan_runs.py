@@ -16,6 +16,7 @@ import transformers
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.plan_settings import PLAIN, TARGET, Setting
+from benchmarks.running import ROOT
 from verl_ext.config.compose import compose_config
 from verl_ext.data.prepare import prepare
 from verl_ext.errors import UserError
@@ -25,7 +26,6 @@ from verl_ext.plan.plan import GIB, Plan, make_plan
 from verl_ext.plan.shape import ModelShape, shape_of
 from verl_ext.plan.workload import Lengths
 
-ROOT = Path(__file__).resolve().parents[1]
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 """A tensor of 1 MiB and more is a mapping of its own, which `free` returns to the system; mallopt(3)."""
 WORDS = "def add(left, right): return left + right\n"

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.running import ROOT
 from verl_ext.command_line import CommandParser, clean_exit
 from verl_ext.data.prepare import prepare
 from verl_ext.tell import tell
 
-ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 0.15
 TIMEOUT_S = 150
 Figures = Mapping[str, Any]

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # usage: bash benchmarks/run.sh --quick | PEERS_DIRECTORY
 #
-# --quick compares some ratios with the committed ones, in less than 5 minutes. With a directory, in which the peers are
-# installed, it makes the results of SFT, GRPO, checkpoints, starts, evaluation and plan anew, in an hour or so. Each
-# benchmark is a command of its own too: `python -m benchmarks.NAME --help`.
+# --quick compares some ratios with the committed ones, in less than 5 minutes. With a directory for TRL, which is
+# installed into it where it is not there yet, it makes the results of SFT, GRPO, checkpoints, starts, evaluation and
+# plan anew, in an hour or so. Each benchmark is a command of its own too: `python -m benchmarks.NAME --help`.
 #
 # examples:
 #   bash benchmarks/run.sh --quick

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import bench_parser, write_figures
+from benchmarks.peer import add_peer, with_peer
 from benchmarks.running import ROOT, run
 from benchmarks.sft_job import Job
 from verl_ext.argument_types import WholeNumber
@@ -27,7 +28,6 @@ from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
 
 RANKS, BATCH_SIZE, STOCK_BATCH_SIZE, MAX_LENGTH, ROW = 2, 64, 8, 1024, 2048
-TRL = "trl==1.6.0"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 BARE = {
     "bare, padded": ("padded", 1),
@@ -111,13 +111,6 @@ def rate_of(output: str) -> float:
     return sum(step["tokens"] for step in steps[1:]) / sum(step["seconds"] for step in steps[1:])
 
 
-def ensure_peer(directory: Path) -> None:
-    """Install TRL into a directory of its own; it uses this environment's torch and transformers."""
-    if not (directory / "trl").is_dir():
-        words = ["install", "--quiet", "--no-deps", "--target", str(directory), TRL]
-        run([sys.executable, "-m", "pip", *words])
-
-
 def measure(bench: Bench, rounds: int, quick: bool) -> dict[str, Any]:
     """All figures: tokens per second by side, and what ours is of them."""
     loops = {name: BARE[name] for name in (QUICK if quick else BARE)}
@@ -147,23 +140,19 @@ def measure(bench: Bench, rounds: int, quick: bool) -> dict[str, Any]:
 def main() -> None:
     """Measure, print the figures and write them."""
     parser = bench_parser("sft", __doc__, "--quick", "--peer peers/trl --output FILE.json")
-    parser.add_argument(
-        "--peer", type=Path, metavar="DIR", help="directory of TRL's own; it is installed where it is not there"
-    )
+    add_peer(parser)
     parser.add_argument("--rounds", type=WholeNumber(), default=3, help="runs of ours and of each bare loop")
     parser.add_argument("--num-steps", type=WholeNumber(2), default=4, help="of a run; the first is left out")
     parser.add_argument("--quick", action="store_true", help="ours and one bare loop alone")
     arguments = parser.parse_args()
     if arguments.peer is None and not arguments.quick:
         raise UserError("TRL has no place; name its directory, or one to install it into, by --peer, or take --quick")
-    if not arguments.quick:
-        arguments.peer = arguments.peer.absolute()
-        ensure_peer(arguments.peer)
+    peer = None if arguments.quick else with_peer(arguments.peer)
     from benchmarks.sft_inputs import write_inputs  # here, as torch takes seconds to import
 
     with tempfile.TemporaryDirectory(prefix="benchmark_sft_") as scratch:
         write_inputs(Path(scratch))
-        found = measure(Bench(Path(scratch), arguments.num_steps, arguments.peer), arguments.rounds, arguments.quick)
+        found = measure(Bench(Path(scratch), arguments.num_steps, peer), arguments.rounds, arguments.quick)
     job = {"ranks": RANKS, "samples_per_step": BATCH_SIZE, "max_length": MAX_LENGTH}
     for name, rate in found["tokens_per_s"].items():
         tell(f"{name:<32}{rate:8.0f} tokens/s{found['ours_over'][name]:10.2f}")

@@ -54,14 +54,19 @@ def main(words: list[str]) -> None:
     job = Job.load(words[0])
     dist.init_process_group("gloo")
     config, size = config_of(job), dist.get_world_size()
-    meshes = init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",)), init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "sp"))  # fmt: skip # noqa: E501
+    sharding = init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",))
+    sequence = init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "sp"))
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     dataset = stock.create_sft_dataset([job.data], config.data, tokenizer)
     load = AutoModelForCausalLM.from_pretrained
-    with mock.patch.object(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: load(*a, **{**k, "attn_implementation": "sdpa"})):  # fmt: skip # noqa: E501
+
+    def with_sdpa(*arguments: Any, **named: Any) -> Any:
+        return load(*arguments, **{**named, "attn_implementation": "sdpa"})
+
+    with mock.patch.object(AutoModelForCausalLM, "from_pretrained", with_sdpa):
         if job.way == "fp32":
             in_fp32()
-        trainer = FSDPSFTTrainer(config, *meshes, tokenizer, dataset, dataset)
+        trainer = FSDPSFTTrainer(config, sharding, sequence, tokenizer, dataset, dataset)
     batches = iter(trainer.train_dataloader)
     for _ in range(job.num_steps):
         begun = time.perf_counter()

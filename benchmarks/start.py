@@ -24,7 +24,6 @@ from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
 
-ROOT = Path(__file__).resolve().parents[1]
 PREFIX = "time/start/"
 Parts = dict[str, float]
 EXIT_CODES = {"0": "the median of `total_s` is at most `--limit`", "1": "it is more", **FAILURES}

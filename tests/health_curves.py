@@ -37,18 +37,22 @@ Shape = Callable[[float, np.random.Generator], float]
 
 
 def noisy(shape: Callable[[float], float], noise: float = 0.0) -> Shape:
+    """A shape that every step misses by some share of its value."""
     return lambda share, rng: shape(share) * (1 + noise * rng.standard_normal())
 
 
 def falling(start: float, end: float, rate: float = 5.0, noise: float = 0.05) -> Shape:
+    """Exponentially, towards `end`."""
     return noisy(lambda share: end + (start - end) * math.exp(-rate * share), noise)
 
 
 def flat(value: float, noise: float = 0.05) -> Shape:
+    """The same all along."""
     return noisy(lambda share: value, noise)
 
 
 def line(start: float, end: float, noise: float = 0.05) -> Shape:
+    """Straight from `start` to `end`."""
     return noisy(lambda share: start + (end - start) * share, noise)
 
 

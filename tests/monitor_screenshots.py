@@ -11,7 +11,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser
 
-from tests.monitor_browser import browser, monitor, wait_for_text
+from tests.monitor_browser import browser, choose, monitor, wait_for_text
 from verl_ext.command_line import CommandParser, clean_exit
 
 SIZE = {"width": 1280, "height": 900}
@@ -47,9 +47,7 @@ def take(running: Browser, address: str, run: str | None, dark: bool, path: Path
     page.goto(address)
     page.get_by_test_id("run").wait_for()
     if run is not None:
-        page.get_by_test_id("run").click()
-        page.get_by_role("option").filter(has_text=run).first.click()
-        page.wait_for_timeout(1000)
+        choose(page, run)
     if dark:
         page.get_by_test_id("language").get_by_text("中文").click()
         page.wait_for_timeout(1000)

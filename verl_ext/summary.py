@@ -1,4 +1,7 @@
-"""What a command says at its end, the same form for each: what is done, where things lie, what to type next."""
+"""What a command says at its end, the same form for each: what is done, where things lie, what to type next.
+
+Its tables, too, have one form.
+"""
 
 from __future__ import annotations
 
@@ -30,3 +33,19 @@ def tell_summary(
     if next_words:
         lines.append(f"Next: {shlex.join(map(str, next_words))}")
     tell("\n".join(lines))
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Cells in aligned columns, two spaces apart.
+
+    Args:
+        rows: at least one, with equally many cells each.
+    """
+    return "\n".join(aligned(rows))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The same with a line for each row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return [line.rstrip() for line in lines]

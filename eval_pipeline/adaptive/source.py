@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval_pipeline.models.checkpoint import EXPORT_FOLDER
-from verl_ext.checkpoint.layout import list_steps, step_of, what_is_wrong
+from verl_ext.checkpoint.layout import EXPORT, list_steps, step_of, what_is_wrong
 from verl_ext.config.plain import as_dict
 from verl_ext.config.written import load_written
 from verl_ext.errors import UserError
@@ -66,10 +65,10 @@ def find_controller(path: Path) -> ControllerSource:
         UserError: there is none.
     """
     path = path.resolve()
-    if step_of(path) is None and path.name != EXPORT_FOLDER and (steps := list_steps(path)):
-        complete = (step for step in steps if (step / EXPORT_FOLDER).is_dir() and what_is_wrong(step) is None)
+    if step_of(path) is None and path.name != EXPORT and (steps := list_steps(path)):
+        complete = (step for step in steps if (step / EXPORT).is_dir() and what_is_wrong(step) is None)
         path = next(complete, path)
-    export = path / EXPORT_FOLDER if step_of(path) is not None else path
+    export = path / EXPORT if step_of(path) is not None else path
     if not _is_controller(export):
         raise UserError(
             f"{path} has no budget controller's export; name the huggingface folder of a checkpoint of the stage "

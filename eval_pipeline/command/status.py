@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import add_action, add_directory
 from verl_ext.command_line import FAILURES, Commands
+from verl_ext.summary import aligned
 from verl_ext.tell import tell
 
 if TYPE_CHECKING:
@@ -45,10 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print_table(jobs: Sequence[Job]) -> None:
     header = ("checkpoint", "data set", "tier", "state", "attempts", "seconds", "worker")
-    rows = [header, *(_cells(job) for job in jobs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    for row, job in zip(rows, [None, *jobs], strict=True):
-        tell("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    lines = aligned([header, *(_cells(job) for job in jobs)])
+    for line, job in zip(lines, [None, *jobs], strict=True):
+        tell(line)
         if job is not None and job.error is not None:
             tell(f"    {_when(job)}{job.error}")
 

@@ -12,9 +12,8 @@ from typing import Any, Literal
 from eval_pipeline.figures.evaluated import EvaluatedModel, figures_with_intervals
 from eval_pipeline.figures.selection import Choice
 from eval_pipeline.figures.writing import write_json
+from verl_ext.checkpoint.layout import BEST
 from verl_ext.errors import UserError
-
-BEST_FILE = "best_checkpoint.json"
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def write_best_checkpoint(run_dir: Path, choice: Choice, evaluated: Sequence[Eva
     Raises:
         UserError: it cannot be written.
     """
-    return write_json(run_dir / BEST_FILE, _content(choice, evaluated))
+    return write_json(run_dir / BEST, _content(choice, evaluated))
 
 
 def read_best_checkpoint(run_dir: Path) -> BestCheckpoint:
@@ -56,9 +55,9 @@ def read_best_checkpoint(run_dir: Path) -> BestCheckpoint:
     Raises:
         UserError: it is missing or malformed.
     """
-    path = run_dir / BEST_FILE
+    path = run_dir / BEST
     if not path.exists():
-        raise UserError(f"{run_dir} has no {BEST_FILE}; evaluate the run's checkpoints by `watch` to have it written")
+        raise UserError(f"{run_dir} has no {BEST}; evaluate the run's checkpoints by `watch` to have it written")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         keys = ("metric", "mode", "settings")

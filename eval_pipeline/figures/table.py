@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from eval_pipeline.figures.evaluated import DatasetResult
 from eval_pipeline.figures.intervals import Interval
+from verl_ext.summary import text_table
 
 
 def format_table(datasets: Mapping[str, DatasetResult]) -> str:
@@ -17,12 +18,6 @@ def format_table(datasets: Mapping[str, DatasetResult]) -> str:
     names = list(dict.fromkeys(name for result in datasets.values() for name in result.figures))
     columns = [["", *names]] + [[name, *_cells(result, names)] for name, result in datasets.items()]
     return text_table(list(zip(*columns, strict=True)))
-
-
-def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows with their columns below each other; the first row is the header."""
-    padded = [_pad(column) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(row).rstrip() for row in zip(*padded, strict=True))
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -41,8 +36,3 @@ def format_value(value: float | int | None, interval: Interval | None = None) ->
 
 def _cells(result: DatasetResult, names: list[str]) -> list[str]:
     return [format_value(result.figures.get(name), result.intervals.get(name)) for name in names]
-
-
-def _pad(column: Sequence[str]) -> list[str]:
-    width = max(map(len, column))
-    return [cell.ljust(width) for cell in column]

@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eval_pipeline.figures.best_file import BEST_FILE, read_best_checkpoint, write_best_checkpoint
+from eval_pipeline.figures.best_file import read_best_checkpoint, write_best_checkpoint
 from eval_pipeline.figures.evaluated import EvaluatedModel
 from eval_pipeline.figures.files import METRICS_FILE, read_evaluation
 from eval_pipeline.figures.selection import choose_best
 from eval_pipeline.flow.complete import settings_of
 from eval_pipeline.flow.session import Session
+from verl_ext.checkpoint.layout import BEST
 from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn
 
@@ -42,12 +43,12 @@ class Chooser:
         choice = choose_best(evaluated, settings, selection.metric, selection.mode, selection.dataset)
         if choice is not None:
             write_best_checkpoint(place.run_dir, choice, evaluated)
-        elif (place.run_dir / BEST_FILE).exists() and not self._has_warned:
+        elif (place.run_dir / BEST).exists() and not self._has_warned:
             self._has_warned = True
-            warn(f"no checkpoint has the figures that the best is chosen by; {BEST_FILE} stays as it was")
+            warn(f"no checkpoint has the figures that the best is chosen by; {BEST} stays as it was")
 
     def _settings(self, run_dir: Path) -> dict[str, Any]:
-        if not self._leads and (run_dir / BEST_FILE).exists():
+        if not self._leads and (run_dir / BEST).exists():
             return read_best_checkpoint(run_dir).settings
         selection = self._session.recipe.selection
         names = self._session.recipe.tiers[1] if selection.dataset is None else (selection.dataset,)

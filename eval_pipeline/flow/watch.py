@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from eval_pipeline.figures.best_file import BEST_FILE, read_best_checkpoint
+from eval_pipeline.figures.best_file import read_best_checkpoint
 from eval_pipeline.flow.publish import Publisher
 from eval_pipeline.flow.run_status import RunStatus
 from eval_pipeline.flow.session import Session
@@ -14,6 +14,7 @@ from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.models.discover import Discovery
 from eval_pipeline.models.run_config import read_run_config
 from eval_pipeline.work.driver import Task
+from verl_ext.checkpoint.layout import BEST
 from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn
 from verl_ext.summary import tell_summary
@@ -88,7 +89,7 @@ class Watcher:
         return sorted(tasks, key=lambda task: tiers[task.key])
 
     def _last_tier(self, checkpoints: Sequence[Checkpoint]) -> list[Task]:
-        if not (self._run_dir / BEST_FILE).exists():
+        if not (self._run_dir / BEST).exists():
             return []  # nothing could be evaluated, so nothing is best
         best = read_best_checkpoint(self._run_dir).step
         chosen = [checkpoint for checkpoint in checkpoints if checkpoint.step == best]
@@ -137,7 +138,7 @@ def watch(session: Session) -> int:
 def _tell_end(session: Session) -> None:
     run_dir, best = session.place.of_run, None
     then: tuple[object, ...] = ()
-    if (run_dir / BEST_FILE).exists():
+    if (run_dir / BEST).exists():
         chosen, base = read_best_checkpoint(run_dir), read_run_config(run_dir).base
         best = f"global_step_{chosen.step}, by {chosen.metric} on {', '.join(chosen.datasets)}"
         then = ("python", "-m", "eval_pipeline", "report", run_dir, "--baseline", base) if base else ()

@@ -146,11 +146,14 @@ class Ledger:
         """Enter a failed attempt: the job is tried again after the back-off, or is given up; False as in `finish`."""
         attempts = job.attempts + 1
         state = "failed" if attempts >= self.max_attempts else "pending"
-        pause = self.backoff_s * 2 ** (attempts - 1)
         return self._update(
             job, f"state=?, attempts=?, not_before=?, error=?, ended=?, seconds=?, {_FREE}",
-            state, attempts, time.time() + pause, error, time.time(), json.dumps(seconds),
+            state, attempts, time.time() + self.pause_s(attempts), error, time.time(), json.dumps(seconds),
         )  # fmt: skip
+
+    def pause_s(self, attempts: int) -> float:
+        """Seconds from the failure of a job that has then failed so often to its next attempt."""
+        return self.backoff_s * 2 ** (attempts - 1)
 
     def give_up(self, labels: Collection[str]) -> list[tuple[str, str]]:
         """Enter the waiting jobs of checkpoints that have gone as failed.

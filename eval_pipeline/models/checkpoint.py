@@ -8,15 +8,11 @@ from pathlib import Path
 
 from eval_pipeline.engines.model_card import ModelCard
 from eval_pipeline.models.export import check_export
-from verl_ext.checkpoint.layout import list_steps
+from verl_ext.checkpoint.layout import EXPORT, list_steps, step_of
 from verl_ext.errors import UserError
-
-EXPORT_FOLDER = "huggingface"
 
 MAX_LABEL = 120
 """Characters of a served model's label, which becomes part of file names."""
-
-_STEP_DIRECTORY = re.compile(r"global_step_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
     path = path.resolve()
     if not path.is_dir():
         raise UserError(f"{path} is not a directory; name a global_step_N directory or a Hugging Face model")
-    if path.name == EXPORT_FOLDER and _STEP_DIRECTORY.fullmatch(path.parent.name):
+    if path.name == EXPORT and step_of(path.parent) is not None:
         path = path.parent
     checkpoint = _locate(path)
     if checkpoint.step is None and not (path / "config.json").is_file() and (steps := list_steps(path)):
@@ -87,7 +83,5 @@ def find_checkpoint(path: Path) -> Checkpoint:
 
 
 def _locate(path: Path) -> Checkpoint:
-    match = _STEP_DIRECTORY.fullmatch(path.name)
-    if match:
-        return Checkpoint(path, path / EXPORT_FOLDER, run_dir=path.parent, step=int(match.group(1)))
-    return Checkpoint(path, export=path)
+    step = step_of(path)
+    return Checkpoint(path, path) if step is None else Checkpoint(path, path / EXPORT, run_dir=path.parent, step=step)

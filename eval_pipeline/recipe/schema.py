@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from eval_pipeline.problems.dataset import parser_of
 from eval_pipeline.problems.source import DatasetSource
 from eval_pipeline.recipe.kinds import require_kinds
 from eval_pipeline.recipe.metric import require_metric
+from eval_pipeline.recipe.values import is_positive_whole, require_choices, require_ranges
 from verl_ext.errors import UserError
 
 TIERS = (1, 2, 3)
@@ -89,8 +89,8 @@ class EvalRecipe:
             if unknown:
                 known = ", ".join(self.datasets) or "none"
                 raise UserError(f"tiers.tier{tier} names {unknown[0]!r}, which is not in `datasets`; take {known}")
-        _require_choices(self)
-        _require_ranges(self)
+        require_choices(self)
+        require_ranges(self)
         find_packages(self.judge_packages)
         require_metric(self.selection.metric, self.selection.mode, self.sampling.num_samples)
 
@@ -104,12 +104,6 @@ class EvalRecipe:
 
 
 _PLAIN = ("tier2_every", "batch_size", "max_attempts", "backoff_s", "poll_s", "qa_per_error_type", "wandb")
-CHOICES = {
-    "engine.kind": ("vllm", "openai"),
-    "judge.isolation": ("auto", "bwrap", "sandlock", "rlimits"),
-    "selection.mode": ("max", "min"),
-    "executor.kind": ("local", "ray"),
-}
 
 
 def _source(name: str, entry: Any) -> DatasetSource:
@@ -125,70 +119,6 @@ def _source(name: str, entry: Any) -> DatasetSource:
             raise UserError(f"datasets.{name}.{key} is {value!r}; it must be text")
     parser_of(entry["format"], f"datasets.{name}.format")
     limit = entry.get("limit")
-    if limit is not None and not _is_positive_whole(limit):
+    if limit is not None and not is_positive_whole(limit):
         raise UserError(f"datasets.{name}.limit is {limit!r}; it must be a whole number of at least 1, or null for all")
     return DatasetSource(name=name, **entry)
-
-
-def _is_positive_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _require_choices(recipe: EvalRecipe) -> None:
-    values = {
-        "engine.kind": recipe.engine.kind,
-        "judge.isolation": recipe.isolation,
-        "selection.mode": recipe.selection.mode,
-        "executor.kind": recipe.executor.kind,
-    }
-    for key, choices in CHOICES.items():
-        if values[key] not in choices:
-            raise UserError(f"{key} is {values[key]!r}; take one of {', '.join(choices)}")
-    if recipe.selection.dataset is not None and recipe.selection.dataset not in recipe.datasets:
-        raise UserError(
-            f"selection.dataset is {recipe.selection.dataset!r}, which is not in `datasets`; name one that is"
-        )
-
-
-def _require_ranges(recipe: EvalRecipe) -> None:
-    whole: dict[str, int] = {
-        "tier2_every": recipe.tier2_every,
-        "batch_size": recipe.batch_size,
-        "max_attempts": recipe.max_attempts,
-        "qa_per_error_type": recipe.qa_per_error_type,
-        "sampling.max_tokens": recipe.sampling.max_tokens,
-        "sampling.num_samples": recipe.sampling.num_samples,
-        "engine.max_model_len": recipe.engine.max_model_len,
-        "engine.tensor_parallel_size": recipe.engine.tensor_parallel_size,
-        "engine.concurrency": recipe.engine.concurrency,
-        "judge.num_workers": 1 if recipe.judge_workers is None else recipe.judge_workers,
-        "judge.limits.num_processes": recipe.limits.num_processes,
-        "executor.num_workers": 1 if recipe.executor.num_workers is None else recipe.executor.num_workers,
-    }
-    above_zero: dict[str, float] = {
-        "judge.limits.cpu_s": recipe.limits.cpu_s,
-        "judge.limits.wall_s": recipe.limits.wall_s,
-        "judge.limits.memory_mb": recipe.limits.memory_mb,
-        "judge.limits.file_mb": recipe.limits.file_mb,
-        "judge.limits.output_mb": recipe.limits.output_mb,
-        "poll_s": recipe.poll_s,
-        "engine.timeout_s": recipe.engine.timeout_s,
-        "engine.gpu_memory_utilization": recipe.engine.gpu_memory_utilization,
-        "sampling.top_p": recipe.sampling.top_p,
-    }
-    for key, count in whole.items():
-        if not _is_positive_whole(count):
-            raise UserError(f"{key} is {count!r}; it must be a whole number of at least 1")
-    for key, value in above_zero.items():
-        if not 0 < value < math.inf:
-            raise UserError(f"{key} is {value!r}; it must be above 0")
-    for key, value in (("sampling.temperature", recipe.sampling.temperature), ("backoff_s", recipe.backoff_s)):
-        if not 0 <= value < math.inf:
-            raise UserError(f"{key} is {value!r}; it must not be below 0")
-    for key in ("sampling.top_p", "engine.gpu_memory_utilization"):
-        if above_zero[key] > 1:
-            raise UserError(f"{key} is {above_zero[key]!r}; it must be at most 1")
-    if recipe.sampling.num_samples > 1 and recipe.sampling.temperature == 0:
-        raise UserError(
-            "sampling.num_samples is above 1, and greedy answers are equal; set sampling.temperature above 0"
-        )

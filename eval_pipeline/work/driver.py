@@ -168,9 +168,9 @@ class Driver:
 
     def _report_failure(self, job: Job, error: str, seconds: dict[str, float]) -> None:
         self._ledger.fail(job, error, seconds)
-        left = self._ledger.max_attempts - job.attempts - 1
-        pause = self._ledger.backoff_s * 2**job.attempts
-        again = f"it is tried again in {pause:.0f} s, {left} times at most"
+        attempts = job.attempts + 1
+        left = self._ledger.max_attempts - attempts
+        again = f"it is tried again in {self._ledger.pause_s(attempts):.0f} s, {left} times at most"
         then = again if left > 0 else "it stays failed until `retry`"
         warn(f"{job.checkpoint} on {job.dataset} failed: {error}; {then}")
 

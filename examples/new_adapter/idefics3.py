@@ -34,9 +34,6 @@ class Idefics3Adapter(VLMAdapter):
         """See `VLMAdapter`; a block returns its hidden states alone."""
         return Skipped(self.blocks[index], lambda hidden_states: hidden_states)
 
-    def mixture(self, block: nn.Module) -> None:
-        """See `VLMAdapter`; there are no experts."""
-
     def inputs(self, image: Image.Image, question: str, tier: int) -> Inputs:
         """See `VLMAdapter`."""
         chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]

@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
-from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 
+from tests.sharding import sharded
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.hf_engine import HfRollout
 from verl_ext.grpo.rollout.team import Team
@@ -40,10 +38,7 @@ def build(directory: Path, kind: str) -> Any:
     if kind == "lora":
         adapters = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **adapters))
-    mesh, state = init_device_mesh("cpu", (dist.get_world_size(),)), model.state_dict()
-    apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True}, OmegaConf.create({"wrap_policy": {}}))
-    fsdp2_load_full_state_dict(model, state, mesh, None)
-    return model
+    return sharded(model)
 
 
 def error_of(model: Any, draw: Draw, completion: Completion, temperature: float) -> float:

@@ -108,13 +108,6 @@ def commit(run_dir: Path, step: int, export: Path) -> Path:
     return directory.rename(run_dir / f"global_step_{step}")
 
 
-def flip_a_byte(path: Path) -> None:
-    """Damage a file and keep its size."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
 def command(*words: str | Path) -> list[str]:
     """The command line of an evaluation command."""
     return [sys.executable, "-m", "eval_pipeline", *map(str, words)]

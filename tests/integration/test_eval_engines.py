@@ -64,6 +64,24 @@ def test_protocol_says_what_the_figures_depend_on(engine: Engine) -> None:
     assert engine.seconds["import_s"] > 0 and engine.seconds["load_s"] > 0
 
 
+ARGUMENTS = """
+import json, sys
+from eval_pipeline.engines.vllm_arguments import arguments_for
+from eval_pipeline.recipe.load import load_recipe
+print(json.dumps(arguments_for(load_recipe("quickstart", sys.argv[2:]).engine, sys.argv[1], on_gpu=True)))
+"""
+
+
+def test_vllm_gets_what_the_recipe_says(export: Path) -> None:
+    keys = {"gpu_memory_utilization": 0.3, "tensor_parallel_size": 2, "max_model_len": 64, "dtype": "float16"}
+    overrides = [*(f"engine.{key}={value}" for key, value in keys.items()), "engine.vllm.max_num_seqs=7"]
+    command = [sys.executable, "-c", ARGUMENTS, str(export), *overrides]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told.items() >= {**keys, "max_num_seqs": 7, "enforce_eager": False, "model": str(export)}.items()
+
+
 def test_on_a_cpu_a_training_goes_first(engine: Engine) -> None:
     [child] = [each for each in psutil.Process().children() if "eval_pipeline.engines.vllm_process" in each.cmdline()]
     is_on_cpu = engine.protocol["device"] == "cpu"

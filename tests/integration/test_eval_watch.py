@@ -17,11 +17,11 @@ import psutil
 import pytest
 import yaml
 
+from tests.exports import flip_a_byte
 from tests.integration.eval_runs import (
     HEART,
     commit,
     evaluate,
-    flip_a_byte,
     make_exports,
     read_lines,
     slow_problems,

@@ -6,15 +6,12 @@ import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
-from torch.distributed.device_mesh import init_device_mesh
-from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 
 from tests.grpo_reference import REFERENCE, SAMPLING, Case, make_model, samples_of
+from tests.sharding import sharded
 from verl_ext.grpo.advantages import group_advantages
 from verl_ext.grpo.environment import Reward
 from verl_ext.grpo.experience import Experience
@@ -27,18 +24,9 @@ from verl_ext.metrics.timers import StepTimer
 from verl_ext.trainer.gathering import Gathering
 
 
-def sharded(distance: float) -> Any:
-    """A model over the ranks."""
-    model = make_model(distance)
-    mesh, state = init_device_mesh("cpu", (dist.get_world_size(),)), model.state_dict()
-    apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True}, OmegaConf.create({"wrap_policy": {}}))
-    fsdp2_load_full_state_dict(model, state, mesh, None)
-    return model
-
-
 def updated(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The parameters after the updates of one step, and its figures."""
-    model, frozen = sharded(0.0), sharded(REFERENCE)
+    model, frozen = sharded(make_model(0.0)), sharded(make_model(REFERENCE))
     layout = Layout(0, forward_cost(model) if case.share_prompts else None)
     token_model = TokenModel(
         model, lambda evaluate: evaluate(frozen), nullcontext, "cpu", case.loss.entropy_coeff != 0, layout

@@ -20,9 +20,11 @@ from tests.unit.test_controller_policy import question
 from verl_ext.controller import calibration
 from verl_ext.controller.adapters.base import Inputs, VLMAdapter
 from verl_ext.controller.block_importance import blocks_to_keep, load_importance, measure_importance
+from verl_ext.controller.calibrate import main as calibrate_command
 from verl_ext.controller.calibration import calibrate
 from verl_ext.controller.latency_model import FEATURES, PERCENTILES, LatencyModel
 from verl_ext.controller.loading import fingerprint, load_adapter
+from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.errors import UserError
 
 SIZES = (1024, 4096, 9216)
@@ -113,6 +115,25 @@ def test_a_calibration_is_written_with_how_good_it_is(saved: Path, tmp_path: Pat
     assert 0 < found.scatter["50"] <= found.scatter["75"] <= found.scatter["90"] <= found.scatter["95"]
     assert f"95 % within {found.scatter['95']:.2f}" in done.stdout
     assert {part: tuple(weights) for part, weights in found.coefficients.items()} == FEATURES
+
+
+def test_what_deciding_takes_is_measured_on_a_controller_of_the_width_that_is_asked_for(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths = []
+
+    class Noted(BudgetController):
+        def __init__(self, config: BudgetControllerConfig) -> None:
+            widths.append(config.hidden)
+            super().__init__(config)
+
+    monkeypatch.setattr(calibration, "BudgetController", Noted)
+    monkeypatch.setattr(calibration, "CALM", math.inf)  # however busy this machine is
+    words = ["--model", saved / "model", "--questions", saved, "--tier-sizes", *SIZES, "--output", tmp_path / "x.json"]
+    sizes = ["--num-questions", 1, "--topk-choices", 4, "--configurations", 10, "--repeats", 1, "--max-new-tokens", 1]
+    monkeypatch.setattr(sys, "argv", ["calibrate", *map(str, [*words, *sizes, "--hidden", 24])])
+    calibrate_command()
+    assert widths == [24]
 
 
 def test_the_same_seed_measures_the_same_configurations(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

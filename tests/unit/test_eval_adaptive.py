@@ -25,31 +25,29 @@ from eval_pipeline.adaptive.results import Results, rows_of
 from eval_pipeline.adaptive.statics import MOST_CHOSEN, important_blocks, static_configurations
 from eval_pipeline.adaptive.summary import summarise
 from tests import tiny_vlms
+from tests.tiny_controllers import TIERS, write_controller
 from tests.unit.test_controller_policy import question
 from tests.wandb_files import read_history, read_records, values_of
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.block_importance import Importance, cheapest, load_importance
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
-from verl_ext.controller.controlled import ControlledModel, load_controller
+from verl_ext.controller.controlled import load_controller
 from verl_ext.controller.execution import Executor
 from verl_ext.controller.inference import AdaptiveModel
 from verl_ext.controller.latency_model import FEATURES, LatencyModel, Workload
 from verl_ext.controller.loading import fingerprint, load_adapter
-from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.scoring.vqa import soft_accuracy
 from verl_ext.data.question_sources import QuestionSource
 from verl_ext.data.questions import ImageQuestion, QuestionDataset
 from verl_ext.metrics.names import describe
 
-SIZES = (1024, 4096, 9216)
-BUDGETS = (30.0, 60.0)
 SHORT = ("--num-samples", "3", "--num-train", "2", "--max-static", "5", "--no-wandb")
 
 
 def tiny_questions() -> list[ImageQuestion]:
     """Five of them, each with what some configuration answers as its reference."""
-    executor = Executor(adapter_of(*tiny_vlms.qwen3_vl_moe(), SIZES), max_new_tokens=3)
+    executor = Executor(adapter_of(*tiny_vlms.qwen3_vl_moe(), TIERS), max_new_tokens=3)
     space = executor.adapter.space(2, 4, (1, 2, 4))
     asked = [question(number) for number in range(5)]
     ways = [space.full, cheapest(space, None), space.configuration(1, [True] * 4, 2), space.full, space.full]
@@ -84,14 +82,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_run(directory: Path) -> None:
-    adapter, run = load_adapter(str(directory / "model"), SIZES), directory / "run"
-    torch.manual_seed(3)
-    vlm = ControlledModel(str(directory / "model"), SIZES, 3, "", False, fingerprint(adapter.model)).to_dict()
-    knobs = {**vars(adapter.space(2, 4, (1, 2, 4))), "low_ms": BUDGETS[0], "high_ms": BUDGETS[1]}
-    controller = BudgetController(BudgetControllerConfig(**knobs, vision_width=32, language_width=32, vlm=vlm))
-    for parameter in controller.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    controller.save_pretrained(run / "global_step_2/huggingface")
+    adapter, run = load_adapter(str(directory / "model"), TIERS), directory / "run"
+    write_controller(run / "global_step_2/huggingface", directory / "model", suffix="")
     (run / "global_step_2/manifest.json").write_text(Manifest(2, 1, "", {}).to_json())
     shutil.copytree(run / "global_step_2/huggingface", run / "global_step_4/huggingface")
     columns = "epoch,reward_mean,accuracy_mean,latency_mean,budget_violation_rate"

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from eval_pipeline.engines.model_card import ModelCard
 from eval_pipeline.flow.place import Place, find_place, place_of_checkpoint, place_of_run
@@ -22,37 +19,11 @@ from eval_pipeline.models.integrity import require_whole_export
 from eval_pipeline.models.run_config import RunConfig, read_run_config
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.work.digests import digests_of, identity_of
+from tests.exports import commit, flip_a_byte, make_export
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.checkpoint.lease import lease_holders
 from verl_ext.checkpoint.writing import flush_and_digest
 from verl_ext.errors import UserError
-
-
-def make_export(path: Path) -> Path:
-    path.mkdir(parents=True)
-    (path / "config.json").write_text("{}")
-    (path / "tokenizer.json").write_text("{}")
-    (path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
-    save_file({"w": np.zeros(3, np.float32)}, path / "model.safetensors")
-    return path
-
-
-def commit(run_dir: Path, step: int) -> Path:
-    """A complete checkpoint with an export."""
-    checkpoint = run_dir / f"global_step_{step}"
-    export = make_export(checkpoint / "huggingface")
-    (checkpoint / "model.pt").write_text("shard")
-    paths = [*export.iterdir(), checkpoint / "model.pt"]
-    files = {str(path.relative_to(checkpoint)): flush_and_digest(path) for path in paths}
-    manifest = Manifest(step, world_size=1, config_digest="", files=files, time=time.time())
-    (checkpoint / "manifest.json").write_text(manifest.to_json())
-    return checkpoint
-
-
-def flip_last_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_step_directory_knows_its_export_run_and_step(tmp_path: Path) -> None:
@@ -152,9 +123,9 @@ def test_the_directory_of_a_run_is_no_checkpoint(tmp_path: Path) -> None:
 def test_an_export_is_whole_until_a_byte_of_it_changes(tmp_path: Path) -> None:
     checkpoint = find_checkpoint(commit(tmp_path, 3))
     require_whole_export(checkpoint)
-    flip_last_byte(checkpoint.path / "model.pt")  # no business of an evaluation
+    flip_a_byte(checkpoint.path / "model.pt")  # no business of an evaluation
     require_whole_export(checkpoint)
-    flip_last_byte(checkpoint.export / "model.safetensors")
+    flip_a_byte(checkpoint.export / "model.safetensors")
     with pytest.raises(UserError, match="huggingface/model.safetensors has the digest .* --step 3"):
         require_whole_export(checkpoint)
 
@@ -163,7 +134,7 @@ def test_an_export_without_a_manifest_is_taken_as_it_is(tmp_path: Path) -> None:
     checkpoint = find_checkpoint(make_export(tmp_path / "global_step_3" / "huggingface"))
     require_whole_export(checkpoint)
     before = identity_of(checkpoint)
-    flip_last_byte(checkpoint.export / "model.safetensors")
+    flip_a_byte(checkpoint.export / "model.safetensors")
     assert identity_of(checkpoint) != before
 
 
@@ -171,7 +142,7 @@ def test_the_manifest_tells_a_checkpoint_from_a_later_one_of_the_same_step(tmp_p
     first = identity_of(find_checkpoint(commit(tmp_path, 3)))
     shutil.copytree(tmp_path / "global_step_3", tmp_path / "copy" / "global_step_3")
     assert identity_of(find_checkpoint(tmp_path / "copy" / "global_step_3")) == first
-    flip_last_byte(tmp_path / "copy" / "global_step_3" / "huggingface" / "model.safetensors")
+    flip_a_byte(tmp_path / "copy" / "global_step_3" / "huggingface" / "model.safetensors")
     manifest = Manifest.read(tmp_path / "copy" / "global_step_3")
     name = "huggingface/model.safetensors"
     files = {**manifest.files, name: flush_and_digest(tmp_path / "copy" / "global_step_3" / name)}

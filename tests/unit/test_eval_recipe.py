@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from eval_pipeline.__main__ import main, parse
-from eval_pipeline.engines.answer import Answer
+from eval_pipeline.engines.answer import Answer, Sampling
+from eval_pipeline.engines.settings import EngineSettings
 from eval_pipeline.figures.judged import Judged
 from eval_pipeline.figures.summary import summarize
+from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.problem import Problem, ReferenceAnswer
@@ -179,6 +182,12 @@ def test_the_value_of_a_key_that_may_be_secret_is_not_shown() -> None:
         with pytest.raises(UserError) as refused:
             load_recipe("quickstart", [override])
         assert "123456" not in str(refused.value) and "secret" not in str(refused.value)
+
+
+def test_the_defaults_in_the_code_are_those_that_a_user_reads() -> None:
+    read = OmegaConf.load(DEFAULTS)
+    for section, default in {"sampling": Sampling(), "engine": EngineSettings(), "judge.limits": Limits()}.items():
+        assert OmegaConf.to_container(OmegaConf.select(read, section)) == asdict(default), section
 
 
 def test_every_key_has_a_kind() -> None:

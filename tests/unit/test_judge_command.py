@@ -6,6 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval_pipeline.__main__ import main
+from eval_pipeline.judge import client
+from eval_pipeline.judge.client import JudgeServer
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBLEM = {"problem_id": "p", "prompt": "Add one.", "entry_point": "f", "tests": ["assert f(1) == 2"]}
@@ -55,3 +62,40 @@ def test_unknown_packages_are_refused(tmp_path: Path) -> None:
     """As any key of the recipe."""
     process = judge(tmp_path, [RIGHT], "judge.packages=[no-such-package]")
     assert process.returncode == 2 and "which is not installed" in process.stderr
+
+
+@pytest.mark.parametrize(("words", "num_workers"), [(["--num-workers", "3"], 3), ([], 2)])
+def test_an_option_goes_before_the_recipe_s_number_of_workers(
+    words: list[str], num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And without either the judge takes one for each processor."""
+    asked = []
+
+    class Noted(JudgeServer):
+        def __init__(self, isolation: str, workers: int | None, *more: Any) -> None:
+            asked.append(workers)
+            super().__init__(isolation, workers, *more)
+
+    monkeypatch.setattr(client, "JudgeServer", Noted)
+    (tmp_path / "problems.jsonl").write_text(json.dumps(PROBLEM))
+    (tmp_path / "answers.jsonl").write_text(json.dumps(RIGHT))
+    files = [f"--{name}={tmp_path}/{name}.jsonl" for name in ("problems", "answers")]
+    command = ["judge", *files, f"--output={tmp_path}/verdicts.jsonl", *words]
+    for of_recipe in ("2", "null"):
+        with pytest.raises(SystemExit, match="0"):
+            main([*command, f"judge.num_workers={of_recipe}"])
+    assert asked == [num_workers, 3 if words else None]
+
+
+@pytest.mark.parametrize(("output_mb", "error_type"), [("0.001", "wrong_answer"), ("0.01", "success")])
+def test_output_is_cut_off_where_the_recipe_says(output_mb: str, error_type: str, tmp_path: Path) -> None:
+    """3000 bytes, of which 1048 are within a thousandth of a MiB."""
+    cases = [{"input": "", "output": "7" * 3000}]
+    problem = {"name": "long", "description": "Print 3000 sevens.", "tests": cases}
+    (tmp_path / "long.jsonl").write_text(json.dumps(problem))
+    (tmp_path / "answers.jsonl").write_text(json.dumps({"problem_id": "long", "answer": "print('7' * 3000)"}))
+    words = ["--problems", f"{tmp_path}/long.jsonl", "--format", "codecontests", "--output", f"{tmp_path}/verdicts"]
+    words += ["--answers", f"{tmp_path}/answers.jsonl", f"judge.limits.output_mb={output_mb}"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["judge", *words])
+    assert json.loads((tmp_path / "verdicts").read_text())["error_type"] == error_type

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
+from eval_pipeline.__main__ import main
 from tests.conftest import ROOT
 from verl_ext.config.compose import compose_config
 from verl_ext.config.evaluation import check_evaluation_keys, eval_devices, evaluation_environment
@@ -162,6 +163,18 @@ def test_an_unknown_recipe_is_refused_only_where_somebody_watches() -> None:
     with pytest.raises(UserError, match="no recipe 'quikstart' .* did you mean recipe=quickstart"):
         check_evaluation(watched("quikstart"))
     check_evaluation(watched("quikstart", "eval.watch=false"))
+
+
+def test_a_server_s_model_is_refused_where_somebody_watches_alone(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = ["engine.kind=openai", "engine.base_url=http://localhost:1/v1"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["check", "--recipe", str(recipe), *server])
+    assert "the recipe can be used" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", "--watch", "--recipe", str(recipe), *server])
+    assert "watch loads each model itself" in capsys.readouterr().err
 
 
 def test_gpus_count_for_an_engine_that_takes_some(recipe: Path, three_gpus: None) -> None:

@@ -18,8 +18,9 @@ import pytest
 from tests.conftest import ROOT
 from verl_ext.errors import UserError
 from verl_ext.monitor.__main__ import main
-from verl_ext.monitor.access import COOKIE, HEADERS, Access, digest_of, is_loopback
-from verl_ext.monitor.server import Remembered, _cell, require_token, secret_of
+from verl_ext.monitor.access import COOKIE, HEADERS, Access, digest_of, is_loopback, require_token
+from verl_ext.monitor.csv_file import without_formula
+from verl_ext.monitor.server import Remembered, secret_of
 
 
 def ask(token: str | None, kind: str = "http", query: str = "", **headers: str) -> tuple[bool, list[dict[str, Any]]]:
@@ -101,13 +102,13 @@ def test_on_this_machine_alone_other_names_are_refused() -> None:
 
 def test_another_host_needs_a_token() -> None:
     assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost") and not is_loopback("0.0.0.0")
-    require_token("0.0.0.0", "a longer secret", False)
-    require_token("127.0.0.1", None, True)
-    require_token("127.0.0.1", "short", True)
+    require_token("0.0.0.0", "a longer secret")
+    require_token("127.0.0.1", None)
+    require_token("127.0.0.1", "short")
     with pytest.raises(UserError, match="--token"):
-        require_token("0.0.0.0", None, False)
+        require_token("0.0.0.0", None)
     with pytest.raises(UserError, match="which other machines can guess"):
-        require_token("0.0.0.0", "guess", False)
+        require_token("0.0.0.0", "guess")
 
 
 def test_what_signs_cookies_is_this_user_s_alone(tmp_path: Path) -> None:
@@ -122,10 +123,8 @@ def test_what_signs_cookies_is_this_user_s_alone(tmp_path: Path) -> None:
 
 def test_a_spreadsheet_computes_nothing_of_the_numbers() -> None:
     for text in ("=1+1", "+1", "-1+cmd|' /C calc'!A0", "@SUM(A1)", "\t=1", "\r=1"):
-        assert _cell(text).strip('"').startswith("'"), text
-    assert (_cell(-1.5), _cell("-Infinity"), _cell('a,"b'), _cell("a\rb")) == (
-        *("-1.5", "-Infinity", '"a,""b"', '"a\rb"'),
-    )
+        assert without_formula(text) == f"'{text}"
+    assert [without_formula(value) for value in (-1.5, "-Infinity", "a-b", "")] == [-1.5, "-Infinity", "a-b", ""]
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ import pytest
 
 from tests.monitor_runs import write_record, write_rows
 from verl_ext.errors import UserError
-from verl_ext.monitor.server import csv_lines
+from verl_ext.monitor.csv_file import csv_lines
 from verl_ext.monitor.store.columns import PACKED_ROWS, Points, unpack
 from verl_ext.monitor.store.database import database_for, open_database
 from verl_ext.monitor.store.ingest import Ingest
 from verl_ext.monitor.view import RunView
+
+DATABASE = "cache/monitor.sqlite"
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def connection(tmp_path: Path) -> sqlite3.Connection:
-    return open_database(tmp_path / "cache/monitor.sqlite")
+    return open_database(tmp_path / DATABASE)
 
 
 def take(connection: sqlite3.Connection, root: Path) -> list[int]:
@@ -153,12 +155,14 @@ def test_what_is_no_run_is_left_alone(root: Path, connection: sqlite3.Connection
     assert take(connection, root) == []
 
 
-def test_csv_has_every_row_and_metric_and_no_formula(root: Path, connection: sqlite3.Connection) -> None:
+def test_csv_has_every_row_and_metric_and_no_formula(
+    root: Path, connection: sqlite3.Connection, tmp_path: Path
+) -> None:
     write_record(root / "p/e")
     write_rows(root / "p/e", 1, range(1, 3))
     write_rows(root / "p/e", 1, range(3, 4), **{"=cmd, x": math.inf})
     [run] = take(connection, root)
-    lines = [line.rstrip("\n") for line in csv_lines(connection, run)]
+    lines = [line.rstrip("\n") for line in csv_lines(tmp_path / DATABASE, run)]
     assert lines[0] == 'step,attempt,time,train/loss,"train/=cmd, x"' and len(lines) == 4
     assert lines[1].startswith("1,1,") and lines[1].endswith(",1.0,") and lines[3].endswith(",3.0,Infinity")
 

@@ -109,7 +109,9 @@ def test_an_environment_without_secrets() -> None:
 def test_the_process_of_vllm_gets_no_key_but_the_hub_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_needed")
     child = VllmChild(1.0)
-    environment = Path(f"/proc/{child.pid}/environ").read_bytes()
+    path, environment = Path(f"/proc/{child.pid}/environ"), b""
+    while not environment:  # the kernel fills it a moment after the exec has closed what Popen waits for
+        environment = path.read_bytes()
     child.end()
     assert b"PLANTED" not in environment and b"HF_TOKEN=hf_needed" in environment
 

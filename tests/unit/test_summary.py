@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_ext.launch.summary import print_summary
-from verl_ext.summary import tell_summary
+from verl_ext.summary import tell_summary, text_table
 
 
 def test_a_summary_is_what_was_done_then_facts_then_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,6 +19,12 @@ def test_a_summary_is_what_was_done_then_facts_then_what_to_type(capsys: pytest.
     )
     tell_summary("Done: it")
     assert capsys.readouterr().out == "Done: it\n"
+
+
+def test_cells_of_a_table_stand_below_each_other_and_lines_end_with_a_letter() -> None:
+    assert text_table([["a", "long", "c"], ["wide", "b", ""]]) == "a     long  c\nwide  b"
+    with pytest.raises(ValueError, match="shorter"):
+        text_table([["a", "b"], ["a"]])
 
 
 def test_a_finished_run_tells_what_was_learnt_without_what_an_attempt_overtook(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoConfig
 
+from eval_pipeline.__main__ import main as evaluate
 from eval_pipeline.models.export import check_export
 from eval_pipeline.models.run_config import read_run_config
 from eval_pipeline.recipe.choose import choose_recipe, recipe_of
@@ -195,6 +197,25 @@ def test_an_export_of_a_controller_does_not_decide_what_code_is_run(tmp_path: Pa
         model.load("cpu", torch.float32)
     assert not marker.exists()
     assert load_controller(export, trust_remote_code=True)[1].trust_remote_code and model.tier_sizes == TIERS
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("command", ["calibrate", "importance", "adaptive"])
+def test_a_command_runs_a_model_s_code_on_request_alone(
+    command: str, trusted: bool, tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = str(write_code(tmp_path / "code", marker))
+    given = ["--questions", str(tmp_path), "--output", str(tmp_path / "out")]
+    given += ["--trust-remote-code"] if trusted else []
+    with pytest.raises(SystemExit) as left:
+        if command == "adaptive":
+            export = write_controller(tmp_path / "controller", write_model(tmp_path / "vlm"))
+            evaluate(["adaptive", "--checkpoint", str(export), "--vlm", planted, "--no-wandb", *given])
+        else:
+            module = importlib.import_module(f"verl_ext.controller.{command}")
+            monkeypatch.setattr("sys.argv", [command, "--model", planted, "--tier-sizes", "1", "2", *given])
+            module.main()
+    assert left.value.code == 2 and marker.exists() is trusted
 
 
 def test_shared_memory_of_others_is_not_used(tmp_path: Path) -> None:

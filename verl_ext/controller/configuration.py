@@ -51,7 +51,7 @@ class ConfigurationSpace:
 
     def __post_init__(self) -> None:
         if not self.tiers:
-            raise UserError("the controller needs at least one tier; name them in controller.tiers")
+            raise UserError("the controller needs at least one tier; give their sizes in controller.tier_sizes")
         if not 1 <= self.min_active <= self.max_active <= self.num_blocks:
             raise UserError(
                 f"controller.min_active={self.min_active} and controller.max_active={self.max_active} must lie between "

@@ -107,7 +107,6 @@ class Executor:
 
     def seen(self, sample: ImageQuestion, tier: int) -> Seen:
         """A sample's image, encoded at a tier."""
-
         return self._seen.get((sample.sample_id, tier), lambda: self.see(sample.opened(), sample.question, tier))
 
     def run(self, sample: ImageQuestion, configuration: Configuration) -> Outcome:
@@ -116,8 +115,10 @@ class Executor:
         Raises:
             UserError: its image cannot be read.
         """
-        make = lambda: self.answer(self.seen(sample, configuration.tier), configuration)  # noqa: E731
-        return self.outcomes.get((sample.sample_id, configuration), make)
+        return self.outcomes.get(
+            (sample.sample_id, configuration),
+            lambda: self.answer(self.seen(sample, configuration.tier), configuration),
+        )
 
     def run_anew(self, sample: ImageQuestion, configuration: Configuration) -> Outcome:
         """The same with nothing taken from what ran before, and nothing kept."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from verl_ext.checkpoint.layout import EXPORT, Manifest, list_steps, read_tracker, step_of, what_is_wrong
+from verl_ext.checkpoint.layout import EXPORT
+from verl_ext.health import saved
 from verl_ext.health.facts import LANGUAGE
 from verl_ext.health.findings import Level, Seen, alarm, notice, ok, warning
 from verl_ext.health.gpu_use import gpu_use
@@ -24,9 +26,6 @@ SILENCE_STEPS, SILENCE_S = 10, 600.0
 """A run that is silent for longer than so many of its steps, and so many seconds, has likely hung."""
 PAUSES = ("time/val/step_s", "time/eval/step_s", "time/train/save_s", "time/checkpoint/write_s")
 """What a run may be silent for."""
-SIZE_MARGIN = 0.2
-"""Share by which the sizes of a run's checkpoints may differ."""
-GIB = 1 << 30
 TROUBLE = re.compile(r"NCCL|timeout|timed out|out of memory|OutOfMemory|\bOOM\b|SIGKILL", re.IGNORECASE)
 
 
@@ -57,7 +56,7 @@ def checklists(files: RunFiles) -> dict[str, list[Point]]:
 def first_steps(files: RunFiles) -> Iterable[Point]:
     """What a run's beginning shows."""
     early = files.findings(early=True)
-    seen: Callable[[str], Seen | None] = lambda name: _seen(early, name)  # noqa: E731
+    seen = partial(_seen, early)
     if files.facts.stage in LANGUAGE:
         yield Point("train/loss falls", seen("loss_not_falling"))
     else:
@@ -74,9 +73,9 @@ def each_checkpoint(files: RunFiles) -> Iterable[Point]:
     """What the checkpoints on the disk show."""
     found = files.findings()
     yield Point("val/loss does not keep rising", worst(_seen(found, "val_loss_rising"), _seen(found, "overfitting")))
-    yield Point(f"every checkpoint is complete, {EXPORT}/ too", _exports(files))
-    yield Point("the sizes of the checkpoints are alike", _sizes(files))
-    yield Point("latest_checkpointed_iteration.txt names the newest", _tracker(files))
+    yield Point(f"every checkpoint is complete, {EXPORT}/ too", saved.exports(files))
+    yield Point("the sizes of the checkpoints are alike", saved.sizes(files))
+    yield Point("latest_checkpointed_iteration.txt names the newest", saved.tracker(files))
 
 
 def the_end(files: RunFiles, now: float) -> Iterable[Point]:
@@ -92,7 +91,7 @@ def the_end(files: RunFiles, now: float) -> Iterable[Point]:
             "all steps are done", ok(told) if done else alarm(told) if run["status"] == "failed" else notice(told)
         )
     yield Point("the final train/loss is in range", _seen(files.findings(), "final_loss"))
-    yield Point("the expected checkpoints are there", _expected(files))
+    yield Point("the expected checkpoints are there", saved.expected(files))
     yield Point("the W&B run is closed", _wandb(files))
 
 
@@ -127,38 +126,6 @@ def _troubled(attempt: dict) -> bool:
     return bool(TROUBLE.search(attempt.get("exit_reason") or ""))
 
 
-def _exports(files: RunFiles) -> Seen | None:
-    paths = list_steps(files.directory)
-    if not paths:
-        return None
-    wrong = [f"{path.name}: {reason}" for path in paths if (reason := what_is_wrong(path)) is not None]
-    exported = [path for path in paths if any((path / EXPORT).glob("*.safetensors"))]
-    if wrong:
-        return alarm("; ".join(wrong) + "; remove what is not complete, or run python -m verl_ext.checkpoint verify")
-    return ok(f"{len(paths)} complete, {len(exported)} of them with {EXPORT}/")
-
-
-def _sizes(files: RunFiles) -> Seen | None:
-    sizes = [Manifest.read(path).num_bytes for path in list_steps(files.directory) if what_is_wrong(path) is None]
-    if not sizes:
-        return None
-    told = f"{min(sizes) / GIB:.2f} to {max(sizes) / GIB:.2f} GiB"
-    alike = max(sizes) <= (1 + SIZE_MARGIN) * min(sizes)
-    return ok(told) if alike else notice(f"{told}; exports may be rarer than saves, or an optimizer was dropped")
-
-
-def _tracker(files: RunFiles) -> Seen | None:
-    steps = [step_of(path) or 0 for path in list_steps(files.directory) if what_is_wrong(path) is None]
-    if not steps:
-        return None
-    tracked, wrong = read_tracker(files.directory)
-    if tracked is None:
-        return warning(f"it {wrong}; the next start takes the newest complete checkpoint")
-    behind = step_of(tracked) != max(steps)
-    told = f"it names {tracked.name}"
-    return warning(f"{told}, but global_step_{max(steps)} is there") if behind else ok(told)
-
-
 def _alive(files: RunFiles, now: float) -> Seen:
     silent_s = now - max(files.history.time, _begun(files))
     steps = files.history.series("time/train/step_s").recent(20)
@@ -183,24 +150,6 @@ def _begun(files: RunFiles) -> float:
 def _reason(files: RunFiles) -> str:
     attempts = files.run["attempts"]
     return (attempts[-1].get("exit_reason") if attempts else None) or "no reason is known"
-
-
-def _expected(files: RunFiles) -> Seen | None:
-    total, every = files.run["total_steps"], files.config["trainer"]["save_freq"]
-    last = files.history.step
-    if total is None or files.run["status"] == "waiting":
-        return None
-    due = total if last >= total else last - last % every if every > 0 else 0
-    if files.run["status"] == "running" and every > 0:
-        due = (due - 1) // every * every  # the one that is due now may be under way
-    if due <= 0:
-        return None
-    there = [step_of(path) or 0 for path in list_steps(files.directory) if what_is_wrong(path) is None]
-    if not any(step >= due for step in there):
-        return alarm(
-            f"global_step_{due} was due and is not there; the last complete one is {max(there, default='none')}"
-        )
-    return ok(f"{len(there)} kept, the newest is global_step_{max(there)}")
 
 
 def _wandb(files: RunFiles) -> Seen | None:

@@ -65,13 +65,10 @@ class Series:
 
     def recent(self, count: int = MOST_RECENT) -> Array:
         """The last values, at most `count` of them."""
-        return np.array([value for _, value in self._tail(count)])
+        return np.array([value for _, value in self.points(count)])
 
     def points(self, count: int = MOST_RECENT) -> list[tuple[int, float]]:
         """The last points, at most `count` of them: step and value."""
-        return self._tail(count)
-
-    def _tail(self, count: int) -> list[tuple[int, float]]:
         if count >= len(self._recent):
             return list(self._recent)
         return [self._recent[place] for place in range(len(self._recent) - count, len(self._recent))]

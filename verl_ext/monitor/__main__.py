@@ -73,13 +73,13 @@ def serve_with(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: the root is no directory, the port is taken, a token is missing, or a package is.
     """
-    from verl_ext.monitor.access import is_loopback
-    from verl_ext.monitor.server import require_token, serve
+    from verl_ext.monitor.access import require_token
+    from verl_ext.monitor.server import serve
 
     token = arguments.token or os.environ.get(TOKEN) or None
     if not arguments.root.is_dir():
         raise UserError(f"{arguments.root} is not a directory; give --root, the directory below which runs lie")
-    require_token(arguments.host, token, is_loopback(arguments.host))
+    require_token(arguments.host, token)
     check_port(arguments.host, arguments.port)
     address = f"http://{arguments.host}:{arguments.port}/"
     # a token of the environment is not shown, where it may come to lie in a log

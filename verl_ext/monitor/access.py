@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 from collections.abc import Mapping
 from ipaddress import ip_address
 from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
@@ -11,6 +12,10 @@ from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from verl_ext.errors import UserError
+
+SHORTEST_TOKEN = 12
+"""Characters of a token for other machines, which may try as often as they like."""
 COOKIE = "verl_ext_monitor"
 REFUSAL = b"The token is missing or wrong: open the address that the monitor printed, with ?token=... at its end.\n"
 HEADERS = (
@@ -28,6 +33,30 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def require_token(host: str, token: str | None) -> None:
+    """Refuse to show the page to other machines without a token, or with one that can be guessed.
+
+    Args:
+        host: address that the server listens on.
+        token: that visitors must bring; None for none.
+
+    Raises:
+        UserError: no token for an address that others can reach, or too short a one.
+    """
+    if is_loopback(host):
+        return
+    if not token:
+        raise UserError(
+            f"--host {host} lets other machines in, so visitors must bring a token; add --token WORD, or set "
+            "VERL_EXT_MONITOR_TOKEN"
+        )
+    if len(token) < SHORTEST_TOKEN:
+        raise UserError(
+            f"the token has fewer than {SHORTEST_TOKEN} characters, which other machines can guess; take one such as "
+            f"{secrets.token_urlsafe(16)}"
+        )
 
 
 class Access:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import os
 import secrets
-import sqlite3
 from collections import UserDict
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import orjson
 from starlette.responses import StreamingResponse
 
-from verl_ext.errors import UserError
 from verl_ext.monitor.access import Access
+from verl_ext.monitor.csv_file import csv_lines
 from verl_ext.monitor.follow import Follower
 from verl_ext.monitor.store.database import open_database
-
-KEYS = ("step", "attempt", "time")
-SHORTEST_TOKEN = 12
-"""Characters of a token for other machines, which may try as often as they like."""
 
 
 def serve(root: Path, database: Path, host: str, port: int, token: str | None) -> None:
@@ -51,7 +45,7 @@ def serve(root: Path, database: Path, host: str, port: int, token: str | None) -
     @app.get("/csv/{run}")
     def csv(run: int) -> StreamingResponse:
         name = f"attachment; filename=metrics_{run}.csv"
-        lines = csv_lines(open_database(database), run)  # its own connection: the answer is made in another thread
+        lines = csv_lines(database, run)
         return StreamingResponse(lines, media_type="text/csv", headers={"Content-Disposition": name})
 
     app.on_startup(follower.start)
@@ -93,40 +87,3 @@ class Remembered(UserDict):
         super().__setitem__(name, value)
         if hasattr(self, "_kept"):  # not while it begins
             self._kept[name] = value
-
-
-def csv_lines(connection: sqlite3.Connection, run: int) -> Iterator[str]:
-    """A run's rows as CSV, with a column for every metric that it ever had."""
-    rows = connection.execute("SELECT metrics FROM training_logs WHERE run = ? ORDER BY id", (run,))
-    names = dict.fromkeys(name for (text,) in rows for name in orjson.loads(text))
-    yield ",".join([*KEYS, *(_cell(name) for name in names)]) + "\n"
-    query = "SELECT step, attempt, time, metrics FROM training_logs WHERE run = ? ORDER BY id"
-    for step, attempt, time, text in connection.execute(query, (run,)):
-        metrics = orjson.loads(text)
-        yield ",".join([str(step), str(attempt), str(time), *(_cell(metrics.get(name, "")) for name in names)]) + "\n"
-
-
-def _cell(value: object) -> str:
-    """Quoted where CSV needs it; what a spreadsheet would take for a formula gets a quote in front."""
-    text = str(value)
-    if isinstance(value, str) and text.startswith(("=", "+", "-", "@", "\t", "\r")) and text != "-Infinity":
-        text = f"'{text}"
-    return '"' + text.replace('"', '""') + '"' if any(each in text for each in ',"\n\r') else text
-
-
-def require_token(host: str, token: str | None, is_loopback: bool) -> None:
-    """Refuse to show the page to other machines without a token, or with one that can be guessed.
-
-    Raises:
-        UserError: no token for an address that others can reach, or too short a one.
-    """
-    if not is_loopback and not token:
-        raise UserError(
-            f"--host {host} lets other machines in, so visitors must bring a token; add --token WORD, or set "
-            "VERL_EXT_MONITOR_TOKEN"
-        )
-    if not is_loopback and len(token or "") < SHORTEST_TOKEN:
-        raise UserError(
-            f"the token has fewer than {SHORTEST_TOKEN} characters, which other machines can guess; take one such as "
-            f"{secrets.token_urlsafe(16)}"
-        )

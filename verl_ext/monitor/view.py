@@ -23,8 +23,9 @@ from verl_ext.monitor.store.columns import Points, Row, columns_of, rows_after, 
 STEP_METRIC = "train/loss"
 """In every row of a training step."""
 MOST_ROWS = 20_000
-SCHEDULE_POINTS = 500
 """Rows that are taken at a time while the monitor catches up with a long run."""
+SCHEDULE_POINTS = 500
+"""Of the learning rate that the recipe asks for, at most."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eval_pipeline.recipe.kinds import KINDS
 from eval_pipeline.recipe.load import DEFAULTS
-from eval_pipeline.recipe.schema import CHOICES
+from eval_pipeline.recipe.values import CHOICES
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.overrides import leaves
 from verl_ext.reference.comments import comments_of

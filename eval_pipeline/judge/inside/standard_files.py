@@ -15,10 +15,10 @@ _NUMBERS |= {f"/proc/self/fd/{number}": number for number in range(3)}
 
 def make_openable() -> None:
     """Replace `open` in this process."""
-    builtins.open = io.open = _open
+    # no plain function: the pathlib of Python 3.10 keeps it in a class, where that would become a method
+    builtins.open = io.open = functools.update_wrapper(functools.partial(_open), io.open)
 
 
-@functools.wraps(io.open)
 def _open(file: Any, *arguments: Any, **named: Any) -> Any:
     number = _NUMBERS.get(str(file)) if isinstance(file, (str, os.PathLike)) else None
     return _opened(file if number is None else os.dup(number), *arguments, **named)

@@ -9,9 +9,10 @@ from typing import Any
 from verl_ext.checkpoint.command.run_directory import add_run_command, require_run_dir
 from verl_ext.checkpoint.command.settings import read_retention
 from verl_ext.checkpoint.command.survey import Entry, survey
-from verl_ext.checkpoint.command.text import format_table, human_bytes, local_time
+from verl_ext.checkpoint.command.text import human_bytes, local_time
 from verl_ext.checkpoint.retention import metric_of
 from verl_ext.command_line import Commands
+from verl_ext.summary import text_table
 from verl_ext.tell import tell
 
 TEXT = (
@@ -73,7 +74,7 @@ def _as_table(entries: list[Entry], names: dict[str, None]) -> str:
         ]
         for number, entry in enumerate(entries)
     ]
-    return format_table(header, rows)
+    return text_table([header, *rows])
 
 
 def _metric(entry: Entry, name: str) -> str:

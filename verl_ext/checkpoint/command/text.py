@@ -1,9 +1,8 @@
-"""How numbers and tables look on the terminal."""
+"""How sizes and times look on the terminal."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -19,10 +18,3 @@ def human_bytes(num_bytes: float) -> str:
 def local_time(seconds: float | None) -> str:
     """Seconds since 1970 as date and time of this machine's zone; `-` for none."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "-"
-
-
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, two spaces apart."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
-    return "\n".join(line.rstrip() for line in lines)

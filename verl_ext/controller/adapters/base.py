@@ -70,9 +70,9 @@ class VLMAdapter(ABC):
     def skip(self, index: int) -> Skipped:
         """What stands in the place of a block that does not run."""
 
-    @abstractmethod
     def mixture(self, block: Any) -> Any:
-        """A block's mixture of experts, a module which has `top_k` and `num_experts`, or None."""
+        """A block's mixture of experts, its `mlp` where that has some, with `top_k` and `num_experts`; else None."""
+        return block.mlp if hasattr(block, "mlp") and hasattr(block.mlp, "experts") else None
 
     def routed(self, mixture: Any) -> Mapping[tuple[nn.Module, str], nn.Module]:
         """What to swap in a mixture so that it runs only the experts that it routes to; nothing where it does."""

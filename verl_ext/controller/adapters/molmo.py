@@ -35,10 +35,6 @@ class MolmoAdapter(VLMAdapter):
         """See `VLMAdapter`; the model insists on a cache of each block, so that of a skipped one is empty."""
         return Skipped(self.blocks[index], lambda hidden_states: (hidden_states, ()))
 
-    def mixture(self, block: Any) -> Any:
-        """See `VLMAdapter`."""
-        return block.mlp if hasattr(block, "mlp") and hasattr(block.mlp, "experts") else None
-
     def inputs(self, image: Image.Image, question: str, tier: int) -> Inputs:
         """See `VLMAdapter`."""
         found = self.processor.process(

@@ -45,10 +45,6 @@ class QwenVLAdapter(VLMAdapter):
         """See `VLMAdapter`."""
         return self.model.model, "visual"
 
-    def mixture(self, block: Any) -> Any:
-        """See `VLMAdapter`."""
-        return block.mlp if hasattr(block, "mlp") and hasattr(block.mlp, "experts") else None
-
     def inputs(self, image: Image.Image, question: str, tier: int) -> Inputs:
         """See `VLMAdapter`; the image keeps its proportions."""
         chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]

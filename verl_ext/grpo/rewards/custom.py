@@ -132,10 +132,8 @@ class _Process:
         self.is_alive = False
         self._guard.kill()  # first: the number of the group may soon be another's
         self._guard.communicate()
-        try:
+        with suppress(ProcessLookupError):  # it has ended by itself
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it has ended by itself
         self._process.wait()
         with suppress(OSError):  # what it has not taken
             self._stdin.close()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ class TextEnvironment(Environment):
 
     def _start_judge(self, settings: RewardSettings, num_workers: int) -> Judged:
         limits = Limits(cpu_s=settings.cpu_s, wall_s=settings.wall_s, memory_mb=settings.memory_mb)
-        make_server = lambda: JudgeServer(settings.isolation, num_workers, limits, settings.packages)  # noqa: E731
+        make_server = partial(JudgeServer, settings.isolation, num_workers, limits, settings.packages)
         # a run that the wall clock stopped is run once more; the rest is what a busy machine may add
         judged = Judged(make_server, 2 * settings.wall_s + 30)
         self._closing.callback(judged.close)

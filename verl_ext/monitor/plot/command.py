@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,7 +75,6 @@ def view_of(run_dir: Path) -> Iterator[RunView]:
 
     root = run_dir.resolve().parent
     with tempfile.TemporaryDirectory(prefix="verl_ext_plot_") as directory:
-        connection = open_database(Path(directory) / "plot.sqlite")
-        run = Ingest(connection, root).take_one(run_dir.resolve())
-        yield RunView(connection, run, root)
-        connection.close()
+        with closing(open_database(Path(directory) / "plot.sqlite")) as connection:
+            run = Ingest(connection, root).take_one(run_dir.resolve())
+            yield RunView(connection, run, root)

@@ -15,8 +15,7 @@ from verl_ext.monitor.store.columns import Row
 from verl_ext.monitor.store.lines import read_new
 
 Event = tuple[float, int | None, int | None, str, str]
-"""Time, attempt, step, kind, text."""
-KINDS = ("start", "step", "evaluation", "checkpoint", "end", "failure", "ok", "notice", "warning", "alarm")
+"""Time, attempt, step, kind, text; `page/log.py` has a colour for each kind."""
 LOGGED_EVERY = 10
 """Steps between two lines on training, as on the console."""
 

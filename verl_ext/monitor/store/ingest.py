@@ -20,6 +20,8 @@ from verl_ext.monitor.store.lines import read_new
 
 MOST = 1 << 53
 """Greater numbers of steps are none."""
+TABLES_OF_A_RUN = ("training_logs", "columns", "events", "evaluations", "attempts")
+"""With a column `run`."""
 
 
 class Ingest:
@@ -59,8 +61,7 @@ class Ingest:
         with self._connection:
             known = [run for (run,) in self._connection.execute("SELECT id FROM runs")]
             for run in set(known) - set(ids):
-                for table in ("training_logs", "columns", "events", "evaluations", "attempts"):
-                    self._connection.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
+                self._empty(run)
                 self._connection.execute("DELETE FROM runs WHERE id = ?", (run,))
 
     def running(self) -> list[int]:
@@ -168,13 +169,17 @@ class Ingest:
 
     def _forget(self, run: int) -> None:
         """The file is another one: what was read of it does not count."""
-        for table in ("training_logs", "columns", "events", "evaluations", "attempts"):
-            self._connection.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
+        self._empty(run)
         reset = (
             "UPDATE runs SET last_packed = 0, unreadable = 0, generation = generation + 1, record = '', "
             "events_offset = 0, events_head = '' WHERE id = ?"
         )
         self._connection.execute(reset, (run,))
+
+    def _empty(self, run: int) -> None:
+        """Delete what the tables have of a run, but for the run itself."""
+        for table in TABLES_OF_A_RUN:
+            self._connection.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
 
 
 def run_directories(root: Path) -> list[Path]:

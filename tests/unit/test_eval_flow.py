@@ -1,0 +1,117 @@
+"""What a session, a watcher and the summing up of a job make of a recipe's keys, on checkpoints that nobody loads."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from eval_pipeline.__main__ import main
+from eval_pipeline.engines.answer import Answer
+from eval_pipeline.flow.complete import write_result
+from eval_pipeline.flow.place import place_of_run
+from eval_pipeline.flow.publish import Publisher
+from eval_pipeline.flow.session import Session
+from eval_pipeline.flow.watch import Watcher
+from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.ledger.job import Job
+from eval_pipeline.models.checkpoint import Checkpoint, find_checkpoint
+from eval_pipeline.recipe.load import load_recipe
+from eval_pipeline.work.batch import Answered, Described, Finished, Verdicted, key_of
+from eval_pipeline.work.evaluation import Evaluation
+from tests.exports import commit, make_export
+from verl_ext.metrics.run_record import RunRecord
+
+NUM_PROBLEMS = 8
+
+
+def session_of(directory: Path, *overrides: str) -> Session:
+    """Of a run that is under way, with the checkpoints of steps 10 to 40."""
+    problem = {"prompt": "Write f.", "entry_point": "f", "tests": ["assert f()"]}
+    rows = [json.dumps({"problem_id": f"p{number}", **problem}) for number in range(NUM_PROBLEMS)]
+    (directory / "few.jsonl").write_text("\n".join(rows))
+    source = f"{{format: quickstart, path: '{directory}/few.jsonl'}}"
+    recipe = directory / "few.yaml"
+    recipe.write_text(f"datasets: {{few: {source}, more: {source}}}\ntiers: {{tier1: [few], tier2: [more]}}\n")
+    run_dir = directory / "run"
+    RunRecord(run_dir).start_attempt(first_step=0, world_size=1, total_steps=100)
+    for step in (10, 20, 30, 40):
+        commit(run_dir, step)
+    return Session(place_of_run(run_dir), load_recipe(str(recipe), overrides))
+
+
+def watcher_of(session: Session) -> Watcher:
+    return Watcher(session, Publisher(session, leads=True))
+
+
+def step_10(session: Session) -> Checkpoint:
+    return find_checkpoint(session.place.of_run / "global_step_10")
+
+
+def claimed(session: Session) -> Job:
+    """Step 10 on the first data set."""
+    [task] = session.enter(step_10(session), tier=1)
+    job = session.ledger.claim([(*task.key, task.digest)])
+    assert job is not None
+    return job
+
+
+def answer_all(evaluation: Evaluation, num_right: int) -> None:
+    """Bring in what a worker would; the first answers are right, and the others wrong."""
+    batch = evaluation.next_batch()
+    evaluation.handle(Described(batch.id, {"isolation": "bwrap", "protocol": {"engine": "none"}}))
+    for number, request in enumerate(batch.requests):
+        verdict = Verdict("success", 1, 1) if number < num_right else Verdict("wrong_answer", 0, 1)
+        evaluation.handle(Answered(batch.id, key_of(request), Answer("def f(): return 1", 5, False)))
+        evaluation.handle(Verdicted(batch.id, key_of(request), verdict))
+    evaluation.handle(Finished(batch.id, {"generate_s": 1.0, "judge_s": 1.0}))
+
+
+@pytest.mark.parametrize(("every", "wanted"), [(1, [10, 20, 30, 40]), (2, [20, 40]), (3, [30]), (5, [])])
+def test_tier_2_is_for_every_so_manieth_checkpoint(tmp_path: Path, every: int, wanted: list[int]) -> None:
+    tasks = watcher_of(session_of(tmp_path, f"tier2_every={every}")).tasks()
+    assert [task.checkpoint.step for task in tasks if task.dataset == "few"] == [10, 20, 30, 40]
+    assert [task.checkpoint.step for task in tasks if task.dataset == "more"] == wanted
+
+
+@pytest.mark.parametrize(("poll_s", "looks_again"), [("1e-9", True), ("3600", False)])
+def test_new_checkpoints_are_looked_for_as_often_as_is_asked(tmp_path: Path, poll_s: str, looks_again: bool) -> None:
+    session = session_of(tmp_path, f"poll_s={poll_s}", "tiers.tier2=[]")
+    watcher = watcher_of(session)
+    assert len(watcher.tasks()) == 4
+    commit(session.place.of_run, 50)
+    assert len(watcher.tasks()) == 4 + looks_again
+
+
+@pytest.mark.parametrize(("most", "state"), [(1, "failed"), (2, "pending")])
+def test_a_job_is_tried_and_waits_as_the_recipe_says(tmp_path: Path, most: int, state: str) -> None:
+    session = session_of(tmp_path, f"max_attempts={most}", "backoff_s=5000")
+    session.ledger.fail(claimed(session), "no room", {})
+    [job] = session.ledger.jobs()
+    assert (job.attempts, job.state) == (1, state)
+    assert job.not_before - time.time() == pytest.approx(5000, abs=300)
+
+
+@pytest.mark.parametrize(("per_error_type", "num_kept"), [(1, 2), (3, 5), (10, 8)])
+def test_the_log_has_so_many_answers_of_each_error_type(tmp_path: Path, per_error_type: int, num_kept: int) -> None:
+    session = session_of(tmp_path, f"qa_per_error_type={per_error_type}")
+    job = claimed(session)
+    with session.begin(job, step_10(session)) as evaluation:
+        answer_all(evaluation, num_right=2)
+        write_result(session, evaluation)
+    log = session.place.directory_of(job.checkpoint) / "qa_logs" / "few_qa.jsonl"
+    assert len(log.read_text().splitlines()) == num_kept
+
+
+@pytest.mark.parametrize("tier", [None, "2", "3"])
+def test_run_takes_the_data_sets_up_to_the_tier_that_is_named(
+    tier: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And tells of the tier where there are none."""
+    words = ["run", "--checkpoint", str(make_export(tmp_path / "model")), "--recipe", str(tmp_path / "none.yaml")]
+    (tmp_path / "none.yaml").write_text("datasets: {}\n")
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, *([] if tier is None else ["--tier", tier])])
+    assert f"tiers up to {tier or 1} name no data set; fill tiers.tier{tier or 1}" in capsys.readouterr().err

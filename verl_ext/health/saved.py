@@ -1,0 +1,72 @@
+"""What the checkpoints on the disk show of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from verl_ext.checkpoint.layout import EXPORT, Manifest, list_steps, read_tracker, step_of, what_is_wrong
+from verl_ext.health.findings import Seen, alarm, notice, ok, warning
+from verl_ext.health.run_files import RunFiles
+
+SIZE_MARGIN = 0.2
+"""Share by which the sizes of a run's checkpoints may differ."""
+GIB = 1 << 30
+
+
+def exports(files: RunFiles) -> Seen | None:
+    """Whether every checkpoint is complete, and how many have an export; None without any."""
+    paths = list_steps(files.directory)
+    if not paths:
+        return None
+    wrong = [f"{path.name}: {reason}" for path in paths if (reason := what_is_wrong(path)) is not None]
+    exported = [path for path in paths if any((path / EXPORT).glob("*.safetensors"))]
+    if wrong:
+        return alarm("; ".join(wrong) + "; remove what is not complete, or run python -m verl_ext.checkpoint verify")
+    return ok(f"{len(paths)} complete, {len(exported)} of them with {EXPORT}/")
+
+
+def sizes(files: RunFiles) -> Seen | None:
+    """Whether the complete checkpoints are of one size; None without any."""
+    found = [Manifest.read(path).num_bytes for path in complete(files.directory)]
+    if not found:
+        return None
+    told = f"{min(found) / GIB:.2f} to {max(found) / GIB:.2f} GiB"
+    alike = max(found) <= (1 + SIZE_MARGIN) * min(found)
+    return ok(told) if alike else notice(f"{told}; exports may be rarer than saves, or an optimizer was dropped")
+
+
+def tracker(files: RunFiles) -> Seen | None:
+    """Whether `latest_checkpointed_iteration.txt` names the newest; None without a complete checkpoint."""
+    steps = [step_of(path) or 0 for path in complete(files.directory)]
+    if not steps:
+        return None
+    tracked, wrong = read_tracker(files.directory)
+    if tracked is None:
+        return warning(f"it {wrong}; the next start takes the newest complete checkpoint")
+    behind = step_of(tracked) != max(steps)
+    told = f"it names {tracked.name}"
+    return warning(f"{told}, but global_step_{max(steps)} is there") if behind else ok(told)
+
+
+def expected(files: RunFiles) -> Seen | None:
+    """Whether the checkpoint that was due last is there; None where none was due yet."""
+    total, every = files.run["total_steps"], files.config["trainer"]["save_freq"]
+    last = files.history.step
+    if total is None or files.run["status"] == "waiting":
+        return None
+    due = total if last >= total else last - last % every if every > 0 else 0
+    if files.run["status"] == "running" and every > 0:
+        due = (due - 1) // every * every  # the one that is due now may be under way
+    if due <= 0:
+        return None
+    there = [step_of(path) or 0 for path in complete(files.directory)]
+    if not any(step >= due for step in there):
+        return alarm(
+            f"global_step_{due} was due and is not there; the last complete one is {max(there, default='none')}"
+        )
+    return ok(f"{len(there)} kept, the newest is global_step_{max(there)}")
+
+
+def complete(run_dir: Path) -> list[Path]:
+    """The complete checkpoints of a run, the newest first; sizes are looked at, digests are not."""
+    return [path for path in list_steps(run_dir) if what_is_wrong(path) is None]
