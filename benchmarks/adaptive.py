@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.command import bench_parser, write_figures
-from verl_ext.command_line import FAILURES, WholeNumber, clean_exit
+from verl_ext.argument_types import WholeNumber
+from verl_ext.command_line import FAILURES, clean_exit
 from verl_ext.tell import tell
 
 EXIT_CODES = {"0": "each turn of a knob makes it quicker", "1": "one does not", **FAILURES}

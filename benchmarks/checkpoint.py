@@ -15,7 +15,8 @@ import shutil
 from pathlib import Path
 
 from benchmarks.command import bench_parser, write_figures
-from verl_ext.command_line import WholeNumber, clean_exit
+from verl_ext.argument_types import WholeNumber
+from verl_ext.command_line import clean_exit
 from verl_ext.errors import UserError
 from verl_ext.tell import tell
 

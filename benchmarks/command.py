@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.about import about
-from verl_ext.command_line import CommandParser, output_file
+from verl_ext.argument_types import output_file
+from verl_ext.command_line import CommandParser
 from verl_ext.tell import tell
 
 

@@ -30,7 +30,8 @@ from benchmarks.evaluation_command import command_parts
 from benchmarks.evaluation_turns import VARIANTS, Turn, Turns
 from benchmarks.running import ROOT
 from eval_pipeline.recipe.load import load_recipe
-from verl_ext.command_line import WholeNumber, clean_exit
+from verl_ext.argument_types import WholeNumber
+from verl_ext.command_line import clean_exit
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
 

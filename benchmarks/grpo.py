@@ -33,7 +33,8 @@ from benchmarks.grpo_runs import (
     write_prompts,
 )
 from benchmarks.peer import add_peer, with_peer
-from verl_ext.command_line import WholeNumber, clean_exit
+from verl_ext.argument_types import WholeNumber
+from verl_ext.command_line import clean_exit
 from verl_ext.errors import UserError
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 from benchmarks.command import bench_parser, write_figures
-from verl_ext.command_line import WholeNumber, clean_exit
+from verl_ext.argument_types import WholeNumber
+from verl_ext.command_line import clean_exit
 from verl_ext.health.history import History
 from verl_ext.health.replay import rows_in_force
 from verl_ext.health.rules import WATCHED

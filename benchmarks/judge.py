@@ -36,7 +36,8 @@ from benchmarks.judge_answers import Answer, answer_sets
 from benchmarks.judge_sessions import PEERS, OurSession, PeerSession
 from benchmarks.processor_time import ProcessorTime
 from eval_pipeline.judge.levels import LEVELS
-from verl_ext.command_line import FAILURES, WholeNumber, clean_exit
+from verl_ext.argument_types import WholeNumber
+from verl_ext.command_line import FAILURES, clean_exit
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import orjson
 
 from benchmarks.command import bench_parser, write_figures
-from verl_ext.command_line import WholeNumber, clean_exit
+from verl_ext.argument_types import WholeNumber
+from verl_ext.command_line import clean_exit
 from verl_ext.monitor.charts import OTHER, charts_for
 from verl_ext.monitor.store.database import open_database
 from verl_ext.monitor.store.ingest import Ingest

@@ -20,7 +20,8 @@ from benchmarks.command import bench_parser, write_figures
 from benchmarks.peer import add_peer, with_peer
 from benchmarks.running import ROOT, run
 from benchmarks.sft_job import Job
-from verl_ext.command_line import WholeNumber, clean_exit
+from verl_ext.argument_types import WholeNumber
+from verl_ext.command_line import clean_exit
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 from verl_ext.progress import progress_bar

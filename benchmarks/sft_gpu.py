@@ -17,7 +17,8 @@ from typing import Any
 
 from benchmarks.command import bench_parser, write_figures
 from benchmarks.running import run
-from verl_ext.command_line import WholeNumber, clean_exit
+from verl_ext.argument_types import WholeNumber
+from verl_ext.command_line import clean_exit
 from verl_ext.data.prepare import prepare
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 from verl_ext.tell import tell

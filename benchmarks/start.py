@@ -18,7 +18,8 @@ from typing import Any
 
 from benchmarks.command import bench_parser, write_figures
 from benchmarks.running import run
-from verl_ext.command_line import FAILURES, Number, WholeNumber, clean_exit
+from verl_ext.argument_types import Number, WholeNumber
+from verl_ext.command_line import FAILURES, clean_exit
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import math
-import os
 import shutil
 import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeAlias
 
+from verl_ext.argument_types import Number, WholeNumber
 from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UserError, exit_on_user_error
 from verl_ext.tell import tell
 
@@ -32,61 +29,6 @@ class StopRequested(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
-
-
-@dataclass(frozen=True)
-class WholeNumber:
-    """The type of an argument that is a whole number.
-
-    Attributes:
-        least: the smallest that is taken.
-        most: the largest, None for any.
-    """
-
-    least: int = 1
-    most: int | None = None
-
-    def __call__(self, text: str) -> int:
-        """The number that was typed; argparse tells of an `ArgumentTypeError`."""
-        value = int(text) if text.isascii() and text.removeprefix("-").isdigit() else None
-        if value is None or value < self.least or (self.most is not None and value > self.most):
-            bounds = f"of {self.least} or more" if self.most is None else f"from {self.least} to {self.most}"
-            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number {bounds}")
-        return value
-
-
-@dataclass(frozen=True)
-class Number:
-    """The type of an argument that is a number above one bound and below another.
-
-    Attributes:
-        above: what it must be more than.
-        below: what it must be less than.
-    """
-
-    above: float = 0.0
-    below: float = math.inf
-
-    def __call__(self, text: str) -> float:
-        """The number that was typed; argparse tells of an `ArgumentTypeError`."""
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not self.above < value < self.below:
-            bounds = f"above {self.above:g}" if self.below == math.inf else f"between {self.above:g} and {self.below:g}"
-            raise argparse.ArgumentTypeError(f"'{text}' is not a number {bounds}")
-        return value
-
-
-def output_file(text: str) -> Path:
-    """The type of an argument that names a file to write; what cannot be written is refused before the work is done."""
-    path = Path(text).expanduser()
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"'{text}' is a directory; name a file")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"'{text}' cannot be written; name a file in a directory that is there")
-    return path
 
 
 class CommandParser(argparse.ArgumentParser):

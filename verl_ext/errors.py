@@ -28,6 +28,11 @@ def first_line_of(error: Exception) -> str:
     return (said.strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
+def one_line(error: BaseException) -> str:
+    """Kind and message of an exception that anything may have raised, such as code of the user's own."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
     """Print a `UserError` without a traceback and leave with exit code 2; every command's `main` runs inside."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, one_line
 
 FORM = "path.py:NAME or package.module:NAME"
 _ROOT = Path(__file__).resolve().parents[1]
@@ -69,8 +69,9 @@ class OwnCode:
         try:
             module = load_file(Path(self.place)) if self.is_file else importlib.import_module(self.place)
         except Exception as error:  # whatever the user's code raises
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(f"{self.key} names {self.place}, which cannot be loaded ({reason}); mend it") from error
+            raise UserError(
+                f"{self.key} names {self.place}, which cannot be loaded ({one_line(error)}); mend it"
+            ) from error
         if not hasattr(module, self.name):
             near = sorted(name for name, value in vars(module).items() if not name.startswith("_") and callable(value))
             raise UserError(f"{self.key}: {self.place} has no {self.name!r}; it has {', '.join(near) or 'nothing'}")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import add_action
 from eval_pipeline.command.paths import input_path, output_path, where_the_user_stands
-from verl_ext.command_line import Commands, Number, WholeNumber
+from verl_ext.argument_types import Number, WholeNumber
+from verl_ext.command_line import Commands
 
 if TYPE_CHECKING:
     from eval_pipeline.adaptive.source import ControllerSource

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import add_action, add_overrides
 from eval_pipeline.command.paths import input_path, output_path
-from verl_ext.command_line import Commands, WholeNumber
+from verl_ext.argument_types import WholeNumber
+from verl_ext.command_line import Commands
 from verl_ext.summary import tell_summary
 
 if TYPE_CHECKING:

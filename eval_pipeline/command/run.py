@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import add_action, add_recipe
 from eval_pipeline.command.paths import input_path, output_path, where_the_user_stands
-from verl_ext.command_line import FAILURES, Commands, WholeNumber
+from verl_ext.argument_types import WholeNumber
+from verl_ext.command_line import FAILURES, Commands
 
 if TYPE_CHECKING:
     from eval_pipeline.models.checkpoint import Checkpoint

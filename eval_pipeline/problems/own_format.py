@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from eval_pipeline.problems.problem import FunctionTests, Problem, ProgramTests, ReferenceAnswer
 from eval_pipeline.problems.record import Record
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, one_line
 from verl_ext.own_code import OwnCode
 
 
@@ -44,8 +44,9 @@ class OwnFormat:
         except UserError:
             raise
         except Exception as error:  # whatever the user's function raises
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise record.error(f"{self._name} cannot read it ({reason}); mend the row or the function") from error
+            raise record.error(
+                f"{self._name} cannot read it ({one_line(error)}); mend the row or the function"
+            ) from error
         return self._checked(problem, record)
 
     def _checked(self, problem: object, record: Record) -> Problem:

@@ -6,7 +6,7 @@ import difflib
 
 from eval_pipeline.figures.pass_at_k import WANTED_K
 from verl_ext.errors import UserError
-from verl_ext.metrics.names import EVALUATION
+from verl_ext.metrics.registry.evaluation import EVALUATION
 
 _COST = "cost_per_solved_"
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from verl_ext.command_line import CommandParser, Number, WholeNumber, output_file
+from verl_ext.argument_types import Number, WholeNumber, output_file
+from verl_ext.command_line import CommandParser
 from verl_ext.errors import UserError
 
 FOLDERS = ("verl_ext", "eval_pipeline", "benchmarks", "tests")

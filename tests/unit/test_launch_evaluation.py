@@ -14,7 +14,7 @@ from verl_ext.config.compose import compose_config
 from verl_ext.config.evaluation import check_evaluation_keys, eval_devices, evaluation_environment
 from verl_ext.errors import UserError
 from verl_ext.launch.eval_check import check_evaluation
-from verl_ext.launch.gpus import require_free_gpus
+from verl_ext.launch.free_gpus import require_free_gpus
 from verl_ext.launch.watcher import may_go_better
 
 LISTED = """GPU 0: NVIDIA H200 (UUID: GPU-aaaa1111-0000)

@@ -14,11 +14,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_ext.checkpoint.layout import TRACKER, Manifest
-from verl_ext.config.preemption import check_preemption
 from verl_ext.deadline import ENVIRONMENT, deadline_from_environment, parse_deadline
 from verl_ext.errors import STOP_SIGNALS, UserError
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped, judge
+from verl_ext.launch.preemption_check import check_preemption
 from verl_ext.launch.restarts import last_save, pause_before, run_with_restarts
 from verl_ext.launch.stop import StopRequest, StopSignals
 from verl_ext.tell import tell

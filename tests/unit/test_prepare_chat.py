@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from verl_ext.data.prepare import prepare
 from verl_ext.data.prepare.files import read_parquet, write_jsonl, write_parquet
-from verl_ext.data.prepare.lengths import nearest_rank
+from verl_ext.data.prepare.lengths import length_percentiles
 from verl_ext.errors import UserError
 
 Row = dict[str, Any]
@@ -171,10 +171,10 @@ def test_a_file_that_is_no_parquet_is_a_user_error(tmp_path: Path) -> None:
         prepare(["chat", "--input", str(tmp_path / "x.parquet"), "--output", str(tmp_path / "out")])
 
 
-def test_nearest_rank() -> None:
-    ordered = list(range(1, 11))
-    assert [nearest_rank(ordered, percent) for percent in (1, 50, 90, 99)] == [1, 5, 9, 10]
-    assert nearest_rank([7], 50) == 7
+def test_lengths_are_told_by_some_that_occur() -> None:
+    rows = [{"messages": [{"role": "user", "content": "x" * count}]} for count in (10, 1, 3, 2, 9, 5, 4, 8, 7, 6)]
+    assert length_percentiles(rows, None) == {"chars_p50": 5, "chars_p90": 9, "chars_p99": 10, "chars_max": 10}
+    assert set(length_percentiles(rows[6:7], None).values()) == {4} and length_percentiles([], None) == {}
 
 
 @pytest.mark.parametrize("line", ['{"prompt": "\\ud800", "response": "x"}', "[" * 100_000, '{"prompt": '])

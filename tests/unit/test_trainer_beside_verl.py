@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 
 from tests.training import make_trainer, small_config
-from verl_ext.data.ahead import Ahead
 from verl_ext.data.batching import Batch, pad
+from verl_ext.data.prefetch import Prefetcher
 from verl_ext.errors import UserError
 from verl_ext.trainer.hardware import pick_attention
 from verl_ext.trainer.sft import SFTTrainer
@@ -108,7 +108,7 @@ def test_verls_validation_drops_samples(
     assert stock.train_dataloader.pin_memory
     counted = int(sum(trainer.val_dataset[i]["loss_mask"][1:].sum() for i in range(3)))
     assert trainer.validate()["val/num_loss_tokens"] == counted
-    assert isinstance(trainer.train_dataloader, Ahead)  # one thread, whose batches are in memory anyway
+    assert isinstance(trainer.train_dataloader, Prefetcher)  # one thread, whose batches are in memory anyway
 
 
 def test_verl_insists_on_flash_attention(stock: FSDPSFTTrainer) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
 from omegaconf import DictConfig
+from pyarrow import parquet
 
 from tests import tiny_vlms
 from tests.tiny_questions import row, write_questions
@@ -19,7 +21,7 @@ from verl_ext.data.questions import ImageQuestion, question_of
 from verl_ext.data.vlm_batching import VLMBatcher
 from verl_ext.errors import UserError
 from verl_ext.launch.vlm_check import check_vlm_sft
-from verl_ext.trainer.vlm_sft import VLMSFTTrainer
+from verl_ext.trainer.vlm_sft import VLMSFTTrainer, load_chats
 
 TIERS = (256, 1024, 4096)
 MODEL, PROCESSOR = tiny_vlms.qwen3_vl_moe()
@@ -134,6 +136,16 @@ def test_a_recipe_without_validation_is_fine(recipe: Path) -> None:
     config = config_of(recipe)
     check_vlm_sft(config)
     assert config.stage == "vlm_sft"
+
+
+def test_as_many_questions_share_a_chat_as_are_wanted(recipe: Path, tmp_path: Path) -> None:
+    rows = [row(number) | {"image": row(0)["image"]} for number in range(6)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "questions/train.parquet")
+    config = config_of(recipe, "data.questions_per_chat=3", "data.train_batch_size=2")
+    train, val = load_chats(config, None)
+    assert train.lengths.tolist() == [3, 3] and val is None
+    with pytest.raises(UserError, match="there are 2 chats to learn from, fewer than data.train_batch_size=3"):
+        load_chats(config_of(recipe, "data.questions_per_chat=3", "data.train_batch_size=3"), None)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ DATA_STATE = "data.pt"
 FSDP_CONFIG = "fsdp_config.json"
 WHY_KEPT = "verl itself wrote it"
 CHUNK_BYTES = 16 << 20
+"""Read, digested or handed to the disk at a time."""
 
 
 def is_stock(checkpoint: Path) -> bool:

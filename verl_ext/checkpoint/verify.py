@@ -9,9 +9,7 @@ from typing import Any
 import xxhash
 
 from verl_ext.checkpoint.layout import Manifest
-from verl_ext.checkpoint.stock import is_stock, what_is_wrong_inside
-
-CHUNK_BYTES = 16 << 20
+from verl_ext.checkpoint.stock import CHUNK_BYTES, is_stock, what_is_wrong_inside
 
 
 def ignore_progress(num_bytes: int) -> None:

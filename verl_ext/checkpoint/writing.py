@@ -14,7 +14,8 @@ import torch
 import xxhash
 from torch.utils.serialization import config
 
-from verl_ext.checkpoint.verify import CHUNK_BYTES, digest_of
+from verl_ext.checkpoint.stock import CHUNK_BYTES
+from verl_ext.checkpoint.verify import digest_of
 from verl_ext.errors import UserError
 
 Entry = dict[str, Any]

@@ -120,14 +120,14 @@ def check_ranges(config: DictConfig, ranges: Mapping[str, tuple[float, float]]) 
             raise UserError(f"{key} is {value}; it must {bounds}")
 
 
-def check_betas(betas: list) -> None:
+def check_betas(betas: list[Any]) -> None:
     """AdamW's two decay rates, each from 0 to below 1."""
     if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
         raise UserError(f"optim.betas is {betas}; it must be two numbers from 0 to below 1, such as [0.9, 0.95]")
 
 
-def value_of(config: DictConfig, dotted_key: str) -> Any:
-    """The value at a dotted key."""
+def value_of(config: DictConfig | Mapping[str, Any], dotted_key: str) -> Any:
+    """The value at a dotted key, which must be there."""
     for name in dotted_key.split("."):
         config = config[name]
     return config

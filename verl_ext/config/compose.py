@@ -18,8 +18,8 @@ from verl_ext.errors import UserError
 from verl_ext.health.limits import Limits
 
 VERL_CONFIG = "sft_trainer"
-OURS = {"sft": ("sft", "chats"), "grpo": ("sft", "grpo"), "budget": ("sft", "budget"), "vlm_sft": ("sft", "vlm_sft")}
-"""What is merged over it for each stage, later over earlier."""
+LAYERS = {stage: ("common", stage) for stage in ("sft", "grpo", "budget", "vlm_sft")}
+"""The files beside this one that are merged over it for each stage, later over earlier."""
 STAGES = {"sft": ("sft", "vlm_sft"), "grpo": ("grpo", "budget")}
 """Which stages the recipes of a command may be of; the first where a recipe does not say."""
 
@@ -64,7 +64,7 @@ def base_config(stage: str) -> DictConfig:
     with initialize_config_dir(str(verl_directory() / "trainer" / "config"), version_base=None):
         config = compose(VERL_CONFIG)
     OmegaConf.set_struct(config, False)
-    for name in OURS[stage]:
+    for name in LAYERS[stage]:
         config.merge_with(OmegaConf.load(Path(__file__).with_name(f"{name}.yaml")))
     config.merge_with({"health": {"limits": asdict(Limits())}})
     OmegaConf.set_struct(config, True)

@@ -6,11 +6,11 @@ import hashlib
 
 from omegaconf import DictConfig, OmegaConf
 
-# Where and on how many processes a run happens does not change what it is.
 NOT_IDENTITY = (
     "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.device", "trainer.log_every", "data.num_workers",
     "trainer.preemption", "trainer.checkpoint.async_save", "trainer.checkpoint.verify", "eval", "health",
 )  # fmt: skip
+"""Where, on how many processes and how watched a run happens does not change what it is."""
 
 
 def config_digest(config: DictConfig) -> str:

@@ -63,7 +63,7 @@ def apply_overrides(config: DictConfig, overrides: list[str], nullable: Collecti
             raise UserError(
                 f"'{shown}' is not an override of the form key=value{why}; correct it or quote its value"
             ) from error
-        key, value = override.key_or_group, value_of(override, text)
+        key, value = override.key_or_group, value_set_by(override, text)
         if not key:
             raise UserError(f"'{text}' is not an override of the form key=value; name the key")
         known = leaves(config)
@@ -75,7 +75,7 @@ def apply_overrides(config: DictConfig, overrides: list[str], nullable: Collecti
             set_known(config, key, value, "the command line", nullable)
 
 
-def value_of(override: Override, text: str) -> Any:
+def value_set_by(override: Override, text: str) -> Any:
     """The value that an override sets; `key=a,b`, Hydra's sweep over values, is the list of them here."""
     if override.is_delete():
         return None

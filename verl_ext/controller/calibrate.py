@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from verl_ext.command_line import CommandParser, WholeNumber, clean_exit
+from verl_ext.argument_types import WholeNumber
+from verl_ext.command_line import CommandParser, clean_exit
 from verl_ext.controller.command import EXAMPLE_INPUTS, add_model_arguments
 from verl_ext.summary import tell_summary
 from verl_ext.tell import tell

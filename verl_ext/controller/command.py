@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from verl_ext.command_line import CommandParser, WholeNumber, output_file
+from verl_ext.argument_types import WholeNumber, output_file
+from verl_ext.command_line import CommandParser
 from verl_ext.own_code import FORM
 
 EXAMPLE_INPUTS = "--model data/vqa/model --questions data/vqa/questions --tier-sizes 2304 9216 20736"

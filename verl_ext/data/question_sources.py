@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,21 @@ SHARED = 5
 """Where the hub has answers for one split only, each row of this many is for val, the others for train."""
 
 
+def require_rows(name: str, source: QuestionSource, split: str) -> None:
+    """Refuse a data set that is neither known nor has files of a split.
+
+    Raises:
+        UserError: which it is, and how to mend it.
+    """
+    if source.source is not None:
+        local_files(name, source.source, split)
+    elif name not in KNOWN:
+        raise UserError(
+            f"data.datasets.{name} has no source and is none of {', '.join(KNOWN)}; give it a folder with "
+            "train*.parquet and val*.parquet"
+        )
+
+
 def records_of(name: str, source: QuestionSource, split: str) -> Iterator[Mapping[str, Any]]:
     """Rows of a split, as many as are wanted, images as they are encoded.
 
@@ -84,21 +99,31 @@ def records_of(name: str, source: QuestionSource, split: str) -> Iterator[Mappin
         UserError: there is no such data set, or it cannot be read.
     """
     most = source.size(split)
-    rows = local_rows(name, Path(source.source).expanduser(), split) if source.source else hub_rows(name, split)
+    require_rows(name, source, split)
+    rows = hub_rows(name, split) if source.source is None else local_rows(local_files(name, source.source, split))
     for row, record in enumerate(rows):
         if row == most:
             return
         yield record
 
 
-def local_rows(name: str, folder: Path, split: str) -> Iterator[Mapping[str, Any]]:
-    """Rows of the parquet files of a folder."""
+def local_files(name: str, folder: str, split: str) -> list[Path]:
+    """The parquet files of a split in a folder.
+
+    Raises:
+        UserError: there are none.
+    """
+    paths = sorted(Path(folder).expanduser().glob(f"{split}*.parquet"))
+    if not paths:
+        raise UserError(f"data.datasets.{name}.source={folder} has no {split}*.parquet; prepare it or correct the path")
+    return paths
+
+
+def local_rows(paths: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
+    """Rows of parquet files."""
     import pyarrow
     from pyarrow import parquet
 
-    paths = sorted(folder.glob(f"{split}*.parquet"))
-    if not paths:
-        raise UserError(f"data.datasets.{name}.source={folder} has no {split}*.parquet; prepare it or correct the path")
     for path in paths:
         try:
             for batch in parquet.ParquetFile(path).iter_batches(batch_size=64):
@@ -110,14 +135,10 @@ def local_rows(name: str, folder: Path, split: str) -> Iterator[Mapping[str, Any
 
 
 def hub_rows(name: str, split: str) -> Iterator[Mapping[str, Any]]:
-    """Rows of a public data set, streamed."""
+    """Rows of one of `KNOWN`, streamed."""
     import datasets
 
-    known = KNOWN.get(name)
-    if known is None:
-        raise UserError(
-            f"data.datasets.{name} has no source and is none of {', '.join(KNOWN)}; give it a folder of parquet files"
-        )
+    known = KNOWN[name]
     try:
         rows = datasets.load_dataset(known.hub, split=known.splits[split], streaming=True)
         is_shared = known.splits["train"] == known.splits["val"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from verl_ext.command_line import CommandParser, WholeNumber, definitions
+from verl_ext.argument_types import WholeNumber
+from verl_ext.command_line import CommandParser, definitions
 from verl_ext.config.recipes import default_recipe, recipe_summaries
 
 STAGES = {"sft": "Supervised fine-tuning", "grpo": "Group-relative policy optimisation"}

@@ -9,26 +9,20 @@ from omegaconf import DictConfig
 
 from verl_ext.config.checks import check_choices, check_ranges, check_without_effect, value_of
 from verl_ext.errors import UserError
-from verl_ext.launch.grpo_check import check_batches
+from verl_ext.launch import reward_check
 from verl_ext.launch.question_check import OF_TEXTS, check_questions
 from verl_ext.own_code import OwnCode
 
 CHOICES: dict[str, tuple[str | int | None, ...]] = {
-    "data.eval_split": ("test", "train"),
+    **reward_check.CHOICES,
     "latency.source": ("model", "measured"),
     "latency.validation": ("same", "measured"),
     "latency.percentile": (50, 75, 90, 95),
     "controller.dtype": ("auto", "bf16", "fp32"),
 }
 RANGES = {  # lowest and highest value allowed
+    **reward_check.RANGES,
     "data.max_unreadable_images": (0, math.inf),
-    "data.eval_batches": (-1, math.inf),
-    "algorithm.dynamic_sampling.max_rounds": (0, math.inf),
-    "actor.ppo_epochs": (1, math.inf),
-    "actor.clip_ratio_low": (0, 1),
-    "actor.clip_ratio_high": (0, math.inf),
-    "actor.clip_ratio_c": (1 + 1e-9, math.inf),
-    "actor.entropy_coeff": (0, math.inf),
     "actor.tier_entropy_weight": (0, math.inf),
     "rollout.n": (2, math.inf),
     "latency.configurations": (10, math.inf),
@@ -44,8 +38,6 @@ RANGES = {  # lowest and highest value allowed
     "reward.complexity": (0, math.inf),
     "optim.plateau_factor": (1e-6, 1 - 1e-6),
     "optim.plateau_patience": (0, math.inf),
-    "trainer.log_samples_every": (0, math.inf),
-    "trainer.samples_per_table": (1, math.inf),
 }
 OF_OTHERS = OF_TEXTS | {  # settings of other stages: the value they must keep in this one
     # the learning rate falls on a plateau
@@ -76,7 +68,7 @@ def check_budget(config: DictConfig, world_size: int) -> None:
         raise UserError(
             "trainer.test_freq is data.eval_every_steps in this stage; set that to steps, or -1 for every epoch's end"
         )
-    check_batches(config, world_size)
+    reward_check.check_batches(config, world_size)
     check_budgets(config)
     is_one_update = config.actor.ppo_mini_batch_size in (None, config.data.train_batch_size)
     if config.controller.dropout and not (is_one_update and config.actor.ppo_epochs == 1):

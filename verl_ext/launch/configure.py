@@ -11,16 +11,16 @@ from omegaconf import DictConfig
 
 from verl_ext.checkpoint.resume import find_checkpoint
 from verl_ext.checkpoint.retention import Retention
-from verl_ext.config.chat_checks import check_chats
 from verl_ext.config.checks import check_batch, check_values
 from verl_ext.config.compose import STAGES
 from verl_ext.config.evaluation import check_evaluation_keys
 from verl_ext.config.inputs import check_data, check_model
-from verl_ext.config.preemption import check_preemption
 from verl_ext.errors import UserError
 from verl_ext.launch.from_verl import compose_as_typed
 from verl_ext.launch.grpo_model import settle_model
 from verl_ext.launch.health_check import check_health
+from verl_ext.launch.preemption_check import check_preemption
+from verl_ext.launch.sft_check import check_sft
 from verl_ext.metrics.names import describe
 
 
@@ -33,6 +33,22 @@ def configure(arguments: argparse.Namespace) -> DictConfig:
     config = compose_as_typed(arguments.stage, arguments.overrides)
     if arguments.num_processes is None and not arguments.print_config:
         raise UserError(f"no number of processes is given; type for example `bash run_{arguments.stage}.sh 2`")
+    ranks = {"nnodes": num_nodes(), "n_gpus_per_node": arguments.num_processes or config.trainer.n_gpus_per_node}
+    for word in arguments.overrides:
+        name, _, value = word.removeprefix("trainer.").partition("=")
+        if word.startswith("trainer.") and value != str(ranks.get(name, value)):
+            raise UserError(f"'{word}' contradicts NNODES (machines) or the first word (ranks on each); leave it out")
+    config.trainer.trace |= arguments.trace
+    config.trainer.merge_with(ranks)
+    return config
+
+
+def num_nodes() -> int:
+    """Machines of the run, by NNODES.
+
+    Raises:
+        UserError: that, NODE_RANK or MASTER_PORT cannot be what it says.
+    """
     nodes = os.environ.get("NNODES", "1")
     if not nodes.isdecimal() or int(nodes) < 1:
         raise UserError(f"NNODES is '{nodes}'; it must be the number of machines")
@@ -42,14 +58,7 @@ def configure(arguments: argparse.Namespace) -> DictConfig:
     port = os.environ.get("MASTER_PORT", "29500")
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"MASTER_PORT is '{port}'; it must be a free port of the first machine")
-    ranks = {"nnodes": int(nodes), "n_gpus_per_node": arguments.num_processes or config.trainer.n_gpus_per_node}
-    for word in arguments.overrides:
-        name, _, value = word.removeprefix("trainer.").partition("=")
-        if word.startswith("trainer.") and value != str(ranks.get(name, value)):
-            raise UserError(f"'{word}' contradicts NNODES (machines) or the first word (ranks on each); leave it out")
-    config.trainer.trace |= arguments.trace
-    config.trainer.merge_with(ranks)
-    return config
+    return int(nodes)
 
 
 def check_config(config: DictConfig) -> None:
@@ -74,22 +83,22 @@ def check_config(config: DictConfig) -> None:
 
 def check_stage(config: DictConfig, world_size: int) -> None:
     """What one stage alone asks for; what the others' checks import is left out."""
-    if config.stage == "budget":
+    if config.stage == "sft":
+        check_data(config)
+        check_sft(config)
+    elif config.stage == "grpo":
+        from verl_ext.launch.grpo_check import check_grpo
+
+        check_data(config)
+        check_grpo(config, world_size)
+    elif config.stage == "budget":
         from verl_ext.launch.budget_check import check_budget
 
         check_budget(config, world_size)
-    elif config.stage == "vlm_sft":
+    else:
         from verl_ext.launch.vlm_check import check_vlm_sft
 
         check_vlm_sft(config)
-    else:
-        check_data(config)
-    if config.stage == "sft":
-        check_chats(config)
-    if config.stage == "grpo":
-        from verl_ext.launch.grpo_check import check_grpo
-
-        check_grpo(config, world_size)
 
 
 def check_run_directory(run_dir: Path) -> None:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from verl_ext.config.evaluation import eval_devices, evaluation_environment, evaluation_recipe
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
-from verl_ext.launch.gpus import require_free_gpus
+from verl_ext.launch.free_gpus import require_free_gpus
 
 
 def check_evaluation(config: DictConfig) -> None:

@@ -12,11 +12,12 @@ from omegaconf import DictConfig
 from verl_ext.config.checks import GATHERING, check_choices, check_ranges, check_without_effect
 from verl_ext.errors import UserError
 from verl_ext.grpo.rewards.registry import wanted_rewards
+from verl_ext.launch import reward_check
 
 _KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     **GATHERING,
-    "data.eval_split": ("test", "train"),
+    **reward_check.CHOICES,
     "actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     "actor.kl_loss_type": (*_KL_TYPES, *(f"{name}+" for name in _KL_TYPES)),
     "rollout.engine": ("vllm", "hf"),
@@ -25,18 +26,12 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "algorithm.rollout_correction.rollout_is": (None, "token", "sequence"),
 }
 RANGES = {  # lowest and highest value allowed
+    **reward_check.RANGES,
     "data.max_prompt_length": (1, math.inf),
     "data.max_response_length": (1, math.inf),
     "data.eval_every_steps": (0, math.inf),
-    "data.eval_batches": (-1, math.inf),
-    "algorithm.dynamic_sampling.max_rounds": (0, math.inf),
     "algorithm.rollout_correction.rollout_is_threshold": (1e-9, math.inf),
-    "actor.ppo_epochs": (1, math.inf),
-    "actor.clip_ratio_low": (0, 1),
-    "actor.clip_ratio_high": (0, math.inf),
-    "actor.clip_ratio_c": (1 + 1e-9, math.inf),
     "actor.loss_scale_factor": (1, math.inf),
-    "actor.entropy_coeff": (0, math.inf),
     "actor.kl_loss_coef": (0, math.inf),
     "rollout.temperature": (1e-3, 100),
     "rollout.top_p": (1e-6, 1),
@@ -50,8 +45,6 @@ RANGES = {  # lowest and highest value allowed
     "reward.cpu_s": (1e-3, math.inf),
     "reward.wall_s": (1e-3, math.inf),
     "reward.memory_mb": (16, math.inf),
-    "trainer.log_samples_every": (0, math.inf),
-    "trainer.samples_per_table": (1, math.inf),
 }
 OF_CHATS = {  # settings of the stage sft: the value they must keep here
     "data.max_length": 1,
@@ -78,7 +71,7 @@ def check_grpo(config: DictConfig, world_size: int) -> None:
         UserError: the first of them and how to mend it.
     """
     check_values(config)
-    check_batches(config, world_size)
+    reward_check.check_batches(config, world_size)
     check_engines(config, world_size)
     wanted_rewards(list(config.reward.functions))
     if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
@@ -96,20 +89,6 @@ def check_values(config: DictConfig) -> None:
         raise UserError("trainer.test_freq is data.eval_every_steps in this stage; set that instead")
     if config.rollout.n < 2:
         raise UserError(f"rollout.n is {config.rollout.n}; a group needs 2 completions or more to be compared")
-
-
-def check_batches(config: DictConfig, world_size: int) -> None:
-    """Prompts divide over ranks and updates.
-
-    Raises:
-        UserError: they do not.
-    """
-    batch, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
-    if mini is not None and (mini < 1 or batch % mini or mini % world_size):
-        raise UserError(
-            f"actor.ppo_mini_batch_size is {mini}; it must divide data.train_batch_size={batch} and be a multiple of "
-            f"the {world_size} ranks"
-        )
 
 
 def check_engines(config: DictConfig, world_size: int) -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from verl_ext.config.plain import as_dict
-from verl_ext.data.question_sources import KNOWN, METRICS, QuestionSource
+from verl_ext.data.question_sources import METRICS, QuestionSource, require_rows
 from verl_ext.errors import UserError
 
-OF_TEXTS: dict[
-    str, object
-] = {  # settings of the stages that learn from texts: the value they must keep in those that learn from images
+OF_TEXTS: dict[str, object] = {
     "data.train_files": None,
     "data.val_files": None,
     "data.train_max_samples": -1,
@@ -45,6 +42,7 @@ OF_TEXTS: dict[
     "eval.watch": False,
     "eval.devices": None,
 }
+"""Settings of the stages that learn from texts: the value they must keep in those that learn from images."""
 
 
 def check_questions(config: DictConfig, needed: Sequence[str]) -> None:
@@ -58,17 +56,8 @@ def check_questions(config: DictConfig, needed: Sequence[str]) -> None:
         if split in needed and not any(source.size(split) for source in sources.values()):
             raise UserError(f"there is no question for {split}; give data.datasets.NAME.{split} a size, or -1 for all")
         for name, source in sources.items():
-            if source.size(split) and source.source is None and name not in KNOWN:
-                raise UserError(
-                    f"data.datasets.{name} has no source and is none of {', '.join(KNOWN)}; give it a folder with "
-                    "train*.parquet and val*.parquet"
-                )
-            folder = Path(source.source or ".").expanduser()
-            if source.size(split) and source.source is not None and not any(folder.glob(f"{split}*.parquet")):
-                raise UserError(
-                    f"data.datasets.{name}.source={source.source} has no {split}*.parquet; prepare it or correct the "
-                    "path"
-                )
+            if source.size(split):
+                require_rows(name, source, split)
 
 
 def source_of(name: str, entry: Any) -> QuestionSource:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -13,13 +12,12 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl_ext.config.evaluation import evaluation_environment, evaluation_recipe
-from verl_ext.errors import UserError
+from verl_ext.metrics.lines import naming
+from verl_ext.parent_death import end_with_parent
 from verl_ext.tell import tell
 
 LOG = Path("eval", "watch.log")
 LAST_BYTES = 4096
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # loaded here, because between fork and exec another thread may hold the loader's lock
 
 
 class WatchProcess:
@@ -41,11 +39,9 @@ class WatchProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ended = False
-        try:
+        with naming(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._log = open(self._path, "ab")
-        except OSError as error:
-            raise UserError(f"cannot write {self._path} ({error.strerror}); make room or mend the directory") from error
 
     def run(self) -> int:
         """Run it to its end; returns its exit code, 1 where it cannot be started, 0 after `terminate`."""
@@ -98,4 +94,4 @@ class WatchProcess:
 
 def _die_with_parent() -> None:
     """Between fork and exec; a launcher that is killed by SIGKILL must not leave an evaluation behind."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)

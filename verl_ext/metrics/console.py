@@ -73,15 +73,14 @@ class ConsoleLines:
 class ProgressBar:
     """A tqdm bar over the steps of a run."""
 
-    def __init__(self, total_steps: int, initial: int = 0, enabled: bool = True) -> None:
-        """Draw the bar.
+    def __init__(self, total_steps: int, initial: int = 0) -> None:
+        """Draw the bar, on a terminal alone.
 
         Args:
             total_steps: optimizer steps of the whole run.
             initial: steps done by earlier attempts.
-            enabled: whether there is one; it is drawn on a terminal alone.
         """
-        self._bar = progress_bar(total=total_steps, initial=initial, desc="training", unit="steps", show=enabled)
+        self._bar = progress_bar(total=total_steps, initial=initial, desc="training", unit="steps")
 
     def update(self, metrics: Mapping[str, float]) -> None:
         """Move on by one step and show its loss, and reward and accuracy where there are some."""

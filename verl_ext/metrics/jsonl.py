@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.errors import UserError
-from verl_ext.metrics.lines import LineWriter, drop_torn_tail, end_with_newline
+from verl_ext.metrics.lines import LineWriter, drop_torn_tail, end_with_newline, naming
 from verl_ext.metrics.notice import warn
 from verl_ext.metrics.row import Row, plain_numbers
 
@@ -35,14 +35,12 @@ class MetricsFile:
         """
         self._path = Path(path)
         self._attempt = attempt
-        try:
+        with naming(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
                 drop_torn_tail(self._path, lambda line: _parse(line) is not None)
                 end_with_newline(self._path)
             self._writer = LineWriter(self._path)
-        except OSError as error:
-            raise UserError(f"cannot write {self._path} ({error.strerror}); make room or mend the directory") from error
 
     def append(self, step: int, metrics: Mapping[str, float]) -> Row:
         """Write one row, stamped with the attempt and the present time.
@@ -58,10 +56,8 @@ class MetricsFile:
             UserError: a value is not a number, or the disk refuses the line.
         """
         row = Row(int(step), self._attempt, time.time(), plain_numbers(metrics))
-        try:
+        with naming(self._path):
             self._writer.write(_encode(row))
-        except OSError as error:
-            raise UserError(f"cannot write {self._path} ({error.strerror}); make room or mend the directory") from error
         return row
 
     def close(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn
 
 _BLOCK_BYTES = 64 * 1024
@@ -38,6 +40,19 @@ class LineWriter:
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         self._file.close()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn a failure of the file system into one sentence that says which file and why.
+
+    Raises:
+        UserError: in the place of an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}); make room or mend the directory") from error
 
 
 def drop_torn_tail(path: Path, is_complete: Callable[[bytes], bool]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, one_line
 from verl_ext.metrics.console import ConsoleLines
 from verl_ext.metrics.csv_history import CsvHistory
 from verl_ext.metrics.epoch_history import EpochTables
@@ -19,6 +19,7 @@ from verl_ext.metrics.records import EVENTS_FILE, SAMPLES_FILE, RecordsFile, Sam
 from verl_ext.metrics.sinks import EpochSink, EventSink, Sink, TensorBoardSink, VerlSink, WandbSink
 from verl_ext.metrics.wandb_run import open_wandb_run, persistent_run_id
 
+S = TypeVar("S", bound=Sink)
 OWN_BACKENDS = ("console", "tensorboard", "wandb")
 
 
@@ -90,12 +91,7 @@ class MetricsRecorder:
             UserError: a value is not a number, or `metrics.jsonl` cannot be written.
         """
         row = self._file.append(step, metrics)
-        for sink in list(self._sinks):
-            try:
-                sink.write(row)
-            except Exception as error:  # a tracker may raise anything, and none is worth a training run
-                self._sinks.remove(sink)
-                _warn_off(sink.name, error)
+        self._hand_to(self._sinks, lambda sink: sink.write(row))
 
     def log_epoch(self, kind: str, row: Mapping[str, float]) -> None:
         """Write what an epoch came to: a row of the CSV tables, `Train/...` and `Val/...` in the trackers, a line.
@@ -104,12 +100,8 @@ class MetricsRecorder:
             kind: Train or Val.
             row: by the `COLUMNS` of `epoch_history`.
         """
-        for sink in [sink for sink in self._sinks if isinstance(sink, EpochSink)]:
-            try:
-                sink.write_epoch(kind, row)
-            except Exception as error:
-                self._sinks.remove(sink)
-                _warn_off(sink.name, error)
+        takers = [sink for sink in self._sinks if isinstance(sink, EpochSink)]
+        self._hand_to(takers, lambda sink: sink.write_epoch(kind, row))
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Write some samples to `samples.jsonl`, and as a table to W&B.
@@ -122,12 +114,8 @@ class MetricsRecorder:
             UserError: `samples.jsonl` cannot be written.
         """
         self._samples.append(step, rows)
-        for sink in [sink for sink in self._sinks if isinstance(sink, WandbSink)]:
-            try:
-                sink.write_samples(step, rows)
-            except Exception as error:
-                self._sinks.remove(sink)
-                _warn_off(sink.name, error)
+        takers = [sink for sink in self._sinks if isinstance(sink, WandbSink)]
+        self._hand_to(takers, lambda sink: sink.write_samples(step, rows))
 
     def log_event(self, event: Event) -> None:
         """Write what is said of the run to `events.jsonl`, the console and, from a warning on, W&B's alerts.
@@ -136,12 +124,8 @@ class MetricsRecorder:
             UserError: `events.jsonl` cannot be written.
         """
         self._events.append(event.step, [event.row()])
-        for sink in [sink for sink in self._sinks if isinstance(sink, EventSink)]:
-            try:
-                sink.write_event(event)
-            except Exception as error:
-                self._sinks.remove(sink)
-                _warn_off(sink.name, error)
+        takers = [sink for sink in self._sinks if isinstance(sink, EventSink)]
+        self._hand_to(takers, lambda sink: sink.write_event(event))
 
     def close(self, exit_code: int = 0) -> None:
         """Flush and close everything; a second call does nothing.
@@ -149,14 +133,19 @@ class MetricsRecorder:
         Args:
             exit_code: 0 for a run that ended well, `STOPPED_EXIT_CODE` for one that goes on later; shown by W&B.
         """
-        sinks, self._sinks = self._sinks, []
         self._file.close()
         self._samples.close()
         self._events.close()
-        for sink in sinks:
+        self._hand_to(self._sinks, lambda sink: sink.close(exit_code))
+        self._sinks.clear()
+
+    def _hand_to(self, sinks: Sequence[S], give: Callable[[S], None]) -> None:
+        """Give something to some places; one that fails is left out from then on."""
+        for sink in list(sinks):
             try:
-                sink.close(exit_code)
-            except Exception as error:
+                give(sink)
+            except Exception as error:  # a tracker may raise anything, and none is worth a training run
+                self._sinks.remove(sink)
                 _warn_off(sink.name, error)
 
     def _add(self, name: str, open_sink: Callable[[], Sink | None]) -> None:
@@ -195,5 +184,4 @@ def _open_wandb(run_dir: Path, project: str, experiment: str, config: Mapping[st
 
 
 def _warn_off(name: str, error: Exception) -> None:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
-    warn(f"metrics no longer go to {name}: {reason}; {METRICS_FILE} still has every row")
+    warn(f"metrics no longer go to {name}: {one_line(error)}; {METRICS_FILE} still has every row")

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from verl_ext.errors import UserError
-from verl_ext.metrics.lines import LineWriter, drop_torn_tail, end_with_newline
+from verl_ext.metrics.lines import LineWriter, drop_torn_tail, end_with_newline, naming
 
 SAMPLES_FILE = "samples.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -28,12 +27,10 @@ class RecordsFile:
         Raises:
             UserError: the disk refuses them.
         """
-        try:
+        with naming(self._path):
             self._writer = self._writer or self._opened()
             for row in rows:
                 self._writer.write(json.dumps({"step": step, "attempt": self._attempt, **row}, ensure_ascii=False))
-        except OSError as error:
-            raise UserError(f"cannot write {self._path} ({error.strerror}); make room or mend the directory") from error
 
     def close(self) -> None:
         """Close the file, if there is one."""

@@ -13,7 +13,7 @@ from verl_ext.metrics.atomic import replace_file
 from verl_ext.metrics.notice import warn
 
 RUN_FILE = "run.json"
-IDENTITY_KEYS = frozenset({"project", "experiment", "stage", "recipe", "total_steps", "config_digest"})
+IDENTITY_KEYS = ("project", "experiment", "stage", "recipe", "total_steps", "config_digest")
 STATUSES = ("waiting", "running", "finished", "stopped", "failed")
 
 _ATTEMPT_KEYS = frozenset({"attempt", "start", "end"})  # those that the code reads
@@ -76,8 +76,7 @@ def set_aside_if_corrupt(path: Path) -> None:
 
 
 def _new_run() -> dict[str, Any]:
-    identity = dict.fromkeys(("project", "experiment", "stage", "recipe", "total_steps", "config_digest"))
-    return {"status": "waiting", **identity, "attempts": []}
+    return {"status": "waiting", **dict.fromkeys(IDENTITY_KEYS), "attempts": []}
 
 
 def _is_run(run: Any) -> bool:

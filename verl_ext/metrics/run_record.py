@@ -42,7 +42,7 @@ class RunRecord:
         Raises:
             UserError: another key is given, or the file cannot be written.
         """
-        if unknown := sorted(identity.keys() - IDENTITY_KEYS):
+        if unknown := sorted(identity.keys() - set(IDENTITY_KEYS)):
             raise UserError(f"a run has no {', '.join(unknown)}; known are {', '.join(sorted(IDENTITY_KEYS))}")
         self._write({**self._load(), **identity, "status": "waiting"})
 

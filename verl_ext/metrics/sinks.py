@@ -31,20 +31,16 @@ class Sink(Protocol):
 
 
 @runtime_checkable
-class EpochSink(Protocol):
+class EpochSink(Sink, Protocol):
     """A place that is also told what an epoch came to."""
-
-    name: str
 
     def write_epoch(self, kind: str, row: Mapping[str, float]) -> None:
         """Take the figures of an epoch; `kind` is Train or Val, `row` has the `COLUMNS` of `epoch_history`."""
 
 
 @runtime_checkable
-class EventSink(Protocol):
+class EventSink(Sink, Protocol):
     """A place that is also told what is said of the run."""
-
-    name: str
 
     def write_event(self, event: Event) -> None:
         """Take an event."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from verl_ext.errors import one_line
 from verl_ext.metrics.atomic import replace_file
 from verl_ext.metrics.notice import warn
 
@@ -62,7 +63,7 @@ def open_wandb_run(
         run.define_metric("*", step_metric="global_step")
         _announce(run, Path(directory))
     except Exception as error:  # whatever a tracker's trouble is, it is no reason not to train
-        warn(f"W&B is off, because it cannot start: {_one_line(error)}")
+        warn(f"W&B is off, because it cannot start: {one_line(error)}")
         return None
     return run
 
@@ -91,7 +92,7 @@ def _start(settings: dict[str, Any], arguments: dict[str, Any]) -> Run:
     except Exception as error:
         if mode in _NO_NETWORK_MODES:
             raise
-        warn(f"W&B cannot start online and runs offline instead: {_one_line(error)}")
+        warn(f"W&B cannot start online and runs offline instead: {one_line(error)}")
         _forget_failed_start()
         return _init("offline", settings, arguments)
 
@@ -120,7 +121,7 @@ def _has_credentials() -> bool:
     try:
         return wandb.login(prompt=False, verify=False)
     except wandb.Error as error:
-        warn(f"W&B runs offline, because its credentials are not usable: {_one_line(error)}")
+        warn(f"W&B runs offline, because its credentials are not usable: {one_line(error)}")
         return False
 
 
@@ -147,7 +148,3 @@ def _announce(run: Run, directory: Path) -> None:
 def _proxy(config: Mapping[str, Any]) -> dict[str, Any]:
     trainer = config.get("trainer")
     return {"https_proxy": trainer.get("wandb_proxy")} if isinstance(trainer, Mapping) else {}
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from verl_ext.command_line import FAILURES, CommandParser, StopRequested, WholeNumber, add_commands, clean_exit
+from verl_ext.argument_types import WholeNumber
+from verl_ext.command_line import FAILURES, CommandParser, StopRequested, add_commands, clean_exit
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.monitor.plot.command import add_plot, run
 from verl_ext.monitor.store.database import database_for

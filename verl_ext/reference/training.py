@@ -10,17 +10,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from verl_ext.config import chat_checks, checks
-from verl_ext.config.compose import OURS, base_config, load_yaml
+from verl_ext.config import checks
+from verl_ext.config.compose import LAYERS, base_config, load_yaml
 from verl_ext.config.overrides import leaves
+from verl_ext.config.plain import as_dict
 from verl_ext.health.limits import Limits
-from verl_ext.launch import budget_check, grpo_check, question_check, vlm_check
+from verl_ext.launch import budget_check, grpo_check, question_check, sft_check, vlm_check
 from verl_ext.reference.comments import comments_of
 from verl_ext.reference.entry import Entry, kind_of, shown
 
-STAGES = tuple(OURS)
+STAGES = tuple(LAYERS)
 CONFIG = Path(checks.__file__).parent
 LIMITS = "health.limits."
 OF_ALL = {key: value for key, (value, _) in checks.WITHOUT_EFFECT.items()}
@@ -44,7 +43,7 @@ RANGES: dict[str, dict[str, tuple[float, float]]] = {
     "budget": COUNTS | checks.RANGES | budget_check.RANGES,
     "vlm_sft": COUNTS | checks.RANGES | vlm_check.RANGES,
 }
-COUNTS_OR_NULL = (*checks.NULL_OR_AT_LEAST_ONE, *chat_checks.NULL_OR_AT_LEAST_ONE)
+COUNTS_OR_NULL = (*checks.NULL_OR_AT_LEAST_ONE, *sft_check.NULL_OR_AT_LEAST_ONE)
 KINDS_OF_NULL = {  # of keys whose default says nothing, and of those that take more than it shows
     "actor.loss_scale_factor": "number or null",
     "actor.ppo_mini_batch_size": "whole number or null",
@@ -83,9 +82,9 @@ def entries_of(stage: str) -> dict[str, Entry]:
         KeyError: a key has no sentence, or no kind.
     """
     config = base_config(stage)
-    resolved, sentences = OmegaConf.to_container(config, resolve=True), sentences_of(stage)
+    resolved, sentences = as_dict(config), sentences_of(stage)
     return {
-        key: Entry(key, _kind(key, stage, _at(resolved, key)), _default(key, default), sentences[key])
+        key: Entry(key, _kind(key, stage, checks.value_of(resolved, key)), _default(key, default), sentences[key])
         for key, default in leaves(config).items()
         if key not in WITHOUT_EFFECT[stage]
     }
@@ -95,10 +94,10 @@ def entries_of(stage: str) -> dict[str, Entry]:
 def sentences_of(stage: str) -> Mapping[str, str]:
     """By key the sentence of the last file that has one."""
     found = leaves(load_yaml(Path(__file__).with_name("verls_keys.yaml")))
-    for name in OURS[stage]:
+    for name in LAYERS[stage]:
         found |= comments_of(CONFIG / f"{name}.yaml")
     del found[LIMITS.rstrip(".")]  # each of them has a sentence of its own
-    found["stage"] = comments_of(CONFIG / "sft.yaml")["stage"]
+    found["stage"] = comments_of(CONFIG / "common.yaml")["stage"]
     attributes = re.findall(r"^\s+(\w+): (.+)$", inspect.getdoc(Limits) or "", re.MULTILINE)
     return found | {f"{LIMITS}{name}": sentence.rstrip(".") for name, sentence in attributes}
 
@@ -108,7 +107,7 @@ def _kind(key: str, stage: str, value: Any) -> str:
         return "whole number, at least 1, or null"
     if key in KINDS_OF_NULL:
         return KINDS_OF_NULL[key]
-    choices = (OURS if key == "stage" else CHOICES[stage].get(key)) or None
+    choices = (LAYERS if key == "stage" else CHOICES[stage].get(key)) or None
     if value is None and choices is None:
         raise KeyError(key)
     return kind_of(value, list(choices) if choices else None, RANGES[stage].get(key))
@@ -116,9 +115,3 @@ def _kind(key: str, stage: str, value: Any) -> str:
 
 def _default(key: str, value: Any) -> str:
     return "the command's first" if key == "stage" else shown(value)
-
-
-def _at(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = config[name]
-    return config

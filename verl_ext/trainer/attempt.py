@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.collective import on_rank_zero
 from verl_ext.config.plain import as_dict
-from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
+from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError, one_line
 from verl_ext.health.findings import Finding
 from verl_ext.health.watch import HealthWatch
 from verl_ext.metrics.atomic import replace_file
@@ -103,7 +103,7 @@ class Attempt:
         try:
             return watch_of(self.config, self.first_step, self.total_steps, self.steps_per_epoch)
         except Exception as error:  # whatever lies in the run directory, training is worth more
-            warn(f"the health rules are off: {type(error).__name__}: {error}")
+            warn(f"the health rules are off: {one_line(error)}")
             return None
 
     def _findings(self, step: int, metrics: Mapping[str, float]) -> Sequence[Finding]:
@@ -112,7 +112,7 @@ class Attempt:
             return [] if self.health is None else self.health.note(step, metrics)
         except Exception as error:  # whatever a rule stumbles over, training is worth more
             self.health = None
-            warn(f"the health rules are off from step {step} on: {type(error).__name__}: {error}")
+            warn(f"the health rules are off from step {step} on: {one_line(error)}")
             return []
 
     @property
@@ -153,4 +153,4 @@ class Attempt:
             return "stopped", f"stopped by {error} after step {self.last_step}", error.exit_code
         if isinstance(error, UserError):
             return "failed", str(error), USER_ERROR_EXIT_CODE
-        return "failed", f"{type(error).__name__}: {error}", 1
+        return "failed", one_line(error), 1

@@ -84,8 +84,14 @@ class BudgetControllerTrainer(GRPOTrainer):
     def loss_settings(self) -> LossSettings:
         """The section `actor`; a configuration is one decision, so that all ways to average over decisions agree."""
         actor = self.config.actor
-        clip = actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c
-        return LossSettings(*clip, "token-mean", 1, actor.entropy_coeff)
+        return LossSettings(
+            clip_ratio_low=actor.clip_ratio_low,
+            clip_ratio_high=actor.clip_ratio_high,
+            clip_ratio_c=actor.clip_ratio_c,
+            loss_agg_mode="token-mean",
+            loss_scale_factor=1,
+            entropy_coeff=actor.entropy_coeff,
+        )
 
     def rollout_correction(self) -> None:
         """See `GRPOTrainer`; what draws is what is trained."""

@@ -49,9 +49,8 @@ def check_packing(logits_of: Forward, vocab_size: int, precision: torch.dtype, n
     except (TypeError, ValueError) as error:  # it takes no borders of samples
         raise UserError(f"{name} cannot take packed samples ({error}); set data.packing=false") from error
     apart, spread = float((together - alone).abs().max()), float(alone.std())
-    if (
-        apart > TOLERANCE[precision] * spread
-    ):  # neither for logits that are all the same, nor for such as are no numbers
+    # false for logits that are all the same, and for NaN, of which neither says anything of packing
+    if apart > TOLERANCE[precision] * spread:
         raise UserError(
             f"{name} does not keep packed samples apart: their logits differ by up to {apart:.2g} from those of the "
             f"samples alone, which spread by {spread:.2g}; set data.packing=false"

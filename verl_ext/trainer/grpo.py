@@ -13,7 +13,6 @@ from verl_ext.collective import gather_results
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.experience import Collector, Experience, Replacement
-from verl_ext.grpo.figures import spreads
 from verl_ext.grpo.loss import LossSettings
 from verl_ext.grpo.policy import Policy, Prompt, Sample
 from verl_ext.grpo.update import Updater, UpdateSettings
@@ -22,6 +21,7 @@ from verl_ext.metrics.reduce import reduce_over_ranks
 from verl_ext.trainer.gathering import Gathering, keeps_gathered
 from verl_ext.trainer.grpo_parts import make_environment, make_policy
 from verl_ext.trainer.grpo_report import GRPOReport
+from verl_ext.trainer.grpo_settings import loss_settings, rollout_correction
 from verl_ext.trainer.hardware import peak_memory, pick_precision
 from verl_ext.trainer.loop import Metrics, PipelineTrainer
 from verl_ext.trainer.model import disable_dropout
@@ -40,11 +40,11 @@ class GRPOTrainer(PipelineTrainer):
         self.collector = Collector(
             self.policy,
             self.environment,
-            self.config.rollout.n,
-            algorithm.norm_adv_by_std_in_grpo,
-            self.timer,
-            self.device_name,
-            self.trace,
+            group_size=self.config.rollout.n,
+            divide_by_std=algorithm.norm_adv_by_std_in_grpo,
+            timer=self.timer,
+            device=self.device_name,
+            trace=self.trace,
         )
         self.updater = Updater(
             self.policy,
@@ -97,11 +97,11 @@ class GRPOTrainer(PipelineTrainer):
         """The sections `actor` and `algorithm` as the updates read them."""
         actor, data = self.config.actor, self.config.data
         return UpdateSettings(
-            self.loss_settings(),
-            data.train_batch_size // (actor.ppo_mini_batch_size or data.train_batch_size),
-            actor.ppo_epochs,
-            data.micro_batch_size_per_gpu,
-            self.rollout_correction(),
+            loss=self.loss_settings(),
+            num_mini_batches=data.train_batch_size // (actor.ppo_mini_batch_size or data.train_batch_size),
+            num_epochs=actor.ppo_epochs,
+            micro_batch_size=data.micro_batch_size_per_gpu,
+            correction=self.rollout_correction(),
         )
 
     def update_weights(self, loss: float) -> float:
@@ -110,22 +110,11 @@ class GRPOTrainer(PipelineTrainer):
 
     def rollout_correction(self) -> tuple[str, float] | None:
         """Level and threshold of truncated importance sampling, None for none of it."""
-        correction = self.config.algorithm.rollout_correction
-        return (correction.rollout_is, correction.rollout_is_threshold) if correction.rollout_is else None
+        return rollout_correction(self.config)
 
     def loss_settings(self) -> LossSettings:
         """The section `actor` as the loss reads it."""
-        actor = self.config.actor
-        return LossSettings(
-            actor.clip_ratio_low,
-            actor.clip_ratio_high,
-            actor.clip_ratio_c,
-            actor.loss_agg_mode,
-            actor.loss_scale_factor or self.config.data.max_response_length,
-            actor.entropy_coeff,
-            actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-            actor.kl_loss_type,
-        )
+        return loss_settings(self.config)
 
     def make_batcher(self) -> Callable[[list[dict[str, Any]]], Any]:
         """See `TrainerSetup.make_batcher`."""
@@ -144,22 +133,11 @@ class GRPOTrainer(PipelineTrainer):
         start = time.perf_counter()
         updated = self.updater.update(experience)
         self.trace_update(experience.samples, start)
-        advantages = spreads({"adv": experience.advantages.values.tolist()}, self.device_name)["adv"]
-        counts = {
-            "train/groups_without_signal": experience.advantages.num_without_signal,
-            "train/groups_replaced": experience.num_replaced,
-        }
         return {
-            "train/loss": updated.loss,
+            **self.report.update_figures(experience, updated),
             "train/lr(1e-3)": lr * 1e3,
-            "train/grad_norm": updated.grad_norm,
             "train/epoch": self.global_step / self.steps_per_epoch,
             "train/skipped_steps": self.guard.num_skipped,
-            **{f"train/{name}": value for name, value in updated.means.items() if name != "rollout_logprob_diff"},
-            "train/rollout_logprob_diff_mean": updated.means["rollout_logprob_diff"],
-            **{f"train/{name}_max": value for name, value in updated.maxima.items()},
-            **advantages.named("train/adv", "mean", "std", "min", "max"),
-            **reduce_over_ranks(sums=counts, device=self.device_name),
             **weights,
             **({"weights/version": float(self.global_step - 1)} if weights else {}),
             **self.measure_step(self.report.figures("train", experience.samples, experience.rewards)),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,28 +12,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_ext.collective import on_every_rank
-from verl_ext.config.plain import as_dict
 from verl_ext.data.end_tokens import end_tokens
-from verl_ext.errors import UserError
 from verl_ext.grpo.policy import LogProbs
-from verl_ext.grpo.rewards.environment import RewardSettings, TextEnvironment
+from verl_ext.grpo.rewards.environment import TextEnvironment
 from verl_ext.grpo.rewards.registry import wanted_rewards
-from verl_ext.grpo.rollout.completion import Sampling
 from verl_ext.grpo.rollout.engine import RolloutEngine, WeightKeeper
 from verl_ext.grpo.rollout.hf_engine import HfRollout
-from verl_ext.grpo.rollout.vllm_engine import VllmRollout, VllmSettings
+from verl_ext.grpo.rollout.vllm_engine import VllmRollout
 from verl_ext.grpo.rollout.weights import WeightSource
 from verl_ext.grpo.tokens.layout import Layout
 from verl_ext.grpo.tokens.model import forward_cost
 from verl_ext.grpo.tokens.policy import TokenModel, TokenPolicy
 from verl_ext.native_output import quiet_native_stdout
+from verl_ext.trainer.grpo_settings import bucket_bytes, reward_settings, sampling, vllm_settings
 from verl_ext.trainer.hardware import autocast, pick_precision
 from verl_ext.trainer.lora import uses_lora
 from verl_ext.trainer.model import build_model, local_model_path
-
-MB = 1 << 20
-CPU_BUCKET_MB = 4
-"""What fits a processor's cache is gathered in two thirds of the time of larger buckets."""
 
 
 def make_environment(config: DictConfig) -> TextEnvironment:
@@ -44,20 +36,9 @@ def make_environment(config: DictConfig) -> TextEnvironment:
     Raises:
         UserError: a function cannot be loaded, or the judge's isolation does not work here.
     """
-    reward = config.reward
-    settings = RewardSettings(
-        reward.isolation,
-        list(reward.packages),
-        reward.cpu_s,
-        reward.wall_s,
-        reward.memory_mb,
-        reward.num_workers,
-        reward.time_limit_s,
-        config.data.max_response_length,
-        reward.length_buffer,
-    )
+    names, settings = list(config.reward.functions), reward_settings(config)
     num_ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return on_every_rank(lambda: TextEnvironment(wanted_rewards(list(reward.functions)), settings, num_ranks_here))
+    return on_every_rank(lambda: TextEnvironment(wanted_rewards(names), settings, num_ranks_here))
 
 
 def make_policy(
@@ -73,10 +54,7 @@ def make_policy(
     engine = make_engine(config, model, tokenizer, precision)
     source = None
     if isinstance(engine, WeightKeeper):
-        most = CPU_BUCKET_MB if device_name == "cpu" else math.inf
-        bucket_bytes = min(config.rollout.update_weights_bucket_megabytes, most) * MB
-        source = WeightSource(model, engine.dtype, device_name, bucket_bytes)
-    rollout = config.rollout
+        source = WeightSource(model, engine.dtype, device_name, bucket_bytes(config, device_name))
     return TokenPolicy(
         TokenModel(
             model,
@@ -89,7 +67,7 @@ def make_policy(
         tokenizer,
         engine,
         source,
-        Sampling(rollout.temperature, rollout.top_p, rollout.top_k, config.data.max_response_length),
+        sampling(config),
         config.trainer.seed,
     )
 
@@ -105,22 +83,8 @@ def make_engine(
     ends = end_tokens(generation_settings(path), tokenizer)
     if rollout.engine == "hf":
         return HfRollout(model, tokenizer.pad_token_id, ends, rollout.max_num_seqs, precision, config.trainer.device)
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError("rollout.engine=vllm needs vLLM, which is not installed; install it, or set rollout.engine=hf")
-    settings = VllmSettings(
-        model=path,
-        trust_remote_code=config.model.trust_remote_code,
-        dtype=rollout.dtype,
-        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
-        end_tokens=ends,
-        max_num_seqs=rollout.max_num_seqs,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        free_cache_engine=rollout.free_cache_engine,
-        tensor_parallel_size=rollout.tensor_model_parallel_size,
-        arguments=as_dict(rollout.vllm),
-    )
     with quiet_native_stdout():
-        return on_every_rank(lambda: VllmRollout(settings))
+        return on_every_rank(lambda: VllmRollout(vllm_settings(config, path, ends)))
 
 
 def generation_settings(path: str) -> GenerationConfig | None:

@@ -9,6 +9,7 @@ from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.experience import Experience
 from verl_ext.grpo.figures import spreads
 from verl_ext.grpo.policy import Policy, Sample
+from verl_ext.grpo.update import Updated
 from verl_ext.metrics.records import SampleRow
 from verl_ext.metrics.reduce import reduce_over_ranks
 
@@ -52,6 +53,23 @@ class GRPOReport:
         }
         figures |= reduce_over_ranks(sums=counts, device=self.device)
         return {f"{kind}/{name}": value for name, value in figures.items()}
+
+    def update_figures(self, experience: Experience, updated: Updated) -> dict[str, float]:
+        """Of a step's groups and of the updates made from them."""
+        advantages = spreads({"adv": experience.advantages.values.tolist()}, self.device)["adv"]
+        counts = {
+            "train/groups_without_signal": experience.advantages.num_without_signal,
+            "train/groups_replaced": experience.num_replaced,
+        }
+        return {
+            "train/loss": updated.loss,
+            "train/grad_norm": updated.grad_norm,
+            **{f"train/{name}": value for name, value in updated.means.items() if name != "rollout_logprob_diff"},
+            "train/rollout_logprob_diff_mean": updated.means["rollout_logprob_diff"],
+            **{f"train/{name}_max": value for name, value in updated.maxima.items()},
+            **advantages.named("train/adv", "mean", "std", "min", "max"),
+            **reduce_over_ranks(sums=counts, device=self.device),
+        }
 
     def rows(self, experience: Experience, count: int) -> list[SampleRow]:
         """Some of this rank's samples with their rewards and advantages: of every prompt one, then another."""

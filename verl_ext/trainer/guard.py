@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
-
+from verl_ext.collective import gather_results
 from verl_ext.errors import UserError
 
 
@@ -39,8 +38,7 @@ class NonFiniteGuard:
         """
         if self.streak < self.limit:
             return
-        everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, list(rows))
+        everyone = gather_results(lambda: list(rows))
         raise UserError(
             f"the loss or its gradient was not finite for {self.streak} steps in a row, the last at step {step}; lower "
             "optim.lr, check the model's weights, or look at the batch: "

@@ -213,15 +213,7 @@ class PipelineTrainer(TrainerSetup, ABC):
         }
         self.save_checkpoint(self.global_step)
         self.saved_step = self.global_step
-        seconds = time.perf_counter() - start
-        self.log({"time/train/save_s": seconds})
-
-    def finish_writing_in_spite_of_failure(self) -> None:
-        """The same after the training has failed, which is what the user is to be told then."""
-        try:
-            self.finish_writing()
-        except UserError as error:
-            warn(str(error))
+        self.log({"time/train/save_s": time.perf_counter() - start})
 
     def finish_writing(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and record how long it took."""
@@ -230,3 +222,10 @@ class PipelineTrainer(TrainerSetup, ABC):
             self.preemption.note(save_s=seconds)
             free = free_bytes(self.run_dir) / GIB
             self.attempt.log(self.saved_step, {"time/checkpoint/write_s": seconds, "system/disk_free_gib": free})
+
+    def finish_writing_in_spite_of_failure(self) -> None:
+        """`finish_writing` after the training has failed, which is what the user is to be told then: a warning more."""
+        try:
+            self.finish_writing()
+        except UserError as error:
+            warn(str(error))

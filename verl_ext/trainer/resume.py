@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,7 @@ def checkpoint_to_resume(config: DictConfig) -> Path | None:
     """
     trainer = config.trainer
     damaged: dict[Path, str] = {}
-    said: set[str] = set()
-
-    def warn_once(sentence: str) -> None:
-        if sentence not in said:
-            warn(sentence)
-        said.add(sentence)
+    warn_once = cache(warn)  # the choice is made again after each damaged checkpoint, and finds the same then
 
     def pick() -> Path | None:
         return find_checkpoint(

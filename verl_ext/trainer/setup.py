@@ -20,9 +20,9 @@ from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.stock import is_stock
 from verl_ext.config.digest import config_digest
 from verl_ext.config.plain import as_dict
-from verl_ext.data.ahead import Ahead
 from verl_ext.data.batching import Groups
 from verl_ext.data.packing import MicroBatchPlan
+from verl_ext.data.prefetch import Prefetcher
 from verl_ext.data.rows import Rows
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.metrics.notice import warn
@@ -88,7 +88,7 @@ class TrainerSetup(FSDPSFTTrainer):
             # Its own: every iterator draws a seed, and a resumed run would draw once more from the global generator.
             generator=torch.Generator(),
         )
-        self.train_dataloader = loader if data.num_workers else Ahead(loader)
+        self.train_dataloader = loader if data.num_workers else Prefetcher(loader)
         self.steps_per_epoch = len(self.train_sampler)
         steps_in_epochs = self.steps_per_epoch * self.config.trainer.total_epochs
         self.total_training_steps = self.config.trainer.total_training_steps or steps_in_epochs

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from verl.utils.flops_counter import FlopsCounter
 
 from verl_ext.data.batching import Batch, MicroBatch, validation_micro_batches
+from verl_ext.data.rows import Rows
 from verl_ext.metrics.reduce import reduce_over_ranks
 from verl_ext.trainer.hardware import peak_memory
 from verl_ext.trainer.loop import Metrics
@@ -21,7 +22,10 @@ from verl_ext.trainer.sft_setup import SFTSetup
 
 def perplexity(loss: float) -> float:
     """exp(loss), infinite where a float cannot hold it."""
-    return math.exp(loss) if loss < 700 else (math.inf if loss == loss else math.nan)
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 class SFTTrainer(SFTSetup):
@@ -136,28 +140,25 @@ class SFTTrainer(SFTSetup):
             return {}
         start = time.perf_counter()
         self.fsdp_model.eval()
-        num_tokens = 0
-        total = torch.zeros((), dtype=torch.float64, device=self.device_name)
-        shares = (
-            self.val_dataset,
-            self.validation_plan(self.val_dataset),
-            self.batcher.micro_batch,
-            self.dp_rank,
-            self.dp_size,
-        )
         try:
-            for micro_batch in validation_micro_batches(*shares):
-                self.preemption.check()
-                num_tokens += int(micro_batch["loss_mask"][:, 1:].sum())
-                total += self.summed_loss(micro_batch)
+            mean, num_loss_tokens = self.mean_loss(self.val_dataset)
         finally:
             self.gathering.release()
-        num_loss_tokens = self.sum_over_data_ranks(num_tokens)
-        mean = self.sum_over_data_ranks(float(total)) / num_loss_tokens
-        seconds = time.perf_counter() - start
         return {
             "val/loss": mean,
             "val/perplexity": perplexity(mean),
             "val/num_loss_tokens": num_loss_tokens,
-            "time/val/step_s": seconds,
+            "time/val/step_s": time.perf_counter() - start,
         }
+
+    def mean_loss(self, dataset: Rows) -> tuple[float, float]:
+        """Cross-entropy of a whole data set in nats per loss token, and the number of those; the same on every rank."""
+        plan, num_tokens = self.validation_plan(dataset), 0
+        total = torch.zeros((), dtype=torch.float64, device=self.device_name)
+        make, rank, num_ranks = self.batcher.micro_batch, self.dp_rank, self.dp_size
+        for micro_batch in validation_micro_batches(dataset, plan, make, rank, num_ranks):
+            self.preemption.check()
+            num_tokens += int(micro_batch["loss_mask"][:, 1:].sum())
+            total += self.summed_loss(micro_batch)
+        num_loss_tokens = self.sum_over_data_ranks(num_tokens)
+        return self.sum_over_data_ranks(float(total)) / num_loss_tokens, num_loss_tokens

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from verl_ext.argument_types import Number, WholeNumber
 from verl_ext.checkpoint.command.run_directory import add_run_command, newest_resumable, require_steps
 from verl_ext.checkpoint.layout import step_of
-from verl_ext.command_line import Commands, Number, WholeNumber
+from verl_ext.command_line import Commands
 from verl_ext.errors import UserError
 from verl_ext.progress import progress_bar
 from verl_ext.summary import tell_summary

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from verl_ext.argument_types import WholeNumber
 from verl_ext.checkpoint.command.held import require_free
 from verl_ext.checkpoint.command.run_directory import add_run_command, require_run_dir, require_steps
 from verl_ext.checkpoint.command.settings import read_retention
@@ -16,7 +17,7 @@ from verl_ext.checkpoint.command.text import human_bytes
 from verl_ext.checkpoint.layout import list_steps
 from verl_ext.checkpoint.lock import exclusive
 from verl_ext.checkpoint.rotation import OPTIMIZER_FILES, Plan, carry_out, plan_rotation
-from verl_ext.command_line import FAILURES, Commands, WholeNumber
+from verl_ext.command_line import FAILURES, Commands
 from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn
 from verl_ext.summary import tell_summary

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_ext.argument_types import WholeNumber
 from verl_ext.checkpoint.command.run_directory import add_run_command, require_run_dir, require_steps
 from verl_ext.checkpoint.command.text import human_bytes
 from verl_ext.checkpoint.layout import Manifest, list_steps, what_is_wrong
 from verl_ext.checkpoint.stock import is_stock
 from verl_ext.checkpoint.verify import damaged_files
-from verl_ext.command_line import FAILURES, Commands, WholeNumber
+from verl_ext.command_line import FAILURES, Commands
 from verl_ext.errors import UserError
 from verl_ext.progress import progress_bar
 from verl_ext.summary import tell_summary

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,15 +28,13 @@ def length_percentiles(rows: list[Row], tokenizer: str | None) -> dict[str, floa
     """
     if not rows:
         return {}
+    import numpy as np  # here, so that --help need not wait for it
+
     unit, measure = ("chars", _num_chars) if tokenizer is None else ("tokens", _token_counter(tokenizer))
-    lengths = sorted(measure(row) for row in progress_bar(rows, desc="measuring lengths", unit="rows"))
-    named = {f"{unit}_p{percent}": nearest_rank(lengths, percent) for percent in PERCENTILES}
-    return {**named, f"{unit}_max": lengths[-1]}
-
-
-def nearest_rank(ordered: list[int], percent: int) -> int:
-    """Give the smallest value that at least `percent` % of the ascending, non-empty list do not exceed."""
-    return ordered[max(math.ceil(len(ordered) * percent / 100), 1) - 1]
+    lengths = [measure(row) for row in progress_bar(rows, desc="measuring lengths", unit="rows")]
+    found = np.percentile(lengths, PERCENTILES, method="inverted_cdf")  # lengths that occur, and none between two
+    named = {f"{unit}_p{percent}": int(length) for percent, length in zip(PERCENTILES, found)}
+    return {**named, f"{unit}_max": max(lengths)}
 
 
 def _num_chars(row: Row) -> int:

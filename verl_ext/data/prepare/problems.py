@@ -10,7 +10,7 @@ from eval_pipeline.problems.dataset import FORMATS, load_problems
 from eval_pipeline.problems.problem import FunctionTests, Problem, ProgramTests, Tests
 from eval_pipeline.problems.source import DatasetSource
 from eval_pipeline.problems.verl_rl import ground_truth_of
-from verl_ext.command_line import WholeNumber
+from verl_ext.argument_types import WholeNumber
 from verl_ext.data.prepare.files import Row, write_parquet
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.errors import UserError

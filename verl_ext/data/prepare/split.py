@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl_ext.command_line import Number, WholeNumber
+from verl_ext.argument_types import Number, WholeNumber
 from verl_ext.data.prepare.files import Row, write_parquet
 from verl_ext.errors import UserError
 

@@ -6,21 +6,19 @@ error. Whoever started it kills it when a call takes too long.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import math
 import os
 import pickle
-import signal
 import struct
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from verl_ext.command_line import process_words
+from verl_ext.parent_death import end_with_parent
 
 SIZE = struct.Struct(">I")
-_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
 def main() -> None:
@@ -32,7 +30,7 @@ def main() -> None:
         "file",
         "function",
     )
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from verl_ext.command_line import WholeNumber
+from verl_ext.argument_types import WholeNumber
 from verl_ext.data.prepare.files import staging_directory, write_jsonl, write_parquet
 from verl_ext.data.prepare.quickstart.problems import to_problem, to_prompt
 from verl_ext.data.prepare.quickstart.sampling import Dataset, sample_dataset

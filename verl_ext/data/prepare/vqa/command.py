@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl_ext.command_line import WholeNumber
+from verl_ext.argument_types import WholeNumber
 from verl_ext.data.prepare.files import staging_directory, write_parquet
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.data.prepare.vqa.cards import QUESTIONS, Row, draw_card, rows_of_card

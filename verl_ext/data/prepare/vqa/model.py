@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_ext.data.prepare.quickstart.tokenizer import PAD, TURN_END, TURN_START, train_tokenizer
 from verl_ext.data.prepare.vqa.cards import COLOURS, GLYPHS, QUESTIONS, SIDE, added
@@ -62,8 +62,26 @@ def build_model(processor: Qwen3VLProcessor, seed: int) -> Qwen3VLMoeForConditio
 
     tokenizer = processor.tokenizer
     start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION))
-    text = {
-        "vocab_size": len(tokenizer),
+    config = Qwen3VLMoeConfig(
+        text_config=_text_config(len(tokenizer)),
+        vision_config=_vision_config(),
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        image_token_id=image,
+        video_token_id=video,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3VLMoeForConditionalGeneration(config)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.convert_tokens_to_ids(PAD)}
+    model.generation_config = GenerationConfig(**ends)
+    return model
+
+
+def _text_config(vocab_size: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab_size,
         "hidden_size": HIDDEN_SIZE,
         "intermediate_size": 2 * HIDDEN_SIZE,
         "moe_intermediate_size": HIDDEN_SIZE // 2,
@@ -77,7 +95,10 @@ def build_model(processor: Qwen3VLProcessor, seed: int) -> Qwen3VLMoeForConditio
         "initializer_range": weight_std(HIDDEN_SIZE),
         "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
     }
-    vision = {
+
+
+def _vision_config() -> dict[str, Any]:
+    return {
         "depth": 2,
         "hidden_size": VISION_WIDTH,
         "intermediate_size": VISION_MLP,
@@ -89,13 +110,3 @@ def build_model(processor: Qwen3VLProcessor, seed: int) -> Qwen3VLMoeForConditio
         "deepstack_visual_indexes": [0],
         "initializer_range": weight_std(VISION_WIDTH),
     }
-    tokens = {"vision_start_token_id": start, "vision_end_token_id": end, "image_token_id": image}
-    config = Qwen3VLMoeConfig(
-        text_config=text, vision_config=vision, **tokens, video_token_id=video, tie_word_embeddings=False
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3VLMoeForConditionalGeneration(config)
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.convert_tokens_to_ids(PAD)}
-    model.generation_config = GenerationConfig(**ends)
-    return model

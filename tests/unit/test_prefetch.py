@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from verl_ext.data.ahead import Ahead
+from verl_ext.data.prefetch import Prefetcher
 
 
 def test_the_items_are_the_same_each_time() -> None:
-    ahead = Ahead(range(5))
-    assert list(ahead) == list(ahead) == [0, 1, 2, 3, 4]
-    assert list(Ahead([])) == []
+    batches = Prefetcher(range(5))
+    assert list(batches) == list(batches) == [0, 1, 2, 3, 4]
+    assert list(Prefetcher([])) == []
 
 
 def test_the_next_item_is_made_while_this_one_is_worked_on() -> None:
@@ -24,11 +24,11 @@ def test_the_next_item_is_made_while_this_one_is_worked_on() -> None:
             event.set()
             yield number
 
-    ahead = iter(Ahead(items()))
-    assert next(ahead) == 0
+    batches = iter(Prefetcher(items()))
+    assert next(batches) == 0
     assert made[1].wait(10)  # although nobody has asked for it
     assert not made[2].is_set()
-    ahead.close()
+    batches.close()
 
 
 def test_an_error_comes_when_its_item_is_asked_for() -> None:
@@ -36,7 +36,7 @@ def test_an_error_comes_when_its_item_is_asked_for() -> None:
         yield 1
         raise ValueError("row 7")
 
-    ahead = iter(Ahead(items()))
-    assert next(ahead) == 1
+    batches = iter(Prefetcher(items()))
+    assert next(batches) == 1
     with pytest.raises(ValueError, match="row 7"):
-        next(ahead)
+        next(batches)

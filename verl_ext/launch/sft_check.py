@@ -1,4 +1,4 @@
-"""Refuses settings of `chats.yaml` that cannot work."""
+"""What the stage sft can refuse before torchrun starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl_ext.errors import UserError
 NULL_OR_AT_LEAST_ONE = ("data.max_tokens_per_gpu", "data.num_tokenizers")
 
 
-def check_chats(config: DictConfig) -> None:
+def check_sft(config: DictConfig) -> None:
     """Refuse single values outside their range, and packing where attention cannot keep samples apart.
 
     Raises:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from verl_ext.config.chat_checks import check_chats
 from verl_ext.config.compose import compose_config
 from verl_ext.errors import UserError
+from verl_ext.launch.sft_check import check_sft
 from verl_ext.plan import activations, workload
 from verl_ext.trainer import gathering, loss_head
 
@@ -22,11 +22,11 @@ from verl_ext.trainer import gathering, loss_head
 )
 def test_what_cannot_work_is_refused(override: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        check_chats(compose_config("sft", [override]))
+        check_sft(compose_config("sft", [override]))
 
 
 def test_padded_samples_take_any_attention() -> None:
-    check_chats(compose_config("sft", ["model.attn_implementation=eager", "data.packing=false"]))
+    check_sft(compose_config("sft", ["model.attn_implementation=eager", "data.packing=false"]))
 
 
 def test_the_plan_has_the_trainers_constants() -> None:

@@ -10,7 +10,7 @@ T = TypeVar("T")
 _END = object()
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """Iterates one item ahead, in a thread: for what needs no process of its own, as samples that are in memory.
 
     Args:

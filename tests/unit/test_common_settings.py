@@ -1,0 +1,101 @@
+"""The keys that every stage has reach what they are for."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_questions import write_questions
+from tests.training import make_trainer, small_config
+from tests.unit.test_checkpoint_retention import NAMES, save
+from verl_ext.checkpoint.options import SaveOptions
+from verl_ext.checkpoint.retention import Retention
+from verl_ext.config.compose import LAYERS, base_config, compose_config
+from verl_ext.data.load import load_datasets, load_questions
+from verl_ext.metrics.names import describe
+from verl_ext.trainer.attempt import Attempt
+from verl_ext.trainer.resume import checkpoint_to_resume
+from verl_ext.trainer.tokenizer import load_tokenizer
+
+RECIPE_OF_QUESTIONS = """
+# questions
+stage: {stage}
+data: {{train_batch_size: 2, datasets: {{tiny: {{source: {folder}}}}}}}
+"""
+
+
+def test_how_a_run_saves() -> None:
+    export = {"dtype": "fp16", "every": 100, "max_shard_gib": 2.5}
+    best = {"keep_best": 3, "best_metric": "train/loss", "best_mode": "max", "drop_optimizer_of_best": True}
+    words = [f"trainer.checkpoint.{name}={value}" for name, value in {**best, "async_save": True}.items()]
+    words += [f"trainer.checkpoint.export.{name}={value}" for name, value in export.items()]
+    trainer = compose_config("sft", [*words, "trainer.max_ckpt_to_keep=4", "trainer.seed=5"]).trainer
+    retention = Retention(4, 3, "train/loss", "max", True)
+    expected = SaveOptions(torch.float16, 100, 750, 2.5, True, retention, "digest", 5, timedelta(1))
+    assert SaveOptions.of(trainer, 750, "digest", timedelta(1)) == expected
+
+
+@pytest.mark.parametrize("stage", LAYERS)
+def test_the_best_checkpoint_of_a_stage(stage: str) -> None:
+    checkpoint = base_config(stage).trainer.checkpoint
+    assert describe(checkpoint.best_metric).unit
+    assert checkpoint.best_mode == ("min" if checkpoint.best_metric.endswith("loss") else "max")
+    assert checkpoint.export.dtype == ("fp32" if stage == "budget" else "bf16")  # a controller is small
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_every_so_many_steps_have_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"trainer.default_local_dir={tmp_path}", "trainer.logger=[console]", "trainer.log_every=3"]
+    with Attempt(compose_config("sft", [*words, "health.enabled=false"]), 0, 100, 10, 1, True) as attempt:
+        for step in range(1, 8):
+            attempt.log(step, {"train/loss": 1.0})
+    assert re.findall(r"step (\d+)/100", capsys.readouterr().out) == ["3", "6"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_guard_and_the_trace(quickstart: Path, tmp_path: Path) -> None:
+    words = ["trainer.max_nonfinite_steps=5", "trainer.trace=true"]
+    trainer = make_trainer(small_config(quickstart, tmp_path, *words))
+    assert trainer.guard.limit == 5 and [path.name for path in (tmp_path / "trace").iterdir()]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_digests_are_compared_where_they_are_wanted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        newest = save(tmp_path, step)
+    (newest / NAMES[0]).write_bytes(b"X" * (newest / NAMES[0]).stat().st_size)  # of the same size
+    words = [f"trainer.default_local_dir={tmp_path}", "trainer.checkpoint.verify="]
+    assert checkpoint_to_resume(compose_config("sft", [words[0], f"{words[1]}false"])) == newest
+    assert checkpoint_to_resume(compose_config("sft", [words[0], f"{words[1]}true"])) == tmp_path / "global_step_1"
+    assert "has the digest" in capfd.readouterr().err
+
+
+def test_tokens_are_kept_where_the_recipe_says(quickstart: Path, tmp_path: Path) -> None:
+    config = small_config(quickstart, tmp_path / "run", f"data.token_cache={tmp_path / 'tokens'}")
+    load_datasets(config, load_tokenizer(config))
+    assert len(list((tmp_path / "tokens").glob("*.arrow"))) == 2  # of both files
+
+
+@pytest.mark.parametrize(("command", "stage"), [("grpo", "budget"), ("sft", "vlm_sft")])
+def test_the_suffix_stands_behind_every_question(command: str, stage: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE_OF_QUESTIONS.format(stage=stage, folder=write_questions(tmp_path / "questions", 2, 1)))
+    config = compose_config(command, [f"recipe={recipe}", "data.question_suffix=' Short:'"])
+    for dataset in load_questions(config, None):
+        assert dataset is not None and all(sample.question.endswith("? Short:") for sample in dataset.samples)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("setting", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_the_forward_pass_has_the_number_type_that_is_wanted(
+    setting: str, dtype: torch.dtype, quickstart: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(small_config(quickstart, tmp_path, f"model.mixed_precision={setting}"))
+    assert {parameter.dtype for parameter in trainer.optimizer.param_groups[0]["params"]} == {torch.float32}
+    batch = next(iter(trainer.train_dataloader))
+    with torch.no_grad():
+        assert trainer.token_loss.logits(batch.micro_batches[0]).dtype == dtype

@@ -1,0 +1,38 @@
+"""A process that asked for it ends with its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+
+CHILD = """
+import time
+from verl_ext.parent_death import end_with_parent
+end_with_parent()
+print("ready", flush=True)
+time.sleep(60)
+"""
+PARENT = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_child_does_not_outlive_its_parent() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    assert parent.stdout.readline() == "ready\n" and child.is_running()
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

@@ -1,0 +1,129 @@
+"""The trainers of the stages that learn from rewards, built and run on one rank: what their keys come to."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from tests.tiny_questions import write_model, write_questions
+from verl_ext.config.compose import compose_config
+from verl_ext.controller.latency_model import FEATURES, LatencyModel
+from verl_ext.controller.loading import fingerprint, load_adapter
+from verl_ext.controller.reward import RewardWeights
+from verl_ext.metrics.records import SAMPLES_FILE
+from verl_ext.trainer.budget import BudgetControllerTrainer
+from verl_ext.trainer.distributed import build_meshes, settle_device
+from verl_ext.trainer.grpo import GRPOTrainer, prompts_of
+from verl_ext.trainer.stages import load_stage
+from verl_ext.trainer.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+TIERS = (256, 1024, 4096)
+OF_ANY_RUN = ["trainer.logger=[]", "trainer.save_freq=-1", "health.enabled=false", "trainer.log_samples_every=1"]
+OF_ANY_RUN += ["trainer.total_training_steps=2"]
+CONTROLLER = [
+    *("controller.tier_sizes=[256,1024,4096]", "controller.min_active=2", "controller.max_active=3"),
+    *("controller.topk_choices=[1,2,4]", "controller.max_new_tokens=3", "controller.hidden=24"),
+    *("controller.budgets_ms=[60,200]", "controller.dtype=bf16", "controller.most_encodings=5"),
+]
+LEARNING = [
+    *("algorithm.norm_adv_by_std_in_grpo=false", "actor.tier_entropy_weight=2.5", "actor.entropy_coeff=0.01"),
+    *("actor.clip_ratio_low=0.11", "actor.clip_ratio_high=0.22", "actor.clip_ratio_c=3.3"),
+    *("optim.plateau_factor=0.3", "optim.plateau_patience=4", "latency.validation=measured"),
+]
+WEIGHTS = {"accuracy": 2, "latency_penalty": 3, "budget_violation": 4, "efficiency": 5, "complexity": 6}
+
+
+def trainer_of(config: DictConfig) -> GRPOTrainer:
+    """The trainer of a configuration, as a rank builds it."""
+    torch.manual_seed(config.trainer.seed)
+    device_name = settle_device(config)
+    tokenizer, stage = load_tokenizer(config), load_stage(config.stage)
+    return stage.trainer(config, *build_meshes(device_name, 1), tokenizer, *stage.load_datasets(config, tokenizer))
+
+
+@pytest.fixture
+def controlled(tmp_path: Path) -> BudgetControllerTrainer:
+    """Of a controller whose every key has another value than its default."""
+    model, questions = write_model(tmp_path / "model"), write_questions(tmp_path / "questions", 4, 2)
+    name = fingerprint(load_adapter(str(model), TIERS, dtype=torch.bfloat16).model)
+    latency = LatencyModel({part: dict.fromkeys(keys, 0.01) for part, keys in FEATURES.items()}, 1.0, "none", name)
+    latency.save(tmp_path / "latency.json")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"# tiny\nstage: budget\ndata: {{datasets: {{tiny: {{source: {questions}}}}}}}\n")
+    words = [f"recipe={recipe}", f"model.partial_pretrain={model}", f"latency.file={tmp_path / 'latency.json'}"]
+    words += [f"trainer.default_local_dir={tmp_path / 'run'}", "data.train_batch_size=2", "trainer.samples_per_table=3"]
+    words += [f"reward.{part}={weight}" for part, weight in WEIGHTS.items()]
+    return trainer_of(compose_config("grpo", [*words, *OF_ANY_RUN, *CONTROLLER, *LEARNING]))
+
+
+def test_what_a_controller_chooses_from_and_how_it_learns(controlled: BudgetControllerTrainer) -> None:
+    knobs, loss = controlled.model_config, controlled.loss_settings()
+    assert (knobs.hidden, knobs.vlm["tier_sizes"], knobs.vlm["max_new_tokens"]) == (24, list(TIERS), 3)
+    assert (knobs.space.min_active, knobs.space.max_active, knobs.space.topk_choices) == (2, 3, (1, 2, 4))
+    assert (knobs.low_ms, knobs.high_ms) == (60, 200)
+    assert (loss.clip_ratio_low, loss.clip_ratio_high, loss.clip_ratio_c, loss.entropy_coeff) == (0.11, 0.22, 3.3, 0.01)
+    assert controlled.executor.adapter.model.dtype == torch.bfloat16
+    assert not controlled.collector.divide_by_std
+    assert (controlled.lr_scheduler.factor, controlled.lr_scheduler.patience) == (0.3, 4)
+    assert RewardWeights(**controlled.config.reward) == RewardWeights(2, 3, 4, 5, 6)
+
+
+def test_as_many_encodings_are_kept_as_are_wanted(controlled: BudgetControllerTrainer) -> None:
+    places = list(product(controlled.train_dataset.samples, range(len(TIERS))))
+    first = controlled.executor.seen(*places[0])
+    for place in places[1:5]:
+        controlled.executor.seen(*place)
+    assert controlled.executor.seen(*places[0]) is first  # which is the last used by now
+    for place in places[1:6]:
+        controlled.executor.seen(*place)
+    assert controlled.executor.seen(*places[0]) is not first
+
+
+def test_the_tiers_part_of_the_bonus_has_its_weight(controlled: BudgetControllerTrainer) -> None:
+    controlled.fsdp_model.eval()  # no dropout
+    samples, _ = controlled.collector.rewarded(prompts_of([controlled.train_dataset[0]]), 1, 2)
+    batch = controlled.policy.collate(samples)
+    bonus = controlled.policy.log_probs(batch)
+    distribution = controlled.model.distribution(batch["vision"], batch["language"], batch["budgets_ms"])
+    torch.testing.assert_close(bonus.entropy[:, 0], distribution.exploration(2.5))
+    assert not torch.allclose(bonus.entropy[:, 0], distribution.exploration(1.0))
+
+
+def test_a_measurement_may_measure_what_training_computes(controlled: BudgetControllerTrainer) -> None:
+    measured = [controlled.validate()["eval/latency_ms_mean"] for _ in range(2)]
+    assert measured[0] != measured[1]
+    controlled.config.latency.validation = "same"
+    computed = [controlled.validate()["eval/latency_ms_mean"] for _ in range(2)]
+    assert computed[0] == computed[1]
+
+
+@pytest.mark.parametrize(("split", "count", "batches"), [("test", -1, 1), ("train", -1, 2), ("train", 1, 1)])
+def test_what_is_measured(split: str, count: int, batches: int, controlled: BudgetControllerTrainer) -> None:
+    controlled.config.data.merge_with({"eval_split": split, "eval_batches": count})
+    prompts = controlled.measured_prompts()
+    assert len(prompts) == batches
+    prefix = "train/" if split == "train" else "val/"
+    assert all(prompt.sample_id.startswith(prefix) for batch in prompts for prompt in batch)
+
+
+def test_tables_of_samples_have_as_many_rows_as_are_wanted(controlled: BudgetControllerTrainer) -> None:
+    controlled.fit()
+    rows = [json.loads(line) for line in (controlled.run_dir / SAMPLES_FILE).read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 1, 1, 2, 2, 2]
+
+
+def test_prompts_are_shared_where_that_is_wanted(quickstart: Path, tmp_path: Path) -> None:
+    words = [f"data.train_files={quickstart}/prompts.parquet", "data.val_files=null", "rollout.engine=hf"]
+    words += [f"model.partial_pretrain={quickstart}/model", f"trainer.default_local_dir={tmp_path}", *OF_ANY_RUN]
+    words += ["data.max_response_length=4", "reward.length_buffer=4"]  # so short that sharing is cheaper
+    for shares in (True, False):
+        config = compose_config("grpo", ["prepare=[]", *words, f"actor.share_prompts={str(shares).lower()}"])
+        trainer = trainer_of(config)
+        drawn, _ = trainer.collector.rewarded(prompts_of([trainer.train_dataset[0]]), 1, 4)
+        assert len(trainer.policy.collate(drawn)["input_ids"]) == (1 if shares else 4)

@@ -1,0 +1,62 @@
+"""One rank from its configuration to its exit code."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from omegaconf import DictConfig
+from transformers import set_seed
+
+from verl_ext.collective import first_of_node_first, on_every_rank
+from verl_ext.metrics.startup import startup
+from verl_ext.native_output import quiet_native_stdout
+from verl_ext.trainer.distributed import build_meshes, init_process_group, settle_device
+from verl_ext.trainer.loop import PipelineTrainer
+from verl_ext.trainer.malloc import keep_freed_memory
+from verl_ext.trainer.preemption import Stop
+from verl_ext.trainer.stages import Stage
+from verl_ext.trainer.stop_signals import RankSignals
+from verl_ext.trainer.tokenizer import load_tokenizer
+
+
+def run_rank(config: DictConfig, stage: Stage) -> int:
+    """Build the ranks, the data and the trainer, and fit.
+
+    Args:
+        config: the resolved configuration.
+        stage: of its `stage`.
+
+    Returns:
+        The code of what stopped it; 0 where all steps are done.
+
+    Raises:
+        UserError: the input cannot be used.
+    """
+    trainer = build_trainer(config, stage)
+    exit_code = 0
+    try:
+        trainer.fit()
+    except Stop as stop:
+        exit_code = stop.exit_code
+    # torchrun ends all ranks when the first one leaves with a code; rank 0 may still be closing the trackers.
+    dist.barrier()
+    dist.destroy_process_group()
+    return exit_code
+
+
+def build_trainer(config: DictConfig, stage: Stage) -> PipelineTrainer:
+    """The stage's trainer, on a process group that is made here; the arguments are those of `run_rank`."""
+    device_name = settle_device(config)
+    if device_name == "cpu":
+        keep_freed_memory()
+    with quiet_native_stdout():
+        init_process_group(device_name)
+        meshes = build_meshes(device_name, config.ulysses_sequence_parallel_size)
+    # Dropout differs between ranks, but not between those that share a sequence.
+    set_seed(config.trainer.seed + dist.get_rank() // config.ulysses_sequence_parallel_size)
+    startup.mark("process_group")
+    tokenizer = on_every_rank(lambda: load_tokenizer(config))
+    startup.mark("tokenizer")
+    each_rank = first_of_node_first if stage.keeps_tokens else on_every_rank
+    datasets = each_rank(lambda: stage.load_datasets(config, tokenizer, progress=dist.get_rank() == 0))
+    startup.mark("data")
+    return stage.trainer(config, *meshes, tokenizer, *datasets, RankSignals())
