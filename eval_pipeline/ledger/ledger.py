@@ -62,7 +62,7 @@ class Ledger:
 
         One that is there with the same digest stays as it is, at the lower of the two tiers. With another digest it is
         to be done anew, but not while the process lives that wants it as it is: two processes with different settings
-        would undo each other's work without end.
+        would undo each other's work without end. Where both wait for each other, the one that came first goes on.
         """
         key = checkpoint, dataset
         with self._database.transaction() as database:
@@ -74,7 +74,9 @@ class Ledger:
                     (*key, tier, digest, self.me.key),
                 )
             elif row["digest"] != digest:
-                if not self._is_anothers(row):
+                if self._is_anothers(row):
+                    self._owners.block(database)
+                else:
                     self._begin_anew(database, key, tier, digest)
             elif row["error"] == REMOVED:  # and yet it is there
                 self._begin_anew(database, key, min(tier, row["tier"]), digest)
@@ -109,14 +111,17 @@ class Ledger:
             )
 
     def claim(self, wanted: Iterable[tuple[str, str, str]]) -> Job | None:
-        """Take the first of these jobs that is free, or whose holder has died.
+        """Take the first of these jobs that is free, or whose holder has died; none while another process that came
+        first still has one of them to do with other settings.
 
         Args:
             wanted: checkpoint, data set and digest, the most urgent first.
         """
         with self._database.transaction() as database:
-            for *key, digest in wanted:
-                row = self._row(key)
+            rows = [(key, digest, self._row(key)) for *key, digest in wanted]
+            if any(row is not None and row["digest"] != digest and self._is_anothers(row) for _, digest, row in rows):
+                return None
+            for key, digest, row in rows:
                 if row is not None and row["digest"] == digest and _is_free(row):
                     database.execute(
                         "UPDATE jobs SET state='running', worker=?, host=?, pid=?, born=?, renewed=?, "
@@ -205,7 +210,7 @@ class Ledger:
     def _is_anothers(self, row: sqlite3.Row) -> bool:
         holder = Holder(row["host"], row["pid"], row["born"])
         is_at_work = row["state"] == "running" and holder != self.me and not has_died(row)
-        return is_at_work or not self._owners.is_mine_or_gone(row["owner"])
+        return is_at_work or not (self._owners.is_mine_or_gone(row["owner"]) or self._owners.gives_way(row["owner"]))
 
     def _update(self, job: Job, assignments: str, *values: object) -> bool:
         """Change a job that this process holds."""

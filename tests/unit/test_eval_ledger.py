@@ -250,6 +250,43 @@ def test_what_a_living_process_wants_done_is_not_undone_by_other_settings(tmp_pa
     assert (only(ledger).digest, only(ledger).state) == ("y", "pending")
 
 
+ENTER_BOTH = """
+import sys
+from pathlib import Path
+from eval_pipeline.ledger.ledger import Ledger
+
+ledger = Ledger(Path(sys.argv[1]))
+wanted = [("step_1", "d", "y"), ("step_2", "d", "y")]
+for line in sys.stdin:
+    for name, dataset, digest in [wanted[1]] if line == "second\\n" else wanted:
+        ledger.add(name, dataset, 1, digest)
+    job = ledger.claim(wanted)
+    print(job and job.checkpoint, flush=True)
+"""
+
+
+def test_of_two_that_wait_for_each_other_the_first_goes_on(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    wanted = [("step_1", "d", "x"), ("step_2", "d", "x")]
+    ledger.add(*wanted[0][:2], 1, "x")
+    other = start(ENTER_BOTH, tmp_path)
+    say(other, "second\n")  # enters what this process enters too late
+    assert other.stdout.readline() == "None\n"  # and does not begin, for step_1 is not its own
+    ledger.add(*wanted[1][:2], 1, "x")
+    assert ledger.claim(wanted) is None
+    say(other, "both\n")
+    assert other.stdout.readline() == "None\n"
+    for key in wanted:
+        ledger.add(*key[:2], 1, "x")
+    for step in ("step_1", "step_2"):
+        job = ledger.claim(wanted)
+        assert job is not None and job.checkpoint == step and ledger.finish(job, {})
+    say(other, "both\n")
+    assert other.stdout.readline() == "None\n"
+    assert {job.digest for job in ledger.jobs()} == {"x"}
+    kill(other)
+
+
 def test_who_wants_the_same_after_the_owner_has_died_is_the_next_owner(tmp_path: Path) -> None:
     first = start(ENTER_AND_WAIT, tmp_path, "x")
     assert first.stdout.readline() == "True\n"
