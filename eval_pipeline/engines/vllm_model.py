@@ -7,6 +7,8 @@ import sys
 import time
 import traceback
 from collections.abc import Generator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval_pipeline.engines.answer import Answer, Request, Sampling
@@ -21,8 +23,19 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
 Finished = list[tuple[int, Answer]]
-CPU_NICENESS = 10
-"""Of the process on a CPU: a training on the same cores, and the judging of what was answered, go first."""
+CPU_NICENESS = 5
+"""Of the process on a CPU: a training on the same cores, and the judging of what was answered, go first. They have
+three times its share of a core that both want; with less, checkpoints would be removed before they are evaluated."""
+
+
+def _step_back() -> None:
+    """Let others on the same cores go first: this thread with those that it starts, and their session.
+
+    Where a kernel shares processor time among sessions first, niceness counts only within one (sched(7), autogroup).
+    """
+    os.nice(CPU_NICENESS)
+    with suppress(OSError):  # a kernel without them; and a session that stays as it was costs speed alone
+        Path("/proc/self/autogroup").write_text(str(CPU_NICENESS))
 
 
 class VllmModel:
@@ -41,7 +54,7 @@ class VllmModel:
         with quick_imports():
             device = prepare_environment()
             if device == "cpu":
-                os.nice(CPU_NICENESS)  # of this thread, and of those that it starts
+                _step_back()
             from vllm import LLM, __version__
 
         imported = time.monotonic()

@@ -86,6 +86,8 @@ def test_on_a_cpu_a_training_goes_first(engine: Engine) -> None:
     [child] = [each for each in psutil.Process().children() if "eval_pipeline.engines.vllm_process" in each.cmdline()]
     is_on_cpu = engine.protocol["device"] == "cpu"
     assert child.nice() == psutil.Process().nice() + (CPU_NICENESS if is_on_cpu else 0)
+    autogroup = Path(f"/proc/{child.pid}/autogroup")
+    assert not (is_on_cpu and autogroup.exists()) or autogroup.read_text().endswith(f" nice {CPU_NICENESS}\n")
 
 
 def test_an_answer_comes_when_it_is_finished(engine: Engine) -> None:
