@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 Finished = list[tuple[int, Answer]]
 CPU_NICENESS = 5
-"""Of the process on a CPU: a training on the same cores, and the judging of what was answered, go first. They have
-three times its share of a core that both want; with less, checkpoints would be removed before they are evaluated."""
+"""Of the process on a CPU: a training on the same cores, and the judging of what was answered, go first. Not more,
+for a checkpoint that waits long may be rotated away before it is evaluated."""
 
 
 def _step_back() -> None:

@@ -44,6 +44,19 @@ ledger.add("step_1", "d", 1, sys.argv[2])
 print(ledger.claim([("step_1", "d", sys.argv[2])]) is not None, flush=True)
 sys.stdin.readline()
 """
+ENTER_BOTH = """
+import sys
+from pathlib import Path
+from eval_pipeline.ledger.ledger import Ledger
+
+ledger = Ledger(Path(sys.argv[1]))
+wanted = [("step_1", "d", "y"), ("step_2", "d", "y")]
+for line in sys.stdin:
+    for name, dataset, digest in [wanted[1]] if line == "second\\n" else wanted:
+        ledger.add(name, dataset, 1, digest)
+    job = ledger.claim(wanted)
+    print(job and job.checkpoint, flush=True)
+"""
 WANTED = [("step_1", "d", "x")]
 
 
@@ -248,21 +261,6 @@ def test_what_a_living_process_wants_done_is_not_undone_by_other_settings(tmp_pa
     kill(owner)
     ledger.add("step_1", "d", 1, "y")
     assert (only(ledger).digest, only(ledger).state) == ("y", "pending")
-
-
-ENTER_BOTH = """
-import sys
-from pathlib import Path
-from eval_pipeline.ledger.ledger import Ledger
-
-ledger = Ledger(Path(sys.argv[1]))
-wanted = [("step_1", "d", "y"), ("step_2", "d", "y")]
-for line in sys.stdin:
-    for name, dataset, digest in [wanted[1]] if line == "second\\n" else wanted:
-        ledger.add(name, dataset, 1, digest)
-    job = ledger.claim(wanted)
-    print(job and job.checkpoint, flush=True)
-"""
 
 
 def test_of_two_that_wait_for_each_other_the_first_goes_on(tmp_path: Path) -> None:
