@@ -1,18 +1,21 @@
 """Makes the pictures of the monitor that the documents show.
 
 Writes `monitor_light.png` and `monitor_dark.png` of a run below the root, the one in English, the other in Chinese, and
-with `--live PATH` also `monitor_live.png`, of a run that is under way.
+with `--live PATH` also `monitor_live.png`, of a run that is under way. With `--tab TAB` it writes `NAME.png` alone, of
+that part of the page.
 """
 
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from playwright.sync_api import Browser
 
-from tests.monitor_browser import browser, choose, monitor, wait_for_text
+from tests.monitor_browser import browser, choose, monitor, open_tab, wait_for_text
 from verl_ext.command_line import CommandParser, clean_exit
+from verl_ext.monitor.page.main import PANELS
 
 SIZE = {"width": 1280, "height": 900}
 
@@ -23,25 +26,35 @@ def main() -> None:
     parser = CommandParser(
         prog="python -m tests.monitor_screenshots",
         description=__doc__ or "",
-        examples=["python -m tests.monitor_screenshots --run rlvr_coding_model/sft_quickstart"],
+        examples=[
+            "python -m tests.monitor_screenshots --run rlvr_coding_model/sft_quickstart",
+            "python -m tests.monitor_screenshots --run rlvr_coding_model/sft_quickstart --tab Health --name health",
+        ],
     )
     directory = Path("checkpoints")
     parser.add_argument("--root", type=Path, metavar="DIR", default=directory, help="directory below which runs lie")
     parser.add_argument("--run", metavar="PATH", help="of the run below the root (default: the monitor's first choice)")
     parser.add_argument("--live", metavar="PATH", help="of a run that is under way")
+    parser.add_argument("--tab", choices=list(PANELS), help="the part of the page that one picture shows")
+    parser.add_argument("--name", default="monitor", help="of that picture's file, without .png (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("docs/images"), help="directory to write to")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         with monitor(arguments.root.resolve(), Path(directory) / "monitor.sqlite") as address, browser() as running:
-            for dark in (False, True):
-                name = "monitor_dark.png" if dark else "monitor_light.png"
-                take(running, address, arguments.run, dark, arguments.output / name)
+            shoot = partial(take, running, address)
+            if arguments.tab is not None:
+                shoot(arguments.run, arguments.output / f"{arguments.name}.png", tab=arguments.tab)
+                return
+            shoot(arguments.run, arguments.output / "monitor_light.png")
+            shoot(arguments.run, arguments.output / "monitor_dark.png", dark=True)
             if arguments.live is not None:
-                take(running, address, arguments.live, False, arguments.output / "monitor_live.png", "Live")
+                shoot(arguments.live, arguments.output / "monitor_live.png", mode="Live")
 
 
-def take(running: Browser, address: str, run: str | None, dark: bool, path: Path, mode: str = "") -> None:
+def take(
+    running: Browser, address: str, run: str | None, path: Path, *, tab: str = "", dark: bool = False, mode: str = ""
+) -> None:
     """One picture, of a visitor who has not been there before; `mode` is waited for."""
     page = running.new_context(viewport=SIZE).new_page()
     page.goto(address)
@@ -52,6 +65,8 @@ def take(running: Browser, address: str, run: str | None, dark: bool, path: Path
         page.get_by_test_id("language").get_by_text("中文").click()
         page.wait_for_timeout(1000)
         page.get_by_test_id("dark").click()
+    if tab:
+        open_tab(page, tab)
     wait_for_text(page, "mode", mode)
     page.wait_for_timeout(2000)
     page.screenshot(path=path)

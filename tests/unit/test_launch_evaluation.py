@@ -59,6 +59,21 @@ def test_devices_are_numbers_or_ids(value: str, names: list[str] | None) -> None
         assert evaluation_environment(config)["CUDA_VISIBLE_DEVICES"] == ",".join(names)
 
 
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(2, 2, "1"), (2, 1, "1"), (64, 8, "7"), (16, 1, "8")])
+def test_an_evaluation_has_a_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, threads: str
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    config = compose_config("sft", [f"trainer.n_gpus_per_node={ranks}"])
+    assert evaluation_environment(config)["OMP_NUM_THREADS"] == threads
+
+
+def test_threads_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert evaluation_environment(compose_config("sft", []))["OMP_NUM_THREADS"] == "3"
+
+
 @pytest.mark.parametrize("value", ["[]", "''", "true", "-1", "7.5", "[6,6]", "[[6]]", "gpu7", "'6;7'", "6,"])
 def test_other_devices_are_refused(value: str) -> None:
     with pytest.raises(UserError, match="eval.devices"):

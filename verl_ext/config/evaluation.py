@@ -53,9 +53,15 @@ def eval_devices(config: DictConfig) -> list[str] | None:
 
 
 def evaluation_environment(config: DictConfig) -> dict[str, str]:
-    """The environment of an evaluation beside the training."""
+    """The environment of an evaluation beside the training; what the user has set stays.
+
+    Each rank has its share of the cores as threads. vLLM must not have more on a CPU: its threads wait for each other
+    at the end of every operation, and with all cores, one of them would always wait for a rank to let it run.
+    """
+    share = max(1, len(os.sched_getaffinity(0)) // (config.trainer.n_gpus_per_node + 1))
+    environment = {"OMP_NUM_THREADS": str(share), **os.environ}
     names = eval_devices(config)
-    return dict(os.environ) if names is None else {**os.environ, DEVICES: ",".join(names)}
+    return environment if names is None else {**environment, DEVICES: ",".join(names)}
 
 
 def _device(item: Any, value: Any) -> str:
