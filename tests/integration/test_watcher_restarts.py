@@ -27,7 +27,7 @@ def config(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "tiers: {tier1: [few]}\npoll_s: 0.2\nwandb: false\n"
     )
     (tmp_path / "run").mkdir()
-    trainer = {"default_local_dir": str(tmp_path / "run")}
+    trainer = {"default_local_dir": str(tmp_path / "run"), "n_gpus_per_node": 2}
     return OmegaConf.create(
         {"trainer": trainer, "eval": {"watch": True, "recipe": str(recipe), "devices": None}},
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.launch.summary import print_summary
+from verl_ext.launch.summary import next_command, print_summary
 from verl_ext.summary import tell_summary, text_table
 
 
@@ -25,6 +25,25 @@ def test_cells_of_a_table_stand_below_each_other_and_lines_end_with_a_letter() -
     assert text_table([["a", "long", "c"], ["wide", "b", ""]]) == "a     long  c\nwide  b"
     with pytest.raises(ValueError, match="shorter"):
         text_table([["a", "b"], ["a"]])
+
+
+@pytest.mark.parametrize(
+    ("watch", "model", "words"),
+    [
+        (False, "model", ["watch", "run"]),
+        (True, "model", ["report", "run", "--baseline", "{model}"]),
+        (True, "a-hub/model", ["watch", "run"]),
+    ],
+)
+def test_where_checkpoints_are_evaluated_beside_the_training_a_comparison_comes_next(
+    tmp_path: Path, watch: bool, model: str, words: list[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
+    began = str(tmp_path / "model") if model == "model" else model
+    config = {"stage": "sft", "model": {"partial_pretrain": began}, "eval": {"watch": watch, "recipe": "mine.yaml"}}
+    told = next_command(OmegaConf.create(config), Path("run"), Path("run/export"))
+    assert told[1:] == ["-m", "eval_pipeline", *(word.format(model=began) for word in words), "--recipe", "mine.yaml"]
 
 
 def test_a_finished_run_tells_what_was_learnt_without_what_an_attempt_overtook(

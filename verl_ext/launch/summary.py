@@ -38,8 +38,13 @@ def next_command(config: DictConfig, run_dir: Path, export: Path) -> list[str]:
     if config.stage == "budget":
         adapter = [] if config.model.adapter is None else ["--adapter", config.model.adapter]
         return [*evaluate, "adaptive", "--checkpoint", str(export), *adapter]
+    began = str(config.model.partial_pretrain)
+    if config.eval.watch and Path(began, "config.json").is_file():  # a watcher is at work, or was
+        evaluate += ["report", str(run_dir), "--baseline", began]
+    else:
+        evaluate += ["watch", str(run_dir)]
     recipe = config.eval.recipe or ""  # a file must be named again: what a run's directory says is not relied upon
-    return [*evaluate, "watch", str(run_dir), *(("--recipe", recipe) if recipe.endswith((".yaml", ".yml")) else ())]
+    return [*evaluate, *(("--recipe", recipe) if recipe.endswith((".yaml", ".yml")) else ())]
 
 
 def learnt(path: Path) -> dict[str, str]:
