@@ -44,7 +44,7 @@ def track(comparison: Comparison, about: Mapping[str, Any], source: ControllerSo
         return
     try:
         with run:
-            _log(run, comparison, directory)
+            _log(run, comparison, source.step, directory)
     except Exception as error:  # W&B raises errors of many kinds, and the figures are on the disk already
         warn(f"W&B did not take the comparison ({type(error).__name__}: {error}); it is in {directory}")
 
@@ -67,15 +67,16 @@ def summary_figures(comparison: Comparison) -> dict[str, float]:
     return {f"{PREFIX}{name}": value for name, value in {**figures, **bounds}.items() if value is not None}
 
 
-def _log(run: Run, comparison: Comparison, directory: Path) -> None:
+def _log(run: Run, comparison: Comparison, step: int | None, directory: Path) -> None:
     import wandb
 
     rows = [asdict(row) for row in comparison.rows]
     budgets = budget_figures(comparison)
+    of_step = {} if step is None else {"global_step": step}  # as in every run of the project
     for name in budgets[0]:  # each by its name: `*` has another axis already
         run.define_metric(name, step_metric=None if name == AXIS else AXIS)
     for figures in budgets:
-        run.log(figures)
+        run.log({**figures, **of_step})
     table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-    run.log({f"{PREFIX}rows": table, f"{PREFIX}pareto": wandb.Image(str(directory / PARETO_PLOT))})
+    run.log({f"{PREFIX}rows": table, f"{PREFIX}pareto": wandb.Image(str(directory / PARETO_PLOT)), **of_step})
     run.summary.update(summary_figures(comparison))

@@ -19,7 +19,7 @@ TEXT = (
     "static configurations, a lookup table of them by budget, configurations drawn at random, and an oracle."
 )
 EXAMPLES = (
-    "--checkpoint checkpoints/budget_controller/controller_quickstart",
+    "--checkpoint checkpoints/rlvr_coding_model/controller_quickstart",
     "--checkpoint controller --vlm models/molmoe --questions data/textvqa --num-budgets 4",
 )
 NOTES = """\

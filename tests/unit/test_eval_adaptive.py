@@ -235,6 +235,7 @@ def check_wandb(run: Path, content: dict[str, Any]) -> None:
     history, records = read_history(path), read_records(path)
     figures = [row for row in history if "eval/adaptive/budget_ms" in row]
     assert [row["eval/adaptive/budget_ms"] for row in figures] == [1e6, 2e6]
+    assert {row["global_step"] for row in history} == {2}
     for row in content["rows"]:
         logged = next(each for each in figures if each["eval/adaptive/budget_ms"] == row["budget_ms"])
         assert logged[f"eval/adaptive/{row['method']}_accuracy"] == row["accuracy"]
