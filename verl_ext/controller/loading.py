@@ -60,8 +60,6 @@ def load_adapter(
             f"the vision-language model {path} cannot be loaded ({first_line_of(error)}); give the directory of one, "
             "or trust_remote_code for a model that brings its own code"
         ) from error
-    if getattr(model, "loss_type", "") is None:  # transformers would say so, though nothing here asks for that loss
-        model.loss_type = "ForCausalLM"
     return adapter_of(model.to(device).eval().requires_grad_(False), processor, tier_sizes, own_adapter)
 
 

@@ -76,6 +76,7 @@ class BudgetController(PreTrainedModel):
 
     def __init__(self, config: BudgetControllerConfig) -> None:
         super().__init__(config)
+        self.loss_type = "ForCausalLM"  # tracing asks for every attribute, and transformers warns of a loss unnamed
         self.space = config.space
         hidden, choices = config.hidden, len(config.topk_choices)
         self.budget_encoder = LatencyBudgetEncoder(config.language_width, config.low_ms, config.high_ms)

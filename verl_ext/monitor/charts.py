@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from verl_ext.metrics.names import METRICS
 
-MAIN, OTHER, REWARD = "main", "other", "reward"
-"""Open at the top; in a fold; open below the first."""
+MAIN, OTHER = "main", "other"
+"""Open at the top; in a fold."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ TIMES = ("step", "data", "forward_backward", "optimizer", "rollout", "reward", "
 CHARTS = (
     Chart("Loss", ("train/loss",), MAIN),
     Chart("Perplexity", ("train/perplexity",), MAIN),
-    Chart("Rewards", ("train/reward_total_mean", "eval/reward_total_mean"), REWARD),
-    Chart("Accuracy", ("train/accuracy_mean", "eval/accuracy_mean"), REWARD),
-    Chart("Latency and budget", ("train/latency_ms_mean", "eval/latency_ms_mean", "train/budget_ms_mean"), REWARD),
-    Chart("Violation rate", ("train/budget_violation_mean", "eval/budget_violation_mean"), REWARD, line=0.05),
+    Chart("Rewards", ("train/reward_total_mean", "eval/reward_total_mean"), MAIN),
+    Chart("Accuracy", ("train/accuracy_mean", "eval/accuracy_mean"), MAIN),
+    Chart("Latency and budget", ("train/latency_ms_mean", "eval/latency_ms_mean", "train/budget_ms_mean"), MAIN),
+    Chart("Violation rate", ("train/budget_violation_mean", "eval/budget_violation_mean"), MAIN, line=0.05),
     Chart("Gradient norm", ("train/grad_norm",)),
     Chart("Learning rate and its schedule", ("train/lr(1e-3)",), scale=1e-3, with_schedule=True),
     Chart("Evaluation loss", ("val/loss", "train/loss")),
@@ -69,7 +69,7 @@ def charts_for(metrics: Collection[str]) -> list[Chart]:
             continue
         found.append(Chart(**{**vars(chart), "metrics": shown}))
         if chart.name == "Rewards" and (functions := rewards_of(metrics)):
-            found.append(Chart("Reward by function", functions, REWARD))
+            found.append(Chart("Reward by function", functions, MAIN))
     return found
 
 
