@@ -22,10 +22,10 @@ TEXT = """# Coverage
 
 `bash tests/run.sh coverage` runs the unit and the integration tests, counts which statements of `verl_ext` and
 `eval_pipeline` they run, and writes this page. It counts in the processes that tests start too: the launcher and its
-ranks, evaluations with their workers, vLLM's children, judge servers, reward functions.
+ranks, evaluations with their workers, vLLM's children, reward functions.
 
-It cannot count inside the judge's sandboxes, whose Python gets nothing of the environment and sees no folder of the
-product but `eval_pipeline/judge/inside`; nor in a process that is killed, as tests kill many.
+It cannot count in the judge's server and its sandboxes, which get nothing of the environment, so that no answer finds
+anything there; nor in a process that is killed, as tests kill many.
 
 The last time, with Python {python}, the tests ran **{share:.1f} %** of {statements} statements. Every module below
 {least:.0f} % has a reason, from `tests/assets/coverage_reasons.yaml`:

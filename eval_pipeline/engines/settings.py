@@ -26,7 +26,7 @@ class EngineSettings:
     max_model_len: int = 6144
     """vllm: tokens of prompt and answer together, bounded by the model's own length."""
     dtype: str = "auto"
-    """vllm: auto takes bfloat16 on a GPU or a CPU with units for it, else float32."""
+    """vllm: auto takes bfloat16 on a GPU, on a CPU with units for it unless the weights are float32, else float32."""
     gpu_memory_utilization: float = 0.9
     """vllm: share of the GPU's memory."""
     tensor_parallel_size: int = 1

@@ -37,14 +37,15 @@ def arguments_for(settings: EngineSettings, model: str, on_gpu: bool) -> dict[st
         "enable_chunked_prefill": None if on_gpu else False,
         **settings.vllm,
         "model": model,
-        "dtype": pick_dtype(settings.dtype, on_gpu),
+        "dtype": settings.dtype,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "tensor_parallel_size": settings.tensor_parallel_size,
     }
     arguments = vllm_arguments(wanted)
     # vLLM's own reading of the configuration, which knows every way to write down a length, scaled positions included
-    longest = EngineArgs(**arguments).create_model_config().max_model_len
-    return {**arguments, "max_model_len": min(longest, settings.max_model_len)}
+    config = EngineArgs(**arguments).create_model_config()
+    dtype = pick_dtype(settings.dtype, on_gpu, config.hf_text_config.dtype)
+    return {**arguments, "dtype": dtype, "max_model_len": min(config.max_model_len, settings.max_model_len)}
 
 
 def _advice(name: str, known: list[str]) -> str:

@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -68,18 +69,29 @@ ARGUMENTS = """
 import json, sys
 from eval_pipeline.engines.vllm_arguments import arguments_for
 from eval_pipeline.recipe.load import load_recipe
-print(json.dumps(arguments_for(load_recipe("quickstart", sys.argv[2:]).engine, sys.argv[1], on_gpu=True)))
+model, device, *overrides = sys.argv[1:]
+print(json.dumps(arguments_for(load_recipe("quickstart", overrides).engine, model, on_gpu=device == "gpu")))
 """
+
+
+def arguments_of(export: Path, device: str, *overrides: str) -> dict[str, Any]:
+    command = [sys.executable, "-c", ARGUMENTS, str(export), device, *overrides]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
 
 
 def test_vllm_gets_what_the_recipe_says(export: Path) -> None:
     keys = {"gpu_memory_utilization": 0.3, "tensor_parallel_size": 2, "max_model_len": 64, "dtype": "float16"}
     overrides = [*(f"engine.{key}={value}" for key, value in keys.items()), "engine.vllm.max_num_seqs=7"]
-    command = [sys.executable, "-c", ARGUMENTS, str(export), *overrides]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
+    told = arguments_of(export, "gpu", *overrides)
     assert told.items() >= {**keys, "max_num_seqs": 7, "enforce_eager": False, "model": str(export)}.items()
+
+
+def test_on_a_cpu_float32_weights_are_computed_as_they_are(export: Path) -> None:
+    assert arguments_of(export, "cpu")["dtype"] == "float32"
+    assert arguments_of(export, "gpu")["dtype"] == "bfloat16"
 
 
 def test_on_a_cpu_a_training_goes_first(engine: Engine) -> None:

@@ -149,6 +149,22 @@ def test_wandb_gets_a_run_of_its_own_with_the_keys(setup: Setup, told: str) -> N
         assert text.encode() in recorded
 
 
+def test_a_report_compares_the_best_with_the_model_before(setup: Setup, output: Path, tmp_path: Path) -> None:
+    run_dir = shutil.copytree(setup.run_dir, tmp_path / "sft")
+    words = ("report", run_dir, "--baseline", setup.random, "--recipe", setup.recipe, "--no-wandb")
+    process = evaluate(*words)
+    assert process.returncode == 0, process.stderr
+    table = run_dir / "eval" / "report" / "comparison_table.md"
+    assert f"  page            {table}" in process.stdout.splitlines()
+    lines = table.read_text().splitlines()
+    assert f"- Base model: `base_random`, loaded from `{setup.random}`" in lines
+    (compared,) = (line.split("|") for line in lines if line.startswith("| `accepted_at_1` |"))
+    rates = ("0.0000 [", "0.2500 [", "+0.2500 [")
+    assert all(cell.strip().startswith(rate) for cell, rate in zip(compared[2:5], rates, strict=True))
+    assert {path.name for path in table.parent.glob("*.png")} == {"error_distribution.png", "rates_over_steps.png"}
+    assert evaluate(*words).returncode == 0  # all of it is there
+
+
 def test_greedy_answers_repeat_byte_for_byte(output: Path, repeated: Path) -> None:
     (first,), (second,) = (list((path / "work" / "heart").glob("answers-*.jsonl")) for path in (output, repeated))
     assert first.name == second.name

@@ -93,7 +93,8 @@ def test_every_specified_metric_is_there(undisturbed: Path) -> None:
         assert (row["weights/bytes"] > 1e6) == (step % 2 == 0)
     assert any(rows[step]["train/grad_norm"] > 0 for step in rows if step)
     assert not [name for step in (0, 2, 4) for name in EVALUATED if name not in rows[step]]
-    assert (undisturbed / "global_step_4" / "huggingface" / "config.json").is_file()
+    export = json.loads((undisturbed / "global_step_4" / "huggingface" / "config.json").read_text())
+    assert export["dtype"] == "float32"  # what the training computes in, on a CPU
 
 
 def test_samples_can_be_read(undisturbed: Path) -> None:

@@ -36,7 +36,13 @@ def test_how_a_run_saves() -> None:
     trainer = compose_config("sft", [*words, "trainer.max_ckpt_to_keep=4", "trainer.seed=5"]).trainer
     retention = Retention(4, 3, "train/loss", "max", True)
     expected = SaveOptions(torch.float16, 100, 750, 2.5, True, retention, "digest", 5, timedelta(1))
-    assert SaveOptions.of(trainer, 750, "digest", timedelta(1)) == expected
+    assert SaveOptions.of(trainer, torch.bfloat16, 750, "digest", timedelta(1)) == expected
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_an_export_in_what_the_training_computes_in(precision: torch.dtype) -> None:
+    trainer = compose_config("sft", ["trainer.checkpoint.export.dtype=auto"]).trainer
+    assert SaveOptions.of(trainer, precision, 750, "digest", timedelta(1)).export_dtype == precision
 
 
 @pytest.mark.parametrize("stage", LAYERS)
@@ -44,7 +50,8 @@ def test_the_best_checkpoint_of_a_stage(stage: str) -> None:
     checkpoint = base_config(stage).trainer.checkpoint
     assert describe(checkpoint.best_metric).unit
     assert checkpoint.best_mode == ("min" if checkpoint.best_metric.endswith("loss") else "max")
-    assert checkpoint.export.dtype == ("fp32" if stage == "budget" else "bf16")  # a controller is small
+    # a controller is small, and GRPO's steps are
+    assert checkpoint.export.dtype == {"budget": "fp32", "grpo": "auto"}.get(stage, "bf16")
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -38,8 +38,8 @@ def processes_marked(pid: int) -> list[int]:
 
 
 def wait_until_gone(pid: int) -> list[int]:
-    """What is left of a server's sandboxes after at most 20 seconds."""
-    for _ in range(200):
+    """What is left of a server's sandboxes after at most 100 seconds; the kernel may take long to make or end one."""
+    for _ in range(1000):
         if not processes_marked(pid):
             break
         time.sleep(0.1)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from verl_ext.checkpoint.layout import TRACKER, Manifest
 from verl_ext.deadline import ENVIRONMENT, deadline_from_environment, parse_deadline
@@ -19,6 +20,7 @@ from verl_ext.errors import STOP_SIGNALS, UserError
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped, judge
 from verl_ext.launch.preemption_check import check_preemption
+from verl_ext.launch.ranks import failed_to_meet
 from verl_ext.launch.restarts import last_save, pause_before, run_with_restarts
 from verl_ext.launch.stop import StopRequest, StopSignals
 from verl_ext.tell import tell
@@ -221,3 +223,12 @@ def test_the_environment_names_deadlines_too(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(ENVIRONMENT[0], "soon")
     assert deadline_from_environment(warnings.append) is None
     assert warnings == [f"{ENVIRONMENT[0]} is 'soon' instead of seconds since 1970, so this run does not heed it"]
+
+
+@pytest.mark.parametrize("num_nodes, advice", [(1, ""), (2, "; start the command on every node, with one MASTER_ADDR")])
+def test_nodes_that_do_not_meet_are_a_failure_of_the_launch(num_nodes: int, advice: str) -> None:
+    failure = failed_to_meet(num_nodes, RendezvousTimeoutError("2 of 3 came\nand more"))
+    told = f"torchrun could not bring the ranks together (2 of 3 came){advice}"
+    assert failure.message.startswith(told) and failure.exit_code == 1
+    with pytest.raises(KeyError):
+        failed_to_meet(num_nodes, KeyError("a fault of ours"))

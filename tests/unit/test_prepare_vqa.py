@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import itertools
 import random
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoModelForImageTextToText
 
 from verl_ext.config.compose import compose_config
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.data.image_chats import ImageChatDataset
+from verl_ext.data.prepare.vqa import command
 from verl_ext.data.prepare.vqa.cards import GLYPHS, QUESTIONS, SIDE, Card, draw_card, paint, rows_of_card
 from verl_ext.data.prepare.vqa.command import LESSON, lessons, questions
 from verl_ext.data.prepare.vqa.model import build_model, build_processor
@@ -82,3 +87,17 @@ def test_the_model_reads_cards_under_the_recipes_configurations() -> None:
     lengths = [len(processor.tokenizer.tokenize(answer)) for answer in ("red", "4", "orange", "3+4=7;7-4=3")]
     assert lengths == [1, 1, 1, 11]
     assert processor.tokenizer.eos_token == "<|im_end|>" and adapter.end_tokens == [processor.tokenizer.eos_token_id]
+
+
+def test_the_command_writes_questions_and_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in (("NUM_LESSONS", 3), ("NUM_QUESTIONS", 5), ("NUM_VAL", 2)):
+        monkeypatch.setattr(command, name, number)
+    made = command.run(argparse.Namespace(output=str(tmp_path), seed=0))
+    assert all((tmp_path / file).is_file() for file in made.files)
+    per_lesson = command.QUESTIONS_PER_LESSON
+    expected = {
+        "lessons/train": 3 * per_lesson, "lessons/val": 2 * per_lesson, "questions/train": 5, "questions/val": 2,
+    }  # fmt: skip
+    assert {name: pq.read_table(tmp_path / f"{name}.parquet").num_rows for name in expected} == expected
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    assert made.counts == {**expected, "parameters": model.num_parameters()}

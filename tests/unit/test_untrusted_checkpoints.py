@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,10 @@ class Bomb:
 
 
 @pytest.fixture
-def marker(tmp_path: Path) -> Path:
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What planted code makes."""
+    # bytecode counts as that of a source of the same size and second, such as the planted code of the test before
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return tmp_path / "planted"
 
 

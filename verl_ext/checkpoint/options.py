@@ -39,11 +39,14 @@ class SaveOptions:
     timeout: timedelta
 
     @staticmethod
-    def of(trainer: DictConfig, last_step: int, config_digest: str, timeout: timedelta) -> SaveOptions:
-        """From the `trainer` section of a configuration."""
+    def of(
+        trainer: DictConfig, precision: torch.dtype, last_step: int, config_digest: str, timeout: timedelta
+    ) -> SaveOptions:
+        """From the `trainer` section of a configuration, and what the forward pass computes in."""
         checkpoint = trainer.checkpoint
+        of_export = checkpoint.export.dtype
         return SaveOptions(
-            export_dtype=PrecisionType.to_dtype(checkpoint.export.dtype),
+            export_dtype=precision if of_export == "auto" else PrecisionType.to_dtype(of_export),
             export_every=checkpoint.export.every,
             last_step=last_step,
             max_shard_gib=checkpoint.export.max_shard_gib,

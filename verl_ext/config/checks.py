@@ -20,7 +20,7 @@ CHOICES = {
     "data.truncation": ("error", "left", "right"),
     "trainer.device": ("auto", "cuda", "npu", "cpu"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
-    "trainer.checkpoint.export.dtype": ("bf16", "fp16", "fp32"),
+    "trainer.checkpoint.export.dtype": ("auto", "bf16", "fp16", "fp32"),
 }
 GATHERING: dict[str, tuple[str | bool, ...]] = {"model.fsdp_config.keep_gathered": ("auto", True, False)}
 """Of the stages whose steps have micro-batches of a sharded model."""

@@ -29,6 +29,7 @@ from verl_ext.metrics.notice import warn
 from verl_ext.metrics.startup import startup
 from verl_ext.trainer.distributed import COLLECTIVE_TIMEOUT
 from verl_ext.trainer.guard import NonFiniteGuard
+from verl_ext.trainer.hardware import pick_precision
 from verl_ext.trainer.model import build_model
 from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
 from verl_ext.trainer.resume import checkpoint_to_resume, data_state_after_verl
@@ -124,13 +125,14 @@ class TrainerSetup(FSDPSFTTrainer):
         startup.mark("model")
         trainer = self.config.trainer
         digest = config_digest(self.recorded_config)
+        precision = pick_precision(self.config.model.mixed_precision, self.device_name)
         self.checkpoint_manager = CheckpointManager(
             model=self.fsdp_model,
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             processing_class=self.processing_class,
             checkpoint_config=OmegaConf.create(as_dict(trainer.checkpoint)),
-            options=SaveOptions.of(trainer, self.total_training_steps, digest, COLLECTIVE_TIMEOUT),
+            options=SaveOptions.of(trainer, precision, self.total_training_steps, digest, COLLECTIVE_TIMEOUT),
             stream=self.dp_rank,
             warn=warn,
         )
