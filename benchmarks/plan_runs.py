@@ -16,7 +16,7 @@ import transformers
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.plan_settings import PLAIN, TARGET, Setting
-from benchmarks.running import ROOT
+from benchmarks.running import ROOT, reason_of
 from verl_ext.config.compose import compose_config
 from verl_ext.data.prepare import prepare
 from verl_ext.errors import UserError
@@ -103,8 +103,7 @@ class Bench:
         environment = {**os.environ, **ALLOCATOR, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
-            reasons = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()[-1:]
-            raise UserError(f"the ranks failed: {reasons[0]}")
+            raise UserError(f"the ranks failed: {reason_of(done)}")
         return json.loads(output.read_text())
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.running import ROOT
+from benchmarks.running import ROOT, reason_of
 from verl_ext.command_line import CommandParser, clean_exit
 from verl_ext.data.prepare import prepare
 from verl_ext.tell import tell
@@ -105,7 +105,7 @@ def measured(guard: Guard, scratch: Path) -> Figures:
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"took more than {TIMEOUT_S} s") from error
     if not output.exists():
-        raise RuntimeError((done.stderr or done.stdout).strip().splitlines()[-1])
+        raise RuntimeError(reason_of(done))
     return json.loads(output.read_text())
 
 

@@ -30,3 +30,10 @@ def run(command: Sequence[str | Path], **variables: str) -> str:
         last = "\n".join((done.stdout + done.stderr).splitlines()[-TOLD_LINES:])
         raise UserError(f"{' '.join(map(str, command[:6]))} ended with {done.returncode}:\n{last}")
     return done.stdout
+
+
+def reason_of(done: subprocess.CompletedProcess[str]) -> str:
+    """Why a command failed, in a line: its first error, as torchrun ends with a table; else its last line."""
+    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines()]
+    told = [line for line in lines if any(map(str.isalnum, line))]
+    return next((line for line in told if "Error" in line), told[-1] if told else f"exit code {done.returncode}")

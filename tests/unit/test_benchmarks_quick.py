@@ -26,7 +26,7 @@ def test_worse_is_named_whichever_way_the_ratio_points() -> None:
     assert verdict(1.25, 1.0, more_is_better=True) == verdict(0.80, 1.0, more_is_better=False) == "better"
 
 
-def test_a_benchmark_that_fails_is_told_with_its_last_line(tmp_path: Path) -> None:
+def test_a_benchmark_that_fails_is_told_with_its_reason(tmp_path: Path) -> None:
     def guard(code: str) -> Guard:
         return Guard("", ("-c", code), "x.json", lambda figures: figures["a"])
 
@@ -35,3 +35,7 @@ def test_a_benchmark_that_fails_is_told_with_its_last_line(tmp_path: Path) -> No
     (tmp_path / "x.json.now").unlink()
     with pytest.raises(RuntimeError, match="no disk"):
         measured(guard("raise SystemExit('no disk')"), tmp_path)
+    with pytest.raises(RuntimeError, match="^OSError: full$"):  # torchrun ends with a table and a rule
+        measured(guard("print('OSError: full\\nFAILED\\n=====', file=__import__('sys').stderr)"), tmp_path)
+    with pytest.raises(RuntimeError, match="^exit code 3$"):
+        measured(guard("raise SystemExit(3)"), tmp_path)
