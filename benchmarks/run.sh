@@ -2,8 +2,9 @@
 # usage: bash benchmarks/run.sh --quick | PEERS_DIRECTORY
 #
 # --quick compares some ratios with the committed ones, in less than 5 minutes. With a directory for TRL, which is
-# installed into it where it is not there yet, it makes the results of SFT, GRPO, checkpoints, starts, evaluation and
-# plan anew, in an hour or so. Each benchmark is a command of its own too: `python -m benchmarks.NAME --help`.
+# installed into it where it is not there yet, it makes the results of SFT, GRPO, checkpoints, starts, plan and the
+# evaluation of an untrained model anew, in an hour or so. Each benchmark is a command of its own too: `python -m
+# benchmarks.NAME --help`.
 #
 # examples:
 #   bash benchmarks/run.sh --quick
@@ -38,4 +39,5 @@ results=benchmarks/results
   --output $results/checkpoint_2cpu_disk.json
 "$PYTHON" -m benchmarks.grpo --peer "$1" --output $results/grpo_1rank_2cpu.json
 "$PYTHON" -m benchmarks.grpo --peer "$1" --ranks 2 --num-steps 3 --output $results/grpo_2ranks_2cpu.json
-"$PYTHON" -m benchmarks.evaluation --model data/quickstart/model --output $results/evaluation_2cpu_random_model.json
+"$PYTHON" -m benchmarks.evaluation --model data/quickstart/model --repeats 3 \
+  --output $results/evaluation_2cpu_random_model.json sampling.max_tokens=64

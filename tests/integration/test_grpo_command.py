@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from tests.conftest import ROOT
@@ -139,6 +140,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(undisturbed: Path, quickstar
     for step in (3, 4):
         assert {name: found[step][name] for name in names} == {name: expected[step][name] for name in names}
     assert found[4]["eval/reward_total_mean"] == expected[4]["eval/reward_total_mean"]
+    measured = pd.read_csv(run_dir / "validation_history.csv")
+    assert list(measured["eval/reward_total_mean"])[-1] == expected[4]["eval/reward_total_mean"]
 
 
 def test_a_stopped_run_with_everything_on(quickstart: Path, tmp_path: Path) -> None:

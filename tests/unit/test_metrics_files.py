@@ -124,6 +124,17 @@ def test_training_and_validation_rows_go_to_their_own_tables(tmp_path):
     assert [row["system/peak_memory_gib"] for row in validation] == ["", "4.0"]
 
 
+def test_measurements_of_rewards_go_to_the_table_of_validation(tmp_path):
+    history = CsvHistory(tmp_path)
+    history.write(Row(1, 1, 10.0, {"train/reward_total_mean": 0.5}))
+    history.write(Row(1, 1, 11.0, {"eval/reward_total_mean": 0.25, "time/eval/step_s": 3.0}))
+    history.write(Row(1, 1, 12.0, {"time/train/save_s": 1.0}))
+    history.close()
+    training, validation = read_csv(tmp_path / TRAINING_FILE), read_csv(tmp_path / VALIDATION_FILE)
+    assert [list(row) for row in training] == [["step", "attempt", "time", "train/reward_total_mean"]]
+    assert [(row["eval/reward_total_mean"], row["time/eval/step_s"]) for row in validation] == [("0.25", "3.0")]
+
+
 def test_new_columns_leave_earlier_rows_as_they_were(tmp_path):
     CsvHistory(tmp_path).write(Row(1, 1, 10.0, {"train/loss": math.nan}))
     second = CsvHistory(tmp_path)

@@ -14,6 +14,8 @@ from verl_ext.metrics.row import KEY_COLUMNS, Row
 
 TRAINING_FILE = "training_history.csv"
 VALIDATION_FILE = "validation_history.csv"
+MEASURED = ("val/", "eval/")
+"""How the metrics of a measurement begin: SFT's, and those of the stages that learn from rewards."""
 
 
 class CsvHistory:
@@ -34,7 +36,7 @@ class CsvHistory:
         self._validation = CsvTable(Path(run_dir) / VALIDATION_FILE)
 
     def write(self, row: Row) -> None:
-        """Add a row with `train/` metrics to the training table, one with `val/` metrics to the validation table.
+        """Add a row with `train/` metrics to the training table, one with `val/` or `eval/` to the validation table.
 
         A row with both is split; one with neither (the seconds of a save) stays in `metrics.jsonl` alone.
 
@@ -42,7 +44,7 @@ class CsvHistory:
             OSError: the disk refuses the line.
         """
         trained = any(name.startswith("train/") for name in row.metrics)
-        validated = any(name.startswith("val/") for name in row.metrics)
+        validated = any(name.startswith(MEASURED) for name in row.metrics)
         if trained:
             self._training.append(_fields(row, [name for name in row.metrics if not _is_of_validation(name)]))
         if validated:
@@ -100,7 +102,7 @@ class CsvTable:
 
 
 def _is_of_validation(name: str) -> bool:
-    return name.startswith("val/") or "/val/" in name
+    return name.startswith(MEASURED) or any(f"/{prefix}" in name for prefix in MEASURED)
 
 
 def _fields(row: Row, names: Sequence[str]) -> dict[str, object]:

@@ -30,7 +30,7 @@ def build_parser() -> CommandParser:
         examples=[
             "python -m verl_ext.monitor",
             "python -m verl_ext.monitor --root /shared/checkpoints --port 6010",
-            f"{TOKEN}=secret python -m verl_ext.monitor --host 0.0.0.0",
+            f"{TOKEN}=twelve-or-more-letters python -m verl_ext.monitor --host 0.0.0.0",
             "python -m verl_ext.monitor plot checkpoints/rlvr_coding_model/sft_quickstart",
         ],
         exit_codes={"0": "ended by Ctrl-C or SIGTERM", "2": FAILURES["2"]},

@@ -66,8 +66,8 @@ GRPO: dict[str, Metric] = {
 
 def _configurations(kind: str) -> dict[str, Metric]:
     return {
-        **_spread(f"{kind}/accuracy", "accuracy of the answers, from 0 to 1", "mean", "std"),
-        **_spread(f"{kind}/latency_ms", "latency of a configuration that was run", "mean", "std", unit="ms"),
+        **_spread(f"{kind}/accuracy", "of the accuracy of the answers, from 0 to 1", "mean", "std"),
+        **_spread(f"{kind}/latency_ms", "of the latency of a configuration that was run", "mean", "std", unit="ms"),
         **_spread(f"{kind}/budget_violation", "of 1 where the latency is above the budget, else 0", "mean", "std"),
         **_spread(f"{kind}/budget_ms", "latency budget", "mean", "max", unit="ms"),
         **_spread(f"{kind}/num_active", "number of transformer blocks that run", "mean", "max", unit="block"),
