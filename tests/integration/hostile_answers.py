@@ -19,18 +19,24 @@ import ctypes, gc, os, re
 libc = ctypes.CDLL(None)
 pattern = re.compile("LEGOVNEIRANAK"[::-1].encode() + rb"[0-9]{20}")
 control_pattern = re.compile("ELLORTNOK"[::-1].encode() + rb"[0-9]{20}")
-def pages():
+def pages(controls):
     out, into = os.pipe()
     buffer = ctypes.create_string_buffer(100_000)
     anchors = [id(object()), ctypes.addressof(buffer), id(re), id([0] * 100_000), id(gc), id(type("A", (), {}))]
+    anchors += [id(control) for control in controls]
     for start in sorted({anchor >> 22 << 22 for anchor in anchors}):
+        before = b""
         for address in range(start - 2**23, start + 2**23, 4096):
-            if libc.write(into, ctypes.c_void_p(address), ctypes.c_size_t(4096)) == 4096:
-                yield os.read(out, 4096)
+            if libc.write(into, ctypes.c_void_p(address), ctypes.c_size_t(4096)) != 4096:
+                before = b""
+                continue
+            page = os.read(out, 4096)
+            yield before + page
+            before = page[-64:]  # what is looked for may lie in two pages
 def f(x):
-    control = "KONTROLLE" + "7" * 20
+    controls = ["KONTROLLE" + "7" * 20]
     works = False
-    for page in pages():
+    for page in pages(controls):
         works = works or bool(control_pattern.search(page))
         if pattern.search(page): raise RuntimeError("found it in memory")
     assert works, "the scan does not work"

@@ -66,8 +66,8 @@ def processes_of(server: JudgeServer) -> list[int]:
 
 
 def until_settled(server: JudgeServer, most: int) -> int:
-    """Number of processes once the last namespaces have ended, or after ten seconds."""
-    for _ in range(100):
+    """Number of processes once the last namespaces have ended, or after a minute."""
+    for _ in range(600):
         if len(processes_of(server)) <= most:
             break
         time.sleep(0.1)
