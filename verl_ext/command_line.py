@@ -142,13 +142,19 @@ def stop_on_signals() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         for name in listened:
             signal.signal(name, signal.SIG_DFL)
+        asked.append(number)
         raise StopRequested(number)
 
     # what whoever started us ignores, as nohup does, stays ignored
     listened = [name for name in STOP_SIGNALS if signal.getsignal(name) is not signal.SIG_IGN]
+    asked: list[int] = []
     before = {name: signal.signal(name, stop) for name in listened}
     try:
         yield
+    except Exception as error:
+        if asked:  # what an import or a library makes of a request in its middle
+            raise StopRequested(asked[0]) from error
+        raise
     finally:
         for name, handler in before.items():
             signal.signal(name, handler)

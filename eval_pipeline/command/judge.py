@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from eval_pipeline.judge.client import JudgeServer
     from eval_pipeline.recipe.load import load_recipe
 
-    _require_writable(arguments.output)
+    _require_writable(arguments.output, [path for path in (arguments.answers, arguments.problems) if path])
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     problems = {problem.problem_id: problem for problem in _problems(arguments, recipe)}
     rows = _read_answers(arguments.answers, problems)
@@ -67,12 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _require_writable(path: Path) -> None:
+def _require_writable(path: Path, inputs: list[Path]) -> None:
     """Find out before anything is judged; nothing is made."""
     from verl_ext.errors import UserError
 
     if path.is_dir():
         raise UserError(f"--output {path} is a directory; name a file")
+    if any(path.resolve() == read.resolve() for read in inputs):
+        raise UserError(f"--output {path} is read too, and would be replaced; name another file")
     try:
         with tempfile.TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
             pass

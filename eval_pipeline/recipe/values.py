@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 CHOICES = {
     "engine.kind": ("vllm", "openai"),
+    "engine.dtype": ("auto", "float32", "float", "bfloat16", "float16", "half"),
     "judge.isolation": ("auto", "bwrap", "sandlock", "rlimits"),
     "selection.mode": ("max", "min"),
     "executor.kind": ("local", "ray"),
@@ -31,6 +32,7 @@ def require_choices(recipe: EvalRecipe) -> None:
     """
     values = {
         "engine.kind": recipe.engine.kind,
+        "engine.dtype": recipe.engine.dtype,
         "judge.isolation": recipe.isolation,
         "selection.mode": recipe.selection.mode,
         "executor.kind": recipe.executor.kind,

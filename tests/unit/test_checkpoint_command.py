@@ -49,12 +49,12 @@ def test_ls_is_an_aligned_table_with_the_reasons(run_dir: Path) -> None:
     column = header.index("kept because")
     assert [line[column:] for line in lines] == [
         "not complete, so rotation leaves it alone",
-        "rotation would remove it",
+        "the next save removes it",
         "the newest",
         "rotation would remove it",
         "the best by val/loss",
         "rotation would remove it",
-        "rotation would remove it",
+        "the next save removes it",
     ]
     assert "incomplete: it has no manifest.json, so it was never completed" in lines[0]
     assert "a save that is going on or was cut short" in lines[1]

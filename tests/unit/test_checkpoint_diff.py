@@ -71,6 +71,11 @@ def test_tensors_that_are_missing_or_of_another_shape_come_first(run_dir: Path) 
     assert told[names[2]].endswith("torch.float32 against torch.bfloat16")
 
 
+def test_a_damaged_shard_is_no_difference(run_dir: Path) -> None:
+    (run_dir / "global_step_3" / shard_name("model", 1, 0)).write_bytes(b"")
+    assert "is damaged, or no file of torch.save" in call("diff", run_dir, 2, 3, code=2)
+
+
 def test_what_is_no_checkpoint_is_refused(run_dir: Path) -> None:
     assert "has no checkpoint of step 9" in call("diff", run_dir, 1, 9, code=2)
     assert "is neither a step of" in call("diff", run_dir, 1, run_dir, code=2)

@@ -121,6 +121,7 @@ def test_a_recipe_may_be_any_file(tmp_path: Path) -> None:
         ("engine.kind=openai", "needs the server's URL"),
         ("engine.vllm=5", "engine.vllm is 5"),
         ("engine.vllm.dtype=float32", "set engine.dtype"),
+        ("engine.dtype=int4", "take one of auto, float32"),
         ("judge.isolation=docker", "take one of auto, bwrap, sandlock, rlimits"),
         ("judge.num_workers=0", "judge.num_workers is 0"),
         ("judge.num_workers=two", "judge.num_workers is 'two'"),

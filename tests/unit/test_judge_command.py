@@ -58,6 +58,12 @@ def test_an_output_that_cannot_be_written_is_refused_first(tmp_path: Path) -> No
         assert process.returncode == 2 and reason in process.stderr
 
 
+def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
+    process = judge(tmp_path, [RIGHT], "--output", str(tmp_path / "answers.jsonl"))
+    assert process.returncode == 2 and "would be replaced" in process.stderr
+    assert "answer" in (tmp_path / "answers.jsonl").read_text()
+
+
 def test_unknown_packages_are_refused(tmp_path: Path) -> None:
     """As any key of the recipe."""
     process = judge(tmp_path, [RIGHT], "judge.packages=[no-such-package]")

@@ -15,8 +15,9 @@ from omegaconf import OmegaConf
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from verl_ext.checkpoint.layout import TRACKER, Manifest
+from verl_ext.command_line import StopRequested, clean_exit
 from verl_ext.deadline import ENVIRONMENT, deadline_from_environment, parse_deadline
-from verl_ext.errors import STOP_SIGNALS, UserError
+from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UserError
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped, judge
 from verl_ext.launch.preemption_check import check_preemption
@@ -49,6 +50,28 @@ def test_a_signal_is_noted_and_raised_only_where_that_is_right(signals: StopSign
     with pytest.raises(StopRequest):  # it was asked before
         with signals.raising():
             pytest.fail("the work must not begin")
+
+
+def test_a_request_that_a_library_turned_into_a_failure_is_a_request(signals: StopSignals) -> None:
+    """As Python's import system does with what a signal raises in `__set_name__`."""
+    with pytest.raises(StopRequest):
+        with signals.raising():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(10)
+            except StopRequest as request:
+                raise RuntimeError("Error calling __set_name__") from request
+    with pytest.raises(SystemExit) as left:
+        with clean_exit():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(10)
+            except StopRequested as request:
+                raise RuntimeError("Error calling __set_name__") from request
+    assert left.value.code == STOPPED_EXIT_CODE
+    with pytest.raises(RuntimeError, match="by itself"):
+        with clean_exit():
+            raise RuntimeError("by itself")
 
 
 def test_a_signal_that_a_destructor_swallowed_is_raised_in_the_end(

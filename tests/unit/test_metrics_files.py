@@ -62,10 +62,19 @@ def test_a_row_that_is_not_numbers_is_refused_and_nothing_is_written(tmp_path, m
     assert (tmp_path / "m.jsonl").read_text() == ""
 
 
-TORN = [b'{"step": 2, "att', b'{"step": 2, "att\n', b"\0" * 200_000, b"\xff\xfe", b'{"a": 1}\n']
+TORN = [
+    b'{"step": 2, "att',
+    b'{"step": 2, "att\n',
+    b"\0" * 200_000,
+    b"\xff\xfe",
+    b'{"a": 1}\n',
+    b'{"step": 3, "attempt": 1, "time": 1, "train/loss": [1]}\n',
+]
 
 
-@pytest.mark.parametrize("torn", TORN, ids=["cut", "cut with newline", "zeros", "not UTF-8", "not a row"])
+@pytest.mark.parametrize(
+    "torn", TORN, ids=["cut", "cut with newline", "zeros", "not UTF-8", "not a row", "not numbers"]
+)
 def test_a_torn_tail_is_cut_with_a_warning(tmp_path, capsys, torn):
     path = tmp_path / "metrics.jsonl"
     write_row(path, step=1)

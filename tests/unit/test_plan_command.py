@@ -6,9 +6,10 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, Qwen2Config
+from transformers import AutoConfig, GPT2Config, Qwen2Config
 
 from benchmarks.plan_runs import predicted, sft_config
 from benchmarks.plan_settings import PLAIN, SETTINGS
@@ -148,6 +149,13 @@ def test_bad_input_is_one_sentence(words: list[str], says: str, capsys: pytest.C
     assert left.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith(says) and error.count("\n") == 1
+
+
+def test_a_model_of_another_kind_has_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    GPT2Config(n_layer=1, n_embd=8, n_head=1).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        main(["recipe=quickstart", "gpus=2", f"model.partial_pretrain={tmp_path}"])
+    assert left.value.code == 2 and "not gpt2; there is no plan" in capsys.readouterr().err
 
 
 PAGE = (ROOT / "docs/plan.md").read_text()

@@ -171,6 +171,16 @@ def test_a_file_that_is_no_parquet_is_a_user_error(tmp_path: Path) -> None:
         prepare(["chat", "--input", str(tmp_path / "x.parquet"), "--output", str(tmp_path / "out")])
 
 
+def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
+    """The rows that are left out would be lost."""
+    path = tmp_path / "train.parquet"
+    write_parquet(path, [{"messages": chat(f"q{index}")} for index in range(4)])
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="would be replaced"):
+        prepare(["chat", "--input", str(path), "--output", str(tmp_path)])
+    assert path.read_bytes() == before
+
+
 def test_lengths_are_told_by_some_that_occur() -> None:
     rows = [{"messages": [{"role": "user", "content": "x" * count}]} for count in (10, 1, 3, 2, 9, 5, 4, 8, 7, 6)]
     assert length_percentiles(rows, None) == {"chars_p50": 5, "chars_p90": 9, "chars_p99": 10, "chars_max": 10}

@@ -59,3 +59,13 @@ def test_a_finished_run_tells_what_was_learnt_without_what_an_attempt_overtook(
     assert first == "Finished: mine (sft)"
     assert loss == "  train/loss      4.0000 at step 1 -> 2.0000 at step 3"
     assert place.startswith(f"  run directory   {tmp_path}  (metrics.jsonl")
+
+
+def test_the_last_checkpoint_is_that_of_the_tracker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not what a former run of the same directory has left, or somebody else."""
+    for step in (5, 30):
+        (tmp_path / f"global_step_{step}").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    trainer = {"default_local_dir": str(tmp_path), "experiment_name": "mine"}
+    print_summary(OmegaConf.create({"trainer": trainer, "stage": "sft"}))
+    assert f"last checkpoint {tmp_path}/global_step_5\n" in capsys.readouterr().out

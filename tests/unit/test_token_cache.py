@@ -63,6 +63,15 @@ def test_a_damaged_file_is_made_anew(quickstart: Path, tmp_path: Path) -> None:
     assert kept.stat().st_size > 1000
 
 
+def test_damaged_pages_are_the_users_to_mend(quickstart: Path, tmp_path: Path) -> None:
+    """The launcher reads the end of the file alone."""
+    damaged = bytearray((quickstart / "train.parquet").read_bytes())
+    damaged[100:900] = bytes(byte ^ 0xFF for byte in damaged[100:900])
+    (tmp_path / "damaged.parquet").write_bytes(damaged)
+    with pytest.raises(UserError, match="is not a readable parquet file"):
+        dataset(quickstart, None, file=tmp_path / "damaged.parquet")
+
+
 def test_a_directory_that_cannot_be_written_costs_the_cache_alone(
     quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,8 @@ def load_shard(path: Path) -> Any:
     with safe_globals(list(ALLOWED)):
         try:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except (EOFError, RuntimeError) as error:  # how torch tells of an empty file and of one that was cut
+            raise UserError(f"{path} cannot be read; it is damaged, or no file of torch.save") from error
         except pickle.UnpicklingError as error:
             strangers = get_unsafe_globals_in_checkpoint(path)
             if not strangers:

@@ -34,8 +34,9 @@ RANGES = {  # lowest and highest value allowed
     "optim.clip_grad": (1e-12, math.inf),
     "optim.lr_warmup_steps_ratio": (0, 1),
     "optim.min_lr_ratio": (0, 1),
+    "optim.num_cycles": (0, math.inf),
     "model.lora_rank": (0, math.inf),
-    "data.num_workers": (0, math.inf),
+    "data.num_workers": (0, 256),
     "trainer.seed": (0, 2**31 - 1),
     "trainer.checkpoint.export.max_shard_gib": (1e-6, math.inf),
 }
@@ -59,6 +60,8 @@ NULL_OR_AT_LEAST_ONE = (
     "trainer.total_training_steps", "trainer.max_ckpt_to_keep", "trainer.checkpoint.export.every",
 )  # fmt: skip
 
+MINUS_ONE_OR_AT_LEAST_ONE = ("data.train_max_samples", "data.val_max_samples")
+
 
 def check_values(config: DictConfig) -> None:
     """Refuse single values outside their range and settings that this pipeline cannot serve.
@@ -72,6 +75,9 @@ def check_values(config: DictConfig) -> None:
     for key in NULL_OR_AT_LEAST_ONE:
         if value_of(config, key) is not None:
             require_positive(key, value_of(config, key))
+    for key in MINUS_ONE_OR_AT_LEAST_ONE:
+        if value_of(config, key) != -1:
+            require_positive(key, value_of(config, key), ", or -1 for all")
     check_ranges(config, RANGES)
     for key, (unused, instead) in WITHOUT_EFFECT.items():
         if value_of(config, key) != unused:
@@ -133,10 +139,10 @@ def value_of(config: DictConfig | Mapping[str, Any], dotted_key: str) -> Any:
     return config
 
 
-def require_positive(key: str, value: object) -> None:
-    """Raise a `UserError` unless `value` is a whole number of at least 1."""
+def require_positive(key: str, value: object, otherwise: str = "") -> None:
+    """Raise a `UserError` unless `value` is a whole number of at least 1; it tells what else the caller allows."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{key} is {value!r}; it must be a whole number of at least 1")
+        raise UserError(f"{key} is {value!r}; it must be a whole number of at least 1{otherwise}")
 
 
 def check_save_contents(config: DictConfig) -> None:

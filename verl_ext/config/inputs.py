@@ -49,9 +49,8 @@ def check_data(config: DictConfig) -> None:
         files = file_list(config.data[key])
         rows[key] = sum(check_parquet(Path(name).expanduser(), key, config) for name in files)
         if files and rows[key] == 0:
-            raise UserError(
-                f"data.{key} holds no rows ({', '.join(files)}); give a data set, or val_files=null for none"
-            )
+            or_none = ", or val_files=null for none" if key == "val_files" else ""
+            raise UserError(f"data.{key} holds no rows ({', '.join(files)}); give a data set{or_none}")
     if not rows["train_files"]:
         raise UserError("data.train_files is empty; give at least one parquet file")
     limit = config.data.train_max_samples

@@ -71,7 +71,10 @@ class ChatEncoder:
         keys = {"tools": self.config.multiturn.tools_key, "enable_thinking": self.config.multiturn.enable_thinking_key}
         found = {name: plain(record[key]) for name, key in keys.items() if key in record}
         if isinstance(found.get("tools"), str):  # how tools of differing shape fit in one parquet column
-            found["tools"] = json.loads(found["tools"])
+            try:
+                found["tools"] = json.loads(found["tools"])
+            except ValueError as error:
+                raise UserError(f"its column '{keys['tools']}' is not JSON ({error}); write a list of tools") from error
         return {name: value for name, value in found.items() if value is not None}
 
     def _truncate(self, encoded: Encoded) -> tuple[list[int], list[int]]:

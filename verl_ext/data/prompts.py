@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from jinja2 import TemplateError
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from verl_ext.config.inputs import file_list
 from verl_ext.config.plain import as_dict
 from verl_ext.data.chat_encoder import plain
+from verl_ext.data.parquet import read_frame
 from verl_ext.data.rows import Rows
 from verl_ext.data.template import ChatTemplate
 from verl_ext.errors import UserError
@@ -117,8 +117,7 @@ def _named_apart(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _records(name: str) -> list[tuple[int, dict[str, Any]]]:
-    frame = pd.read_parquet(Path(name).expanduser())
-    return [(row, plain(record)) for row, record in enumerate(frame.to_dict("records"))]
+    return [(row, plain(record)) for row, record in enumerate(read_frame(name).to_dict("records"))]
 
 
 def _turns(prompt: Any, config: DictConfig) -> list[dict[str, Any]]:

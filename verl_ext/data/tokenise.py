@@ -20,6 +20,7 @@ from verl_ext.cache import users_cache
 from verl_ext.config.plain import as_dict
 from verl_ext.data import tokenised
 from verl_ext.data.chat_encoder import ChatEncoder, Tokens
+from verl_ext.data.parquet import read_frame
 from verl_ext.data.tokenised import Tokenised
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
@@ -101,7 +102,7 @@ def _digest(name: str) -> str:
 
 
 def _tokenise(names: list[str], encoder: ChatEncoder, max_samples: int, processes: int, progress: bool) -> Tokenised:
-    frames = [pd.read_parquet(Path(name).expanduser()) for name in names]
+    frames = [read_frame(name) for name in names]
     total = sum(map(len, frames))
     total = min(total, max_samples) if max_samples > 0 else total
     samples: list[Tokens] = []

@@ -50,6 +50,9 @@ class StopSignals:
         try:
             self._raise_if_asked()  # after the line above, so that no signal falls between the two
             yield
+        except Exception:
+            self._raise_if_asked()  # what an import or a library makes of a request in its middle
+            raise
         finally:
             self._raises = False
         self._raise_if_asked()  # a handler cannot raise inside a destructor

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_ext.checkpoint.layout import EXPORT, list_steps
+from verl_ext.checkpoint.layout import EXPORT, read_tracker
 from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
 from verl_ext.summary import tell_summary
 
@@ -20,12 +20,13 @@ def print_summary(config: DictConfig) -> None:
     run_dir = Path(config.trainer.default_local_dir).absolute()
     rows = learnt(run_dir / METRICS_FILE)
     rows["run directory"] = f"{run_dir}  (metrics.jsonl, *_history.csv, tensorboard/, run.json, config.yaml)"
-    checkpoints, then = list_steps(run_dir), []
-    if checkpoints:
-        rows["last checkpoint"] = str(checkpoints[0])
-    if checkpoints and any((checkpoints[0] / EXPORT).glob("*.safetensors")):
-        rows["Hugging Face"] = str(checkpoints[0] / EXPORT)
-        then = next_command(config, run_dir, checkpoints[0] / EXPORT)
+    # by the tracker: a former run of the same directory may have left checkpoints of higher steps
+    (checkpoint, _), then = read_tracker(run_dir), []
+    if checkpoint is not None:
+        rows["last checkpoint"] = str(checkpoint)
+    if checkpoint is not None and any((checkpoint / EXPORT).glob("*.safetensors")):
+        rows["Hugging Face"] = str(checkpoint / EXPORT)
+        then = next_command(config, run_dir, checkpoint / EXPORT)
     tell_summary(f"Finished: {config.trainer.experiment_name} ({config.stage})", rows, then)
 
 

@@ -119,12 +119,15 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:  # also what bytes that are not UTF-8 raise
         return None
-    return _decode_numbers(row) if isinstance(row, dict) and _has_keys(row) else None
+    if not isinstance(row, dict) or not _has_keys(row):
+        return None
+    row = _decode_numbers(row)
+    return row if all(isinstance(value, (int, float)) for value in row.values()) else None
 
 
 def _has_keys(row: dict[str, Any]) -> bool:
     integers = isinstance(row.get("step"), int) and isinstance(row.get("attempt"), int)
-    return integers and isinstance(row.get("time"), (int, float))
+    return integers and row["step"] >= 0 and isinstance(row.get("time"), (int, float))
 
 
 def _decode_numbers(row: dict[str, Any]) -> dict[str, Any]:

@@ -88,6 +88,10 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
+DIMENSIONS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+"""What the configuration of a model must tell."""
+
+
 def shape_of(config: PretrainedConfig) -> ModelShape:
     """Read the dimensions, and count the parameters of the real architecture, made without memory.
 
@@ -107,6 +111,12 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
         raise UserError(f"the plan knows dense decoders with equal layers, not {config.model_type}; there is no plan")
     tied = config.tie_word_embeddings
     embedding = Group(()) if tied else group_of(model.get_input_embeddings())
+    missing = [name for name in DIMENSIONS if not hasattr(config, name)]
+    if missing or not hasattr(layers[0], "self_attn"):
+        raise UserError(
+            f"the plan knows decoders of Llama's kind, whose configuration tells {', '.join(DIMENSIONS)}, not "
+            f"{config.model_type}; there is no plan"
+        )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelShape(
         config.model_type, len(layers), config.hidden_size, config.intermediate_size, config.num_attention_heads,

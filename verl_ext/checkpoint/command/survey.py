@@ -51,6 +51,8 @@ class Entry:
     def fate(self) -> str:
         """What rotation does with it and why, in words."""
         stripped = ["rotation would drop its optimizer"] if self.loses_optimizer else []
+        if self.goes_next and self.manifest is None:
+            return "the next save removes it"
         return "rotation would remove it" if self.goes_next else "; ".join(self.kept_because + stripped)
 
 

@@ -43,6 +43,7 @@ def run(arguments: argparse.Namespace) -> Prepared:
     Raises:
         UserError: a file or row is malformed, `--exclude` cannot match anything, or nothing is left to split.
     """
+    _require_apart(arguments)
     counts: Counter[str] = Counter(read=0, bad=0, excluded=0, duplicate=0)
     rows = _keep(list(_read_conversations(arguments, counts)), arguments, counts)
     # Answers to one problem stay on one side of the split: otherwise validation would measure memory.
@@ -51,6 +52,13 @@ def run(arguments: argparse.Namespace) -> Prepared:
     rows = encode_unfaithful_columns(rows)
     train, val = write_split(Path(arguments.output), rows, groups, arguments.val_fraction, arguments.seed)
     return Prepared([TRAIN_NAME, VAL_NAME], {**counts, "train": train, "val": val, **lengths})
+
+
+def _require_apart(arguments: argparse.Namespace) -> None:
+    written = {(Path(arguments.output) / name).resolve() for name in (TRAIN_NAME, VAL_NAME)}
+    for name in [*arguments.input, *([arguments.exclude] if arguments.exclude else [])]:
+        if Path(name).resolve() in written:
+            raise UserError(f"{name} is read, and would be replaced by what is made of it; name another --output")
 
 
 def _group(problem_id: object, index: int) -> str:
