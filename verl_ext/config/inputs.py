@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
@@ -62,9 +63,23 @@ def check_data(config: DictConfig) -> None:
         )
 
 
+@contextmanager
+def reading_parquet(path: Path) -> Iterator[None]:
+    """What reads a file runs inside: its end may be whole and its pages damaged.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path} is not a readable parquet file ({first_line_of(error)}); prepare it again") from error
+
+
 def check_parquet(path: Path, key: str, config: DictConfig) -> int:
     """Number of rows of a parquet file whose columns are those that the configuration names."""
-    import pyarrow
     from pyarrow import parquet
 
     if re.match(r"[A-Za-z0-9]+:/", str(path)):  # a path has one slash where the address had two
@@ -73,10 +88,8 @@ def check_parquet(path: Path, key: str, config: DictConfig) -> int:
         raise UserError(
             f"data.{key} names {path.absolute()}, which is not a file; correct the path or prepare the data"
         )
-    try:
+    with reading_parquet(path):
         metadata = parquet.read_metadata(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise UserError(f"{path} is not a readable parquet file ({first_line_of(error)}); prepare it again") from error
     columns = metadata.schema.to_arrow_schema().names
     for setting, column in wanted_columns(config).items():
         if column not in columns:

@@ -5,19 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
-import pyarrow
 
-from verl_ext.errors import UserError, first_line_of
+from verl_ext.config.inputs import reading_parquet
 
 
 def read_frame(name: str) -> pd.DataFrame:
     """All rows of a file, `~` for the home directory.
 
     Raises:
-        UserError: it cannot be read: its end may be whole, which a launcher looks at, and its pages not.
+        UserError: it cannot be read.
     """
     path = Path(name).expanduser()
-    try:
+    with reading_parquet(path):
         return pd.read_parquet(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is not a readable parquet file ({first_line_of(error)}); prepare it again") from error

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_ext.config.inputs import reading_parquet
 from verl_ext.errors import UserError, first_line_of
 
 
@@ -121,17 +122,12 @@ def local_files(name: str, folder: str, split: str) -> list[Path]:
 
 def local_rows(paths: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
     """Rows of parquet files."""
-    import pyarrow
     from pyarrow import parquet
 
     for path in paths:
-        try:
+        with reading_parquet(path):
             for batch in parquet.ParquetFile(path).iter_batches(batch_size=64):
                 yield from batch.to_pylist()
-        except (pyarrow.ArrowInvalid, OSError) as error:
-            raise UserError(
-                f"{path} is not a readable parquet file ({first_line_of(error)}); prepare it again"
-            ) from error
 
 
 def hub_rows(name: str, split: str) -> Iterator[Mapping[str, Any]]:

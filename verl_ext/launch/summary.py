@@ -21,12 +21,13 @@ def print_summary(config: DictConfig) -> None:
     rows = learnt(run_dir / METRICS_FILE)
     rows["run directory"] = f"{run_dir}  (metrics.jsonl, *_history.csv, tensorboard/, run.json, config.yaml)"
     # by the tracker: a former run of the same directory may have left checkpoints of higher steps
-    (checkpoint, _), then = read_tracker(run_dir), []
+    checkpoint, _ = read_tracker(run_dir)
+    then: list[str] = []
     if checkpoint is not None:
         rows["last checkpoint"] = str(checkpoint)
-    if checkpoint is not None and any((checkpoint / EXPORT).glob("*.safetensors")):
-        rows["Hugging Face"] = str(checkpoint / EXPORT)
-        then = next_command(config, run_dir, checkpoint / EXPORT)
+        if any((checkpoint / EXPORT).glob("*.safetensors")):
+            rows["Hugging Face"] = str(checkpoint / EXPORT)
+            then = next_command(config, run_dir, checkpoint / EXPORT)
     tell_summary(f"Finished: {config.trainer.experiment_name} ({config.stage})", rows, then)
 
 

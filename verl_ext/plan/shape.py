@@ -11,6 +11,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from verl_ext.errors import UserError, first_line_of
 
+DIMENSIONS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+"""What the configuration of a model must tell."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -86,10 +89,6 @@ class ModelShape:
     def kv_numel(self) -> int:
         """Elements of one token's keys and values in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
-
-
-DIMENSIONS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-"""What the configuration of a model must tell."""
 
 
 def shape_of(config: PretrainedConfig) -> ModelShape:
