@@ -1,18 +1,28 @@
-"""What tests share: a small real model and data set made by the product's own preparation, and one rank of gloo."""
+"""Fixtures of all tests. Runs that several tests read are made once per session, whatever the number of workers.
+
+Shared runs are read-only: a test that damages or continues one copies what it needs.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from filelock import FileLock
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+    from tests.helpers.commands import GRPORun, RecipeRun, SFTRun
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def pytest_configure() -> None:
@@ -25,22 +35,145 @@ def pytest_configure() -> None:
             signal.signal(number, lambda *_: None)
 
 
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A directory that all workers of the session share."""
+    base = tmp_path_factory.getbasetemp()
+    directory = (base if worker_id == "master" else base.parent) / "shared"
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
 @pytest.fixture(scope="session", autouse=True)
-def cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache directory of the tests' own."""
+def session_environment(shared: Path) -> Iterator[None]:
+    """A cache directory of the tests' own, and the directory of the warm servers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
+        patch.setenv("TESTS_WARM_DIRECTORY", str(shared))
         yield
 
 
-@pytest.fixture(scope="session")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory with `model/`, `train.parquet`, `val.parquet` and `problems.jsonl` of a small quickstart."""
-    from verl_ext.data.prepare import prepare
+def made_once(directory: Path, make: Callable[[], object]) -> Path:
+    """Make something in a directory unless another worker has; the others wait for it.
 
-    directory = tmp_path_factory.mktemp("quickstart")
-    prepare(["quickstart", "--output", str(directory), "--samples", "500"])
+    A directory that was begun and not finished is made again by each worker that asks, so that each reports the error.
+    """
+    done = directory.with_suffix(".done")
+    with FileLock(directory.with_suffix(".lock")):
+        if not done.exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            make()
+            done.touch()
     return directory
+
+
+@pytest.fixture(scope="session")
+def quickstart(shared: Path) -> Path:
+    """`model/`, `model_with_dropout/`, `train.parquet`, `val.parquet`, `problems.jsonl` and prompts, all small."""
+    directory = shared / "quickstart"
+
+    def make() -> None:
+        import json
+
+        from verl_ext.data.prepare import prepare
+
+        prepare(["quickstart", "--output", str(directory), "--samples", "500"])
+        with_dropout = Path(shutil.copytree(directory / "model", directory / "model_with_dropout"))
+        config = json.loads((with_dropout / "config.json").read_text())
+        (with_dropout / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
+
+    return made_once(directory, make)
+
+
+@pytest.fixture(scope="session")
+def sft_run(quickstart: Path, shared: Path) -> SFTRun:
+    """A finished run of six steps on two ranks: every checkpoint, validations, a trace and all loggers."""
+    from tests.helpers.commands import SFTRun
+
+    own = (
+        "trainer.save_freq=1",
+        "trainer.max_ckpt_to_keep=null",
+        "trainer.test_freq=2",
+        "trainer.val_before_train=true",
+    )
+    run = SFTRun(quickstart, shared / "sft_run", *own, "trainer.logger=[console,tensorboard,wandb]", "--trace")
+    made_once(run.run_dir, lambda: (shared / "sft_run.out").write_text(run.finish().stdout))
+    return run
+
+
+@pytest.fixture(scope="session")
+def grpo_run(quickstart: Path, shared: Path) -> GRPORun:
+    """A finished run of four steps on two ranks with vLLM, a trace and samples of every second step."""
+    from tests.helpers.commands import GRPORun
+
+    run = GRPORun(quickstart, shared / "grpo_run", "--trace", "trainer.log_samples_every=2")
+    made_once(run.run_dir, lambda: (shared / "grpo_run.out").write_text(run.finish().stdout))
+    return run
+
+
+@pytest.fixture(scope="session")
+def budget_inputs(shared: Path) -> Path:
+    """`recipe.yaml` of the stage `budget`, with the questions, the model and the latency model that it names."""
+    from tests.helpers.data import write_budget_inputs
+
+    return made_once(shared / "budget_inputs", lambda: write_budget_inputs(shared / "budget_inputs"))
+
+
+@pytest.fixture(scope="session")
+def budget_run(budget_inputs: Path, shared: Path) -> RecipeRun:
+    """A finished run of the stage `budget` on one rank, two epochs of four steps, with an export."""
+    from tests.helpers.commands import RecipeRun
+
+    export = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+    run = RecipeRun("run_grpo.sh", budget_inputs / "recipe.yaml", shared / "budget_run", export)
+    made_once(run.run_dir, lambda: (shared / "budget_run.out").write_text(run.finish().stdout))
+    return run
+
+
+@pytest.fixture(scope="session")
+def few_problems(quickstart: Path, shared: Path) -> Path:
+    """A recipe of an evaluation of four problems and sixteen tokens each."""
+    path = shared / "few_problems.yaml"
+    path.write_text(
+        f"datasets: {{few: {{format: quickstart, path: {quickstart}/problems.jsonl, limit: 4}}}}\n"
+        "tiers: {tier1: [few]}\nsampling: {max_tokens: 16}\npoll_s: 0.5\nwandb: false\n"
+    )
+    return path
+
+
+@pytest.fixture(scope="session")
+def watched_run(quickstart: Path, few_problems: Path, shared: Path) -> SFTRun:
+    """A finished run with `eval.watch=true`, whose watcher was killed once: checkpoints 2, 4 and 6 are evaluated.
+
+    What the command printed is in `watched_run.out` and `watched_run.err` beside the run directory.
+    """
+    from tests.helpers.commands import SFTRun, end_of
+    from tests.helpers.processes import running, wait_until
+
+    watch = ("eval.watch=true", f"eval.recipe={few_problems}", "trainer.max_ckpt_to_keep=9")
+    run = SFTRun(quickstart, shared / "watched_run", *watch)
+    run.imports = "vllm"
+
+    def make() -> None:
+        with run.started() as process:
+            [watcher, *_] = wait_until(lambda: running("watch", str(run.run_dir)), process)
+            watcher.kill()
+            result = end_of(process)
+        (shared / "watched_run.out").write_text(result.stdout)
+        (shared / "watched_run.err").write_text(result.stderr)
+        assert result.returncode == 0, result.stderr
+
+    made_once(run.run_dir, make)
+    return run
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Browser]:
+    """Headless Chromium; without one the test is skipped."""
+    from tests.helpers.monitor import browser
+
+    with browser() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.conftest import ROOT
-from tests.processes import family_of
-from tests.tiny_questions import write_model, write_questions
+from tests.helpers import ROOT
+from tests.helpers.data import write_questions
+from tests.helpers.processes import family_of
+from tests.helpers.vlms import write_model
 from verl_ext.controller.controlled import load_controller
 from verl_ext.controller.latency_model import FEATURES, LatencyModel
 from verl_ext.controller.latency_source import ModelledLatency

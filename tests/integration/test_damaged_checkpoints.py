@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.run_outcomes import assert_goes_on
-from tests.integration.runs import Run
+from tests.helpers.commands import Run, assert_goes_on
 
 OWN = ("trainer.save_freq=1", "trainer.max_ckpt_to_keep=3")
 
@@ -40,7 +39,7 @@ def cut_short(path: Path) -> None:
         file.truncate(path.stat().st_size // 2)
 
 
-def flip_a_byte(path: Path) -> None:
+def flip_byte(path: Path) -> None:
     """Change one byte in the middle, among the numbers, where torch.load would not notice."""
     with path.open("rb+") as file:
         file.seek(path.stat().st_size // 2)
@@ -50,8 +49,8 @@ def flip_a_byte(path: Path) -> None:
 
 
 def damage_the_newest_two(run_dir: Path) -> None:
-    flip_a_byte(shard(run_dir, 4))
-    cut_short(shard(run_dir, 3))
+    flip_byte(shard(run_dir, 4))
+    truncate(shard(run_dir, 3))
 
 
 def copy_without_manifest(run_dir: Path) -> None:
@@ -64,12 +63,12 @@ def copy_without_manifest(run_dir: Path) -> None:
     ("damage", "sentences", "goes_on_from"),
     [
         (
-            lambda run_dir: cut_short(shard(run_dir, 4)),
+            lambda run_dir: truncate(shard(run_dir, 4)),
             ["global_step_4 cannot be resumed: its file model_world_size_2_rank_1.pt has 19"],
             3,
         ),
         (
-            lambda run_dir: flip_a_byte(shard(run_dir, 4)),
+            lambda run_dir: flip_byte(shard(run_dir, 4)),
             ["global_step_4 cannot be resumed: its file model_world_size_2_rank_1.pt has the digest"],
             3,
         ),
@@ -116,7 +115,7 @@ def test_damage_is_named_and_the_run_goes_on(
 
 def test_a_run_without_a_whole_checkpoint_does_not_begin_anew(run: Run) -> None:
     for step in (2, 3, 4):
-        flip_a_byte(shard(run.run_dir, step))
+        flip_byte(shard(run.run_dir, step))
     result = run.start()
     assert result.returncode == 2, result.stderr
     assert result.stderr.count("error: ") == 1

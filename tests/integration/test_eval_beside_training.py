@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.runs import TIMEOUT_S, Run, end_of, wait_until
+from tests.helpers.commands import TIMEOUT_S, Run, end_of, wait_until
 
 
 @pytest.fixture

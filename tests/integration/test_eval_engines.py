@@ -24,9 +24,9 @@ from eval_pipeline.engines.answer import Answer, Request, Sampling
 from eval_pipeline.engines.engine import Engine, EngineDied, open_engine
 from eval_pipeline.engines.settings import EngineSettings
 from eval_pipeline.engines.vllm_model import CPU_NICENESS
-from tests.conftest import ROOT
-from tests.integration.eval_runs import evaluate, slow_problems, write_recipe
-from tests.tiny_model import make_model, make_tokenizer, save
+from tests.helpers import ROOT
+from tests.helpers.evaluation import evaluate, slow_problems, write_recipe
+from tests.helpers.models import make_model, make_tokenizer, save
 from verl_ext.errors import UserError
 
 MAX_MODEL_LEN = 512

@@ -26,9 +26,9 @@ from eval_pipeline.engines.answer import Sampling
 from eval_pipeline.executors.ray import RayExecutor
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.work.batch import Batch, BatchId, Event, Failed
-from tests.conftest import ROOT
-from tests.processes import children_of, family_of, words_of
-from tests.tiny_model import learn, make_model, make_tokenizer, save
+from tests.helpers import ROOT
+from tests.helpers.models import learn, make_model, make_tokenizer, save
+from tests.helpers.processes import children_of, family_of, words_of
 from verl_ext.errors import UserError
 
 NUM_PROBLEMS = 300

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from eval_pipeline.ledger.ledger import LEDGER_FILE
-from tests.integration.eval_runs import (
+from tests.helpers.evaluation import (
     ADD,
     HEART,
     LEARNT,
@@ -30,9 +30,9 @@ from tests.integration.eval_runs import (
     write_lines,
     write_recipe,
 )
-from tests.processes import alive, family_of
-from tests.tiny_model import make_tokenizer
-from tests.wandb_files import read_records
+from tests.helpers.models import make_tokenizer
+from tests.helpers.processes import alive, family_of
+from tests.helpers.wandb_files import read_records
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.eval_runs import (
+from tests.helpers.evaluation import (
     LEARNT,
     evaluate,
     read_lines,
@@ -37,7 +37,7 @@ def serving(
     command = [
         sys.executable,
         "-m",
-        "tests.integration.mortal_server",
+        "tests.helpers.servers",
         *map(str, (port, name, root, num_answers)),
         text,
     ]

@@ -17,8 +17,8 @@ import psutil
 import pytest
 import yaml
 
-from tests.exports import flip_a_byte
-from tests.integration.eval_runs import (
+from tests.helpers.checkpoints import flip_byte
+from tests.helpers.evaluation import (
     HEART,
     commit,
     evaluate,
@@ -30,7 +30,7 @@ from tests.integration.eval_runs import (
     wait_until,
     write_recipe,
 )
-from tests.processes import alive, family_of, words_of
+from tests.helpers.processes import alive, family_of, words_of
 from verl_ext.checkpoint.lease import lease_holders
 from verl_ext.checkpoint.retention import read_choice
 from verl_ext.metrics.run_record import RunRecord
@@ -95,7 +95,7 @@ def followed(exports: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
     for step, export in ((10, random_one), (15, learnt), (20, learnt), (25, learnt)):
         commit(run_dir, step, export)
     (run_dir / "global_step_15" / "manifest.json").unlink()
-    flip_a_byte(run_dir / "global_step_25" / "huggingface" / "model.safetensors")
+    flip_byte(run_dir / "global_step_25" / "huggingface" / "model.safetensors")
     tiers = {"tier1": {"first": HEART}, "tier2": {"second": HEART[:1]}, "tier3": {"third": slow_problems(3, 0.1)}}
     recipe = write_recipe(root / "tiers.yaml", tiers, max_attempts=1)
     logs = [root / "first.log", root / "second.log"]
@@ -247,7 +247,7 @@ def test_figures_of_a_checkpoint_that_was_trained_again_do_not_count(
     copy: Path, words: tuple[str | Path, ...], exports: tuple[Path, Path]
 ) -> None:
     shutil.rmtree(copy / "global_step_20")
-    flip_a_byte(commit(copy, 20, exports[1]) / "huggingface" / "model.safetensors")
+    flip_byte(commit(copy, 20, exports[1]) / "huggingface" / "model.safetensors")
     watched = evaluate("watch", copy, *words)
     assert watched.returncode == 1 and "step_20 has other weights than its figures" in watched.stderr, watched.stderr
     assert "Traceback" not in watched.stderr

@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.run_outcomes import assert_goes_on
-from tests.integration.runs import Hold, Run
+from tests.helpers.commands import Hold, Run, assert_goes_on
 
 KEEP_ONE = "trainer.max_ckpt_to_keep=1"
 SAVING_IN = [pytest.param(False, id="foreground"), pytest.param(True, id="background")]

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.run_outcomes import assert_goes_on
-from tests.integration.runs import Hold, Run
+from tests.helpers.commands import Hold, Run, assert_goes_on
 
 ANY: tuple[int, ...] = ()
 """One rank, drawn anew in every run of the test."""

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.integration.run_outcomes import assert_goes_on, assert_is_undisturbed
-from tests.integration.runs import Hold, Run
+from tests.helpers.commands import Hold, Run, assert_goes_on, assert_is_undisturbed
 
 IN_THE_SECOND_SAVE = Hold("verl_ext.checkpoint.save", "write_manifest", "global_step_4.tmp")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import verl.utils.dataset.multiturn_sft_dataset
 
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 
 TIMEOUT_S = 120
 WORDS = (
@@ -57,7 +57,7 @@ def stock(quickstart: Path, tmp_path_factory: pytest.TempPathFactory) -> StockRu
     log = directory / "log.jsonl"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VERL_FILE_LOGGER_PATH": str(log)}
     run = {"cwd": directory, "env": environment, "capture_output": True, "text": True, "timeout": TIMEOUT_S}
-    result = subprocess.run([*torchrun, "-m", "tests.integration.stock_verl", *words], **run)
+    result = subprocess.run([*torchrun, "-m", "tests.ranks.stock_verl", *words], **run)
     assert result.returncode == 0, result.stderr
     rows = {
         row["step"]: row["data"]

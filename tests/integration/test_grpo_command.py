@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.errors import STOPPED_EXIT_CODE
 from verl_ext.metrics.jsonl import read_metrics
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from tests.conftest import ROOT
-from tests.grpo_reference import Case, make_model, reference_update
+from tests.helpers import ROOT
+from tests.helpers.grpo_reference import Case, make_model, reference_update
 from verl_ext.grpo.loss import LossSettings
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")

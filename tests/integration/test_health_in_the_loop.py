@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.integration.runs import NUM_STEPS, Run
+from tests.helpers.commands import NUM_STEPS, Run
 from verl_ext.errors import SICK_EXIT_CODE
 
 # The quickstart's model begins at a loss of about 6, and the rule knows after five steps.

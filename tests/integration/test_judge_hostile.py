@@ -14,7 +14,7 @@ from eval_pipeline.judge.client import JudgeServer
 from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.problems.problem import Case, FunctionTests, ProgramTests
-from tests.integration.hostile_answers import FUNCTIONS, PROGRAMS, RIGHT, TEST
+from tests.helpers.hostile_answers import FUNCTIONS, PROGRAMS, RIGHT, TEST
 from verl_ext.errors import UserError
 
 LIMITS = Limits(cpu_s=0.5, wall_s=3, memory_mb=256, file_mb=4, num_processes=32)

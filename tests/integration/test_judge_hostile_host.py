@@ -12,7 +12,7 @@ import pytest
 
 from eval_pipeline.judge.client import JudgeServer
 from eval_pipeline.judge.limits import Limits
-from tests.integration.hostile_answers import FUNCTIONS, PROGRAMS, RIGHT
+from tests.helpers.hostile_answers import FUNCTIONS, PROGRAMS, RIGHT
 from tests.integration.test_judge_hostile import LIMITS, function, limits_of, processes_of, script, until_settled
 from verl_ext.errors import UserError
 

@@ -18,7 +18,7 @@ from eval_pipeline.judge.levels import candidates
 from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.problems.problem import Case, FunctionTests, ProgramTests
-from tests.integration.hostile_answers import CANARY, RIGHT, SCAN_MEMORY, TEST
+from tests.helpers.hostile_answers import CANARY, RIGHT, SCAN_MEMORY, TEST
 from tests.integration.test_judge_hostile import LASTING_PER_WORKER, processes_of, until_settled
 from verl_ext.errors import UserError
 

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import ROOT
-from tests.processes import family_of
+from tests.helpers import ROOT
+from tests.helpers.processes import family_of
 
 TIMEOUT_S = 120
 
@@ -93,7 +93,7 @@ def start(started: list[Launcher], tmp_path: Path) -> Start:
         run_dir, files = tmp_path / "run", tmp_path / f"files{len(started)}"
         run_dir.mkdir(exist_ok=True)
         files.mkdir()
-        words = [sys.executable, "-m", "tests.integration.small_launch", str(run_dir)]
+        words = [sys.executable, "-m", "tests.ranks.small_launch", str(run_dir)]
         words += [str(grace_s), str(restarts), str(pause_s)]
         started.append(Launcher(words, files, {"SMALL_RANKS": behaviour, **(environment or {})}, **options))
         return started[-1]

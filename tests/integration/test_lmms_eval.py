@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
-from tests.conftest import ROOT
-from tests.tiny_controllers import SUFFIX, write_controller
-from tests.tiny_questions import row, write_model
+from tests.helpers import ROOT
+from tests.helpers.data import row
+from tests.helpers.vlms import SUFFIX, write_controller, write_model
 from verl_ext.controller.controlled import load_controller
 from verl_ext.controller.inference import AdaptiveModel, Answered
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 
 
 def single_turn(quickstart: Path) -> pd.DataFrame:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
-from tests.integration.runs import NUM_STEPS, Run
-from tests.monitor_browser import browser, choose, monitor, open_tab, series, text, visit, wait_for_text
+from tests.helpers.commands import NUM_STEPS, Run
+from tests.helpers.monitor import browser, choose, monitor, open_tab, series, text, visit, wait_for_text
 from verl_ext.metrics.jsonl import read_metrics
 
 HOSTILE = "<img src=x onerror=alert(1)>"

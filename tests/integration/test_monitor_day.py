@@ -6,7 +6,7 @@ import json
 import sqlite3
 from pathlib import Path
 
-from tests.monitor_runs import write_record
+from tests.helpers.monitor import write_record
 from verl_ext.monitor.curves.overview import MOST_POINTS
 from verl_ext.monitor.store.database import open_database
 from verl_ext.monitor.store.ingest import Ingest

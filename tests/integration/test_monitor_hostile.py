@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
-from tests.monitor_browser import browser, choose, monitor, open_tab, visit, wait_for_text
-from tests.monitor_runs import write_record, write_rows
+from tests.helpers.monitor import browser, choose, monitor, open_tab, visit, wait_for_text, write_record, write_rows
 
 MARK = "<img src=x onerror=alert(1)>"
 CLOSING = "</script><!--<script><svg onload=alert(2)>"

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
+from tests.helpers.commands import Run
+from tests.helpers.monitor import browser, choose, monitor, open_tab, series, visit, wait_for_text
 from tests.integration import test_budget_command as budget
 from tests.integration import test_grpo_command as grpo
-from tests.integration.runs import Run
 from tests.integration.test_budget_command import inputs  # noqa: F401 - a fixture
-from tests.monitor_browser import browser, choose, monitor, open_tab, series, visit, wait_for_text
 from verl_ext.metrics.jsonl import read_metrics
 
 OF_GRPO = {

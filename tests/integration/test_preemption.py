@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.runs import NUM_STEPS, TIMEOUT_S, Run, end_of, wait_until
-from tests.processes import ranks_of
+from tests.helpers.commands import NUM_STEPS, TIMEOUT_S, Run, end_of, wait_until
+from tests.helpers.processes import ranks_of
 from verl_ext.errors import STOPPED_EXIT_CODE
 
 RARELY = "trainer.save_freq=-1"

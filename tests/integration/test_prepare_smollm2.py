@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 
 
 def test_the_model_answers_and_ends_its_turn(tmp_path: Path) -> None:

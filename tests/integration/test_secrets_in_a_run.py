@@ -17,12 +17,12 @@ from urllib.error import HTTPError
 import psutil
 import pytest
 
-from tests.conftest import ROOT
-from tests.integration.eval_runs import command, slow_problems, write_recipe
-from tests.integration.runs import Run
+from tests.helpers import ROOT
+from tests.helpers.commands import Run
+from tests.helpers.evaluation import command, slow_problems, write_recipe
+from tests.helpers.processes import family_of
+from tests.helpers.wandb_files import read_records
 from tests.integration.test_eval_server import serving
-from tests.processes import family_of
-from tests.wandb_files import read_records
 
 PLANTED = b"PLANTED"
 KEYS = {

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.errors import STOPPED_EXIT_CODE
 
 STEPS = "trainer.total_training_steps=20"  # two epochs of 10 steps

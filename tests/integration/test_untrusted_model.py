@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.integration.eval_runs import ENVIRONMENT
-from tests.tiny_model import make_model, make_tokenizer, save
+from tests.helpers import ROOT
+from tests.helpers.evaluation import ENVIRONMENT
+from tests.helpers.models import make_model, make_tokenizer, save
 
 SCRIPT = """
 import sys

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import ROOT
+from tests.helpers import ROOT
+from tests.helpers.data import row, write_questions
+from tests.helpers.vlms import write_model
 from tests.integration.test_budget_command import ENVIRONMENT, TIMEOUT_S
-from tests.tiny_questions import row, write_model, write_questions
 from verl_ext.config.compose import compose_config
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.configuration import ConfigurationSpace

@@ -12,8 +12,8 @@ import psutil
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from tests.conftest import ROOT
-from tests.integration.runs import TIMEOUT_S
+from tests.helpers import ROOT
+from tests.helpers.commands import TIMEOUT_S
 from verl_ext.launch.stop import StopSignals
 from verl_ext.launch.watcher import RESTARTS, Watcher
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import ROOT
-from tests.integration.runs import NUM_STEPS, Run
+from tests.helpers import ROOT
+from tests.helpers.commands import NUM_STEPS, Run
 
 SAVED_AT = 2
 

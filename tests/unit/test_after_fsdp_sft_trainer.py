@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.config.compose import base_config, verl_directory
 from verl_ext.config.overrides import leaves
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.about import about, machine
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from tests.tiny_questions import write_questions
+from tests.helpers.data import write_questions
 from verl_ext.config.compose import compose_config
 from verl_ext.errors import UserError
 from verl_ext.launch.budget_check import check_budget

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import get_fsdp_wrap_policy
 
-from tests.training import make_trainer, small_config
+from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint.load import load_optimizer
 from verl_ext.checkpoint.rebuild import rebuild_export
 from verl_ext.checkpoint.shards import OPTIMIZER, shard_name

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from tests.unit.test_checkpoint_retention import NAMES, kept, save
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.checkpoint.lease import leased

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training import make_trainer, small_config
+from tests.helpers.trainer import make_trainer, small_config
 from tests.unit.test_checkpoint_command import call
 from verl_ext.checkpoint.command.diff import SHOWN
 from verl_ext.checkpoint.shards import shard_name

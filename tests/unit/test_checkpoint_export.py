@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training import make_trainer, small_config
+from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint.rebuild import rebuild_export
 
 pytestmark = pytest.mark.usefixtures("one_rank")

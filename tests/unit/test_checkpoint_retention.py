@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.models.hold import held
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.checkpoint.commit import publish, write_manifest
 from verl_ext.checkpoint.layout import Manifest, list_steps, what_is_wrong
 from verl_ext.checkpoint.lease import DEFAULT_SECONDS, lease_holders, leased

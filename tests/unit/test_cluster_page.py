@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.config.compose import compose_config
 from verl_ext.deadline import ENVIRONMENT
 from verl_ext.errors import SICK_EXIT_CODE, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.argument_types import Number, WholeNumber, output_file
 from verl_ext.command_line import CommandParser
 from verl_ext.errors import UserError

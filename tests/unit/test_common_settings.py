@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny_questions import write_questions
-from tests.training import make_trainer, small_config
+from tests.helpers.data import write_questions
+from tests.helpers.trainer import make_trainer, small_config
 from tests.unit.test_checkpoint_retention import NAMES, save
 from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.retention import Retention

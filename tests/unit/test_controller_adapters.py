@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests import tiny_vlms
+from tests.helpers import vlms
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import Configuration
@@ -19,10 +19,10 @@ from verl_ext.errors import UserError
 from verl_ext.own_code import OwnCode
 
 MODELS: dict[str, tuple[Callable, tuple[int, ...]]] = {
-    "qwen3_vl_moe": (tiny_vlms.qwen3_vl_moe, (1024, 4096, 16384)),
-    "qwen2_5_vl": (tiny_vlms.qwen2_5_vl, (1024, 4096, 16384)),
-    "molmo": (tiny_vlms.molmo, (3, 6, 12)),
-    "idefics3": (tiny_vlms.idefics3, (32, 64, 128)),
+    "qwen3_vl_moe": (vlms.qwen3_vl_moe, (1024, 4096, 16384)),
+    "qwen2_5_vl": (vlms.qwen2_5_vl, (1024, 4096, 16384)),
+    "molmo": (vlms.molmo, (3, 6, 12)),
+    "idefics3": (vlms.idefics3, (32, 64, 128)),
 }
 OWN = {"idefics3": OwnCode.named("examples/new_adapter/idefics3.py:Idefics3Adapter", "--adapter")}
 """Adapters that are examples, as a user names them."""
@@ -181,11 +181,11 @@ def test_a_space_that_the_model_does_not_have_is_refused(arguments: tuple, messa
 
 
 def test_models_that_cannot_be_adapted_are_refused() -> None:
-    model, processor = tiny_vlms.qwen2_5_vl(use_sliding_window=True, max_window_layers=2)
+    model, processor = vlms.qwen2_5_vl(use_sliding_window=True, max_window_layers=2)
     with pytest.raises(UserError, match="set use_sliding_window to false"):
         adapter_of(model, processor, (1024,))
     with pytest.raises(UserError, match="ascending numbers of pixels"):
-        adapter_of(*tiny_vlms.qwen2_5_vl(), (4096, 1024))
+        adapter_of(*vlms.qwen2_5_vl(), (4096, 1024))
     model.config.model_type = "llava"
     with pytest.raises(UserError, match="type llava; it knows qwen2_5_vl"):
         adapter_of(model, processor, (1024,))

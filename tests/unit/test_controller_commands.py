@@ -14,8 +14,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from tests import tiny_vlms
-from tests.conftest import ROOT
+from tests.helpers import ROOT, vlms
 from tests.unit.test_controller_policy import question
 from verl_ext.controller import calibration
 from verl_ext.controller.adapters.base import Inputs, VLMAdapter
@@ -34,7 +33,7 @@ SIZES = (1024, 4096, 9216)
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory with `model/` and `train.parquet`."""
     directory = tmp_path_factory.mktemp("vlm")
-    model, processor = tiny_vlms.qwen3_vl_moe()
+    model, processor = vlms.qwen3_vl_moe()
     model.save_pretrained(directory / "model")
     processor.save_pretrained(directory / "model")
     rows = [

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests import tiny_vlms
+from tests.helpers import vlms
 from tests.unit.test_controller_policy import question
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.registry import adapter_of
@@ -19,7 +19,7 @@ SIZES = (1024, 4096, 9216)
 
 
 def tiny_adapter() -> VLMAdapter:
-    return adapter_of(*tiny_vlms.qwen3_vl_moe(), SIZES)
+    return adapter_of(*vlms.qwen3_vl_moe(), SIZES)
 
 
 def controller_of(adapter: VLMAdapter, preferred_tier: int) -> BudgetController:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny_vlms
+from tests.helpers import vlms
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.controller.execution import Outcome
@@ -96,7 +96,7 @@ def test_a_percentile_is_among_those_that_a_recipe_may_name() -> None:
 
 
 def test_a_model_without_scatter_has_no_percentile(tmp_path: Path) -> None:
-    vlm, processor = tiny_vlms.qwen3_vl_moe()
+    vlm, processor = vlms.qwen3_vl_moe()
     adapter = adapter_of(vlm, processor, (256,))
     LatencyModel(TRUTH, 1.0, "a machine", fingerprint(vlm)).save(tmp_path / "old.json")
     assert ModelledLatency.load(tmp_path / "old.json", adapter).deciding_ms == 0

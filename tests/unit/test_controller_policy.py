@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests import tiny_vlms
+from tests.helpers import vlms
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import ConfigurationSpace
@@ -39,7 +39,7 @@ def question(number: int) -> ImageQuestion:
 
 @pytest.fixture(scope="module")
 def executor() -> Executor:
-    return Executor(adapter_of(*tiny_vlms.qwen3_vl_moe(), (1024, 4096, 9216)), max_new_tokens=3)
+    return Executor(adapter_of(*vlms.qwen3_vl_moe(), (1024, 4096, 9216)), max_new_tokens=3)
 
 
 @pytest.fixture(scope="module")

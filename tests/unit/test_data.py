@@ -13,7 +13,7 @@ from tokenizers.processors import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl.utils.dataset.sft_dataset import SFTDataset
 
-from tests.training import small_config
+from tests.helpers.trainer import small_config
 from verl_ext.data.batching import MicroBatcher, validation_micro_batches
 from verl_ext.data.chat import ChatDataset
 from verl_ext.data.load import load_dataset

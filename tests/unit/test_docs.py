@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.health_curves import CURVES
+from tests.helpers import ROOT
+from tests.helpers.health_curves import CURVES
 from verl_ext.health.rules import RULES
 from verl_ext.metrics.reference import render_reference
 from verl_ext.reference.page import render_recipes

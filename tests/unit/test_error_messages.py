@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 
 FOLDERS = ("verl_ext", "eval_pipeline", "benchmarks")
 FOR_PROGRAMMERS = {"verl_ext/metrics/reduce.py", "verl_ext/metrics/row.py", "verl_ext/metrics/run_record.py"}

@@ -24,10 +24,10 @@ from eval_pipeline.adaptive.measure import WARM_UPS
 from eval_pipeline.adaptive.results import Results, rows_of
 from eval_pipeline.adaptive.statics import MOST_CHOSEN, important_blocks, static_configurations
 from eval_pipeline.adaptive.summary import summarise
-from tests import tiny_vlms
-from tests.tiny_controllers import TIERS, write_controller
+from tests.helpers import vlms
+from tests.helpers.vlms import TIERS, write_controller
+from tests.helpers.wandb_files import read_history, read_records, values_of
 from tests.unit.test_controller_policy import question
-from tests.wandb_files import read_history, read_records, values_of
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.block_importance import Importance, cheapest, load_importance
@@ -47,7 +47,7 @@ SHORT = ("--num-samples", "3", "--num-train", "2", "--max-static", "5", "--no-wa
 
 def tiny_questions() -> list[ImageQuestion]:
     """Five of them, each with what some configuration answers as its reference."""
-    executor = Executor(adapter_of(*tiny_vlms.qwen3_vl_moe(), TIERS), max_new_tokens=3)
+    executor = Executor(adapter_of(*vlms.qwen3_vl_moe(), TIERS), max_new_tokens=3)
     space = executor.adapter.space(2, 4, (1, 2, 4))
     asked = [question(number) for number in range(5)]
     ways = [space.full, cheapest(space, None), space.configuration(1, [True] * 4, 2), space.full, space.full]
@@ -62,7 +62,7 @@ def tiny_questions() -> list[ImageQuestion]:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory with `model/`, `data/` and `run/`, whose newest step was not finished."""
     directory = tmp_path_factory.mktemp("adaptive")
-    model, processor = tiny_vlms.qwen3_vl_moe()
+    model, processor = vlms.qwen3_vl_moe()
     model.save_pretrained(directory / "model")
     processor.save_pretrained(directory / "model")
     (directory / "data").mkdir()
@@ -314,7 +314,7 @@ def make_bad(tiny: Path) -> None:
     """Beside the good ones: another model, an export without a run, runs that lack something."""
     if (tiny / "other").exists():
         return
-    model, processor = tiny_vlms.qwen3_vl_moe(seed=1)
+    model, processor = vlms.qwen3_vl_moe(seed=1)
     model.save_pretrained(tiny / "other")
     processor.save_pretrained(tiny / "other")
     export = tiny / "run/global_step_2/huggingface"

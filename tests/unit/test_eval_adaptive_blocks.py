@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 
 from eval_pipeline.adaptive.block_search import BlockSearch
-from tests import tiny_vlms
+from tests.helpers import vlms
 from tests.unit.test_controller_policy import question
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.block_importance import answer_loss
@@ -21,7 +21,7 @@ FIRST, LAST = [True, False, False, False], [True, False, False, True]
 
 @pytest.fixture(scope="module")
 def executor() -> Executor:
-    return Executor(adapter_of(*tiny_vlms.qwen3_vl_moe(), (1024, 4096)), max_new_tokens=3)
+    return Executor(adapter_of(*vlms.qwen3_vl_moe(), (1024, 4096)), max_new_tokens=3)
 
 
 def at_high_tier(executor: Executor, *active: int) -> Configuration:

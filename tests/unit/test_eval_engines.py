@@ -24,7 +24,7 @@ from eval_pipeline.engines.openai_server import ask_for_card
 from eval_pipeline.engines.seeds import seed_of
 from eval_pipeline.engines.settings import EngineSettings
 from eval_pipeline.engines.vllm_child import VllmChild
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.errors import UserError
 
 KEY = "sk-secret-of-the-test"

@@ -21,7 +21,7 @@ from eval_pipeline.models.checkpoint import Checkpoint, find_checkpoint
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.work.batch import Answered, Described, Finished, Verdicted, key_of
 from eval_pipeline.work.evaluation import Evaluation
-from tests.exports import commit, make_export
+from tests.helpers.checkpoints import commit, make_export
 from verl_ext.metrics.run_record import RunRecord
 
 NUM_PROBLEMS = 8

@@ -19,7 +19,7 @@ from eval_pipeline.models.integrity import require_whole_export
 from eval_pipeline.models.run_config import RunConfig, read_run_config
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.work.digests import digests_of, identity_of
-from tests.exports import commit, flip_a_byte, make_export
+from tests.helpers.checkpoints import commit, flip_byte, make_export
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.checkpoint.lease import lease_holders
 from verl_ext.checkpoint.writing import flush_and_digest
@@ -123,9 +123,9 @@ def test_the_directory_of_a_run_is_no_checkpoint(tmp_path: Path) -> None:
 def test_an_export_is_whole_until_a_byte_of_it_changes(tmp_path: Path) -> None:
     checkpoint = find_checkpoint(commit(tmp_path, 3))
     require_whole_export(checkpoint)
-    flip_a_byte(checkpoint.path / "model.pt")  # no business of an evaluation
+    flip_byte(checkpoint.path / "model.pt")  # no business of an evaluation
     require_whole_export(checkpoint)
-    flip_a_byte(checkpoint.export / "model.safetensors")
+    flip_byte(checkpoint.export / "model.safetensors")
     with pytest.raises(UserError, match="huggingface/model.safetensors has the digest .* --step 3"):
         require_whole_export(checkpoint)
 
@@ -134,7 +134,7 @@ def test_an_export_without_a_manifest_is_taken_as_it_is(tmp_path: Path) -> None:
     checkpoint = find_checkpoint(make_export(tmp_path / "global_step_3" / "huggingface"))
     require_whole_export(checkpoint)
     before = identity_of(checkpoint)
-    flip_a_byte(checkpoint.export / "model.safetensors")
+    flip_byte(checkpoint.export / "model.safetensors")
     assert identity_of(checkpoint) != before
 
 
@@ -142,7 +142,7 @@ def test_the_manifest_tells_a_checkpoint_from_a_later_one_of_the_same_step(tmp_p
     first = identity_of(find_checkpoint(commit(tmp_path, 3)))
     shutil.copytree(tmp_path / "global_step_3", tmp_path / "copy" / "global_step_3")
     assert identity_of(find_checkpoint(tmp_path / "copy" / "global_step_3")) == first
-    flip_a_byte(tmp_path / "copy" / "global_step_3" / "huggingface" / "model.safetensors")
+    flip_byte(tmp_path / "copy" / "global_step_3" / "huggingface" / "model.safetensors")
     manifest = Manifest.read(tmp_path / "copy" / "global_step_3")
     name = "huggingface/model.safetensors"
     files = {**manifest.files, name: flush_and_digest(tmp_path / "copy" / "global_step_3" / name)}

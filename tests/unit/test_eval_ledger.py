@@ -18,7 +18,7 @@ from eval_pipeline.ledger.heartbeat import heartbeat
 from eval_pipeline.ledger.holder import EXPIRY_S, Holder
 from eval_pipeline.ledger.job import Job
 from eval_pipeline.ledger.ledger import LEDGER_FILE, Ledger
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.errors import UserError
 
 CLAIM_ALL = """

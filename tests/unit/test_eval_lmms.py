@@ -16,8 +16,8 @@ from eval_pipeline.adaptive.measure import WARM_UPS
 from eval_pipeline.lmms.arguments import Arguments
 from eval_pipeline.lmms.question import question_of
 from eval_pipeline.lmms.responder import Responder, load_responder
-from tests.tiny_controllers import SUFFIX, write_controller
-from tests.tiny_questions import row, write_model
+from tests.helpers.data import row
+from tests.helpers.vlms import SUFFIX, write_controller, write_model
 from verl_ext.controller.controlled import load_controller
 from verl_ext.controller.execution import Executor
 from verl_ext.controller.inference import AdaptiveModel

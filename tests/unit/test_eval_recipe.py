@@ -21,7 +21,7 @@ from eval_pipeline.recipe.choose import restricted_to
 from eval_pipeline.recipe.kinds import KINDS
 from eval_pipeline.recipe.load import DEFAULTS, load_recipe
 from eval_pipeline.recipe.metric import figure_names
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.config.overrides import leaves
 from verl_ext.errors import UserError
 

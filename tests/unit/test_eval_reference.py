@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from eval_pipeline.problems.reference import is_right
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from eval_pipeline.judge.submission import Submission
 from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.recipe.load import load_recipe
-from tests import tiny_vlms
-from tests.conftest import ROOT
+from tests.helpers import ROOT, vlms
 from tests.unit.test_controller_policy import question
 from tests.unit.test_grpo_rewards import SETTINGS, sample
 from tests.unit.test_health_command import write_run
@@ -126,7 +125,7 @@ def test_a_row_that_is_no_problem_is_named(tmp_path: Path) -> None:
 def idefics3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory with `model/` and `train.parquet`."""
     directory = tmp_path_factory.mktemp("idefics3")
-    for part in tiny_vlms.idefics3():
+    for part in vlms.idefics3():
         part.save_pretrained(directory / "model")
     image = {"bytes": question(0).image, "path": None}
     row = {"image": image, "question": "what is it ?", "answers": ["a cat"] * 10}

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.source import DatasetSource
 from eval_pipeline.problems.verl_rl import read_tests
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.checkpoint.lease import lease_holders
 from verl_ext.config.compose import STAGES, compose_config
 from verl_ext.config.recipes import RECIPES, recipe_summaries

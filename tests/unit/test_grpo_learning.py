@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bandit import DECISIONS, Bandit, Machine, prompts
+from tests.helpers.bandit import DECISIONS, Bandit, Machine, prompts
 from verl_ext.grpo.experience import Collector, Experience, Replacement
 from verl_ext.grpo.figures import spreads
 from verl_ext.grpo.loss import LossSettings

@@ -17,7 +17,7 @@ import torch
 
 from eval_pipeline.problems.problem import Case, FunctionTests, ProgramTests, ReferenceAnswer
 from eval_pipeline.problems.verl_rl import read_tests
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.errors import UserError
 from verl_ext.grpo.policy import Prompt, Sample
 from verl_ext.grpo.rewards.answer import RewardedAnswer

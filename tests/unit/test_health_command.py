@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.health_curves import CURVES
+from tests.helpers.health_curves import CURVES
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.config.compose import compose_config
 from verl_ext.health.__main__ import main

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.health_curves import CURVES, PEAK, Curve
+from tests.helpers.health_curves import CURVES, PEAK, Curve
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Level
 from verl_ext.health.history import History

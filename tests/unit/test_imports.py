@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 
 PAGE = (ROOT / "docs/architecture.md").read_text()
 ROW = re.compile(r"^\| `(\w+)` \| (.+) \| (.*) \|$", re.MULTILINE)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.checkpoint.lock import exclusive
 from verl_ext.errors import UserError
 from verl_ext.launch.arguments import parse_arguments

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import DictConfig
 
 from eval_pipeline.__main__ import main
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.config.compose import compose_config
 from verl_ext.config.evaluation import check_evaluation_keys, eval_devices, evaluation_environment
 from verl_ext.errors import UserError

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tests.training import make_trainer, small_config
+from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint.shards import whole
 from verl_ext.errors import UserError
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import wandb
 
-from tests.wandb_files import read_history, read_records
+from tests.helpers.wandb_files import read_history, read_records
 from verl_ext.metrics.event import Event
 from verl_ext.metrics.recorder import MetricsRecorder
 from verl_ext.metrics.wandb_run import RUN_ID_FILE, open_wandb_run, persistent_run_id

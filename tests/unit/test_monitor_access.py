@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.errors import UserError
 from verl_ext.monitor.__main__ import main
 from verl_ext.monitor.access import COOKIE, HEADERS, Access, digest_of, is_loopback, require_token

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.monitor_runs import write_record, write_rows
+from tests.helpers.monitor import write_record, write_rows
 from verl_ext.errors import UserError
 from verl_ext.monitor.csv_file import csv_lines
 from verl_ext.monitor.store.columns import PACKED_ROWS, Points, unpack

@@ -9,7 +9,7 @@ import pytest
 
 from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.source import DatasetSource
-from tests import tiny_vlms
+from tests.helpers import vlms
 from tests.unit.test_grpo_rewards import SETTINGS, sample
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.errors import UserError
@@ -152,11 +152,11 @@ def refused_stage(mine: Path) -> None:
 
 
 def refused_class(mine: Path) -> None:
-    adapter_of(*tiny_vlms.idefics3(), (32,), OwnCode.named("mine.py:Thing", "model.adapter"))
+    adapter_of(*vlms.idefics3(), (32,), OwnCode.named("mine.py:Thing", "model.adapter"))
 
 
 def refused_part(mine: Path) -> None:
-    adapter_of(*tiny_vlms.idefics3(), (32,), OwnCode.named("adapter.py:Partial", "model.adapter"))
+    adapter_of(*vlms.idefics3(), (32,), OwnCode.named("adapter.py:Partial", "model.adapter"))
 
 
 @pytest.mark.parametrize(

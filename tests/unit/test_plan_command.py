@@ -13,7 +13,7 @@ from transformers import AutoConfig, GPT2Config, Qwen2Config
 
 from benchmarks.plan_runs import predicted, sft_config
 from benchmarks.plan_settings import PLAIN, SETTINGS
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.config.compose import compose_config
 from verl_ext.plan import models
 from verl_ext.plan.__main__ import main

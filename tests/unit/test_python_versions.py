@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 
 FOLDERS = ("verl_ext", "eval_pipeline", "benchmarks", "examples", "tests")
 SET = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 
 PROGRAM = """
     import hashlib, sys, time

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.config.checks import check_values
 from verl_ext.config.compose import base_config, compose_config
 from verl_ext.config.overrides import leaves

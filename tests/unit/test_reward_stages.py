@@ -10,7 +10,8 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from tests.tiny_questions import write_model, write_questions
+from tests.helpers.data import write_questions
+from tests.helpers.vlms import write_model
 from verl_ext.config.compose import compose_config
 from verl_ext.controller.latency_model import FEATURES, LatencyModel
 from verl_ext.controller.loading import fingerprint, load_adapter

@@ -15,7 +15,7 @@ from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.problems.problem import Case, ProgramTests
 from eval_pipeline.recipe.load import load_recipe
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.config.compose import compose_config
 from verl_ext.config.secrets import HIDDEN, masked, require_no_secrets, without_secrets
 from verl_ext.errors import UserError

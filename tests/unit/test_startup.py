@@ -8,7 +8,7 @@ import time
 import pytest
 
 from benchmarks.start import parts_of, summary_of
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from verl_ext.metrics.registry.training import START
 from verl_ext.metrics.startup import Startup, process_start
 from verl_ext.quick_imports import quick_imports

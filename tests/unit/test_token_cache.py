@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from transformers import AutoTokenizer
 
-from tests.training import small_config
+from tests.helpers.trainer import small_config
 from verl_ext.data import tokenise
 from verl_ext.data.chat import ChatDataset
 from verl_ext.errors import UserError

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 
-from tests.training import make_trainer, small_config
+from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.data.batching import Batch, pad
 from verl_ext.data.prefetch import Prefetcher
 from verl_ext.errors import UserError

@@ -21,8 +21,7 @@ from eval_pipeline.__main__ import main as evaluate
 from eval_pipeline.models.export import check_export
 from eval_pipeline.models.run_config import read_run_config
 from eval_pipeline.recipe.choose import choose_recipe, recipe_of
-from tests.tiny_controllers import TIERS, write_controller
-from tests.tiny_questions import write_model
+from tests.helpers.vlms import TIERS, write_controller, write_model
 from verl_ext.checkpoint.command.settings import read_retention
 from verl_ext.checkpoint.layout import Manifest, what_is_wrong
 from verl_ext.checkpoint.rebuild import copy_companions, write_weights

@@ -11,8 +11,8 @@ import torch
 from omegaconf import DictConfig
 from pyarrow import parquet
 
-from tests import tiny_vlms
-from tests.tiny_questions import row, write_questions
+from tests.helpers import vlms
+from tests.helpers.data import row, write_questions
 from verl_ext.config.compose import compose_config
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import ConfigurationSpace
@@ -24,7 +24,7 @@ from verl_ext.launch.vlm_check import check_vlm_sft
 from verl_ext.trainer.vlm_sft import VLMSFTTrainer, load_chats
 
 TIERS = (256, 1024, 4096)
-MODEL, PROCESSOR = tiny_vlms.qwen3_vl_moe()
+MODEL, PROCESSOR = vlms.qwen3_vl_moe()
 
 
 def question(number: int) -> ImageQuestion:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.sharding import sharded
+from tests.helpers.trainer import sharded
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.hf_engine import HfRollout
 from verl_ext.grpo.rollout.team import Team

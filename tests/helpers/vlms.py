@@ -1,4 +1,4 @@
-"""Small vision-language models of each architecture, with random weights and processors of their own."""
+"""Small vision-language models of each architecture with random weights and processors, and controllers for them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from verl_ext.controller.controlled import ControlledModel
+from verl_ext.controller.loading import fingerprint, load_adapter
+from verl_ext.controller.network import BudgetController, BudgetControllerConfig
+
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 SPECIAL += ["<|video_pad|>"]
 TEMPLATE = (
@@ -37,6 +41,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 VOCABULARY = 288
+TIERS = (1024, 4096, 9216)
+BUDGETS_MS = (30.0, 60.0)
+SUFFIX = "\nShort:"
 
 
 def tokenizer() -> Qwen2TokenizerFast:
@@ -297,3 +304,24 @@ def molmo(seed: int = 0, **arguments: int) -> tuple[nn.Module, StandInProcessor]
     """The stand-in with experts, or without by `num_experts=0`."""
     torch.manual_seed(seed)
     return loud(StandInMolmo(**arguments)), StandInProcessor()
+
+
+def write_model(folder: Path, seed: int = 0) -> Path:
+    """A `qwen3_vl_moe` of four blocks with its processor."""
+    model, processor = qwen3_vl_moe(seed)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def write_controller(folder: Path, model: Path, suffix: str = SUFFIX) -> Path:
+    """An export for a model of `write_model`, with large random weights, so that choices differ."""
+    adapter = load_adapter(str(model), TIERS)
+    vlm = ControlledModel(str(model), TIERS, 3, suffix, False, fingerprint(adapter.model)).to_dict()
+    knobs = {**vars(adapter.space(2, 4, (1, 2, 4))), "low_ms": BUDGETS_MS[0], "high_ms": BUDGETS_MS[1]}
+    torch.manual_seed(3)
+    controller = BudgetController(BudgetControllerConfig(**knobs, vision_width=32, language_width=32, vlm=vlm))
+    for parameter in controller.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    controller.save_pretrained(folder)
+    return folder

@@ -1,4 +1,4 @@
-"""Small programs that real torchrun starts in place of the trainer: `python -m tests.integration.small_ranks CONFIG`.
+"""Small programs that real torchrun starts in place of the trainer: `python -m tests.ranks.small_ranks CONFIG`.
 
 Ranks talk through files in the run directory, and none lives longer than `LIFETIME_S`.
 """

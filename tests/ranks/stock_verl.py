@@ -1,4 +1,4 @@
-"""verl's own SFT command on CPUs: `torchrun --nproc-per-node=2 -m tests.integration.stock_verl OVERRIDES`.
+"""verl's own SFT command on CPUs: `torchrun --nproc-per-node=2 -m tests.ranks.stock_verl OVERRIDES`.
 
 It is as released but for what keeps it from running here, or makes it slow: flash-attention, NCCL and the broadcast of
 FSDP1, which need a GPU; bf16, which CPUs emulate; and that accelerators alone reduce its loss over the ranks.

@@ -1,25 +1,20 @@
-"""What the tests of the evaluation's commands share: a model that knows answers, checkpoints of it, commands."""
+"""The evaluation's commands, a model that has learnt answers by heart, and problems for it."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
-from tests.conftest import ROOT
-from tests.tiny_model import learn, make_model, make_tokenizer, save
-from verl_ext.checkpoint.layout import Manifest
-from verl_ext.checkpoint.writing import flush_and_digest
+from tests.helpers import ROOT, warm
+from tests.helpers.commands import environment
+from tests.helpers.models import learn, make_model, make_tokenizer, save
 
 MAX_MODEL_LEN = 96
 # what the model learns: a right answer, a wrong one and one that does not parse
@@ -29,9 +24,6 @@ LEARNT = {
     "two: write the function two.": "```python\ndef two(:\n```",
 }
 ADD, NEG, TWO = LEARNT
-ENVIRONMENT = {**os.environ, "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-WAIT_S = 240.0
-"""Longer than anything takes on a busy machine."""
 
 
 def problem(name: str, prompt: str, *tests: str) -> dict[str, Any]:
@@ -97,49 +89,26 @@ def make_exports(directory: Path) -> tuple[Path, Path]:
     return save(directory / "learnt", model, tokenizer), random
 
 
-def commit(run_dir: Path, step: int, export: Path) -> Path:
-    """Put a complete checkpoint into a run, all at once as a training does."""
-    directory = run_dir / f"global_step_{step}.tmp"
-    shutil.copytree(export, directory / "huggingface")
-    paths = (directory / "huggingface").iterdir()
-    files = {f"huggingface/{path.name}": flush_and_digest(path) for path in paths}
-    manifest = Manifest(step, world_size=1, config_digest="", files=files, time=time.time())
-    (directory / "manifest.json").write_text(manifest.to_json())
-    return directory.rename(run_dir / f"global_step_{step}")
-
-
 def command(*words: str | Path) -> list[str]:
     """The command line of an evaluation command."""
     return [sys.executable, "-m", "eval_pipeline", *map(str, words)]
 
 
-def evaluate(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def evaluate(*words: str | Path, imports: str = "vllm") -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
-    return subprocess.run(
-        command(*words), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=WAIT_S
-    )  # fmt: skip
+    return warm.run(command(*words), imports=imports, cwd=ROOT, env=environment())
 
 
 @contextmanager
-def started(log: Path, *words: str | Path) -> Iterator[psutil.Popen]:
-    """Run a command in the background; what it prints goes to `log`, and it is gone after the block."""
+def started(log: Path, *words: str | Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command in the background; its output is appended to `log`, and it has ended after the block."""
     with open(log, "ab") as output:
-        process = psutil.Popen(command(*words), cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output)
+        process = warm.popen(command(*words), imports="vllm", cwd=ROOT, env=environment(), stdout=output, stderr=output)
     try:
         yield process
     finally:
-        if process.poll() is None:
-            process.kill()
+        process.kill()
         process.wait()
-
-
-def wait_until(condition: Callable[[], Any], pause_s: float = 0.05) -> Any:
-    """What the condition returns once that is true."""
-    deadline = time.monotonic() + WAIT_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(pause_s)
-    return found
 
 
 def statuses(directory: Path) -> list[dict[str, Any]]:

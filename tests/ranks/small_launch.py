@@ -1,4 +1,4 @@
-"""The launcher on small ranks: `python -m tests.integration.small_launch RUN_DIR GRACE_S RESTARTS FIRST_PAUSE_S`."""
+"""The launcher on small ranks: `python -m tests.ranks.small_launch RUN_DIR GRACE_S RESTARTS FIRST_PAUSE_S`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if __name__ == "__main__":
                 config,
                 signals,
                 restarts=int(restarts),
-                module="tests.integration.small_ranks",
+                module="tests.ranks.small_ranks",
                 first_pause_s=float(first_pause_s),
             )
         )

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.grpo_reference import REFERENCE, SAMPLING, Case, make_model, samples_of
-from tests.sharding import sharded
+from tests.helpers.grpo_reference import REFERENCE, SAMPLING, Case, make_model, samples_of
+from tests.helpers.trainer import sharded
 from verl_ext.grpo.advantages import group_advantages
 from verl_ext.grpo.environment import Reward
 from verl_ext.grpo.experience import Experience

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser
 
-from tests.monitor_browser import browser, choose, monitor, open_tab, wait_for_text
+from tests.helpers.monitor import browser, choose, monitor, open_tab, wait_for_text
 from verl_ext.command_line import CommandParser, clean_exit
 from verl_ext.monitor.page.main import PANELS
 
@@ -24,11 +24,11 @@ SIZE = {"width": 1280, "height": 900}
 def main() -> None:
     """Start a monitor and a browser, and take both pictures."""
     parser = CommandParser(
-        prog="python -m tests.monitor_screenshots",
+        prog="python -m scripts.monitor_screenshots",
         description=__doc__ or "",
         examples=[
-            "python -m tests.monitor_screenshots --run rlvr_coding_model/sft_quickstart",
-            "python -m tests.monitor_screenshots --run rlvr_coding_model/sft_quickstart --tab Health --name health",
+            "python -m scripts.monitor_screenshots --run rlvr_coding_model/sft_quickstart",
+            "python -m scripts.monitor_screenshots --run rlvr_coding_model/sft_quickstart --tab Health --name health",
         ],
     )
     directory = Path("checkpoints")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.training import loss_and_gradients, make_trainer, small_config
+from tests.helpers.trainer import loss_and_gradients, make_trainer, small_config
 
 PLAIN = ("data.packing=false", "model.fused_loss=false", "model.fsdp_config.keep_gathered=false")
 WAYS = {

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from omegaconf import DictConfig
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 
 from verl_ext.config.compose import compose_config
 from verl_ext.data.load import load_datasets
@@ -48,3 +53,11 @@ def loss_and_gradients(trainer: SFTTrainer) -> tuple[float, dict[str, torch.Tens
     loss, _ = trainer.forward_backward(next(iter(trainer.train_dataloader)))
     gradients = {name: tensor.grad.full_tensor().clone() for name, tensor in trainer.fsdp_model.named_parameters()}
     return float(loss), gradients
+
+
+def sharded(model: nn.Module) -> Any:
+    """The model as FSDP2 modules over all ranks, with rank 0's weights; collective."""
+    mesh, state = init_device_mesh("cpu", (dist.get_world_size(),)), model.state_dict()
+    apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True}, OmegaConf.create({"wrap_policy": {}}))
+    fsdp2_load_full_state_dict(model, state, mesh, None)
+    return model

@@ -1,0 +1,64 @@
+"""Small files of questions about images."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+from pyarrow import parquet
+
+SIDE = 64
+BUDGET_RECIPE = """
+# a tiny model
+stage: budget
+data: {{train_batch_size: 2, datasets: {{tiny: {{source: {questions}}}}}}}
+model: {{partial_pretrain: {model}}}
+rollout: {{n: 3}}
+controller:
+  budgets_ms: [60.0, 200.0]
+  tier_sizes: [256, 1024, 4096]
+  min_active: 2
+  max_active: 4
+  topk_choices: [1, 2, 4]
+  max_new_tokens: 3
+latency: {{file: {latency}}}
+trainer: {{project_name: p, experiment_name: tiny, total_epochs: 2, logger: [console, tensorboard], log_every: 1}}
+"""
+
+
+def row(number: int) -> dict[str, Any]:
+    """A question in the schema of TextVQA."""
+    pixels = np.random.default_rng(number).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
+    encoded = io.BytesIO()
+    Image.fromarray(pixels).save(encoded, "png")
+    image = {"bytes": encoded.getvalue(), "path": None}
+    return {"image": image, "question": f"what is {number} ?", "answers": [str(number % 3)], "question_id": number}
+
+
+def write_questions(folder: Path, train: int, val: int) -> Path:
+    """`train.parquet` and `val.parquet` of so many questions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, numbers in {"train": range(train), "val": range(1000, 1000 + val)}.items():
+        parquet.write_table(pa.Table.from_pylist([row(number) for number in numbers]), folder / f"{name}.parquet")
+    return folder
+
+
+def write_budget_inputs(directory: Path) -> Path:
+    """`recipe.yaml` of the stage `budget`, and what it names: 8 questions to learn from, 4 others, model, latencies."""
+    from tests.helpers.vlms import write_model
+    from verl_ext.controller.latency_model import FEATURES, LatencyModel
+    from verl_ext.controller.loading import fingerprint, load_adapter
+
+    model, questions = write_model(directory / "model"), write_questions(directory / "questions", 8, 4)
+    name = fingerprint(load_adapter(str(model), (256,)).model)
+    # Each block and patch costs more, so that configurations differ in their worth.
+    weights = {"blocks": 5.0, "experts": 1.0, "patches": 0.5}
+    coefficients = {part: {key: weights.get(key, 0.0) for key in keys} for part, keys in FEATURES.items()}
+    LatencyModel(coefficients, 1.0, "none", name).save(directory / "latency.json")
+    text = BUDGET_RECIPE.format(questions=questions, model=model, latency=directory / "latency.json")
+    (directory / "recipe.yaml").write_text(text)
+    return directory
