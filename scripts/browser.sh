@@ -1,16 +1,27 @@
-# Sourced by tests/run.sh: ensure_browser sees to a Chromium for the tests of the monitor's page.
-#
-# Debian's package is installed where that needs no question: by root, with apt-get. Elsewhere those tests are skipped,
-# and say so.
+# Sourced by tests/run.sh: the tests of the monitor need a Chromium of the system.
 
-ensure_browser() {
+has_browser() {
   local name
   for name in chromium chromium-browser google-chrome; do
     if command -v "$name" >/dev/null; then return; fi
   done
-  if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
-    echo "Installing chromium for the tests of the monitor's page ..." >&2
-    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends chromium; } >/dev/null 2>&1 && return
+  return 1
+}
+
+install_browser() {  # Debian's package; only on request
+  has_browser && return
+  if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+    echo "error: --install needs root and apt-get; install your system's chromium package by hand" >&2
+    return 2
   fi
-  echo "warning: there is no Chromium, so the tests of the monitor's page are skipped; install your system's chromium package" >&2
+  echo "Installing Chromium ..." >&2
+  { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends chromium; } >/dev/null || {
+    echo "error: apt-get could not install chromium (see above)" >&2
+    return 2
+  }
+}
+
+warn_without_browser() {
+  has_browser && return
+  echo "warning: Chromium was not found, so the tests of the monitor's page are skipped. Install your system's chromium package, or run bash tests/run.sh --install as root" >&2
 }

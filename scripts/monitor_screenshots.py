@@ -1,8 +1,7 @@
-"""Makes the pictures of the monitor that the documents show.
+"""Take the screenshots of the monitor that the documentation shows.
 
-Writes `monitor_light.png` and `monitor_dark.png` of a run below the root, the one in English, the other in Chinese, and
-with `--live PATH` also `monitor_live.png`, of a run that is under way. With `--tab TAB` it writes `NAME.png` alone, of
-that part of the page.
+Writes `monitor_light.png` in English and `monitor_dark.png` in Chinese, and with `--live PATH` also
+`monitor_live.png` of a run in progress. With `--tab TAB` it writes only `NAME.png`, of that tab.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ SIZE = {"width": 1280, "height": 900}
 
 @clean_exit()
 def main() -> None:
-    """Start a monitor and a browser, and take both pictures."""
+    """Start a monitor and a browser, and take the screenshots."""
     parser = CommandParser(
         prog="python -m scripts.monitor_screenshots",
         description=__doc__ or "",
@@ -32,11 +31,11 @@ def main() -> None:
         ],
     )
     directory = Path("checkpoints")
-    parser.add_argument("--root", type=Path, metavar="DIR", default=directory, help="directory below which runs lie")
-    parser.add_argument("--run", metavar="PATH", help="of the run below the root (default: the monitor's first choice)")
-    parser.add_argument("--live", metavar="PATH", help="of a run that is under way")
-    parser.add_argument("--tab", choices=list(PANELS), help="the part of the page that one picture shows")
-    parser.add_argument("--name", default="monitor", help="of that picture's file, without .png (default: %(default)s)")
+    parser.add_argument("--root", type=Path, metavar="DIR", default=directory, help="directory that contains the runs")
+    parser.add_argument("--run", metavar="PATH", help="path of a run below the root (default: the newest)")
+    parser.add_argument("--live", metavar="PATH", help="path of a run in progress")
+    parser.add_argument("--tab", choices=list(PANELS), help="take one screenshot, of this tab")
+    parser.add_argument("--name", default="monitor", help="its file name without .png (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("docs/images"), help="directory to write to")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -55,7 +54,7 @@ def main() -> None:
 def take(
     running: Browser, address: str, run: str | None, path: Path, *, tab: str = "", dark: bool = False, mode: str = ""
 ) -> None:
-    """One picture, of a visitor who has not been there before; `mode` is waited for."""
+    """Take one screenshot as a new visitor, after the page shows this `mode`."""
     page = running.new_context(viewport=SIZE).new_page()
     page.goto(address)
     page.get_by_test_id("run").wait_for()

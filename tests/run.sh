@@ -1,20 +1,29 @@
 #!/usr/bin/env bash
-# usage: bash tests/run.sh [lint | unit | integration | coverage] [pytest arguments ...]
+# usage: bash tests/run.sh [--install] [lint | unit | integration | campaigns | all | coverage [SUITE]] [pytest arguments ...]
 #
-# Runs the checks and tests. Without the first word: lint (ruff and the type checker), then both suites. coverage runs
-# both suites, counts which statements they run, in the processes that they start too, and writes docs/coverage.md; of
-# chosen tests it only tells.
-# Makes the environment first where it is missing, as run_sft.sh does.
+# Runs checks and tests. The default is lint (ruff and mypy), the unit tests and the integration tests: 20 minutes on
+# two cores. Creates .venv first if it is missing, as run_sft.sh does.
+#
+#   unit         tests of single parts, in one process
+#   integration  tests of the commands that users type: real ranks, vLLM, sandbox and browser
+#   campaigns    long repetitions: random kills, hundreds of hostile answers, model matrices; one file at a time
+#   all          lint, unit, integration, campaigns
+#   coverage     unit, integration and campaigns, or SUITE only, with every process started from scratch and its
+#                statements counted; adds to .coverage/ and prints the total
+#   --install    install Chromium with apt-get if it is missing (as root); without it the browser tests are skipped
+#
+# TESTS_COLD=1 starts every command from scratch; otherwise commands are forked from a process that has imported torch.
 #
 # examples:
 #   bash tests/run.sh
-#   bash tests/run.sh unit
-#   bash tests/run.sh integration -k resume -x
+#   bash tests/run.sh unit -k packing
+#   bash tests/run.sh integration -x tests/integration/test_preemption.py
+#   bash tests/run.sh campaigns tests/campaigns/test_faults.py
 #
 # exit codes:
 #   0  every test passed or was skipped
-#   1  a test or a check failed; others are pytest's
-#   2  bad input; the message says how to mend it
+#   1  a test or a check failed, or a test left a process behind; others are pytest's
+#   2  bad input; the message says how to fix it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 for word in "$@"; do
@@ -23,36 +32,60 @@ done
 source scripts/environment.sh
 source scripts/browser.sh
 source scripts/lint.sh
+if [[ ${1:-} == --install ]]; then shift; install_browser || exit; fi
 choose_python
-suites=(tests/unit tests/integration) pytest=(-m pytest) measures=""
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1 WANDB_MODE=offline
+pytest=(-m tests.helpers.subreaper "$PYTHON" -m pytest) lints="" measures=""
 case "${1:-}" in
   lint) lint; exit ;;
-  unit | integration) suites=("tests/$1"); shift ;;
+  unit | integration | campaigns) suites=("$1"); shift ;;
+  all) suites=(unit integration campaigns) lints=yes; shift ;;
   coverage)
     shift
-    pytest=(-m coverage run -m pytest) measures=yes
-    export COVERAGE_FILE="$PWD/.coverage/data"
-    rm -rf .coverage && mkdir .coverage
+    suites=(unit integration campaigns) measures=yes
+    case "${1:-}" in unit | integration | campaigns) suites=("$1"); shift ;; esac
+    export TESTS_COLD=1 COVERAGE_FILE="$PWD/.coverage/data"
+    mkdir -p .coverage
+    pytest=(-m tests.helpers.subreaper "$PYTHON" -m coverage run -m pytest)
     ;;
-  *) lint || exit ;;
+  *) suites=(unit integration) lints=yes ;;
 esac
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1 WANDB_MODE=offline
-code=0 found=5  # pytest's code for a suite of which nothing was chosen
+
+workers_of() {  # $1: suite. A campaign has the machine to itself; a chosen unit test starts at once without workers.
+  local word
+  for word in "${arguments[@]}"; do
+    if [[ $1 == unit && ($word == -k || $word == *::*) ]]; then echo "-n 0"; return; fi
+  done
+  if [[ $1 == campaigns ]]; then echo "-n 0"; else echo "-n 2 --dist loadfile --no-loadscope-reorder"; fi
+}
+
+paths_of() {  # $1: suite. Nothing if the arguments name a path
+  local word
+  for word in "${arguments[@]}"; do [[ $word == tests/* ]] && return; done
+  echo "tests/$1"
+}
+
+code=0 found=5  # pytest's code for "no tests were collected"
+arguments=("$@")
+if [[ -n $lints ]]; then  # mypy needs one core; the unit tests wait for processes much of the time
+  lint_log=$(mktemp)
+  lint >"$lint_log" 2>&1 &
+  lint_process=$!
+fi
 for suite in "${suites[@]}"; do
-  if [[ $suite == tests/integration ]]; then ensure_browser; fi
-  # unit tests need one processor each; an integration test starts processes of its own
-  workers=()
-  [[ $suite == tests/unit ]] && workers=(-n 2 --dist loadfile)
+  if [[ $suite != unit ]]; then warn_without_browser; fi
   this=0
-  "$PYTHON" "${pytest[@]}" -q --durations=5 "${workers[@]}" "$suite" "$@" || this=$?
+  # shellcheck disable=SC2046
+  "$PYTHON" "${pytest[@]}" -q --durations=5 $(workers_of "$suite") $(paths_of "$suite") "$@" || this=$?
   [[ $this == 5 ]] || { found=0; [[ $this == 0 ]] || code=$this; }
+  if [[ -n $lints && $suite == unit ]]; then
+    wait "$lint_process" || code=1
+    cat "$lint_log" >&2
+    rm "$lint_log"
+  fi
 done
 if [[ -n $measures ]]; then
-  "$PYTHON" -m coverage combine -q || code=1
-  if (($#)); then  # of chosen tests there is no page
-    "$PYTHON" -m coverage report --skip-covered || code=1
-  else
-    "$PYTHON" -m tests.coverage_page || code=1
-  fi
+  "$PYTHON" -m coverage combine -q --append || code=1
+  "$PYTHON" -m coverage report --skip-covered || code=1
 fi
 exit $((code == 0 ? found : code))

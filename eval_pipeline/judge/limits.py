@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_TEST_SHARE = 0.8
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -21,3 +23,12 @@ class Limits:
     """Size of any file, and of its temporary directory."""
     output_mb: float = 4.0
     """Standard output and standard error, each; the rest is cut off."""
+
+    @property
+    def test_cpu_s(self) -> float:
+        """Processor time of a test's own process.
+
+        Less than the wall-clock limit: if that limit stopped a test that hangs, the machine would look too busy for
+        the answer, and the test would run again.
+        """
+        return _TEST_SHARE * self.wall_s

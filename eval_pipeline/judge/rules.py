@@ -14,8 +14,6 @@ from eval_pipeline.problems.problem import Case
 MESSAGE_CHARS = 500
 _BY_SEVERITY: tuple[ErrorType, ...] = ("syntax_error", "timeout", "runtime_error", "wrong_answer", "success")
 _SHOWN_CHARS = 120
-_TESTERS_SHARE = 0.8
-"""`SHARE_OF_WALL` in `inside/tester.py`: a test that used so much of the wall clock hangs."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def function_result(report: dict[str, Any], outcome: dict[str, str], limits: Lim
             return TestResult("wrong_answer", outcome["message"], wall_s)
         case "error":
             return TestResult("runtime_error", outcome["message"], wall_s)
-        case "died" if wall_s >= min(limits.cpu_s, limits.wall_s * _TESTERS_SHARE):
+        case "died" if wall_s >= min(limits.cpu_s, limits.test_cpu_s):
             return TestResult("timeout", outcome["message"], wall_s)
     if report["reason"] == "ended":
         return TestResult("runtime_error", outcome["message"], wall_s)

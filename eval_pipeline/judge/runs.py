@@ -18,6 +18,8 @@ from eval_pipeline.judge.tester import Tester
 
 _LOST_S = 1.0
 """Time for an answer that its test has lost to end by itself, so that its exit status tells why."""
+_EXTRA_TEST_S = 5.0
+"""Past the wall-clock limit of its answer, whose end makes a test end by itself, the kernel ends a test that hangs."""
 _GRACE_S = 15.0
 """Past the wall-clock limit, which the supervisor watches: it is taken for broken then."""
 _ERROR_CHARS = 2000
@@ -65,7 +67,12 @@ class Runs:
             SandboxError: a sandbox broke.
         """
         answers_end, testers_end = socket.socketpair()
-        job = {"preamble": preamble, "entry_point": entry_point, "test": test, "limits": asdict(self._limits)}
+        limits = {
+            **asdict(self._limits),
+            "test_cpu_s": self._limits.test_cpu_s,
+            "test_wall_s": self._limits.wall_s + _EXTRA_TEST_S,
+        }
+        job = {"preamble": preamble, "entry_point": entry_point, "test": test, "limits": limits}
         with testers_end:
             with answers_end:
                 self._start("function", answers_end.fileno())

@@ -11,8 +11,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from eval_pipeline.judge import leftovers
+from eval_pipeline.judge.gate import Gate
 from eval_pipeline.judge.levels import Level, Role
 
+STARTS = Gate()
+"""Shared by sandboxes that are starting. The server exits alone in it: bubblewrap asks to be killed with its parent
+before it releases the first process of the sandbox, and if it is killed in between, that process waits forever."""
 _START_S = 60.0
 
 
@@ -39,16 +43,18 @@ class Zygote:
         self._level, self._role = level, role
         self._log = tempfile.TemporaryFile()
         self._control, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                level.command(role),
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=self._log,
-                env={"PYTHONHASHSEED": "0"},
-                cwd="/",
-            )
-        if not readable([self._control], _START_S) or self._control.recv(1) != b"R":
+        with STARTS.shared():
+            with theirs:
+                self._process = subprocess.Popen(
+                    level.command(role),
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._log,
+                    env={"PYTHONHASHSEED": "0"},
+                    cwd="/",
+                )
+            has_started = readable([self._control], _START_S) and self._control.recv(1) == b"R"
+        if not has_started:
             failure = self.failure()
             self.close()
             raise SandboxError(failure)

@@ -22,6 +22,7 @@ from eval_pipeline.judge.judging import Worker
 from eval_pipeline.judge.levels import Level, candidates
 from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.packages import Package
+from eval_pipeline.judge.sandbox import STARTS
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.wire import dump_verdict, load_submission
 from eval_pipeline.problems.problem import FunctionTests
@@ -57,8 +58,13 @@ def main() -> None:
     for _ in range(options["num_workers"]):
         threading.Thread(target=_work, args=(jobs, level, gate, output), daemon=True).start()
     _read_jobs(jobs, os.getppid())
-    # sandboxes notice that this process has ended
-    os._exit(0)
+    _end(0)
+
+
+def _end(status: int) -> None:
+    """End this process, which ends its sandboxes, but not while one of them is starting."""
+    with STARTS.alone():
+        os._exit(status)
 
 
 def _allow_open_files() -> None:
@@ -85,7 +91,7 @@ class Output:
                 while data:
                     data = data[os.write(self._fd, data) :]
             except BrokenPipeError:
-                os._exit(0)
+                _end(0)
 
 
 def _find_level(isolation: str, packages: tuple[Package, ...]) -> tuple[Level | None, list[str]]:
@@ -109,7 +115,7 @@ def _work(jobs: queue.SimpleQueue[dict[str, Any]], level: Level, gate: Gate, out
             verdict = worker.judge(*load_submission(message))
         except BaseException:  # a fault of the judge itself: the client must hear of it rather than wait
             sys.excepthook(*sys.exc_info())
-            os._exit(1)
+            _end(1)
         output.write({"id": message["id"], "verdict": dump_verdict(verdict)})
 
 

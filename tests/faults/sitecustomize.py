@@ -1,8 +1,9 @@
-"""Holds one rank at one call of the product until the test has done its damage; `Hold` in ../runs.py describes it.
+"""Holds one rank at one call of the product until the test lets it continue; see `Hold` in tests/helpers/commands.py.
 
 Every Python process whose PYTHONPATH begins with this folder loads this file at its start. It does nothing unless HOLD
-describes a call and the process is the rank that is to be held: then the function is wrapped as soon as its module has
-been imported, so the product needs no hook for tests. Standard library only, since every process pays for it.
+describes a call and the process is the rank to hold. Then the function is wrapped as soon as its module has been
+imported, so the product needs no hook for tests. A warm start runs this file in the fork, where the module is loaded
+already. Standard library only, because every process loads it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from typing import Any
 
 
 class HoldingFinder(MetaPathFinder):
-    """Finds the module of the function as always, and wraps the function after the module has been executed."""
+    """Finds the module of the function as usual, and wraps the function after the module has been executed."""
 
     def __init__(self, hold: dict[str, Any]) -> None:
         self.hold = hold
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Step aside for every other module, and for good after the one."""
+        """Find only the module of the function, once."""
         if name != self.hold["module"]:
             return None
         sys.meta_path.remove(self)
@@ -44,7 +45,7 @@ class HoldingFinder(MetaPathFinder):
 
 
 def wrap(module: ModuleType, hold: dict[str, Any]) -> None:
-    """Replace the function by one that waits before or after the chosen one of the calls that match."""
+    """Replace the function by one that waits before or after one of the calls that match."""
     *owners, name = hold["function"].split(".")
     owner = functools.reduce(getattr, owners, module)
     function = getattr(owner, name)
@@ -64,14 +65,14 @@ def wrap(module: ModuleType, hold: dict[str, Any]) -> None:
 
 
 def words_of(arguments: tuple[Any, ...]) -> list[str]:
-    """The numbers, texts and paths among arguments, and the paths that objects among them hold."""
+    """The numbers, strings and paths among the arguments and among the attributes of arguments."""
     held = [value for argument in arguments if hasattr(argument, "__dict__") for value in vars(argument).values()]
     plain = [str(value) for value in (*arguments, *held) if isinstance(value, str | int | PurePath)]
     return plain + [str(value.name) for value in held if hasattr(value, "fileno")]
 
 
 def wait_for_the_test(directory: Path) -> None:
-    """Say that the call has been reached, and go on once the test says so."""
+    """Report that the call has been reached, and continue once the test allows it."""
     (directory / "reached").touch()
     while not (directory / "go").exists():
         time.sleep(0.01)

@@ -1,28 +1,81 @@
-"""Checkpoints: small ones made by hand, damage, and comparison."""
+"""Checkpoints: small ones made by hand, copies, damage, and comparison. torch is imported where it is needed."""
 
 from __future__ import annotations
 
+import io
 import shutil
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
-import numpy as np
-import torch
-from safetensors.numpy import save_file
+from verl_ext.checkpoint.layout import TRACKER, Manifest, list_steps
 
-from verl_ext.checkpoint.layout import Manifest
-from verl_ext.checkpoint.shards import local_part
-from verl_ext.checkpoint.writing import flush_and_digest
+if TYPE_CHECKING:
+    import torch
+
+OPTIMIZER = [f"optim_world_size_2_rank_{rank}.pt" for rank in (0, 1)]
+NAMES = ["model_world_size_2_rank_0.pt", "huggingface/config.json", *OPTIMIZER]
+"""Files of a checkpoint that `save` writes."""
+
+
+def save(run_dir: Path, step: int, **losses: float) -> Path:
+    """Commit a checkpoint of four text files as the trainer does; `val=1.0` is its `val/loss`."""
+    import xxhash
+
+    from verl_ext.checkpoint.commit import publish, write_manifest
+
+    temporary = run_dir / f"global_step_{step}.tmp"
+    (temporary / "huggingface").mkdir(parents=True)
+    files = {}
+    for name in NAMES:
+        content = f"{name} of step {step}".encode()
+        (temporary / name).write_bytes(content)
+        files[name] = {"bytes": len(content), "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
+    metrics = {f"{kind}/loss": value for kind, value in losses.items()}
+    write_manifest(temporary, Manifest(step, 2, "digest", files, metrics, time=time.time()))
+    publish(temporary, run_dir / f"global_step_{step}", step)
+    return run_dir / f"global_step_{step}"
+
+
+def kept(run_dir: Path) -> list[int]:
+    """The steps of a run's checkpoints."""
+    return sorted(int(path.name.removeprefix("global_step_")) for path in list_steps(run_dir))
+
+
+def checkpoint_command(*words: str | Path | int, code: int = 0) -> str:
+    """Run `python -m verl_ext.checkpoint` in this process.
+
+    Args:
+        words: its arguments.
+        code: the exit code that it must have.
+
+    Returns:
+        Its standard error with code 2, its standard output with any other.
+    """
+    from verl_ext.checkpoint.__main__ import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), patch("sys.stdin", io.StringIO()):
+        try:
+            found = main(list(map(str, words)))
+        except SystemExit as left:
+            found = left.code
+    assert found == code, out.getvalue() + err.getvalue()
+    return err.getvalue() if code == 2 else out.getvalue()
 
 
 def make_export(path: Path) -> Path:
-    """A Hugging Face export that is complete, with one weight of three numbers."""
+    """A Hugging Face export that is complete, with one weight of 64 numbers."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
     path.mkdir(parents=True)
     (path / "config.json").write_text("{}")
     (path / "tokenizer.json").write_text("{}")
     (path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
-    save_file({"w": np.zeros(3, np.float32)}, path / "model.safetensors")
+    save_file({"w": np.zeros(64, np.float32)}, path / "model.safetensors")
     return path
 
 
@@ -37,6 +90,8 @@ def commit(run_dir: Path, step: int, export: Path | None = None) -> Path:
     Returns:
         The checkpoint's directory.
     """
+    from verl_ext.checkpoint.writing import flush_and_digest
+
     directory = run_dir / f"global_step_{step}.tmp"
     if export is None:
         make_export(directory / "huggingface")
@@ -48,6 +103,13 @@ def commit(run_dir: Path, step: int, export: Path | None = None) -> Path:
     manifest = Manifest(step, world_size=1, config_digest="", files=files, time=time.time())
     (directory / "manifest.json").write_text(manifest.to_json())
     return directory.rename(run_dir / f"global_step_{step}")
+
+
+def copy_checkpoints(source: Path, run_dir: Path, *steps: int) -> None:
+    """Copy checkpoints into a run directory, which may not exist yet; the tracker names the last of them."""
+    for step in steps:
+        shutil.copytree(source / f"global_step_{step}", run_dir / f"global_step_{step}")
+    (run_dir / TRACKER).write_text(str(steps[-1]))
 
 
 def flip_byte(path: Path) -> None:
@@ -65,6 +127,8 @@ def truncate(path: Path) -> None:
 
 def assert_same_checkpoint(one: Path, other: Path) -> None:
     """Every tensor of the shards, random states included, and every byte of the export are the same."""
+    import torch
+
     for path in one.glob("*_rank_*.pt"):
         # The files themselves differ: pickle notes which of the equal objects are the same one.
         mine, others = (tensors_of(torch.load(d / path.name, weights_only=False)) for d in (one, other))
@@ -76,6 +140,10 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
 
 def tensors_of(state: Any) -> list[torch.Tensor]:
     """The tensors in nested state, in order; of a sharded tensor, the part that the saving rank held."""
+    import torch
+
+    from verl_ext.checkpoint.shards import local_part
+
     if isinstance(state, torch.Tensor):
         return [local_part(state)]
     if isinstance(state, dict):

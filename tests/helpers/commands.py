@@ -15,8 +15,7 @@ from typing import Any
 import psutil
 
 from tests.helpers import ROOT, warm
-from tests.helpers.checkpoints import assert_same_checkpoint
-from tests.helpers.processes import WAIT_S, ranks_of, wait_until
+from tests.helpers.processes import WAIT_S, family_of, ranks_of, wait_gone, wait_until
 from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.metrics.jsonl import read_metrics
 
@@ -53,23 +52,30 @@ class TrainingRun:
         run_dir: where it writes; may hold checkpoints already.
         imports: what a warm start has loaded, see `warm.popen`.
         cold: start new processes only.
+        cwd: working directory of the command; None for this process's.
         variables: of the environment.
     """
 
     def __init__(
-        self, words: Sequence[str], run_dir: Path, *, imports: str = "torch", cold: bool = False, **variables: str
+        self,
+        words: Sequence[str],
+        run_dir: Path,
+        *,
+        imports: str = "torch",
+        cold: bool = False,
+        cwd: Path | None = None,
+        **variables: str,
     ) -> None:
         self.words, self.run_dir = list(words), run_dir
-        self.imports, self.cold = imports, cold
+        self.imports, self.cold, self.cwd = imports, cold, cwd
         self.environment = environment(**variables)
 
     def popen(self, *overrides: str, **options: Any) -> subprocess.Popen[str]:
         """Start the command; its output is in pipes unless options of `Popen` say otherwise."""
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": self.environment}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        options = {**pipes, "env": self.environment, "cwd": self.cwd, **options}
         words = [*self.words, *overrides]
-        if self.cold:
-            return subprocess.Popen(words, **{**pipes, **options})
-        return warm.popen(words, imports=self.imports, **{**pipes, **options})
+        return subprocess.Popen(words, **options) if self.cold else warm.popen(words, imports=self.imports, **options)
 
     def start(self, *overrides: str) -> subprocess.CompletedProcess[str]:
         """Run the command to its end."""
@@ -190,6 +196,7 @@ class GRPORun(TrainingRun):
         quickstart: of the fixture of that name.
         run_dir: where it writes; may hold checkpoints already.
         overrides: of the recipe, for every start.
+        cold: start new processes only.
     """
 
     def __init__(self, quickstart: Path, run_dir: Path, *overrides: str, cold: bool = False) -> None:
@@ -198,13 +205,18 @@ class GRPORun(TrainingRun):
             *(f"data.train_files={quickstart}/prompts.parquet", f"data.val_files={quickstart}/val_prompts.parquet"),
             *(f"model.partial_pretrain={quickstart}/model", "data.train_batch_size=4", "actor.ppo_mini_batch_size=2"),
             *("data.micro_batch_size_per_gpu=4", "rollout.n=4", "data.max_response_length=16"),
-            # rewards that differ between completions of a model that has learnt nothing yet
+            # these rewards differ between completions of an untrained model
             *("reward.functions=[exec_success,length_penalty]", "reward.length_buffer=15"),
             *("trainer.logger=[console]", "trainer.save_freq=2", "trainer.total_training_steps=4"),
             *("data.eval_every_steps=2", "data.eval_batches=2", *overrides),
         ]
         imports = "torch" if "rollout.engine=hf" in overrides else "vllm"
         super().__init__(words, run_dir, imports=imports, cold=cold)
+
+
+def script_run(script: str, num_ranks: int, run_dir: Path, *overrides: str, cwd: Path | None = None) -> TrainingRun:
+    """`run_sft.sh` or `run_grpo.sh` with these arguments only, which must choose `run_dir`."""
+    return TrainingRun(["bash", str(ROOT / script), str(num_ranks), *overrides], run_dir, cwd=cwd)
 
 
 class RecipeRun(TrainingRun):
@@ -216,11 +228,22 @@ class RecipeRun(TrainingRun):
         run_dir: where it writes; may hold checkpoints already.
         overrides: of the recipe, for every start.
         num_ranks: number of ranks.
+        cold: start new processes only.
+        cwd: working directory of the command; None for this process's.
     """
 
-    def __init__(self, script: str, recipe: Path, run_dir: Path, *overrides: str, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        script: str,
+        recipe: Path | str,
+        run_dir: Path,
+        *overrides: str,
+        num_ranks: int = 1,
+        cold: bool = False,
+        cwd: Path | None = None,
+    ) -> None:
         words = ["bash", str(ROOT / script), str(num_ranks), f"recipe={recipe}", f"trainer.default_local_dir={run_dir}"]
-        super().__init__([*words, *overrides], run_dir)
+        super().__init__([*words, *overrides], run_dir, cold=cold, cwd=cwd)
 
 
 @dataclass(frozen=True)
@@ -274,11 +297,10 @@ def end_of(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
 
 def kill_launcher(process: subprocess.Popen[Any]) -> None:
     """SIGKILL the launcher alone; its ranks must not outlive it."""
-    family = psutil.Process(process.pid).children(recursive=True)
+    family = family_of(process)
     process.kill()
     process.wait()
-    _, left = psutil.wait_procs(family, timeout=60)
-    assert not left
+    wait_gone(family)
 
 
 def assert_resumes(run: SFTRun, undisturbed: SFTRun, step: int, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -307,6 +329,8 @@ def assert_undisturbed(run: SFTRun, undisturbed: SFTRun, begun_at: int) -> None:
         undisturbed: the same run without interruption.
         begun_at: the step at which the last start began.
     """
+    from tests.helpers.checkpoints import assert_same_checkpoint  # imports torch
+
     expected, number = undisturbed.losses(1), len(run.attempts())
     for attempt in range(1, number):
         assert run.losses(attempt).items() <= expected.items(), (run.losses(attempt), expected)

@@ -1,8 +1,8 @@
 """What each test file costs: `pytest -p tests.helpers.costs` prints a table when the session ends.
 
-Columns: wall seconds, processor seconds of the pytest process and of every descendant that has ended, and the number
-of processes that were started. Counting processes needs root, because the kernel reports forks to root only; without
-it the column is empty.
+Columns: wall seconds, processor seconds of the pytest process and of every process of its tests that has ended, and the
+number of processes that were started. Counting processes needs root, because the kernel reports forks to root only;
+without it the column is empty.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
+
+from tests.helpers import warm
 
 NETLINK_CONNECTOR, CN_IDX_PROC, LISTEN, FORK = 11, 1, 1, 1
 EVENT_OFFSET = 16 + 20  # behind the headers of netlink and of the connector
@@ -33,6 +35,11 @@ class ForkCounter(threading.Thread):
         self.socket.bind((0, CN_IDX_PROC))
         body = struct.pack("=IIIIHHI", CN_IDX_PROC, 1, 0, 0, 4, 0, LISTEN)
         self.socket.send(struct.pack("=IHHII", 16 + len(body), 3, 0, 0, os.getpid()) + body)
+
+    def adopt(self, pid: int) -> None:
+        """Count a process that a warm server forked for a test, and its descendants."""
+        self.family.add(pid)
+        self.count += 1
 
     def run(self) -> None:
         while True:
@@ -57,12 +64,14 @@ class Costs:
         try:
             self.forks = ForkCounter()
             self.forks.start()
+            warm.on_start.append(self.forks.adopt)
+            warm.on_server.append(self.forks.family.discard)
         except OSError:
             self.forks = None
 
     def now(self) -> tuple[float, float, float]:
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        processor_s = sum(usage.ru_utime + usage.ru_stime for usage in used)
+        processor_s = warm.processor_s + sum(usage.ru_utime + usage.ru_stime for usage in used)
         return time.monotonic(), processor_s, self.forks.count if self.forks else 0
 
     @pytest.hookimpl(wrapper=True)

@@ -1,17 +1,30 @@
-"""Small files of questions about images."""
+"""Small questions about images, chats, and files of them."""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 from PIL import Image
 from pyarrow import parquet
 
+from verl_ext.data.questions import ImageQuestion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl_ext.data.chat import ChatDataset
+
 SIDE = 64
+CHAT = [
+    {"role": "user", "content": "Write f."},
+    {"role": "assistant", "content": "def f(x):\n    return x"},
+    {"role": "user", "content": "Write g."},
+    {"role": "assistant", "content": "def g(x):\n    return 0"},
+]
 BUDGET_RECIPE = """
 # a tiny model
 stage: budget
@@ -32,11 +45,21 @@ trainer: {{project_name: p, experiment_name: tiny, total_epochs: 2, logger: [con
 
 def row(number: int) -> dict[str, Any]:
     """A question in the schema of TextVQA."""
-    pixels = np.random.default_rng(number).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
+    image = {"bytes": noise(number, SIDE), "path": None}
+    return {"image": image, "question": f"what is {number} ?", "answers": [str(number % 3)], "question_id": number}
+
+
+def question(number: int) -> ImageQuestion:
+    """A question about another image for each number."""
+    return ImageQuestion(f"q{number}", noise(number, 96), "what is it ?", ("a cat",))
+
+
+def noise(seed: int, side: int) -> bytes:
+    """A square PNG of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=np.uint8)
     encoded = io.BytesIO()
     Image.fromarray(pixels).save(encoded, "png")
-    image = {"bytes": encoded.getvalue(), "path": None}
-    return {"image": image, "question": f"what is {number} ?", "answers": [str(number % 3)], "question_id": number}
+    return encoded.getvalue()
 
 
 def write_questions(folder: Path, train: int, val: int) -> Path:
@@ -62,3 +85,16 @@ def write_budget_inputs(directory: Path) -> Path:
     text = BUDGET_RECIPE.format(questions=questions, model=model, latency=directory / "latency.json")
     (directory / "recipe.yaml").write_text(text)
     return directory
+
+
+def dataset_of(
+    rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, directory: Path, *overrides: str
+) -> ChatDataset:
+    """The SFT data set of these rows, whose file is written to `directory`."""
+    from tests.helpers.trainer import small_config
+    from verl_ext.data.chat import ChatDataset
+
+    path = directory / "rows.parquet"
+    parquet.write_table(pa.Table.from_pylist(rows), path)
+    config = small_config(directory, directory, *overrides)
+    return ChatDataset(str(path), tokenizer, config.data)

@@ -1,4 +1,4 @@
-"""The evaluation's commands, a model that has learnt answers by heart, and problems for it."""
+"""The commands of the evaluation, problems for them, and a model that has been trained to answer these problems."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from tests.helpers import ROOT, warm
 from tests.helpers.commands import environment
-from tests.helpers.models import learn, make_model, make_tokenizer, save
+
+if TYPE_CHECKING:
+    from eval_pipeline.ledger.job import Job
 
 MAX_MODEL_LEN = 96
-# what the model learns: a right answer, a wrong one and one that does not parse
 LEARNT = {
     "add: write the function add.": "Here:\n```python\ndef add(a, b):\n    return a + b\n```",
     "neg: write the function neg.": "```python\ndef neg(a):\n    return a\n```\nEasy.",
     "two: write the function two.": "```python\ndef two(:\n```",
 }
+"""What the model answers to each prompt: a correct answer, a wrong one and one with a syntax error."""
 ADD, NEG, TWO = LEARNT
 
 
@@ -35,36 +37,41 @@ HEART = [
     problem("add", ADD, "assert add(1, 2) == 3"),
     problem("neg", NEG, "assert neg(1) == -1", "assert neg(0) == 0"),
     problem("two", TWO, "assert two() == 2"),
-    problem("long", "f: " + "word " * 100, "assert f()"),  # more than the model takes
+    problem("long", "f: " + "word " * 100, "assert f()"),  # exceeds the model's context length
 ]
 
 
 def slow_problems(number: int, seconds: float) -> list[dict[str, Any]]:
-    """Problems that are solved, and judged for some time."""
+    """Problems that the trained model solves and whose judging takes this many seconds each."""
     tests = [f"import time\ntime.sleep({seconds})\nassert add({i}, 2) == {i + 2}" for i in range(number)]
     return [problem(f"slow{i}", ADD, test) for i, test in enumerate(tests)]
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write JSON Lines, with their directory."""
+    """Write JSON Lines; the directory is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read JSON Lines; none where there is no file yet."""
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.split("\n") if line]
+    """The complete rows of a JSON Lines file, which may be in the middle of a write or not exist yet."""
+    content = path.read_bytes() if path.exists() else b""
+    return [json.loads(line) for line in content.split(b"\n")[:-1]]
+
+
+def num_kept(work: Path, kind: str) -> int:
+    """Number of `answers` or `verdicts` on disk below a directory."""
+    return sum(path.read_bytes().count(b"\n") for path in work.glob(f"**/work/*/{kind}-*.jsonl"))
 
 
 def write_recipe(path: Path, tiers: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], **keys: Any) -> Path:
-    """Write a recipe and its data sets.
+    """Write a recipe and its datasets.
 
     Args:
         path: of the recipe.
-        tiers: name of a tier to name of a data set to its problems.
-        keys: further ones of the recipe.
+        tiers: name of a tier to name of a dataset to its problems.
+        keys: further keys of the recipe.
     """
     datasets = {name: problems for of_tier in tiers.values() for name, problems in of_tier.items()}
     files = {name: write_lines(path.parent / f"{name}.jsonl", problems) for name, problems in datasets.items()}
@@ -81,7 +88,9 @@ def write_recipe(path: Path, tiers: Mapping[str, Mapping[str, Sequence[Mapping[s
 
 
 def make_exports(directory: Path) -> tuple[Path, Path]:
-    """A model that has learnt `LEARNT`, and a random one."""
+    """A model that has been trained on `LEARNT`, and one with random weights."""
+    from tests.helpers.models import learn, make_model, make_tokenizer, save
+
     tokenizer = make_tokenizer(LEARNT.values())
     random = save(directory / "random", make_model(tokenizer, MAX_MODEL_LEN), tokenizer)
     model = make_model(tokenizer, MAX_MODEL_LEN)
@@ -103,12 +112,27 @@ def evaluate(*words: str | Path, imports: str = "vllm") -> subprocess.CompletedP
 def started(log: Path, *words: str | Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command in the background; its output is appended to `log`, and it has ended after the block."""
     with open(log, "ab") as output:
-        process = warm.popen(command(*words), imports="vllm", cwd=ROOT, env=environment(), stdout=output, stderr=output)
+        options = {"cwd": ROOT, "env": environment(), "stdout": output, "stderr": output}
+        process = warm.popen(command(*words), imports="vllm", **options)
     try:
         yield process
     finally:
         process.kill()
         process.wait()
+
+
+def jobs(directory: Path) -> list[Job]:
+    """The jobs in the ledger of a run or of an evaluation; empty before there is a ledger."""
+    from eval_pipeline.flow.place import find_place
+    from eval_pipeline.ledger.ledger import Ledger
+    from verl_ext.errors import UserError
+
+    try:
+        place = find_place(directory)
+    except UserError:
+        return []
+    with closing(Ledger(place.root)) as ledger:
+        return ledger.jobs()
 
 
 def statuses(directory: Path) -> list[dict[str, Any]]:

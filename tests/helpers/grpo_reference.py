@@ -1,26 +1,32 @@
-"""GRPO's updates by the papers' formulas, in float64, sample by sample, with nothing of verl's or of the product's."""
+"""References for GRPO: updates by the papers' formulas in float64, sample by sample, and rollouts of both engines."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from tests.helpers.commands import torchrun
 from verl_ext.grpo.loss import LossSettings
 from verl_ext.grpo.policy import Prompt, Sample
 from verl_ext.grpo.rollout.completion import Completion, Sampling
 
 REFERENCE = 0.02
 """Distance of the frozen model from the trained one."""
+ENGINE_STEPS = 3
+"""Updates in `tests.ranks.engines`."""
 SAMPLING = Sampling(0.9, 1.0, -1, 12)
 NUM_PROMPTS, GROUP_SIZE = 4, 4
 
 
 @dataclass(frozen=True)
 class Case:
-    """How one step's rollouts are gone through."""
+    """How a step updates the model from its rollouts."""
 
     loss: LossSettings
     num_mini_batches: int = 1
@@ -36,12 +42,16 @@ class Case:
         return Case(**{**fields, "loss": LossSettings(**fields["loss"])})
 
     def fields(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """As JSON can hold it."""
         return asdict(self)
 
 
 def make_model(distance: float = 0.0) -> PreTrainedModel:
-    """Small, with probabilities that are far from even; another one at a distance."""
+    """A small model whose probabilities are far from uniform.
+
+    Args:
+        distance: of its weights from those of the model with distance 0.
+    """
     config = Qwen2Config(
         vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, tie_word_embeddings=False, bos_token_id=None, eos_token_id=2, pad_token_id=0,
@@ -140,3 +150,33 @@ def _aggregated(terms: list[torch.Tensor], loss: LossSettings) -> torch.Tensor:
         return torch.stack([term.mean() for term in terms]).mean()
     sums = torch.stack([term.sum() for term in terms]).mean()
     return sums if loss.loss_agg_mode == "seq-mean-token-sum" else sums / loss.loss_scale_factor
+
+
+def assert_engines_follow_weights(kind: str, quickstart: Path, directory: Path) -> None:
+    """On two ranks, after each update, every sampled token has the probability that the updated model gives it.
+
+    Both engines sample the same tokens, on prompts of several cache blocks.
+
+    Args:
+        kind: of model: `plain`, `tied` (embeddings) or `lora`.
+        quickstart: of the fixture of that name.
+        directory: an empty one to write to.
+    """
+    model, output = directory / "model", directory / "results.json"
+    shutil.copytree(quickstart / "model", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": kind == "tied"}))
+    torchrun(2, "tests.ranks.engines", model, kind, output)
+    of_ranks = json.loads(output.read_text())
+    assert len(of_ranks) == 2
+    for results in of_ranks:
+        assert len(results) == ENGINE_STEPS
+        for result in results:
+            assert result["buckets"] > 2
+            for engine in ("vllm", "hf"):
+                for temperature in (0.0, 0.8):
+                    assert result[f"{engine} {temperature}"] < 1e-4, result
+                    assert result[f"{engine} {temperature} repeats"], result
+            # the engines use the same random numbers, and their probabilities differ by rounding only
+            assert result["same 0.0"] == result["same 0.8"] == 8, result
+            assert result["different 0.8"] > 4, "samples of one prompt do not have seeds of their own"

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+from omegaconf import OmegaConf
+
+from verl_ext.checkpoint.layout import Manifest
+from verl_ext.config.compose import compose_config
 
 Rows = list[tuple[int, dict[str, float]]]
 PEAK = 1e-5
@@ -226,3 +233,40 @@ add("always late", "budget", "violation_high", "latency_off_budget", epochs=30, 
 add("late on average", "budget", "latency_off_budget", epochs=30, latency_ms_mean=flat(300, 0.02),
     budget_violation_mean=flat(0.3))  # fmt: skip
 add("accuracy is given away", "budget", "accuracy_falling", epochs=30, accuracy_mean=line(0.5, 0.2, 0.02))
+
+
+def write_run(run_dir: Path, curve_name: str, status: str = "finished", reason: str = "all steps are done") -> Path:
+    """Write a run with the metrics of a curve and one checkpoint, of its last step.
+
+    Args:
+        run_dir: where to.
+        curve_name: one of `CURVES`.
+        status: of the run.
+        reason: why its last attempt ended.
+
+    Returns:
+        The run directory.
+    """
+    [curve] = [each for each in CURVES if each.name == curve_name]
+    rows = curve.rows(0)
+    total, now = rows[-1][0], time.time()
+    config = compose_config("sft", ["trainer.logger=[console]", "trainer.save_freq=100", "optim.lr_scheduler=constant"])
+    config.optim.update(lr=1e-5, lr_warmup_steps_ratio=0.0)
+    OmegaConf.save(config, run_dir / "config.yaml")
+    lines = [json.dumps({"step": step, "attempt": 1, "time": now, **metrics}) for step, metrics in rows]
+    (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    attempt = {"attempt": 1, "start": "", "end": None if status == "running" else "", "first_step": 0}
+    run = {"status": status, "total_steps": total, "project": "p", "experiment": "e"}
+    (run_dir / "run.json").write_text(json.dumps({**run, "attempts": [{**attempt, "exit_reason": reason}]}))
+    write_checkpoint(run_dir, total)
+    (run_dir / "latest_checkpointed_iteration.txt").write_text(str(total))
+    return run_dir
+
+
+def write_checkpoint(run_dir: Path, step: int) -> None:
+    """Add a checkpoint of one small file, with a manifest that has no digest."""
+    directory = run_dir / f"global_step_{step}"
+    (directory / "huggingface").mkdir(parents=True)
+    (directory / "huggingface/model.safetensors").write_bytes(b"x" * 64)
+    manifest = Manifest(step, 1, "", {"huggingface/model.safetensors": {"bytes": 64}})
+    (directory / "manifest.json").write_text(manifest.to_json())

@@ -1,6 +1,6 @@
-"""Answers that attack their judge; each with the verdict that it deserves.
+"""Answers that attack the judge, each with the error type of its verdict (alternatives are separated by `|`).
 
-A function is tested with `TEST`, which calls `f(x)` for `2 * x` and holds a canary; a program is to print `6` for `3`.
+A function is tested with `TEST`, which calls `f(x)` for `2 * x` and holds a canary. A program must print `6` for `3`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ assert f("ab") == "abab"
 """
 RIGHT = "def f(x): return 2 * x\n"
 
-# reads memory without fear: write(2) from an address that is not mapped is an error, not a signal
+# write(2) from an address that is not mapped is an error, not a signal
 SCAN_MEMORY = """
 import ctypes, gc, os, re
 libc = ctypes.CDLL(None)
@@ -32,7 +32,7 @@ def pages(controls):
                 continue
             page = os.read(out, 4096)
             yield before + page
-            before = page[-64:]  # what is looked for may lie in two pages
+            before = page[-64:]  # a match may span two pages
 def f(x):
     controls = ["KONTROLLE" + "7" * 20]
     works = False
@@ -58,7 +58,7 @@ class Yes:
     def __hash__(self): return hash(6)
 """
 
-# what it needs to write the frames of the conversation between an answer and its test
+# writes frames of the protocol between an answer and its test
 _FORGE = """
 import os, pickle, struct
 def frame(value):
@@ -267,3 +267,54 @@ PROGRAMS: dict[str, tuple[str, str]] = {
         "success",
     ),
 }
+
+NAME = "KENNZEICHEN7351"
+LEAVES_CANARIES = {
+    "program": f"secret = '{CANARY}'  # {CANARY}\n" + RIGHT,
+    "error": f"def f(x):\n    raise ValueError('{CANARY}')\n",
+    "compiler": f"{CANARY} = 1\nglobal {CANARY}\n",
+    "name": (
+        "import ctypes, time\nlibc = ctypes.CDLL(None)\n"
+        f"assert libc.prctl(15, b'{NAME}', 0, 0, 0) == 0\ntime.sleep(0.3)\n" + RIGHT
+    ),
+    "files": f"for path in ('/tmp/x', '/dev/shm/x'): open(path, 'w').write('{CANARY}')\n" + RIGHT,
+}
+"""Functions that could leave the canary, or their process name, in the memory of their supervisor."""
+ECHO = "import sys\ntext = sys.stdin.read()\nprint(text)\nsys.stderr.write(text * 1000)\n"
+SCAN_MEMORY_FOR_NAMES = SCAN_MEMORY.replace('rb"[0-9]{20}")\nc', 'rb"[0-9]{20}|KENNZEICHEN[0-9]{4}")\nc')
+SCAN_MEMORY_WIDELY = SCAN_MEMORY_FOR_NAMES.replace("2**23", "2**26")
+
+DAEMONS = {
+    "does not wait": (
+        "import os, time\ndef f(x):\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0:\n"
+        "            time.sleep(1000)\n        os._exit(0)\n    return 2 * x\n"
+    ),
+    "ten": (
+        "import os, time\ndef f(x):\n  for _ in range(10):\n    if os.fork() == 0:\n        os.setsid()\n"
+        "        if os.fork() == 0: time.sleep(1000)\n        os._exit(0)\n  return 2 * x\n"
+    ),
+    "a child": "import os, time\ndef f(x):\n    if os.fork() == 0: time.sleep(1000)\n    return 2 * x\n",
+}
+"""Right answers that leave processes."""
+KILLS_ITS_SUPERVISOR = (
+    "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n        time.sleep(1000)\n"
+    "open('left', 'w').close()\nos.kill(os.getppid(), 9)\ntime.sleep(1000)\n"
+)
+
+NEED_NAMESPACES = (
+    "kill everybody",
+    "limit its parent",
+    "/proc",
+    "a /proc of its own",
+    "hidden shared memory",
+    "writing outside",
+    "symbolic links",
+    "disk filler",
+    "disk filler with empty files",
+    "memory bomb of many processes",
+    "fork bomb",
+    "fork bomb that catches",
+    "thread bomb",
+)
+"""Only namespaces contain these: they write to /tmp, look at other processes, or need the kernel to count tasks."""
+FUNCTIONS_ON_HOST = {name: case for name, case in FUNCTIONS.items() if name not in NEED_NAMESPACES}

@@ -1,13 +1,13 @@
-"""Tiny real models with a chat template, random or with answers learnt by heart."""
+"""Tiny real models with a chat template, with random weights or overfitted to a few answers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -19,8 +19,11 @@ def make_tokenizer(texts: Iterable[str] = ()) -> PreTrainedTokenizerFast:
     """A byte-level BPE of at most 320 tokens.
 
     Args:
-        texts: what its merges are learnt from; without, each byte is a token.
+        texts: what the merges are learned from; without any, each byte is a token.
     """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -36,12 +39,15 @@ def make_tokenizer(texts: Iterable[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, max_model_len: int = 96) -> Qwen2ForCausalLM:
-    """A random model, the same each time.
+    """A model with random weights that are the same on every call.
 
     Args:
-        tokenizer: gives the vocabulary.
-        max_model_len: positions.
+        tokenizer: determines the vocabulary size.
+        max_model_len: number of positions.
     """
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -60,13 +66,15 @@ def make_model(tokenizer: PreTrainedTokenizerFast, max_model_len: int = 96) -> Q
 
 
 def learn(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, answers: Mapping[str, str]) -> None:
-    """Train until the model knows the answers by heart, in a few seconds.
+    """Train until greedy decoding reproduces the answers, which takes a few seconds.
 
     Args:
         model: changed in place.
-        tokenizer: the model's.
+        tokenizer: of the model.
         answers: by prompt.
     """
+    import torch
+
     chats = [
         f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>"
         for prompt, answer in answers.items()
@@ -76,7 +84,7 @@ def learn(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, answers: 
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a model is ten times slower on threads that wait for a busy machine
+    torch.set_num_threads(1)  # several threads make so small a model ten times slower on a busy machine
     for _ in range(120):
         loss = model(**inputs, labels=labels).loss
         optimizer.zero_grad()
@@ -86,7 +94,7 @@ def learn(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, answers: 
 
 
 def save(directory: Path, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """Write an export; returns its directory."""
+    """Save an export and return its directory."""
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

@@ -1,4 +1,4 @@
-"""A real monitor, a real browser that looks at it, and run directories as a trainer writes them."""
+"""A real monitor, a real browser that visits it, and run directories as a trainer writes them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ import json
 import os
 import re
 import shutil
-import socket
+import sqlite3
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.helpers import ROOT
+from tests.helpers.processes import WAIT_S, free_port, wait_until
 from verl_ext.metrics.jsonl import MetricsFile
 
-START_S = 60
+if TYPE_CHECKING:
+    from verl_ext.monitor.view import RunView
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+SIMULATED_METRICS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "time/train/step_s")
 DATA = """name => {
   const box = document.querySelector(`[data-testid="chart ${name}"]`);
   const chart = getElement(parseInt(box.id.slice(1))).chart;
@@ -37,7 +42,7 @@ def browser() -> Iterator[Browser]:
     """Headless Chromium; without one the test is skipped."""
     path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if path is None:
-        pytest.skip("no Chromium is installed; tests/run.sh installs Debian's where it may")
+        pytest.skip("no Chromium is installed; `bash tests/run.sh --install` installs it")
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield running
@@ -47,38 +52,35 @@ def browser() -> Iterator[Browser]:
 @contextlib.contextmanager
 def monitor(root: Path, database: Path, *words: str, host: str = "127.0.0.1") -> Iterator[str]:
     """`python -m verl_ext.monitor` on a free port; its address."""
-    with socket.create_server((host, 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port(host)
     command = [sys.executable, "-m", "verl_ext.monitor", "--root", str(root), "--port", str(port)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("PYTEST_CURRENT_TEST", None)  # by which NiceGUI would take itself to be tested
+    environment.pop("PYTEST_CURRENT_TEST", None)  # makes NiceGUI believe that it is being tested
     command += ["--host", host, "--database", str(database), *words]
     process = subprocess.Popen(command, cwd=ROOT, env=environment)
     address = f"http://{host}:{port}/"
     try:
-        _wait_for(address, process)
+        wait_until(lambda: answers(address), process, pause_s=0.1)
         yield address
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(WAIT_S)
 
 
-def _wait_for(address: str, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            urllib.request.urlopen(address, timeout=5).close()
-            return
-        except urllib.error.HTTPError:
-            return  # it refuses, so it is there
-        except OSError:
-            assert process.poll() is None and time.monotonic() < deadline, "the monitor does not answer"
-            time.sleep(0.1)
+def answers(address: str) -> bool:
+    """Whether a server answers there, if only to refuse."""
+    try:
+        urllib.request.urlopen(address, timeout=5).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
 def visit(running: Browser, address: str) -> Iterator[Page]:
-    """A fresh visitor's page; nothing it does may leave this machine, open a dialog, or raise in the browser."""
+    """A new visitor's page; it must not contact other machines, open a dialog, or raise an error in the browser."""
     context = running.new_context(viewport={"width": 1400, "height": 1000})
     page, strays, dialogs, errors = context.new_page(), [], [], []
     local = re.compile(rf"^({re.escape(address)}|ws://{re.escape(address[7:])}|data:|blob:)")
@@ -92,42 +94,62 @@ def visit(running: Browser, address: str) -> Iterator[Page]:
 
 
 def choose(page: Page, run: str) -> None:
-    """Look at another run."""
+    """Choose a run; its charts follow, see `until_passes`."""
     page.get_by_test_id("run").click()
     page.get_by_role("option").filter(has_text=run).first.click()
     expect(page.get_by_test_id("run")).to_have_value(re.compile(re.escape(run)))
     wait_for_text(page, "shown", run)
-    page.wait_for_timeout(500)  # the browser draws what it has got
 
 
 def open_tab(page: Page, name: str) -> None:
-    """Look at another part of the page."""
+    """Open another tab of the page."""
     page.get_by_test_id(f"tab {name}").click()
 
 
+def until_passes(check: Callable[[], None], timeout_s: float = 60) -> None:
+    """Call a function until its assertions hold; after the timeout, its last error is raised.
+
+    The page updates itself a few times per second, so what it shows is compared until it agrees. A chart that has fewer
+    or more lines than expected may raise a `LookupError` or a `ValueError`, which counts as an assertion that fails.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return check()
+        except (AssertionError, LookupError, ValueError):
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
+
+
 def series(page: Page, chart: str) -> list[dict[str, Any]]:
-    """What a chart shows: name, points and marked places of each of its lines."""
+    """The lines that a chart shows now: name, points and marked places of each."""
     page.wait_for_selector(f'[data-testid="chart {chart}"] canvas')
     return page.evaluate(DATA, chart)
 
 
 def text(page: Page, name: str) -> str:
-    """What an element says."""
+    """The text of an element."""
     return page.get_by_test_id(name).first.inner_text()
 
 
 def wait_for_text(page: Page, name: str, wanted: str) -> None:
-    """Until an element says something."""
-    page.wait_for_function(
-        '([name, wanted]) => { const box = document.querySelector(`[data-testid="${name}"]`);'
-        " return box && box.innerText.includes(wanted); }",
-        arg=[name, wanted],
-        timeout=60_000,
-    )
+    """Wait until an element contains a text."""
+    expect(page.get_by_test_id(name).first).to_contain_text(wanted, timeout=60_000, use_inner_text=True)
+
+
+def copy_run(run_dir: Path, destination: Path, *steps: int) -> Path:
+    """Copy a run for a monitor, with the checkpoints of these steps only."""
+    kept = {f"global_step_{step}" for step in steps}
+
+    def left_out(directory: str, names: list[str]) -> set[str]:
+        return {name for name in names if name == "wandb" or (name.startswith("global_step_") and name not in kept)}
+
+    return Path(shutil.copytree(run_dir, destination, ignore=left_out))
 
 
 def write_record(run_dir: Path, status: str = "running", total_steps: int = 100, **attempts: int) -> None:
-    """`run.json`; `attempts` are `aN=first step`."""
+    """Write `run.json`; `attempts` are `aN=first step`."""
     run_dir.mkdir(parents=True, exist_ok=True)
     listed: list[Mapping[str, Any]] = [
         {
@@ -141,8 +163,77 @@ def write_record(run_dir: Path, status: str = "running", total_steps: int = 100,
 
 
 def write_rows(run_dir: Path, attempt: int, steps: range, **metrics: float) -> None:
-    """Rows of `metrics.jsonl`: `train/loss` is the step unless given, other names as given."""
+    """Append rows to `metrics.jsonl`; `train/loss` is the step unless it is given."""
     file = MetricsFile(run_dir / "metrics.jsonl", attempt)
     for step in steps:
         file.append(step, {"train/loss": float(step), **{f"train/{name}": value for name, value in metrics.items()}})
     file.close()
+
+
+def assert_update_cost_is_flat(directory: Path, num_parts: int, steps_per_part: int) -> None:
+    """Simulate a run of ten steps per second: neither the page's memory nor the work of its queries grows with it.
+
+    Args:
+        directory: an empty one.
+        num_parts: of the run; memory and work are measured after each.
+        steps_per_part: above the number of points that a chart shows.
+    """
+    from verl_ext.monitor.curves.overview import MOST_POINTS
+    from verl_ext.monitor.store.database import open_database
+    from verl_ext.monitor.store.ingest import Ingest
+    from verl_ext.monitor.view import RunView
+
+    assert steps_per_part >= MOST_POINTS
+    num_steps = num_parts * steps_per_part
+    run_dir, path = directory / "checkpoints/p/e", directory / "checkpoints/p/e/metrics.jsonl"
+    write_record(run_dir, total_steps=num_steps)
+    with contextlib.closing(open_database(directory / "monitor.sqlite")) as connection:
+        ingest, reader = Ingest(connection, directory / "checkpoints"), open_database(directory / "monitor.sqlite")
+        with contextlib.closing(reader):
+            _write_steps(path, 0, 3)
+            [run] = ingest.find_runs()
+            ingest.take_all(run)
+            view = RunView(reader, run, directory / "checkpoints")
+            for metric in SIMULATED_METRICS:
+                view.curve(metric)
+            works, sizes, done = [], [], 3
+            for part in range(1, num_parts + 1):
+                end = part * steps_per_part
+                _write_steps(path, done, end - 3)
+                ingest.take_all(run)
+                view.refresh()
+                _write_steps(path, end - 3, end)  # the steps of 0.3 s
+                ingest.take_all(run)
+                works.append(_work_of_update(reader, view, MOST_POINTS))
+                sizes.append(sum(each._parts.nbytes + each._open.nbytes for each in view._overviews.values()))
+                done = end
+            assert view.standing().step == num_steps and view.curve("train/loss").num_points == num_steps
+            assert max(works) <= 1.5 * works[0], works
+            half = num_parts // 2
+            assert max(sizes[half:]) <= 1.2 * max(sizes[:half]) and max(sizes) < 1_000_000, sizes
+            [count] = reader.execute("SELECT count(*) FROM training_logs").fetchone()
+            assert count == num_steps  # no step is lost
+            assert json.loads(reader.execute("SELECT metrics FROM training_logs WHERE step = 7").fetchone()[0])
+
+
+def _write_steps(path: Path, begin: int, end: int) -> None:
+    with open(path, "a") as file:
+        for step in range(begin + 1, end + 1):
+            values = ", ".join(f'"{name}": {step % 97 / 97}' for name in SIMULATED_METRICS)
+            file.write(f'{{"step": {step}, "attempt": 1, "time": {step / 10}, {values}}}\n')
+
+
+def _work_of_update(connection: sqlite3.Connection, view: RunView, most_points: int) -> int:
+    """Instructions of SQLite's virtual machine in one update of the page."""
+    count = 0
+
+    def note() -> None:
+        nonlocal count
+        count += 1
+
+    connection.set_progress_handler(note, 1)
+    assert view.refresh()
+    for metric in SIMULATED_METRICS:
+        assert len(view.curve(metric).points()[0]) <= most_points
+    connection.set_progress_handler(None, 0)
+    return count

@@ -1,6 +1,6 @@
-"""A server with one model that gives so many answers and then kills itself; run as a process of its own.
+"""A server with one model that speaks OpenAI's protocol and kills itself after a number of answers.
 
-Arguments: port, name and root of the model, answers that it gives, text of each.
+`python -m tests.helpers.servers PORT NAME ROOT NUM_ANSWERS TEXT` is the server; it prints its port.
 """
 
 from __future__ import annotations
@@ -8,15 +8,48 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.helpers import ROOT
+
+FOR_EVER = 1_000_000
+ANSWER = "Here:\n```python\ndef add(a, b):\n    return a + b\n```"
+"""Solves the problems of `helpers.evaluation.slow_problems`."""
+
+
+@contextmanager
+def serving(
+    name: str = "tiny", root: str = "org/tiny", port: int = 0, num_answers: int = FOR_EVER, text: str = ANSWER
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Start a server; its process and its port.
+
+    Args:
+        name: of the model, as requests name it.
+        root: the path that the server reports for the model.
+        port: 0 for any free one.
+        num_answers: the server kills itself at the next request.
+        text: of every answer.
+    """
+    words = ["-m", "tests.helpers.servers", str(port), name, root, str(num_answers), text]
+    process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
 
 class Handler(BaseHTTPRequestHandler):
-    """Speaks as much of OpenAI's protocol as an evaluation needs."""
+    """Implements as much of OpenAI's protocol as an evaluation needs."""
 
-    name, root, left, text = sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5]
+    name, root, left, text = "", "", 0, ""
 
     def do_GET(self) -> None:
         self._send({"object": "list", "data": [{"id": self.name, "object": "model", "root": self.root}]})
@@ -43,7 +76,13 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-if __name__ == "__main__":
-    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+def main(port: str, name: str, root: str, num_answers: str, text: str) -> None:
+    """Serve until killed."""
+    Handler.name, Handler.root, Handler.left, Handler.text = name, root, int(num_answers), text
+    server = ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
     print(server.server_port, flush=True)
     server.serve_forever()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,34 +1,37 @@
-"""Reads what W&B wrote offline."""
+"""Reads the files of offline W&B runs."""
 
 from __future__ import annotations
 
 import json
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from wandb.proto.wandb_internal_pb2 import Record
+from tests.helpers.processes import wait_until
+
+if TYPE_CHECKING:
+    from wandb.proto.wandb_internal_pb2 import Record
 
 _HEADER_BYTES, _BLOCK_BYTES = 7, 32 * 1024
 _WHOLE, _LAST = 1, 4
-_WAIT_S = 120
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a .wandb file, once the run's end is among them: W&B's service writes behind its client's back."""
-    deadline = time.monotonic() + _WAIT_S
-    while True:
+    """The records of a .wandb file; waits for the end of the run, which W&B's service writes in the background."""
+
+    def complete() -> list[Record]:
         records = list(_records(path.read_bytes()))
-        if any(record.WhichOneof("record_type") == "exit" for record in records):
-            return records
-        assert time.monotonic() < deadline, f"W&B has not ended the run in {path}"
-        time.sleep(0.05)
+        has_ended = any(record.WhichOneof("record_type") == "exit" for record in records)
+        return records if has_ended else []
+
+    return wait_until(complete, pause_s=0.05)
 
 
 def _records(data: bytes) -> Iterator[Record]:
     """A 7-byte header, then LevelDB log blocks of 32 KiB with records in one or more parts."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
     position, parts = _HEADER_BYTES, b""
     while position + _HEADER_BYTES <= len(data):
         if _BLOCK_BYTES - position % _BLOCK_BYTES < _HEADER_BYTES:  # the rest of a block has no room for a header

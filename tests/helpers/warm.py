@@ -77,8 +77,10 @@ SCRIPTS = {
 
 processor_s = 0.0
 """Processor seconds of all warm commands of this process that have ended."""
-on_start: list[Callable[[int], None]] = []
+on_start: list[Callable[[int], object]] = []
 """Called with the process id of each warm command."""
+on_server: list[Callable[[int], object]] = []
+"""Called with the process id of each server that this process starts."""
 
 
 # ---- in the tests ----------------------------------------------------------------------------------------------------
@@ -275,6 +277,8 @@ def _start_server(imports: str, seed: str, path: Path) -> None:
             stderr=log,
             start_new_session=True,
         )
+    for call in on_server:
+        call(process.pid)
     process.returncode = 0  # it outlives this process where another one still uses it
     deadline = time.monotonic() + START_S
     while not path.exists():

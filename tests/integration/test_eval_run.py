@@ -1,4 +1,4 @@
-"""The evaluation's commands as a user types them, on a tiny model that has learnt three answers by heart."""
+"""The evaluation's commands as a user types them, on a tiny model that has been trained to give three answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from eval_pipeline.ledger.ledger import LEDGER_FILE
@@ -19,20 +18,18 @@ from tests.helpers.evaluation import (
     HEART,
     LEARNT,
     MAX_MODEL_LEN,
-    commit,
     evaluate,
+    jobs,
     make_exports,
+    num_kept,
     read_lines,
     slow_problems,
     started,
     statuses,
-    wait_until,
     write_lines,
     write_recipe,
 )
-from tests.helpers.models import make_tokenizer
-from tests.helpers.processes import alive, family_of
-from tests.helpers.wandb_files import read_records
+from tests.helpers.processes import family_of, wait_gone, wait_until
 
 
 @dataclass(frozen=True)
@@ -46,14 +43,10 @@ class Setup:
     random: Path
 
 
-@pytest.fixture(scope="module", autouse=True)
-def others() -> set[int]:
-    """Children of pytest before these tests; Python's resource tracker lives as long as whoever needed it first."""
-    return {child.pid for child in family_of(psutil.Process())}
-
-
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    from tests.helpers.checkpoints import commit
+
     root = tmp_path_factory.mktemp("evaluation")
     learnt, random = make_exports(root / "models")
     recipe = write_recipe(root / "heart.yaml", {"tier1": {"heart": HEART}}, max_attempts=1)
@@ -66,32 +59,34 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
 
 
 @pytest.fixture(scope="module")
-def told(setup: Setup) -> str:
-    """What an evaluation of the run's checkpoint prints."""
+def printed(setup: Setup) -> str:
+    """The output of an evaluation of the run's checkpoint."""
     process = evaluate("run", "--checkpoint", setup.checkpoint, "--recipe", setup.recipe)
     assert process.returncode == 0, process.stderr
     return process.stdout
 
 
 @pytest.fixture
-def output(setup: Setup, told: str) -> Path:
-    """Where its figures are."""
+def output(setup: Setup, printed: str) -> Path:
+    """The directory with its metrics."""
     return setup.run_dir / "eval" / "eval_step_30"
 
 
 @pytest.fixture(scope="module")
 def repeated(setup: Setup) -> Path:
-    """The same into another directory, without W&B."""
+    """The same evaluation in another output directory, without W&B."""
     process = evaluate("run", "--checkpoint", setup.checkpoint / "huggingface", "--output", setup.root / "again",
                        "--recipe", setup.recipe, "--no-wandb")  # fmt: skip
     assert process.returncode == 0, process.stderr
     return setup.root / "again"
 
 
-def test_figures_of_a_checkpoint(output: Path) -> None:
+def test_metrics_of_a_checkpoint(output: Path) -> None:
+    from tests.helpers.models import make_tokenizer
+
     metrics = json.loads((output / "metrics.json").read_text())
     tokenizer = make_tokenizer(LEARNT.values())
-    num_tokens = sum(len(tokenizer(answer)["input_ids"]) + 1 for answer in LEARNT.values())  # and the turn's end
+    num_tokens = sum(len(tokenizer(answer)["input_ids"]) + 1 for answer in LEARNT.values())  # and the end-of-turn token
     expected = {
         "num_problems": 4,
         "exec_success_rate": 0.5,
@@ -133,17 +128,19 @@ def test_every_answer_is_on_the_disk_with_its_verdict(output: Path) -> None:
     assert (summary["step"], summary["datasets"]["heart"]["accepted_at_1"]) == (30, 0.25)
 
 
-def test_the_table_and_the_choice(setup: Setup, told: str) -> None:
-    lines = told.splitlines()
+def test_the_table_and_the_best_checkpoint(setup: Setup, printed: str) -> None:
+    lines = printed.splitlines()
     assert lines[0] == "Evaluated: step_30" and any(line.split()[:2] == ["accepted_at_1", "0.2500"] for line in lines)
-    assert f"  figures         {setup.run_dir / 'eval' / 'eval_step_30'}" in lines
+    assert any(line.endswith(str(setup.run_dir / "eval" / "eval_step_30")) for line in lines)
     best = json.loads((setup.run_dir / "best_checkpoint.json").read_text())
     assert (best["step"], best["metric"], best["value"]) == (30, "exec_success_rate", 0.5)
 
 
-def test_wandb_gets_a_run_of_its_own_with_the_keys(setup: Setup, told: str) -> None:
+def test_an_evaluation_is_a_wandb_run_with_the_documented_keys(setup: Setup, printed: str) -> None:
+    from tests.helpers.wandb_files import read_records
+
     (log,) = (setup.run_dir / "wandb").glob("offline-run-*/run-*.wandb")
-    read_records(log)  # waits for the end
+    read_records(log)  # waits for the end of the file
     recorded = log.read_bytes()
     for text in ("phase1_eval_step_30", "eval/heart/exec_success_rate", "eval/heart/accepted_at_1_low", "global_step"):
         assert text.encode() in recorded
@@ -155,14 +152,14 @@ def test_a_report_compares_the_best_with_the_model_before(setup: Setup, output: 
     process = evaluate(*words)
     assert process.returncode == 0, process.stderr
     table = run_dir / "eval" / "report" / "comparison_table.md"
-    assert f"  page            {table}" in process.stdout.splitlines()
+    assert any(line.endswith(str(table)) for line in process.stdout.splitlines())
     lines = table.read_text().splitlines()
     assert f"- Base model: `base_random`, loaded from `{setup.random}`" in lines
     (compared,) = (line.split("|") for line in lines if line.startswith("| `accepted_at_1` |"))
     rates = ("0.0000 [", "0.2500 [", "+0.2500 [")
     assert all(cell.strip().startswith(rate) for cell, rate in zip(compared[2:5], rates, strict=True))
     assert {path.name for path in table.parent.glob("*.png")} == {"error_distribution.png", "rates_over_steps.png"}
-    assert evaluate(*words).returncode == 0  # all of it is there
+    assert evaluate(*words).returncode == 0  # everything has been evaluated already
 
 
 def test_greedy_answers_repeat_byte_for_byte(output: Path, repeated: Path) -> None:
@@ -172,37 +169,28 @@ def test_greedy_answers_repeat_byte_for_byte(output: Path, repeated: Path) -> No
     assert not (repeated / "wandb").exists()
 
 
-def test_the_same_again_does_no_work(setup: Setup, repeated: Path) -> None:
+def test_an_evaluated_checkpoint_is_not_evaluated_again(setup: Setup, repeated: Path) -> None:
     before = (repeated / "metrics.json").read_bytes()
     process = evaluate(
         "run", "--checkpoint", setup.checkpoint, "--output", repeated, "--no-wandb", "--recipe", setup.recipe
     )
     assert (process.returncode, process.stderr) == (0, "")
-    assert process.stdout == f"Evaluated already: step_30\n  figures         {repeated}\n"
+    first, *rest = process.stdout.splitlines()
+    assert first == "Evaluated already: step_30" and [line.endswith(str(repeated)) for line in rest] == [True]
     assert (repeated / "metrics.json").read_bytes() == before
 
 
-def test_a_place_belongs_to_one_model(setup: Setup, repeated: Path) -> None:
+def test_an_output_directory_belongs_to_one_model(setup: Setup, repeated: Path) -> None:
     before = (repeated / "metrics.json").read_bytes()
     words = ("--output", repeated, "--no-wandb", "--recipe", setup.recipe)
     process = evaluate("run", "--checkpoint", setup.random, *words)
     assert process.returncode == 2
-    assert process.stderr == f"error: {repeated} holds the evaluation of step_30; give another --output for random\n"
+    assert process.stderr.startswith(f"error: {repeated} ") and process.stderr.count("\n") == 1
+    assert "step_30" in process.stderr and "--output" in process.stderr
     assert (repeated / "metrics.json").read_bytes() == before
 
 
-def test_a_trial_on_a_few_problems_is_kept_apart(setup: Setup, output: Path) -> None:
-    before = (output / "metrics.json").read_bytes()
-    process = evaluate("run", "--checkpoint", setup.checkpoint, "--limit", "1", "--no-wandb", "--recipe", setup.recipe)
-    assert process.returncode == 0, process.stderr
-    trial = json.loads((setup.run_dir / "eval" / "trial_step_30" / "metrics.json").read_text())
-    assert trial["datasets"]["heart"]["num_problems"] == 1
-    assert (output / "metrics.json").read_bytes() == before
-    best = json.loads((setup.run_dir / "best_checkpoint.json").read_text())
-    assert [entry["value"] for entry in best["checkpoints"]] == [0.5]
-
-
-def test_a_failure_is_kept_and_done_again_after_retry(setup: Setup, repeated: Path, tmp_path: Path) -> None:
+def test_a_failure_is_recorded_and_retry_queues_it_again(setup: Setup, repeated: Path, tmp_path: Path) -> None:
     place = shutil.copytree(repeated, tmp_path / "place")
     (place / LEDGER_FILE).unlink()
     (place / "work").rename(tmp_path / "work")
@@ -217,9 +205,10 @@ def test_a_failure_is_kept_and_done_again_after_retry(setup: Setup, repeated: Pa
     (place / "work").unlink()
     (tmp_path / "work").rename(place / "work")
     again = evaluate("retry", place)
-    assert again.returncode == 0 and again.stdout.startswith("step_30 on heart is due again (it had failed: cannot")
-    assert [(row["state"], row["attempts"]) for row in statuses(place)] == [("pending", 0)]
-    assert evaluate("retry", place).stdout == "Nothing has failed, so there is nothing to do again.\n"
+    assert again.returncode == 0 and again.stdout.startswith("step_30 on heart is due again")
+    assert "cannot write to" in again.stdout
+    assert [(job.state, job.attempts) for job in jobs(place)] == [("pending", 0)]
+    assert evaluate("retry", place).stdout.startswith("Nothing has failed")
     assert evaluate(*run).returncode == 0  # all answers and verdicts are kept
     (row,) = statuses(place)
     assert (row["state"], row["error"]) == ("done", None) and row["seconds"]["active_s"] >= 0
@@ -227,23 +216,19 @@ def test_a_failure_is_kept_and_done_again_after_retry(setup: Setup, repeated: Pa
 
 @pytest.fixture(scope="module")
 def interrupted(setup: Setup) -> Path:
-    """An evaluation that was stopped in the middle; its place."""
+    """The output directory of an evaluation that was stopped by SIGTERM and resumed."""
     place = setup.root / "interrupted"
     recipe = write_recipe(setup.root / "slow.yaml", {"tier1": {"slow": slow_problems(10, 0.5)}}, batch_size=5)
     words = ("run", "--checkpoint", setup.checkpoint, "--recipe", recipe, "--output", place, "--no-wandb")
     log = setup.root / "interrupted.log"
-
-    def num_kept(kind: str) -> int:
-        return sum(len(read_whole_lines(path)) for path in place.glob(f"work/slow/{kind}-*.jsonl"))
-
     with started(log, *words) as process:
-        wait_until(lambda: process.poll() is not None or 2 <= num_kept("verdicts"))
+        wait_until(lambda: 2 <= num_kept(place, "verdicts"), process)
         family = family_of(process)
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 75, log.read_text()
-    assert 2 <= num_kept("verdicts") < 10 and len(family) >= 3
-    wait_until(lambda: not alive(family))
-    assert "Stopped by SIGTERM; the same command goes on." in log.read_text()
+    assert 2 <= num_kept(place, "verdicts") < 10 and len(family) >= 3
+    wait_gone(family)
+    assert "Stopped by SIGTERM" in log.read_text()
     assert "Traceback" not in log.read_text()
     shutil.copytree(place, setup.root / "as_it_was")
     process = evaluate(*words)
@@ -251,63 +236,80 @@ def interrupted(setup: Setup) -> Path:
     return place
 
 
-def read_whole_lines(path: Path) -> list[bytes]:
-    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-
-
-def test_a_stopped_evaluation_goes_on(setup: Setup, interrupted: Path) -> None:
+def test_a_stopped_evaluation_resumes(setup: Setup, interrupted: Path) -> None:
     for kind in ("answers", "verdicts"):
         (after,) = (interrupted / "work" / "slow").glob(f"{kind}-*.jsonl")
         before = setup.root / "as_it_was" / after.relative_to(interrupted)
-        assert after.read_bytes().startswith(before.read_bytes())  # nothing that was there is done again
+        assert after.read_bytes().startswith(before.read_bytes())  # nothing is recomputed
         keys = [(row["problem_id"], row["sample"]) for row in read_lines(after)]
         assert sorted(keys) == sorted({(f"slow{i}", 0) for i in range(10)})
     metrics = json.loads((interrupted / "metrics.json").read_text())
     assert metrics["datasets"]["slow"]["accepted_at_1"] == 1.0
     with sqlite3.connect(setup.root / "as_it_was" / LEDGER_FILE) as ledger:
         assert ledger.execute("SELECT state, attempts, pid FROM jobs").fetchall() == [("pending", 0, None)]
-    (row,) = statuses(interrupted)
-    assert (row["state"], row["attempts"]) == ("done", 0)
+    [job] = jobs(interrupted)
+    assert (job.state, job.attempts) == ("done", 0)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("run", "--checkpoint", "{root}/none"), "is not a directory"),
-        (("run", "--checkpoint", "{root}"), "no config.json"),
-        (("run",), "give --checkpoint DIR"),
-        (("run", "--checkpoint", "{model}", "--recipe", "none"), "there is no recipe 'none'"),
-        (("run", "--checkpoint", "{model}", "--problems", "{root}/none.jsonl"), "none.jsonl"),
-        (("run", "--checkpoint", "{model}", "--problems", "{root}/bad.jsonl"), "bad.jsonl, line 1"),
-        (("run", "--checkpoint", "{model}", "--problems", "{root}"), "{root}"),
-        (("run", "--checkpoint", "{model}", "sampling.max_token=3"), "did you mean 'sampling.max_tokens'?"),
-        (("run", "--checkpoint", "{model}", "--limit", "0"), "is not a whole number of 1 or more"),
-        (("run", "--checkpoint", "{model}", "--output", "{root}/bad.jsonl"), "cannot use the ledger"),
-        (("run", "--checkpoint", "{model}", "tiers.tier1=[]"), "name no data set"),
-        (("watch", "{root}/none"), "is not a directory"),
-        (("status", "{root}"), "holds no evaluation"),
-        (("retry", "{root}/none"), "holds no evaluation"),
-        (("report", "{root}", "--baseline", "{model}"), "best_checkpoint.json"),
-    ],
-)
-def test_bad_input_is_one_sentence(setup: Setup, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+BAD_INPUT = [
+    (("run", "--checkpoint", "{root}/none"), "is not a directory"),
+    (("run", "--checkpoint", "{root}"), "no config.json"),
+    (("run",), "give --checkpoint DIR"),
+    (("run", "--checkpoint", "{model}", "--recipe", "none"), "there is no recipe 'none'"),
+    (("run", "--checkpoint", "{model}", "--problems", "{root}/none.jsonl"), "none.jsonl"),
+    (("run", "--checkpoint", "{model}", "--problems", "{root}/bad.jsonl"), "bad.jsonl, line 1"),
+    (("run", "--checkpoint", "{model}", "--problems", "{root}"), "{root}"),
+    (("run", "--checkpoint", "{model}", "sampling.max_token=3"), "did you mean 'sampling.max_tokens'?"),
+    (("run", "--checkpoint", "{model}", "--limit", "0"), "is not a whole number of 1 or more"),
+    (("run", "--checkpoint", "{model}", "--output", "{root}/bad.jsonl"), "cannot use the ledger"),
+    (("run", "--checkpoint", "{model}", "tiers.tier1=[]"), "name no data set"),
+    (("watch", "{root}/none"), "is not a directory"),
+    (("status", "{root}"), "holds no evaluation"),
+    (("retry", "{root}/none"), "holds no evaluation"),
+    (("report", "{root}", "--baseline", "{model}"), "best_checkpoint.json"),
+]
+TYPO, NO_RUN = BAD_INPUT[7], BAD_INPUT[11]
+
+
+def assert_one_error(code: object, stdout: str, stderr: str, message: str) -> None:
+    assert (code, stdout) == (2, "")
+    assert message in stderr and "Traceback" not in stderr
+    assert len([line for line in stderr.splitlines() if "error: " in line]) == 1
+
+
+@pytest.fixture
+def bad_names(setup: Setup, tmp_path: Path) -> dict[str, str]:
+    """What the words of `BAD_INPUT` refer to."""
     (tmp_path / "bad.jsonl").write_text("{}")
-    names = {"root": str(tmp_path), "model": str(setup.random)}
-    process = evaluate(*(word.format(**names) for word in words))
-    assert process.returncode == 2 and process.stdout == ""
-    assert message.format(**names) in process.stderr and "Traceback" not in process.stderr
-    assert len([line for line in process.stderr.splitlines() if "error: " in line]) == 1
+    return {"root": str(tmp_path), "model": str(setup.random)}
+
+
+@pytest.mark.parametrize(("words", "message"), BAD_INPUT)
+def test_bad_input_is_one_sentence(
+    bad_names: dict[str, str], capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+) -> None:
+    from eval_pipeline.__main__ import main
+
+    with pytest.raises(SystemExit) as end:
+        main([word.format(**bad_names) for word in words])
+    assert_one_error(end.value.code, *capsys.readouterr(), message.format(**bad_names))
+
+
+@pytest.mark.parametrize(("words", "message"), [TYPO, NO_RUN])
+def test_a_command_with_bad_input_exits_with_2(bad_names: dict[str, str], words: tuple[str, ...], message: str) -> None:
+    process = evaluate(*(word.format(**bad_names) for word in words))
+    assert_one_error(process.returncode, process.stdout, process.stderr, message.format(**bad_names))
 
 
 @pytest.fixture
 def judging(tmp_path: Path) -> tuple[str, ...]:
-    """A `judge` command on the four problems, without its answers."""
+    """A `judge` command on the four problems, whose file of answers does not exist yet."""
     problems = write_lines(tmp_path / "problems.jsonl", HEART)
     return ("judge", "--problems", str(problems), "--answers", str(tmp_path / "answers.jsonl"),
             "--output", str(tmp_path / "out" / "verdicts.jsonl"))  # fmt: skip
 
 
-def test_answers_of_anybody_are_judged_in_their_order(judging: tuple[str, ...], tmp_path: Path) -> None:
+def test_answers_of_other_programs_are_judged_in_their_order(judging: tuple[str, ...], tmp_path: Path) -> None:
     answers = [
         ("neg", "def neg(a): return -a"),
         ("add", LEARNT[ADD]),
@@ -352,23 +354,16 @@ def test_bad_answers_are_refused_with_their_line(
 
     if text is not None:
         (tmp_path / "answers.jsonl").write_text(text)
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as end:
         main(judging)
-    assert left.value.code == 2
+    assert end.value.code == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_data_set_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    process = evaluate("judge", "--dataset", "none", "--answers", tmp_path / "a", "--output", tmp_path / "b")
-    assert process.returncode == 2 and "no data set 'none'" in process.stderr
+def test_an_unknown_data_set_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from eval_pipeline.__main__ import main
 
-
-@pytest.mark.parametrize("name", ["run", "watch", "report", "status", "retry", "judge", "check", "adaptive"])
-def test_help_is_quick_and_imports_nothing_heavy(name: str) -> None:
-    process = evaluate(name, "--help")
-    assert process.returncode == 0 and process.stdout.startswith(f"usage: python -m eval_pipeline {name}")
-
-
-def test_the_tests_leave_no_process(setup: Setup, others: set[int]) -> None:
-    wait_until(lambda: not alive(child for child in family_of(psutil.Process()) if child.pid not in others))
+    with pytest.raises(SystemExit) as end:
+        main(["judge", "--dataset", "none", "--answers", str(tmp_path / "a"), "--output", str(tmp_path / "b")])
+    assert_one_error(end.value.code, *capsys.readouterr(), "no data set 'none'")

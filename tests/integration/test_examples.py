@@ -1,29 +1,23 @@
-"""The example of a recipe trains, watched by the example of a health rule."""
+"""The example of a recipe trains under the example of a health rule."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, commands
+from tests.helpers.commands import RecipeRun
 
 RULES = "examples/new_health_rule/memory.py:RULES"
 
 
-def test_the_recipe_trains_and_the_rule_is_known(tmp_path: Path) -> None:
+def test_example_recipe_trains_and_its_rule_is_known(tmp_path: Path) -> None:
     text = (ROOT / "examples/new_recipe/conversions.yaml").read_text()
     (tmp_path / "mine.yaml").write_text(text.replace("data/examples", str(tmp_path)))
-    command = ["bash", str(ROOT / "run_sft.sh"), "1", "recipe=mine.yaml", f"trainer.default_local_dir={tmp_path}/run"]
-    command += ["trainer.total_training_steps=2", f"health.rules=[{RULES}]", "health.stop_on=[memory_growing]"]
-    environment = {**os.environ, "VERL_EXT_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "finished"
-    assert (tmp_path / "run/global_step_2/huggingface/model.safetensors").is_file()
-    look = [sys.executable, "-m", "verl_ext.health", str(tmp_path / "run"), "--own-rules", RULES]
-    looked = subprocess.run(look, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert looked.returncode == 0 and "too little to tell" in looked.stdout, looked.stderr
-    assert "memory_growing" in looked.stdout
+    overrides = ("trainer.total_training_steps=2", f"health.rules=[{RULES}]", "health.stop_on=[memory_growing]")
+    run = RecipeRun("run_sft.sh", "mine.yaml", tmp_path / "run", *overrides, cwd=tmp_path)
+    run.finish()
+    assert run.record()["status"] == "finished"
+    assert (run.run_dir / "global_step_2/huggingface/model.safetensors").is_file()
+    report = commands.python("verl_ext.health", run.run_dir, "--own-rules", RULES)
+    assert report.returncode == 0, report.stderr
+    assert "memory_growing" in report.stdout

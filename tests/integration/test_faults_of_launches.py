@@ -5,38 +5,38 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-import psutil
-
-from tests.helpers.commands import Hold, Run, assert_goes_on, assert_is_undisturbed
+from tests.helpers.commands import Hold, SFTRun, assert_resumes, assert_undisturbed
+from tests.helpers.processes import wait_gone
+from verl_ext.metrics.run_record import LOST
 
 IN_THE_SECOND_SAVE = Hold("verl_ext.checkpoint.save", "write_manifest", "global_step_4.tmp")
 
 
-def test_a_second_launch_refuses_and_disturbs_nothing(quickstart: Path, tmp_path: Path) -> None:
-    run = Run(quickstart, tmp_path / "run")
+def test_second_launch_is_refused_and_disturbs_nothing(sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> None:
+    run = SFTRun(quickstart, tmp_path / "run")
     with run.held(IN_THE_SECOND_SAVE, tmp_path) as held:
         second = run.start()
         assert second.returncode == 2, second.stderr
         assert second.stderr.count("error: ") == 1
-        assert f"in use by process {held.process.pid} on {socket.gethostname()}" in second.stderr
+        assert f"process {held.process.pid} on {socket.gethostname()}" in second.stderr
         assert second.stdout == ""
         assert run.names() == {"2", "4.tmp"}
         first = held.release()
     assert first.returncode == 0, first.stderr
-    assert_is_undisturbed(run, quickstart, begun_at=0)
+    assert_undisturbed(run, sft_run, begun_at=0)
 
 
-def test_the_lock_of_a_killed_launcher_is_taken_over(quickstart: Path, tmp_path: Path) -> None:
-    run = Run(quickstart, tmp_path / "run")
+def test_lock_of_killed_launcher_is_taken_over(sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> None:
+    run = SFTRun(quickstart, tmp_path / "run")
     with run.held(IN_THE_SECOND_SAVE, tmp_path) as held:
-        ranks = list(held.ranks().values())
+        ranks = held.ranks()
+        assert sorted(ranks) == [0, 1]
         held.process.kill()
         held.process.wait()
-        _, alive = psutil.wait_procs(ranks, timeout=60)
-        assert len(ranks) == 2
-        assert not alive
+        wait_gone(ranks.values())
         assert f"process {held.process.pid} on" in (run.run_dir / "run.lock").read_text()
-    said = assert_goes_on(run, quickstart, 2).stderr
-    assert "in use" not in said
+    printed = assert_resumes(run, sft_run, 2).stderr
+    assert "in use" not in printed
     assert (run.run_dir / "run.lock").read_text() == ""
-    assert "without a word" in run.attempts()[0]["exit_reason"]
+    reason = run.attempts()[0]["exit_reason"]
+    assert reason == LOST

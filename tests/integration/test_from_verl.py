@@ -1,10 +1,10 @@
-"""A run that verl 0.7.0 itself began goes on with `run_sft.sh` and the same words, as verl would have gone on."""
+"""`run_sft.sh` resumes a run that verl 0.7.0 began, with the same arguments and the losses that verl has."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,30 +13,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import verl.utils.dataset.multiturn_sft_dataset
 
 from tests.helpers import ROOT
+from tests.helpers.commands import environment, script_run
+from tests.helpers.processes import WAIT_S
+from verl_ext.checkpoint.layout import Manifest
 
-TIMEOUT_S = 120
+VERL = Path(importlib.util.find_spec("verl").origin).parent  # without importing it
 WORDS = (
     "data.multiturn.enable=true", "data.max_length=256", "data.train_max_samples=36", "data.train_batch_size=8",
     "data.micro_batch_size_per_gpu=4", "model.enable_gradient_checkpointing=false", "optim.lr=1e-3",
     "trainer.default_local_dir=sft", "trainer.project_name=demo", "trainer.experiment_name=sft",
     "trainer.total_epochs=2", "trainer.save_freq=2", "trainer.logger=['file']", "trainer.device=cpu",
-    # where verl's own loss, a mean of means, is that of the whole batch, and verl's tokens, not this pipeline's
+    # with which verl's own loss, a mean of means, is that of the whole batch; and verl's tokenization
     "data.balance_dp_token=true", "data.custom_cls.name=MultiTurnSFTDataset",
-    f"data.custom_cls.path={verl.utils.dataset.multiturn_sft_dataset.__file__}",
+    f"data.custom_cls.path={VERL}/utils/dataset/multiturn_sft_dataset.py",
 )  # fmt: skip
 """Two epochs of four steps."""
 
 
 @dataclass(frozen=True)
 class StockRun:
-    """What verl itself left.
+    """A run of verl itself.
 
     Attributes:
         run_dir: with the checkpoints 2, 4, 6 and 8.
-        words: its overrides.
+        words: the overrides of verl's command.
         losses: by step.
         rates: the next step's learning rate by step, in thousandths.
     """
@@ -49,15 +51,15 @@ class StockRun:
 
 @pytest.fixture(scope="module")
 def stock(quickstart: Path, tmp_path_factory: pytest.TempPathFactory) -> StockRun:
-    """verl's own command on two ranks, to its end."""
+    """verl's own command on two ranks, to its end, in new processes."""
     directory = tmp_path_factory.mktemp("stock")
     files = [f"data.{split}_files={quickstart}/{split}.parquet" for split in ("train", "val")]
     words = [*files, f"model.partial_pretrain={quickstart}/model", *WORDS]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     log = directory / "log.jsonl"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VERL_FILE_LOGGER_PATH": str(log)}
-    run = {"cwd": directory, "env": environment, "capture_output": True, "text": True, "timeout": TIMEOUT_S}
-    result = subprocess.run([*torchrun, "-m", "tests.ranks.stock_verl", *words], **run)
+    variables = environment(PYTHONPATH=str(ROOT), VERL_FILE_LOGGER_PATH=str(log))
+    command = [*torchrun, "-m", "tests.ranks.stock_verl", *words]
+    result = subprocess.run(command, cwd=directory, env=variables, capture_output=True, text=True, timeout=WAIT_S)
     assert result.returncode == 0, result.stderr
     rows = {
         row["step"]: row["data"]
@@ -83,23 +85,24 @@ def killed_early(run_dir: Path) -> None:
     (run_dir / "latest_checkpointed_iteration.txt").write_text("2")
 
 
-CUT_SHORT = "warning: global_step_6 cannot be resumed: its file optim_world_size_2_rank_1.pt is cut short"
-
-
 @pytest.mark.parametrize(
     ("kill", "ranks", "step", "epoch", "warnings"),
     [
-        (killed_in_the_middle_of_a_save, 2, 4, 1, ["warning: the tracker file is empty", CUT_SHORT]),
+        (
+            killed_in_the_middle_of_a_save,
+            *(2, 4, 1),
+            [("tracker", "is empty"), ("global_step_6", "optim_world_size_2_rank_1.pt is cut short")],
+        ),
         (killed_early, 1, 2, 0, []),
     ],
     ids=["two_ranks", "one_rank"],
 )
-def test_a_run_of_verl_goes_on_with_the_same_words(
+def test_run_of_verl_resumes_with_the_same_arguments(
     kill: Callable[[Path], None],
     ranks: int,
     step: int,
     epoch: int,
-    warnings: list[str],
+    warnings: list[tuple[str, str]],
     stock: StockRun,
     tmp_path: Path,
 ) -> None:
@@ -108,23 +111,21 @@ def test_a_run_of_verl_goes_on_with_the_same_words(
     kill(run_dir)
     checkpoint = run_dir / f"global_step_{step}"
     before = digests(checkpoint)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VERL_EXT_PYTHON": sys.executable}
-    run = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": TIMEOUT_S}
-    result = subprocess.run(["bash", ROOT / "run_sft.sh", str(ranks), *stock.words], **run)
-    assert result.returncode == 0, result.stderr
+    run = script_run("run_sft.sh", ranks, run_dir, *stock.words, cwd=tmp_path)
+    result = run.finish()
     assert f"Found checkpoint: {checkpoint}\n" in result.stdout
-    seen = 8 * (step % 4)
-    assert f"in verl's order of the data, {seen} of 36 samples into epoch {epoch}, " in result.stdout
-    for sentence in [f"verl itself began {run_dir}: recipe=verl", *warnings]:
-        assert result.stderr.count(sentence) == 1, result.stderr
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    trained = {row["step"]: row for row in rows if "train/loss" in row}
+    assert f"{8 * (step % 4)} of 36 samples into epoch {epoch}" in result.stdout
+    assert result.stderr.count(f"verl itself began {run_dir}: recipe=verl") == 1, result.stderr
+    for subject, problem in warnings:
+        found = [line for line in result.stderr.splitlines() if line.startswith("warning: ") and problem in line]
+        assert len(found) == 1 and subject in found[0], result.stderr
+    trained = {row["step"]: row for row in run.rows() if "train/loss" in row}
     assert sorted(trained) == list(range(step + 1, 9))
     for number, row in trained.items():
         assert row["train/loss"] == pytest.approx(stock.losses[number], rel=2e-6)
         assert row["train/lr(1e-3)"] == pytest.approx(stock.rates[number - 1], rel=1e-9)
     assert digests(checkpoint) == before
-    assert json.loads((run_dir / "global_step_8/manifest.json").read_text())["world_size"] == ranks
+    assert Manifest.read(run_dir / "global_step_8").world_size == ranks
 
 
 def digests(checkpoint: Path) -> dict[str, str]:

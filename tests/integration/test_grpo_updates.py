@@ -1,64 +1,75 @@
-"""A step's updates are those of the formulas, whatever the ranks, the micro-batches and the rows of a forward pass."""
+"""The updates of a step follow the formulas, for any number of ranks, micro-batches and rows of a forward pass."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from tests.helpers.commands import torchrun
 
-from tests.helpers import ROOT
-from tests.helpers.grpo_reference import Case, make_model, reference_update
-from verl_ext.grpo.loss import LossSettings
+if TYPE_CHECKING:
+    import torch
+
+    from tests.helpers.grpo_reference import Case
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-PLAIN = LossSettings(0.2, 0.28, 3.0, "token-mean", 12)
-REGULARISED = LossSettings(0.2, 0.2, 3.0, "token-mean", 12, entropy_coeff=0.02, kl_loss_coef=0.1, kl_loss_type="k3")
-CASES = {
-    **{mode: Case(LossSettings(0.2, 0.28, 3.0, mode, 12)) for mode in MODES},
-    "prompts apart": Case(PLAIN, share_prompts=False, micro_batch_size=16),
-    "many updates": Case(PLAIN, num_mini_batches=2, num_epochs=3),
-    "gathered once an update": Case(PLAIN, num_mini_batches=2, num_epochs=3, keeps_gathered=True),
-    "regularised": Case(REGULARISED, num_mini_batches=2, num_epochs=2, micro_batch_size=8, lr=0.1),
-    "regularised, gathered once": Case(REGULARISED, num_mini_batches=2, num_epochs=2, lr=0.1, keeps_gathered=True),
-}
-Results = dict[str, tuple[dict[str, torch.Tensor], dict[str, float]]]
 
 
-def updated_on(ranks: int, tmp_path: Path) -> Results:
-    """What each case comes to."""
-    cases, output = tmp_path / "cases.json", tmp_path / f"{ranks}.pt"
-    cases.write_text(json.dumps({name: case.fields() for name, case in CASES.items()}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    script = [str(Path(__file__).with_name("updates_on_ranks.py")), str(cases), str(output)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, *script], check=True, env=environment, timeout=300)
+def make_cases() -> dict[str, Case]:
+    """All loss modes, and every option of an update at least once."""
+    from tests.helpers.grpo_reference import Case
+    from verl_ext.grpo.loss import LossSettings
+
+    plain = LossSettings(0.2, 0.28, 3.0, "token-mean", 12)
+    penalised = LossSettings(0.2, 0.2, 3.0, "token-mean", 12, entropy_coeff=0.02, kl_loss_coef=0.1, kl_loss_type="k3")
+    return {
+        **{mode: Case(LossSettings(0.2, 0.28, 3.0, mode, 12)) for mode in MODES},
+        "separate prompts": Case(plain, share_prompts=False, micro_batch_size=16),
+        "many updates": Case(plain, num_mini_batches=2, num_epochs=3),
+        "gathered once per update": Case(plain, num_mini_batches=2, num_epochs=3, keeps_gathered=True),
+        "penalised": Case(penalised, num_mini_batches=2, num_epochs=2, micro_batch_size=8, lr=0.1),
+        "penalised, gathered once": Case(penalised, num_mini_batches=2, num_epochs=2, lr=0.1, keeps_gathered=True),
+    }
+
+
+def updated_on(
+    num_ranks: int, cases: dict[str, Case], directory: Path
+) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, float]]]:
+    """Parameters and metrics after the updates of each case."""
+    import torch
+
+    path, output = directory / "cases.json", directory / f"{num_ranks}.pt"
+    path.write_text(json.dumps({name: case.fields() for name, case in cases.items()}))
+    torchrun(num_ranks, "tests.ranks.updates", path, output)
     return torch.load(output)
 
 
 def change(parameters: dict[str, Any]) -> torch.Tensor:
-    """What the updates have added to all parameters."""
+    """The difference that the updates made, all parameters in one vector."""
+    import torch
+
+    from tests.helpers.grpo_reference import make_model
+
     before = dict(make_model().named_parameters())
-    return torch.cat(
-        [(value.double() - before[name].double()).flatten() for name, value in parameters.items()]
-    ).detach()
+    differences = [value.double() - before[name].double() for name, value in parameters.items()]
+    return torch.cat([difference.flatten() for difference in differences]).detach()
 
 
-def test_updates_are_those_of_the_formulas(tmp_path: Path) -> None:
+def test_updates_follow_the_formulas(tmp_path: Path) -> None:
     """On one rank and on two, within 1e-4 of float64; the first ratio is 1 and later ones are clipped."""
-    on = {ranks: updated_on(ranks, tmp_path) for ranks in (1, 2)}
-    for name, case in CASES.items():
+    from tests.helpers.grpo_reference import reference_update
+
+    cases = make_cases()
+    one, two = (updated_on(num_ranks, cases, tmp_path) for num_ranks in (1, 2))
+    for name, case in cases.items():
         expected = change(reference_update(case))
-        for ranks, results in on.items():
-            parameters, figures = results[name]
+        for results in (one, two):
+            parameters, metrics = results[name]
             error = (change(parameters) - expected).norm() / expected.norm()
-            assert error < 1e-4, (name, ranks, error)
-            assert figures["ratio_deviation"] < 1e-5, (name, ranks)
-        for figure, value in on[1][name][1].items():
-            assert abs(on[2][name][1][figure] - value) < 1e-4 * max(1.0, abs(value)), (name, figure)
-    assert on[1]["many updates"][1]["clip_fraction"] > 0.05
-    assert on[1]["regularised"][1]["kl"] > 0
+            assert error < 1e-4, (name, error)
+            assert metrics["ratio_deviation"] < 1e-5, name
+        for metric, value in one[name][1].items():
+            assert abs(two[name][1][metric] - value) < 1e-4 * max(1.0, abs(value)), (name, metric)
+    assert one["many updates"][1]["clip_fraction"] > 0.05
+    assert one["penalised"][1]["kl"] > 0

@@ -1,43 +1,34 @@
-"""A supervisor serves many answers: none finds anything of one before it, and none is judged differently for it."""
+"""A supervisor serves many answers: none finds anything of an earlier one, and none is judged differently for it."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from eval_pipeline.judge import workshop
+from eval_pipeline.judge import runs, workshop
 from eval_pipeline.judge.client import JudgeServer
 from eval_pipeline.judge.gate import Gate
 from eval_pipeline.judge.judging import Worker
 from eval_pipeline.judge.levels import candidates
 from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.submission import Submission
-from eval_pipeline.problems.problem import Case, FunctionTests, ProgramTests
-from tests.helpers.hostile_answers import CANARY, RIGHT, SCAN_MEMORY, TEST
-from tests.integration.test_judge_hostile import LASTING_PER_WORKER, processes_of, until_settled
-from verl_ext.errors import UserError
+from tests.helpers.hostile_answers import RIGHT, SCAN_MEMORY_FOR_NAMES, TEST
+from tests.helpers.judge import (
+    LASTING_PER_WORKER,
+    check_memory_of_the_next,
+    function,
+    judged,
+    lasting,
+    script,
+    serving,
+    until_settled,
+    youngest,
+)
 
 LIMITS = Limits(cpu_s=20, wall_s=120, memory_mb=512, num_processes=32)
-NAME = "KENNZEICHEN7351"
-LEAVES_CANARIES = {
-    "program": f"secret = '{CANARY}'  # {CANARY}\n" + RIGHT,
-    "error": f"def f(x):\n    raise ValueError('{CANARY}')\n",
-    "compiler": f"{CANARY} = 1\nglobal {CANARY}\n",
-    "name": (
-        "import ctypes, time\nlibc = ctypes.CDLL(None)\n"
-        f"assert libc.prctl(15, b'{NAME}', 0, 0, 0) == 0\ntime.sleep(0.3)\n" + RIGHT
-    ),
-    "files": f"for path in ('/tmp/x', '/dev/shm/x'): open(path, 'w').write('{CANARY}')\n" + RIGHT,
-}
-ECHO = "import sys\ntext = sys.stdin.read()\nprint(text)\nsys.stderr.write(text * 1000)\n"
-SCAN_WIDELY = SCAN_MEMORY.replace("2**23", "2**26").replace(
-    'rb"[0-9]{20}")\nc', 'rb"[0-9]{20}|KENNZEICHEN[0-9]{4}")\nc'
-)
 LEAVES_MUCH = """
 import os, resource, signal, sys, threading, time
 os.environ["LEFT"] = "1"
@@ -113,52 +104,28 @@ ATTACKS = {
 @pytest.fixture(scope="module")
 def server() -> Iterator[JudgeServer]:
     """A server with namespaces and one worker."""
-    try:
-        server = JudgeServer("bwrap", num_workers=1, limits=LIMITS).__enter__()
-    except UserError as error:
-        pytest.skip(f"bwrap does not work on this machine: {error}")
-    yield server
-    server.__exit__(None, None, None)
+    with serving("bwrap", 1, LIMITS) as server:
+        yield server
 
 
-def judged(server: JudgeServer, program: str, tests: FunctionTests | ProgramTests | None = None) -> tuple[str, str]:
-    """Error type and message, of `f` where nothing else is said."""
-    verdict = server.submit(Submission(program, tests or FunctionTests("f", (TEST,)))).result(timeout=300)
-    return verdict.error_type, verdict.message
-
-
-def lasting(server: JudgeServer, role: str = "answer") -> set[int]:
-    """The processes in the sandbox of answers, or of tests, that stay from one answer to the next."""
-    assert judged(server, RIGHT) == ("success", "")
-    assert until_settled(server, LASTING_PER_WORKER) == LASTING_PER_WORKER
-    mark = f'"role": "{role}"'.encode()
-    return {pid for pid in processes_of(server) if mark in Path(f"/proc/{pid}/cmdline").read_bytes()}
-
-
-def youngest(pids: set[int]) -> set[int]:
-    """Those that are nobody's parents."""
-    return pids - {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
+def called(server: JudgeServer, program: str, test: str = TEST) -> tuple[str, str]:
+    """Error type and message of an answer with one test of its function."""
+    return judged(server, function(program, test))
 
 
 def test_nothing_of_an_answer_is_in_the_memory_of_the_next(server: JudgeServer) -> None:
-    """Neither its program nor what it read and wrote, nor a name that it gave itself."""
-    before = lasting(server)
-    for program in LEAVES_CANARIES.values():
-        judged(server, program)
-    assert judged(server, ECHO, ProgramTests((Case(CANARY, CANARY),))) == ("success", "")
-    assert "KENNZ" in SCAN_WIDELY and judged(server, SCAN_WIDELY) == ("success", "")
-    assert lasting(server) == before, "the supervisor was not the same"
+    check_memory_of_the_next(server, SCAN_MEMORY_FOR_NAMES)
 
 
 def test_nothing_of_an_answer_is_around_the_next(server: JudgeServer) -> None:
-    """What the next can find out of its process and its surroundings is what the first one on a fresh server finds."""
-    state = ProgramTests((Case("", "nothing"),))
-    with JudgeServer("bwrap", num_workers=1, limits=LIMITS) as fresh:
-        expected = judged(fresh, STATE, state)
+    """An answer finds its process and its surroundings as the first answer on a fresh server does."""
+    state = script(STATE, ("", "nothing"))
+    with serving("bwrap", 1, LIMITS) as fresh:
+        expected = judged(fresh, state)
     assert expected[0] == "wrong_answer" and len(expected[1]) > 64, expected
     before = lasting(server)
-    assert judged(server, LEAVES_MUCH) == ("success", "")
-    assert judged(server, STATE, state) == expected
+    assert called(server, LEAVES_MUCH) == ("success", "")
+    assert judged(server, state) == expected
     assert lasting(server) == before, "the supervisor was not the same"
 
 
@@ -166,25 +133,25 @@ def test_nothing_of_an_answer_is_around_the_next(server: JudgeServer) -> None:
 def test_attacked_supervisor_judges_on(server: JudgeServer, name: str) -> None:
     """A right answer after the attack, and a wrong one, get their verdicts."""
     before = lasting(server)
-    assert judged(server, ATTACKS[name] + RIGHT) == ("success", "")
-    assert judged(server, RIGHT) == ("success", "")
-    assert judged(server, "def f(x): return 7")[0] == "wrong_answer"
+    assert called(server, ATTACKS[name] + RIGHT) == ("success", "")
+    assert called(server, RIGHT) == ("success", "")
+    assert called(server, "def f(x): return 7")[0] == "wrong_answer"
     assert lasting(server) == before, "the supervisor was not the same"
 
 
 def test_after_a_limit_the_supervisor_is_another(server: JudgeServer) -> None:
-    """An answer that had to be stopped may have found something that we do not know of."""
+    """An answer that had to be stopped may have exploited something unknown."""
     before = lasting(server)
-    submission = Submission("def f(x):\n    while True: pass\n", FunctionTests("f", (TEST,)))
-    assert server.submit(submission, Limits(cpu_s=0.5)).result(timeout=60).error_type == "timeout"
+    submission = function("def f(x):\n    while True: pass\n", TEST)
+    assert judged(server, submission, Limits(cpu_s=0.5))[0] == "timeout"
     assert lasting(server) != before
 
 
 def test_dead_supervisor_is_replaced(server: JudgeServer) -> None:
-    """The answer that it would have served is judged by another."""
+    """Another one serves the next answer."""
     (supervisor,) = youngest(lasting(server))
     os.kill(supervisor, signal.SIGKILL)
-    assert judged(server, RIGHT) == ("success", "")
+    assert called(server, RIGHT) == ("success", "")
     assert supervisor not in lasting(server)
 
 
@@ -215,94 +182,92 @@ POLLUTING = (
 
 @pytest.mark.parametrize("name", TESTERS_STAY)
 def test_a_tester_serves_many(server: JudgeServer, name: str) -> None:
-    """Whatever the answers are, while their test leaves nothing behind."""
+    """It does so whatever the answers are, as long as their test leaves nothing behind."""
     before = lasting(server, "tester")
     program, expected = TESTERS_STAY[name]
-    submission = Submission(program, FunctionTests("f", (TEST,)))
-    assert server.submit(submission, Limits(cpu_s=1)).result(timeout=300).error_type == expected
+    assert judged(server, function(program, TEST), Limits(cpu_s=1))[0] == expected
     assert lasting(server, "tester") == before
 
 
 @pytest.mark.parametrize("name", TESTERS_GO)
 def test_a_tester_that_an_answer_changed_goes(server: JudgeServer, name: str) -> None:
-    """Its memory must not end the next answer's test, nor garbage be taken for the next answer's."""
+    """Neither its memory nor garbage on its connection may decide on the next answer."""
     before = youngest(lasting(server, "tester"))
     program, expected = TESTERS_GO[name]
-    assert judged(server, program)[0] == expected
+    assert called(server, program)[0] == expected
     assert not before & lasting(server, "tester")
 
 
 @pytest.mark.parametrize("test", POLLUTING)
 def test_what_a_test_leaves_does_not_reach_the_next(server: JudgeServer, test: str) -> None:
-    """It has its process to itself."""
-    assert judged(server, RIGHT, FunctionTests("f", (test,))) == ("success", "")
+    """A test that changes its process is the last one there."""
+    assert called(server, RIGHT, test) == ("success", "")
     later = (
         "import math, random, sys\nassert math.sqrt(4) == f(1) == sorted([2])[0]\nrandom.seed(1)\n"
         "assert sys.getrecursionlimit() > 500"
     )
-    assert judged(server, RIGHT, FunctionTests("f", (later,))) == ("success", "")
+    assert called(server, RIGHT, later) == ("success", "")
 
 
-def test_random_numbers_of_a_test_start_anew(server: JudgeServer) -> None:
-    """They do not depend on the tests before."""
-    told = FunctionTests("f", ("import random\nrandom.random()\nassert f(1) == random.random()",))
-    first, second = judged(server, RIGHT, told), judged(server, RIGHT, told)
+def test_random_numbers_do_not_depend_on_earlier_tests(server: JudgeServer) -> None:
+    shows = "import random\nrandom.random()\nassert f(1) == random.random()"
+    first, second = called(server, RIGHT, shows), called(server, RIGHT, shows)
     assert first == second and first[0] == "wrong_answer"
-    told = FunctionTests("f", ("import random\nassert random.seed(0) or random.random() == f(0.8444218515250481) / 2",))
-    assert judged(server, RIGHT, told) == ("success", "")
-    shown = FunctionTests("f", ("import random\nassert f(0.8444218515250481) / 2 == random.random()",))
-    assert judged(server, RIGHT, shown) == judged(server, RIGHT, shown) == ("success", "")
-
-
-def test_an_idle_tester_stays(server: JudgeServer) -> None:
-    """Past the time that its last test might have taken."""
-    short = Limits(cpu_s=2, wall_s=0.5)
-    submission = Submission(RIGHT, FunctionTests("f", (TEST,)))
-    assert server.submit(submission, short).result(timeout=60).error_type == "success"
-    before = lasting(server, "tester")
-    assert server.submit(submission, short).result(timeout=60).error_type == "success"
-    time.sleep(7)
-    assert lasting(server, "tester") == before
+    seeds = "import random\nassert random.seed(0) or random.random() == f(0.8444218515250481) / 2"
+    assert called(server, RIGHT, seeds) == ("success", "")
+    is_seeded = "import random\nassert f(0.8444218515250481) / 2 == random.random()"
+    assert called(server, RIGHT, is_seeded) == called(server, RIGHT, is_seeded) == ("success", "")
 
 
 def test_time_of_earlier_tests_does_not_count(server: JudgeServer) -> None:
-    """Each may use as much itself as the limits say."""
     limits = Limits(cpu_s=1, wall_s=60)
-    busy = FunctionTests("f", ("assert sum(range(20_000_000)) > f(1)",))
-    verdicts = [server.submit(Submission(RIGHT, busy), limits).result(timeout=120) for _ in range(6)]
-    assert {verdict.error_type for verdict in verdicts} == {"success"}, [verdict.message for verdict in verdicts]
+    busy = function(RIGHT, "assert sum(range(20_000_000)) > f(1)")
+    assert {judged(server, busy, limits) for _ in range(6)} == {("success", "")}
 
 
 def test_dead_tester_is_replaced(server: JudgeServer) -> None:
-    """The answer that it would have tested is tested by another."""
+    """Another process runs the next test."""
     (tester,) = youngest(lasting(server, "tester"))
     os.kill(tester, signal.SIGKILL)
-    assert until_settled(server, LASTING_PER_WORKER - 1) == LASTING_PER_WORKER - 1
-    assert judged(server, RIGHT) == ("success", "")
+    one_less = LASTING_PER_WORKER["bwrap"] - 1
+    assert until_settled(server, one_less) == one_less
+    assert called(server, RIGHT) == ("success", "")
     assert tester not in lasting(server, "tester")
 
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    """In this process, so that a test can look inside."""
+    """A worker in this process, so that a test can look inside."""
     worker = Worker(candidates("bwrap")[0], Gate())
     yield worker
     worker.close()
 
 
+def error_type(worker: Worker, submission: Submission, limits: Limits = LIMITS) -> str:
+    return worker.judge(submission, limits).error_type
+
+
+def test_an_idle_tester_stays(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timers of a test end with it, so they do not end the process while another answer needs no test."""
+    monkeypatch.setattr(runs, "_EXTRA_TEST_S", 1.0)
+    short = Limits(cpu_s=1, wall_s=1)
+    assert error_type(worker, function(RIGHT, TEST), short) == "success"
+    tester = worker._workshop._tester
+    assert error_type(worker, script("import time\ntime.sleep(2.5)\nprint(2)")) == "success"
+    assert error_type(worker, function(RIGHT, TEST), short) == "success"
+    assert tester is not None and worker._workshop._tester is tester
+
+
 def test_a_supervisor_serves_a_limited_number(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then comes another one, in namespaces of its own."""
     monkeypatch.setattr(workshop, "_MOST_ANSWERS", 2)
     kept = []
     for _ in range(4):
-        verdict = worker.judge(Submission(RIGHT, FunctionTests("f", (TEST,))), LIMITS)
-        assert verdict.error_type == "success", verdict.message
+        assert error_type(worker, function(RIGHT, TEST)) == "success"
         kept.append(worker._workshop._supervisor is not None)
     assert kept == [True, False, True, False]
 
 
 def test_a_failure_ends_the_supervisor(worker: Worker) -> None:
-    """Whatever went wrong on the way."""
     with pytest.raises(OSError, match="on the way"):
         with worker._workshop.runs(RIGHT, "", LIMITS):
             raise OSError("on the way")

@@ -1,15 +1,25 @@
-"""The monitor's page on a run whose every word is hostile: it shows the words, and runs none of them."""
+"""The monitor on a run with markup in every name and text: page and plots show the markup and do not run it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser, Page
 
-from tests.helpers.monitor import browser, choose, monitor, open_tab, visit, wait_for_text, write_record, write_rows
+from tests.helpers.monitor import (
+    choose,
+    monitor,
+    open_tab,
+    visit,
+    wait_for_text,
+    write_record,
+    write_rows,
+)
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 MARK = "<img src=x onerror=alert(1)>"
 CLOSING = "</script><!--<script><svg onload=alert(2)>"
@@ -18,7 +28,7 @@ NAME = f"run {MARK}"
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Metrics, samples, events, evaluations, a checkpoint and the reason of a failure, all with markup for names."""
+    """Metrics, samples, events, evaluations, a checkpoint and an error, all with names that are markup."""
     run_dir = tmp_path_factory.mktemp("hostile") / "checkpoints" / NAME
     write_record(run_dir, status="failed")
     record = json.loads((run_dir / "run.json").read_text())
@@ -40,52 +50,44 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as running:
-        yield running
-
-
-@pytest.fixture
-def page(chromium: Browser, run_dir: Path, tmp_path: Path) -> Iterator[Page]:
+def test_page_shows_markup_as_text(chromium: Browser, run_dir: Path, tmp_path: Path) -> None:
+    """`visit` checks that the page opens no dialog, raises no error and contacts no other machine."""
     with monitor(run_dir.parent, tmp_path / "monitor.sqlite") as address, visit(chromium, address) as page:
-        yield page
+        choose(page, "run ")
+        wait_for_text(page, "reason", f"why {MARK}")
+        shown = {"Samples": ("samples", f"said {CLOSING}"), "Evaluation": ("dataset", f"set {MARK}")}
+        shown |= {"Checkpoints": ("checkpoints", MARK), "Log": ("log", f"told {CLOSING}")}
+        for tab, (element, words) in shown.items():
+            open_tab(page, tab)
+            wait_for_text(page, element, words)
+        page.get_by_test_id("search").fill("told")
+        wait_for_text(page, "found", f"told {CLOSING}")
+        open_tab(page, "Compare")
+        page.locator(".q-chip").filter(has_text=MARK).wait_for()
+        assert page.locator(".q-chip").inner_text().count(MARK) == 1
+        page.get_by_test_id("compared metric").click()
+        page.get_by_role("option").filter(has_text=CLOSING).click()
+        chart = page.locator('[data-testid="chart comparison"] canvas').first
+        chart.wait_for()
+        chart.hover()
+        page.wait_for_function("name => document.body.innerText.includes(name)", arg=NAME)  # the tooltip, which is HTML
+        open_tab(page, "Health")
+        wait_for_text(page, "health", MARK)  # in the path of the run, which has no configuration
+        assert page.locator("img[src='x'], svg[onload]").count() == 0
 
 
-def test_words_of_a_run_are_shown_and_not_obeyed(page: Page) -> None:
-    """`visit` sees to it that nothing opens a dialog, raises, or asks another machine for anything."""
-    choose(page, "run ")
-    wait_for_text(page, "reason", f"why {MARK}")
-    shown = {"Samples": ("samples", f"said {CLOSING}"), "Evaluation": ("dataset", f"set {MARK}")}
-    shown |= {"Checkpoints": ("checkpoints", MARK), "Log": ("log", f"told {CLOSING}")}
-    for tab, (element, words) in shown.items():
-        open_tab(page, tab)
-        wait_for_text(page, element, words)
-    page.get_by_test_id("search").fill("told")
-    wait_for_text(page, "found", f"told {CLOSING}")
-    open_tab(page, "Compare")
-    page.get_by_test_id("compared metric").click()
-    page.get_by_role("option").filter(has_text=CLOSING).click()
-    chart = page.locator('[data-testid="chart comparison"] canvas').first
-    chart.wait_for()
-    chart.hover()
-    page.wait_for_function("name => document.body.innerText.includes(name)", arg=NAME)  # the tooltip, which is HTML
-    open_tab(page, "Health")
-    page.wait_for_timeout(1500)
-    assert page.locator("img[src='x'], svg[onload]").count() == 0
-
-
-def test_a_plotted_page_obeys_no_words_of_a_run(chromium: Browser, run_dir: Path, tmp_path: Path) -> None:
+def test_plotted_page_shows_markup_as_text_and_works_offline(chromium: Browser, run_dir: Path, tmp_path: Path) -> None:
     from verl_ext.monitor.__main__ import main
 
     assert main(["plot", str(run_dir), "--output", str(tmp_path)]) == 0
     context = chromium.new_context(offline=True)
-    page, told = context.new_page(), []
-    page.on("dialog", lambda dialog: (told.append(dialog.message), dialog.dismiss()))
-    page.on("pageerror", lambda error: told.append(str(error)))
+    page, reports = context.new_page(), []
+    page.on("dialog", lambda dialog: (reports.append(dialog.message), dialog.dismiss()))
+    page.on("pageerror", lambda error: reports.append(str(error)))
     page.goto((tmp_path / "charts.html").as_uri())
     page.wait_for_selector("section:last-of-type canvas")
+    assert page.locator("canvas").count() == len(list(tmp_path.glob("*.png")))
     names = page.evaluate("() => JSON.parse(document.getElementById('charts').textContent).flatMap(each => each.color)")
     assert len(names) > 5 and page.locator("img[src='x'], svg[onload]").count() == 0
     context.close()
-    assert told == []
+    assert reports == []

@@ -1,12 +1,14 @@
-"""A training, an evaluation and the monitor with keys in their environment: no output, file or command line has one."""
+"""Keys in the environment of a training, an evaluation and the monitor reach no output, file or command line.
+
+All of it starts cold: environments and command lines of processes are its subject.
+"""
 
 from __future__ import annotations
 
-import socket
+import os
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +20,9 @@ import psutil
 import pytest
 
 from tests.helpers import ROOT
-from tests.helpers.commands import Run
-from tests.helpers.evaluation import command, slow_problems, write_recipe
-from tests.helpers.processes import family_of
-from tests.helpers.wandb_files import read_records
-from tests.integration.test_eval_server import serving
+from tests.helpers.commands import SFTRun, environment
+from tests.helpers.processes import WAIT_S, family_of, free_port, wait_until
+from tests.helpers.servers import serving
 
 PLANTED = b"PLANTED"
 KEYS = {
@@ -38,30 +38,34 @@ LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
 
 class Watched:
-    """Runs commands, keeps what they print, and looks at all of their processes meanwhile."""
+    """Runs commands, keeps their output, and inspects all of their processes meanwhile."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment
-        self.said = b""
+        self.output = b""
         self.command_lines: set[str] = set()
         self.open_to_others: set[str] = set()
 
-    def run(self, *words: str, code: int = 0) -> str:
-        """Run one to its end; returns what it printed."""
-        process = subprocess.Popen(
-            words, cwd=ROOT, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        looking = threading.Thread(target=self._look, args=(process,))
-        looking.start()
-        said = process.communicate(timeout=200)[0]
-        looking.join()
-        self.said += said
-        assert process.returncode == code, said.decode()
-        return said.decode()
+    def popen(self, *words: str | os.PathLike[str]) -> subprocess.Popen[bytes]:
+        """Start a new process, never a warm one."""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(words, cwd=ROOT, env=self.environment, **pipes)
 
-    def _look(self, process: subprocess.Popen[bytes]) -> None:
+    def run(self, *words: str | os.PathLike[str], code: int = 0) -> str:
+        """Run a command to its end; returns its output."""
+        process = self.popen(*words)
+        inspection = threading.Thread(target=self._inspect, args=(process,))
+        inspection.start()
+        output = process.communicate(timeout=WAIT_S)[0]
+        inspection.join()
+        self.output += output
+        assert process.returncode == code, output.decode()
+        return output.decode()
+
+    def _inspect(self, process: subprocess.Popen[bytes]) -> None:
         itself = psutil.Process(process.pid)
-        while process.poll() is None:
+
+        def has_ended() -> bool:
             for each in [itself, *family_of(process)]:
                 try:
                     self.command_lines.add(" ".join(each.cmdline()))
@@ -69,12 +73,14 @@ class Watched:
                 except (psutil.NoSuchProcess, psutil.AccessDenied):
                     continue
                 self.open_to_others |= {f"{end.laddr} {each}" for end in listening if end.laddr.ip not in LOOPBACK}
-            time.sleep(0.2)
+            return process.poll() is not None
+
+        wait_until(has_ended, pause_s=0.2)
 
 
 @contextmanager
 def refusing() -> Iterator[int]:
-    """A server that refuses every key, and repeats it; its port."""
+    """The port of a server that refuses every key and repeats it in the error."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -93,44 +99,44 @@ def refusing() -> Iterator[int]:
 
 
 @pytest.fixture
-def watched(tmp_path: Path, quickstart: Path) -> Watched:
-    """With the environment of a user who has every key there is, and the caches below `tmp_path`."""
-    run = Run(quickstart, tmp_path / "checkpoints/project/run")
+def watched(tmp_path: Path) -> Watched:
+    """With the environment of a user who has every key, and caches below `tmp_path`."""
     caches = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
     (tmp_path / "tmp").mkdir()
-    offline = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path / "tmp")}
-    watched = Watched({**run.environment, **offline, **caches, **KEYS})
-    watched.environment.pop("PYTEST_CURRENT_TEST", None)  # by which NiceGUI would take itself to be tested
+    offline = {"HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path / "tmp")}
+    watched = Watched(environment(**offline, **caches, **KEYS))
+    watched.environment.pop("PYTEST_CURRENT_TEST", None)  # makes NiceGUI believe that it is being tested
     return watched
 
 
-def look_at_the_monitor(watched: Watched, root: Path) -> bytes:
-    """What its page, its numbers and a page that it lacks say to a visitor with the token, and what it prints."""
-    with socket.create_server(("127.0.0.2", 0)) as free:
-        port = str(free.getsockname()[1])
-    words = (sys.executable, "-m", "verl_ext.monitor", "--root", str(root), "--host", "127.0.0.2", "--port", port)
-    process = subprocess.Popen(
-        words, cwd=ROOT, env=watched.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    pages, token = b"", KEYS["VERL_EXT_MONITOR_TOKEN"]
-    for path in ("", "csv/1", "nowhere"):
-        for _ in range(300):
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.2:{port}/{path}?token={token}", timeout=5) as reply:
-                    pages += bytes(reply.headers["referrer-policy"], "ascii") + reply.read()
-                break
-            except HTTPError as error:
-                pages += error.read()
-                break
-            except OSError:
-                assert process.poll() is None
-                time.sleep(0.1)
-    process.terminate()
-    return pages + process.communicate(timeout=30)[0]
+def visit_monitor(watched: Watched, root: Path) -> bytes:
+    """A page, the metrics and a missing page as a visitor with the token sees them, and the monitor's output."""
+    port, token = str(free_port("127.0.0.2")), KEYS["VERL_EXT_MONITOR_TOKEN"]
+    address = ("--host", "127.0.0.2", "--port", port)
+    process = watched.popen(sys.executable, "-m", "verl_ext.monitor", "--root", root, *address)
+
+    def reply(path: str) -> bytes:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.2:{port}/{path}?token={token}", timeout=5) as reply:
+                return bytes(reply.headers["referrer-policy"], "ascii") + reply.read()
+        except HTTPError as error:
+            return error.read()
+        except OSError:  # it does not listen yet
+            return b""
+
+    try:
+        pages = b"".join(wait_until(lambda path=path: reply(path), process) for path in ("", "csv/1", "nowhere"))
+        process.terminate()
+        return pages + process.communicate(timeout=WAIT_S)[0]
+    finally:
+        process.kill()
 
 
-def test_no_key_comes_to_light(watched: Watched, quickstart: Path, tmp_path: Path) -> None:
-    run = Run(quickstart, tmp_path / "checkpoints/project/run", "trainer.logger=[console,wandb,tensorboard]")
+def test_no_key_is_shown_or_stored(watched: Watched, quickstart: Path, tmp_path: Path) -> None:
+    from tests.helpers.evaluation import command, slow_problems, write_recipe
+    from tests.helpers.wandb_files import read_records
+
+    run = SFTRun(quickstart, tmp_path / "checkpoints/project/run", "trainer.logger=[console,wandb,tensorboard]")
     watched.run(*run.words)
     recipe = write_recipe(tmp_path / "served.yaml", {"tier1": {"sums": slow_problems(2, 0)}}, batch_size=2)
     asked = ("--recipe", recipe, "--output", tmp_path / "place", "engine.kind=openai", "engine.api_key_env=ENGINE_KEY")
@@ -139,9 +145,9 @@ def test_no_key_comes_to_light(watched: Watched, quickstart: Path, tmp_path: Pat
     with refusing() as port:
         url = f"engine.base_url=http://127.0.0.1:{port}/v1"
         assert "refuses the key" in watched.run(*command("run", *asked, url), code=2)
-    said = watched.said + look_at_the_monitor(watched, tmp_path / "checkpoints")
-    assert b"no-referrer" in said and b"train/loss" in said and b"accepted_at_1" in said
-    assert PLANTED not in said
+    output = watched.output + visit_monitor(watched, tmp_path / "checkpoints")
+    assert b"no-referrer" in output and b"train/loss" in output and b"accepted_at_1" in output
+    assert PLANTED not in output
     assert len(watched.command_lines) > 5 and not [line for line in watched.command_lines if "PLANTED" in line]
     assert watched.open_to_others == set()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -159,10 +165,10 @@ def test_no_key_comes_to_light(watched: Watched, quickstart: Path, tmp_path: Pat
         ("trainer.experiment_name='${{oc.env:HF_TOKEN}}'", "trainer.experiment_name"),
     ],
 )
-def test_a_key_among_the_settings_is_refused_before_anything_is_written(
+def test_key_in_a_setting_is_refused_before_anything_is_written(
     watched: Watched, tmp_path: Path, key: str, where: str
 ) -> None:
     words = (sys.executable, "-m", "verl_ext.launch", "sft", "1", f"trainer.default_local_dir={tmp_path}/run")
-    said = watched.run(*words, key.format(**KEYS), code=2)
-    assert said.startswith(f"error: {where} ") and said.count("\n") == 1 and "PLANTED" not in said
+    output = watched.run(*words, key.format(**KEYS), code=2)
+    assert output.startswith(f"error: {where} ") and output.count("\n") == 1 and "PLANTED" not in output
     assert not (tmp_path / "run").exists()

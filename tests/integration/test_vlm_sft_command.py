@@ -1,30 +1,23 @@
-"""`run_sft.sh` with a recipe of the stage vlm_sft: it learns, on any number of ranks, also with blocks left out."""
+"""`run_sft.sh` with a recipe of the stage vlm_sft: it learns on any number of ranks, also with skipped blocks."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from tests.helpers import ROOT
-from tests.helpers.data import row, write_questions
-from tests.helpers.vlms import write_model
-from tests.integration.test_budget_command import ENVIRONMENT, TIMEOUT_S
-from verl_ext.config.compose import compose_config
-from verl_ext.controller.adapters.base import VLMAdapter
-from verl_ext.controller.configuration import ConfigurationSpace
-from verl_ext.controller.loading import load_adapter
-from verl_ext.data.questions import question_of
-from verl_ext.metrics.jsonl import read_metrics
-from verl_ext.trainer.vlm_sft import VLMSFTTrainer
+from tests.helpers.commands import RecipeRun
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl_ext.controller.adapters.base import VLMAdapter
 
 TIERS = (256, 1024, 4096)
 NUM_STEPS = 6
 SEED = 7
-"""With which two blocks are left out of the first micro-batch."""
+"""With this seed the first micro-batch skips two blocks."""
 RECIPE = """
 # a tiny model
 stage: vlm_sft
@@ -43,28 +36,38 @@ trainer:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.helpers.data import write_questions
+    from tests.helpers.vlms import write_model
+
     directory = tmp_path_factory.mktemp("inputs")
     model, questions = write_model(directory / "model"), write_questions(directory / "questions", 16, 4)
     (directory / "recipe.yaml").write_text(RECIPE.format(questions=questions, model=model))
     return directory
 
 
-def losses(inputs: Path, run_dir: Path, ranks: int, *overrides: str) -> dict[tuple[int, str], float]:
-    words = ["bash", str(ROOT / "run_sft.sh"), str(ranks), f"recipe={inputs / 'recipe.yaml'}"]
-    words += [f"trainer.default_local_dir={run_dir}", *overrides]
-    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = read_metrics(run_dir / "metrics.jsonl")
-    return {(row["step"], name): row[name] for row in rows for name in ("train/loss", "val/loss") if name in row}
+def losses(inputs: Path, run_dir: Path, num_ranks: int, *overrides: str) -> dict[tuple[int, str], float]:
+    """Train to the end; training and validation losses by step."""
+    run = RecipeRun("run_sft.sh", inputs / "recipe.yaml", run_dir, *overrides, num_ranks=num_ranks)
+    run.finish()
+    return {(row["step"], name): row[name] for row in run.rows() for name in ("train/loss", "val/loss") if name in row}
 
 
 def logits_of(adapter: VLMAdapter) -> torch.Tensor:
+    import torch
+
+    from tests.helpers.data import row
+    from verl_ext.data.questions import question_of
+
     question = question_of("tiny", 0, row(0), "", None)
     with torch.no_grad():
         return adapter.begin(adapter.inputs(question.opened(), question.question, 2)).logits
 
 
-def test_ranks_learn_together_what_one_learns(inputs: Path, tmp_path: Path) -> None:
+def test_two_ranks_learn_what_one_learns(inputs: Path, tmp_path: Path) -> None:
+    import torch
+
+    from verl_ext.controller.loading import load_adapter
+
     alike = ("configurations.share=0.0", "configurations.tier_weights=[0.0,0.0,1.0]")  # for each micro-batch
     found = [losses(inputs, tmp_path / str(ranks), ranks, *alike) for ranks in (1, 2)]
     assert found[0].keys() == found[1].keys() and len(found[0]) == NUM_STEPS + 2
@@ -78,11 +81,18 @@ def test_ranks_learn_together_what_one_learns(inputs: Path, tmp_path: Path) -> N
     assert float((one - start).abs().max()) > 0.5
 
 
-def test_blocks_that_do_not_run_learn_nothing_and_the_others_do(inputs: Path, tmp_path: Path) -> None:
+def test_only_blocks_that_run_learn(inputs: Path, tmp_path: Path) -> None:
+    import torch
+
+    from verl_ext.config.compose import compose_config
+    from verl_ext.controller.configuration import ConfigurationSpace
+    from verl_ext.controller.loading import load_adapter
+    from verl_ext.trainer.vlm_sft import VLMSFTTrainer
+
     overrides = ["configurations.share=1.0", "data.train_batch_size=2", "data.micro_batch_size_per_gpu=1"]
     overrides += ["trainer.total_training_steps=1", "optim.lr_warmup_steps_ratio=0.0", f"trainer.seed={SEED}"]
     losses(inputs, tmp_path / "run", 2, *overrides)
-    trainer = VLMSFTTrainer.__new__(VLMSFTTrainer)  # as much of one as draws a configuration
+    trainer = VLMSFTTrainer.__new__(VLMSFTTrainer)  # only what chooses a configuration
     trainer.config = compose_config("sft", [f"recipe={inputs / 'recipe.yaml'}", *overrides])
     trainer.global_step, trainer.space = 1, ConfigurationSpace(("low", "medium", "high"), 4, 2, 4, (1, 2, 4))
     ran = trainer.configuration(0).blocks
@@ -95,8 +105,10 @@ def test_blocks_that_do_not_run_learn_nothing_and_the_others_do(inputs: Path, tm
     assert changed == list(ran) != [True] * 4  # one micro-batch on each rank, and one configuration for both
 
 
-def test_bad_input_is_one_sentence(inputs: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "verl_ext.launch", "sft", "1", f"recipe={inputs / 'recipe.yaml'}"]
-    words += [f"trainer.default_local_dir={tmp_path / 'run'}", "configurations.topk_choices=[1,2]"]
-    done = subprocess.run(words, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 2 and "must end with 4" in done.stderr and "Traceback" not in done.stderr
+def test_bad_input_is_reported_once(inputs: Path, tmp_path: Path) -> None:
+    done = RecipeRun(
+        "run_sft.sh", inputs / "recipe.yaml", tmp_path / "run", "configurations.topk_choices=[1,2]"
+    ).start()
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    [error] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "topk_choices" in error and "must end with 4" in error

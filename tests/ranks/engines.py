@@ -1,4 +1,7 @@
-"""Run by torchrun: after each of some updates both engines draw, and every token is compared with the trained model."""
+"""Run by torchrun: after each update both engines sample, and every token is compared with the trained model.
+
+Arguments: directory of the model, `plain`, `tied` or `lora`, file for the results.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.helpers.grpo_reference import ENGINE_STEPS
 from tests.helpers.trainer import sharded
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.hf_engine import HfRollout
@@ -22,7 +26,7 @@ from verl_ext.grpo.rollout.vllm_engine import VllmRollout, VllmSettings
 from verl_ext.grpo.rollout.weights import WeightSource
 
 LENGTHS = (150, 20, 7, 133)
-"""Of prompts, each of which is drawn for twice; a block of vLLM's cache has 32 tokens."""
+"""Of prompts, with two samples each; a block of vLLM's cache has 32 tokens."""
 BUCKET_BYTES = 2_000_000
 END = 2
 SETTINGS = {
@@ -32,7 +36,7 @@ SETTINGS = {
 
 
 def build(directory: Path, kind: str) -> Any:
-    """The model of a directory, sharded over the ranks; with LoRA adapters that are no zeros where asked for."""
+    """The model of a directory, sharded over the ranks; `lora` has adapters with weights that are not zero."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
     if kind == "lora":
@@ -42,7 +46,7 @@ def build(directory: Path, kind: str) -> Any:
 
 
 def error_of(model: Any, draw: Draw, completion: Completion, temperature: float) -> float:
-    """Largest distance of a token's log-probability from the model's; infinite where a greedy one is another token."""
+    """Largest error of a token's log-probability; infinite where a greedy token is not the model's most likely one."""
     tokens = torch.tensor(completion.token_ids)
     with torch.no_grad():
         ids = torch.tensor([[*draw.prompt_ids, *completion.token_ids]])
@@ -54,7 +58,7 @@ def error_of(model: Any, draw: Draw, completion: Completion, temperature: float)
 
 
 def main(directory: Path, kind: str, output: Path) -> None:
-    """Write the largest error of each engine and temperature, and whether vLLM repeats its draws, for each step."""
+    """For each step, write the largest error of each engine and temperature, and whether samples repeat."""
     dist.init_process_group("gloo")
     model = build(directory, kind)
     vllm = VllmRollout(VllmSettings(str(directory), False, **SETTINGS))
@@ -67,7 +71,7 @@ def main(directory: Path, kind: str, output: Path) -> None:
     together, own = Team.of(dist.get_world_size()).together(draws[dist.get_rank() :])
     assert len(together) == 2 * len(draws) - 1 and together[own.start : own.stop] == draws[dist.get_rank() :]
     results = []
-    for _ in range(3):
+    for _ in range(ENGINE_STEPS):
         num_buckets = 0
         for bucket in source.buckets():
             vllm.load_bucket(bucket)

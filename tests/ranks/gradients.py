@@ -1,4 +1,7 @@
-"""Run by torchrun: loss and gradients of one global batch for several ways to compute them, written by rank 0."""
+"""Program for torchrun: computes loss and gradients of one global batch in several ways; rank 0 writes them.
+
+Arguments: directory of the quickstart, data, output, and keys of `WAYS` (none for all).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ WAYS = {
     "plain, few tokens": (*PLAIN, "data.max_tokens_per_gpu=150"),
     "fused": ("data.packing=false", "model.fsdp_config.keep_gathered=false"),
     "packed": ("model.fsdp_config.keep_gathered=true",),
-    "packed, gathered anew": ("data.micro_batch_size_per_gpu=1", "model.fsdp_config.keep_gathered=false"),
+    "packed, gathered twice": ("data.micro_batch_size_per_gpu=1", "model.fsdp_config.keep_gathered=false"),
     "packed, few tokens": ("data.max_tokens_per_gpu=150", "model.fused_loss=false"),
     "packed, 1 sample": ("data.max_tokens_per_gpu=1", "model.enable_gradient_checkpointing=true"),
 }
@@ -26,12 +29,12 @@ if __name__ == "__main__":
     quickstart, data, output = map(Path, sys.argv[1:4])
     dist.init_process_group("gloo")
     results = {}
-    for way, overrides in WAYS.items():
+    for way in sys.argv[4:] or WAYS:
         common = (f"data.train_files={data}", "data.max_length=1024", "data.micro_batch_size_per_gpu=4")
-        trainer = make_trainer(small_config(quickstart, output.parent / "run", *common, *overrides))
+        trainer = make_trainer(small_config(quickstart, output.parent / "run", *common, *WAYS[way]))
         loss, gradients = loss_and_gradients(trainer)
         results[way] = {"loss": loss, "gradients": gradients, "validation": trainer.validate()}
-        results[way]["again"] = loss_and_gradients(trainer)[0]  # what was left gathered is not taken for new
+        results[way]["again"] = loss_and_gradients(trainer)[0]  # parameters that stayed gathered must not be stale
     if dist.get_rank() == 0:
         torch.save(results, output)
     dist.destroy_process_group()

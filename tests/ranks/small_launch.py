@@ -1,4 +1,7 @@
-"""The launcher on small ranks: `python -m tests.ranks.small_launch RUN_DIR GRACE_S RESTARTS FIRST_PAUSE_S`."""
+"""The launcher on small ranks.
+
+`python -m tests.ranks.small_launch RUN_DIR GRACE_S RESTARTS FIRST_PAUSE_S LEAVE_AFTER_S`
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ import sys
 
 from omegaconf import OmegaConf
 
+from verl_ext.launch import keeper
 from verl_ext.launch.__main__ import stoppable
 from verl_ext.launch.run import run_to_the_end
 
 if __name__ == "__main__":
-    run_dir, grace_s, restarts, first_pause_s = sys.argv[1:]
+    run_dir, grace_s, restarts, first_pause_s, leave_after_s = sys.argv[1:]
+    keeper.LEAVE_AFTER_S = float(leave_after_s)
     trainer = {
         "default_local_dir": run_dir,
         "project_name": "tests",

@@ -1,6 +1,6 @@
 """Small programs that real torchrun starts in place of the trainer: `python -m tests.ranks.small_ranks CONFIG`.
 
-Ranks talk through files in the run directory, and none lives longer than `LIFETIME_S`.
+Ranks communicate through files in the run directory, and none lives longer than `LIFETIME_S`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 from omegaconf import OmegaConf
 
 from verl_ext.checkpoint.layout import TRACKER, Manifest
@@ -48,6 +49,13 @@ def wait_for(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def say_ready(run_dir: Path) -> None:
     (run_dir / f"ready_{RANK}").write_text(str(os.getpid()))
 
@@ -81,7 +89,7 @@ def crash_when_asked(run_dir: Path, attempt: int) -> int:
     wait_for(lambda: bool(asked))
     if RANK == 1:
         return 1
-    time.sleep(2)  # rank 1 is the first to end
+    wait_for(lambda: has_ended(int((run_dir / "ready_1").read_text())))  # rank 1 is the first to end
     return STOPPED_EXIT_CODE
 
 
@@ -110,7 +118,7 @@ def refuse(run_dir: Path, attempt: int) -> int:
 
 
 def main() -> int:
-    """Note the attempt and behave as the environment says."""
+    """Record the attempt and run the function that the environment names."""
     config = OmegaConf.load(sys.argv[1])
     run_dir = Path(config.trainer.default_local_dir)
     attempts = run_dir / f"attempts_of_{RANK}"

@@ -1,7 +1,7 @@
 """verl's own SFT command on CPUs: `torchrun --nproc-per-node=2 -m tests.ranks.stock_verl OVERRIDES`.
 
-It is as released but for what keeps it from running here, or makes it slow: flash-attention, NCCL and the broadcast of
-FSDP1, which need a GPU; bf16, which CPUs emulate; and that accelerators alone reduce its loss over the ranks.
+It is the released code except for what does not work on CPUs: flash-attention, NCCL and the broadcast of FSDP1 need a
+GPU; bf16 is emulated and slow; and verl reduces the loss over the ranks on accelerators only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def run_on_cpus() -> None:
     stock.get_init_weight_context_manager = lambda **k: nullcontext  # every rank loads the weights
     on_cpu = {"sync_module_states": False, "device_id": torch.device("cpu")}
     stock.FSDP = lambda *a, **k: FullyShardedDataParallel(*a, **{**k, **on_cpu})
-    stock.is_npu_available = True  # where it adds the loss up over the ranks and divides it; gloo has no mean
+    stock.is_npu_available = True  # then it sums the loss over the ranks and divides it; gloo has no mean
 
 
 if __name__ == "__main__":

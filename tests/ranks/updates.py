@@ -1,4 +1,7 @@
-"""Run by torchrun: what a step's updates make of a small model, each rank with its share of the same rollouts."""
+"""Run by torchrun: the updates of one step on a small model, each rank with its share of the same rollouts.
+
+Arguments: file of the cases, file for the results.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from verl_ext.trainer.gathering import Gathering
 
 
 def updated(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The parameters after the updates of one step, and its figures."""
+    """The parameters after the updates of one step, and its metrics."""
     model, frozen = sharded(make_model(0.0)), sharded(make_model(REFERENCE))
     layout = Layout(0, forward_cost(model) if case.share_prompts else None)
     token_model = TokenModel(
@@ -42,7 +45,7 @@ def updated(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
 
     every, rewards, groups = samples_of()
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    # what a rank has of each mini-batch: the same prompts make an update however many ranks there are
+    # a rank's share of each mini-batch: an update has the same prompts for any number of ranks
     mine = [n for n in range(len(every)) if groups[n] % ranks == rank]
     advantages = group_advantages([rewards[n] for n in mine], [groups[n] for n in mine], divide_by_std=True)
     experience = Experience([every[n] for n in mine], [Reward({"r": rewards[n]}) for n in mine], advantages)

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import adaptive, grpo, health, monitor, quick
 from benchmarks.peer import with_peer
-from tests.unit.test_health_command import write_run
+from tests.helpers.health_curves import write_run
 
 
 def figures(module: Any, words: list[str], directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

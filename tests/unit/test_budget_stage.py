@@ -11,6 +11,9 @@ from omegaconf import DictConfig
 
 from tests.helpers.data import write_questions
 from verl_ext.config.compose import compose_config
+from verl_ext.controller.checkpoints import load_weights
+from verl_ext.controller.network import BudgetController, BudgetControllerConfig
+from verl_ext.data.load import load_questions
 from verl_ext.errors import UserError
 from verl_ext.launch.budget_check import check_budget
 from verl_ext.metrics.epoch_history import COLUMNS, EpochSums, EpochTables, line_of, tags_of
@@ -86,6 +89,21 @@ def test_shares_of_all_of_the_model_need_a_latency_model(recipe: Path) -> None:
     check_budget(config_of(recipe, shares), 1)
     with pytest.raises(UserError, match="set latency.source=model"):
         check_budget(config_of(recipe, shares, "latency.source=measured"), 1)
+
+
+def test_fewer_questions_than_a_batch_are_refused(recipe: Path) -> None:
+    with pytest.raises(UserError, match="there are 4 questions to learn from"):
+        load_questions(config_of(recipe, "data.train_batch_size=50"), None)  # type: ignore[arg-type]
+
+
+def test_weights_of_another_size_are_refused(recipe: Path, tmp_path: Path) -> None:
+    sizes = {"tiers": (256,), "num_blocks": 2, "min_active": 1, "max_active": 2, "topk_choices": ()}
+    sizes |= {"vision_width": 8, "language_width": 8, "low_ms": 1.0, "high_ms": 2.0}
+    controller, wider = (BudgetController(BudgetControllerConfig(**sizes, hidden=hidden)) for hidden in (8, 16))
+    wider.save_pretrained(tmp_path / "wider")
+    for path in (recipe, tmp_path / "wider"):
+        with pytest.raises(UserError, match="is no controller of this size"):
+            load_weights(controller, path)
 
 
 def test_an_epoch_is_the_mean_over_its_samples() -> None:

@@ -12,22 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
-from tests.unit.test_checkpoint_retention import NAMES, kept, save
+from tests.helpers.checkpoints import NAMES, checkpoint_command, kept, save
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.checkpoint.lease import leased
 from verl_ext.checkpoint.lock import exclusive
 
 COMMAND = [sys.executable, "-m", "verl_ext.checkpoint"]
-
-
-def call(*words: str | Path | int, code: int = 0) -> str:
-    """Run the command; returns what it says, on standard error where it fails with code 2."""
-    result = subprocess.run(
-        [*COMMAND, *map(str, words)], cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
-    assert result.returncode == code, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    return result.stderr if code == 2 else result.stdout
 
 
 @pytest.fixture
@@ -43,7 +33,7 @@ def test_ls_is_an_aligned_table_with_the_reasons(run_dir: Path) -> None:
     (run_dir / "global_step_50").mkdir()
     (run_dir / "global_step_45.tmp").mkdir()
     (run_dir / "global_step_5.removing").mkdir()
-    header, *lines = call("ls", run_dir).splitlines()
+    header, *lines = checkpoint_command("ls", run_dir).splitlines()
     assert header.split() == "step size ranks saved at state val/loss train/loss kept because".split()
     assert [int(line.split()[0]) for line in lines] == [50, 45, 40, 30, 20, 10, 5]
     column = header.index("kept because")
@@ -64,7 +54,7 @@ def test_ls_is_an_aligned_table_with_the_reasons(run_dir: Path) -> None:
 
 def test_ls_for_scripts(run_dir: Path) -> None:
     (run_dir / "global_step_50").mkdir()
-    entries = {entry["step"]: entry for entry in json.loads(call("ls", run_dir, "--json"))}
+    entries = {entry["step"]: entry for entry in json.loads(checkpoint_command("ls", run_dir, "--json"))}
     assert entries[20]["kept_because"] == ["the best by val/loss"]
     assert {step for step, entry in entries.items() if entry["goes_next"]} == {10, 30}
     assert (entries[20]["world_size"], entries[20]["metrics"]) == (2, {"val/loss": 1.5, "train/loss": 0.75})
@@ -75,19 +65,19 @@ def test_ls_for_scripts(run_dir: Path) -> None:
 
 def test_ls_without_a_configuration_keeps_all(run_dir: Path) -> None:
     (run_dir / "config.yaml").unlink()
-    entries = json.loads(call("ls", run_dir, "--json"))
+    entries = json.loads(checkpoint_command("ls", run_dir, "--json"))
     assert [entry["kept_because"] for entry in entries] == [["max_ckpt_to_keep is null"]] * 4
 
 
 def test_ls_after_a_run_was_started_over_counts_from_its_tracker(run_dir: Path) -> None:
     save(run_dir, 15)
-    entries = {entry["step"]: entry for entry in json.loads(call("ls", run_dir, "--json"))}
+    entries = {entry["step"]: entry for entry in json.loads(checkpoint_command("ls", run_dir, "--json"))}
     assert entries[15]["kept_because"] == ["the newest"]
     assert entries[40]["goes_next"]
 
 
 def test_verify_lists_damage_and_exits_with_1(run_dir: Path) -> None:
-    output = call("verify", run_dir)
+    output = checkpoint_command("verify", run_dir)
     *lines, last = output.splitlines()
     assert [line.partition(":")[0] for line in lines] == [f"global_step_{n}" for n in (40, 30, 20, 10)]
     assert last == "Verified: 4 of 4 checkpoints are whole"
@@ -96,31 +86,31 @@ def test_verify_lists_damage_and_exits_with_1(run_dir: Path) -> None:
     flipped = bytearray(model.read_bytes())
     flipped[0] ^= 1
     model.write_bytes(flipped)  # of the same size, so that only the digest tells
-    output = call("verify", run_dir, code=1)
+    output = checkpoint_command("verify", run_dir, code=1)
     assert "global_step_30: damaged or incomplete\n  " + NAMES[0] + " has the digest " in output
     assert output.count("every digest is right") == 3 and output.endswith("Verified: 3 of 4 checkpoints are whole\n")
-    assert call("verify", run_dir, "--step", 10, 40).count("\n") == 3
+    assert checkpoint_command("verify", run_dir, "--step", 10, 40).count("\n") == 3
     (run_dir / "global_step_50").mkdir()
-    assert "never completed" in call("verify", run_dir, "--step", 50, code=1)
+    assert "never completed" in checkpoint_command("verify", run_dir, "--step", 50, code=1)
     os.rename(run_dir / "global_step_10", run_dir / "global_step_11")
-    assert "manifest is that of step 10" in call("verify", run_dir, "--step", 11, code=1)
+    assert "manifest is that of step 10" in checkpoint_command("verify", run_dir, "--step", 11, code=1)
 
 
 def test_prune_by_the_configuration_and_by_options(run_dir: Path) -> None:
     (run_dir / "global_step_45.tmp").mkdir()
-    output = call("prune", run_dir, "--dry-run")
+    output = checkpoint_command("prune", run_dir, "--dry-run")
     assert "global_step_10" in output and "global_step_30" in output and "This frees" in output
     assert kept(run_dir) == [10, 20, 30, 40]
-    assert "say --yes" in call("prune", run_dir, code=2)
+    assert "say --yes" in checkpoint_command("prune", run_dir, code=2)
     assert kept(run_dir) == [10, 20, 30, 40]
-    told = call("prune", run_dir, "--max-to-keep", 2, "--yes")
+    told = checkpoint_command("prune", run_dir, "--max-to-keep", 2, "--yes")
     assert told.endswith(
         "Removed: 1 of 1 checkpoints\n  left            global_step_40, global_step_30, global_step_20\n"
     )
     assert kept(run_dir) == [20, 30, 40]
-    call("prune", run_dir, "--keep-best", 0, "--yes")
+    checkpoint_command("prune", run_dir, "--keep-best", 0, "--yes")
     assert kept(run_dir) == [40]
-    assert "Nothing to remove" in call("prune", run_dir)
+    assert "Nothing to remove" in checkpoint_command("prune", run_dir)
     assert (run_dir / "global_step_45.tmp").is_dir()  # perhaps a save that is going on elsewhere
 
 
@@ -129,37 +119,37 @@ def test_prune_drops_the_optimizer_of_the_best(run_dir: Path) -> None:
         "trainer: {max_ckpt_to_keep: 3, checkpoint: {keep_best: 1, drop_optimizer_of_best: true}}\n"
     )
     save(run_dir, 50)  # now 20 is kept as best alone
-    assert "rotation would drop its optimizer" in call("ls", run_dir)
-    assert "global_step_20, its optimizer alone" in call("prune", run_dir, "--yes")
+    assert "rotation would drop its optimizer" in checkpoint_command("ls", run_dir)
+    assert "global_step_20, its optimizer alone" in checkpoint_command("prune", run_dir, "--yes")
     assert kept(run_dir) == [20, 30, 40, 50]
     assert Manifest.read(run_dir / "global_step_20").dropped == ("optimizer",)
-    assert "complete, without optimizer" in call("ls", run_dir)
-    call("verify", run_dir)
+    assert "complete, without optimizer" in checkpoint_command("ls", run_dir)
+    checkpoint_command("verify", run_dir)
 
 
 def test_prune_by_step_refuses_what_is_held_and_says_how_to_lift_it(run_dir: Path) -> None:
     keep, choice = run_dir / "global_step_10" / "keep", run_dir / "best_checkpoint.json"
     keep.touch()
     choice.write_text('{"step": 20}')
-    assert f"delete {keep} first" in call("prune", run_dir, "--step", 30, 10, "--yes", code=2)
-    assert f"is what {choice} names" in call("prune", run_dir, "--step", 20, "--yes", code=2)
-    assert "would resume from" in call("prune", run_dir, "--step", 40, "--yes", code=2)
+    assert f"delete {keep} first" in checkpoint_command("prune", run_dir, "--step", 30, 10, "--yes", code=2)
+    assert f"is what {choice} names" in checkpoint_command("prune", run_dir, "--step", 20, "--yes", code=2)
+    assert "would resume from" in checkpoint_command("prune", run_dir, "--step", 40, "--yes", code=2)
     with leased(run_dir / "global_step_30"):
-        message = call("prune", run_dir, "--step", 30, "--yes", code=2)
+        message = checkpoint_command("prune", run_dir, "--step", 30, "--yes", code=2)
     assert f"is read by process {os.getpid()}" in message
     assert kept(run_dir) == [10, 20, 30, 40]
     keep.unlink()
-    call("prune", run_dir, "--step", 10, 30, "--yes")
+    checkpoint_command("prune", run_dir, "--step", 10, 30, "--yes")
     assert kept(run_dir) == [20, 40]
     choice.write_text("{")
-    assert "repair or delete it" in call("prune", run_dir, "--step", 20, "--yes", code=2)
+    assert "repair or delete it" in checkpoint_command("prune", run_dir, "--step", 20, "--yes", code=2)
 
 
 def test_prune_leaves_a_run_alone_that_is_training(run_dir: Path) -> None:
     with exclusive(run_dir):
-        message = call("prune", run_dir, "--yes", code=2)
+        message = checkpoint_command("prune", run_dir, "--yes", code=2)
         assert f"in use by process {os.getpid()} on " in message
-        assert "global_step_10" in call("prune", run_dir, "--dry-run")
+        assert "global_step_10" in checkpoint_command("prune", run_dir, "--dry-run")
     assert kept(run_dir) == [10, 20, 30, 40]
 
 
@@ -179,7 +169,7 @@ def test_prune_asks_on_a_terminal(run_dir: Path, answer: str, code: int, left: l
 
 def test_a_removal_that_fails_is_exit_code_1(run_dir: Path) -> None:
     (run_dir / "global_step_10.removing").write_text("a file where the directory is to be renamed to")
-    call("prune", run_dir, "--yes", code=1)
+    checkpoint_command("prune", run_dir, "--yes", code=1)
     assert kept(run_dir) == [10, 20, 40]
 
 
@@ -194,7 +184,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(run_dir: Path, tmp_path_facto
         "'0' is not a whole number of 1 or more": ("prune", run_dir, "--max-to-keep", 0),
     }
     for message, words in cases.items():
-        error = call(*words, code=2)
+        error = checkpoint_command(*words, code=2)
         assert message in error and error.count("\n") == 1
 
 
@@ -203,7 +193,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(run_dir: Path, tmp_path_facto
 )
 def test_a_broken_configuration_is_refused(run_dir: Path, text: str) -> None:
     (run_dir / "config.yaml").write_text(text)
-    assert "config.yaml" in call("ls", run_dir, code=2)
+    assert "config.yaml" in checkpoint_command("ls", run_dir, code=2)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["ls"], ["verify"], ["prune", "--dry-run"]])

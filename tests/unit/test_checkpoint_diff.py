@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers.checkpoints import checkpoint_command
 from tests.helpers.trainer import make_trainer, small_config
-from tests.unit.test_checkpoint_command import call
 from verl_ext.checkpoint.command.diff import SHOWN
 from verl_ext.checkpoint.shards import shard_name
 
-pytestmark = pytest.mark.usefixtures("one_rank")
 SHARDS = "trainer.checkpoint.save_contents=[model,optimizer,extra]"
 
 
-@pytest.fixture
-def run_dir(quickstart: Path, tmp_path: Path) -> Path:
-    """Steps 1 and 2 of one model, the second saved twice, as step 3 too."""
-    trainer = make_trainer(small_config(quickstart, tmp_path, SHARDS, "trainer.max_ckpt_to_keep=null"))
+@pytest.fixture(scope="module")
+def run_dir(one_rank: None, quickstart: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1 and 2 of one model, and the second saved again as step 3; read-only."""
+    directory = tmp_path_factory.mktemp("run")
+    trainer = make_trainer(small_config(quickstart, directory, SHARDS, "trainer.max_ckpt_to_keep=null"))
     batches = trainer.remaining_batches()
     for step in (1, 2):
         trainer.training_step(next(batches))
         trainer.save_checkpoint(step)
     trainer.save_checkpoint(3)
     trainer.checkpoint_manager.wait()
-    return tmp_path
+    return directory
+
+
+@pytest.fixture
+def copy(run_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the run, which a test may damage."""
+    return shutil.copytree(run_dir, tmp_path / "run")
 
 
 def change(checkpoint: Path, name: str, value: torch.Tensor | None) -> None:
@@ -38,32 +45,32 @@ def change(checkpoint: Path, name: str, value: torch.Tensor | None) -> None:
 
 
 def test_what_is_the_same_is_equal_bit_for_bit(run_dir: Path) -> None:
-    last = call("diff", run_dir, 2, 3).splitlines()
+    last = checkpoint_command("diff", run_dir, 2, 3).splitlines()
     assert len(last) == 1 and last[0].endswith("tensors are equal bit for bit")
     equal, _, num_tensors, *_ = last[0].split()
     assert equal == num_tensors and int(equal) > SHOWN
-    with_optimizer = call("diff", run_dir, 2, 3, "--optimizer").split()
+    with_optimizer = checkpoint_command("diff", run_dir, 2, 3, "--optimizer").split()
     assert int(with_optimizer[0]) > 2 * int(equal)
 
 
 def test_a_step_changes_every_tensor_and_the_largest_changes_are_shown(run_dir: Path) -> None:
-    header, *rows, more, equal = call("diff", run_dir, 1, run_dir / "global_step_2", code=1).splitlines()
+    header, *rows, more, equal = checkpoint_command("diff", run_dir, 1, run_dir / "global_step_2", code=1).splitlines()
     assert header.split()[0] == "tensor" and len(rows) == SHOWN
     relative = [float(row.split()[-2]) for row in rows]
     assert relative == sorted(relative, reverse=True) and 0 < relative[-1] < 1
     assert equal.startswith("0 of ") and more.endswith("--all lists them")
-    listed = call("diff", run_dir, 1, 2, "--all", code=1).splitlines()
+    listed = checkpoint_command("diff", run_dir, 1, 2, "--all", code=1).splitlines()
     assert len(listed) - 2 == SHOWN + int(more.split()[2])
 
 
-def test_tensors_that_are_missing_or_of_another_shape_come_first(run_dir: Path) -> None:
+def test_tensors_that_are_missing_or_of_another_shape_come_first(copy: Path) -> None:
     names = ("model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight")
-    change(run_dir / "global_step_3", names[0], None)
-    change(run_dir / "global_step_3", names[1], torch.zeros(7))
-    old = torch.load(run_dir / "global_step_2" / shard_name("model", 1, 0), weights_only=False)[names[2]]
+    change(copy / "global_step_3", names[0], None)
+    change(copy / "global_step_3", names[1], torch.zeros(7))
+    old = torch.load(copy / "global_step_2" / shard_name("model", 1, 0), weights_only=False)[names[2]]
     old = old.full_tensor() if hasattr(old, "full_tensor") else old
-    change(run_dir / "global_step_3", names[2], old.to(torch.bfloat16))
-    rows = call("diff", run_dir, 2, 3, code=1).splitlines()[1:-1]
+    change(copy / "global_step_3", names[2], old.to(torch.bfloat16))
+    rows = checkpoint_command("diff", copy, 2, 3, code=1).splitlines()[1:-1]
     told = {row.split()[0]: row for row in rows}
     assert set(told) == {*names} and rows[-1].startswith(names[2])
     assert told[names[0]].endswith("only in A")
@@ -71,12 +78,12 @@ def test_tensors_that_are_missing_or_of_another_shape_come_first(run_dir: Path) 
     assert told[names[2]].endswith("torch.float32 against torch.bfloat16")
 
 
-def test_a_damaged_shard_is_no_difference(run_dir: Path) -> None:
-    (run_dir / "global_step_3" / shard_name("model", 1, 0)).write_bytes(b"")
-    assert "is damaged, or no file of torch.save" in call("diff", run_dir, 2, 3, code=2)
+def test_a_damaged_shard_is_no_difference(copy: Path) -> None:
+    (copy / "global_step_3" / shard_name("model", 1, 0)).write_bytes(b"")
+    assert "is damaged, or no file of torch.save" in checkpoint_command("diff", copy, 2, 3, code=2)
 
 
 def test_what_is_no_checkpoint_is_refused(run_dir: Path) -> None:
-    assert "has no checkpoint of step 9" in call("diff", run_dir, 1, 9, code=2)
-    assert "is neither a step of" in call("diff", run_dir, 1, run_dir, code=2)
-    assert "is not a directory" in call("diff", run_dir / "none", 1, 2, code=2)
+    assert "has no checkpoint of step 9" in checkpoint_command("diff", run_dir, 1, 9, code=2)
+    assert "is neither a step of" in checkpoint_command("diff", run_dir, 1, run_dir, code=2)
+    assert "is not a directory" in checkpoint_command("diff", run_dir / "none", 1, 2, code=2)

@@ -14,42 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 from omegaconf import OmegaConf
 
 from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.models.hold import held
 from tests.helpers import ROOT
-from verl_ext.checkpoint.commit import publish, write_manifest
-from verl_ext.checkpoint.layout import Manifest, list_steps, what_is_wrong
+from tests.helpers.checkpoints import NAMES, OPTIMIZER, kept, save
+from tests.helpers.processes import wait_until
+from verl_ext.checkpoint.layout import Manifest, what_is_wrong
 from verl_ext.checkpoint.lease import DEFAULT_SECONDS, lease_holders, leased
 from verl_ext.checkpoint.lock import exclusive
 from verl_ext.checkpoint.retention import Retention, reasons_to_keep
 from verl_ext.checkpoint.rotation import carry_out, plan_rotation, rotate
 from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.errors import UserError
-
-OPTIMIZER = [f"optim_world_size_2_rank_{rank}.pt" for rank in (0, 1)]
-NAMES = ["model_world_size_2_rank_0.pt", "huggingface/config.json", *OPTIMIZER]
-
-
-def save(run_dir: Path, step: int, **metrics: float) -> Path:
-    """Commit a small checkpoint; `val=1.0` is its `val/loss`."""
-    temporary = run_dir / f"global_step_{step}.tmp"
-    (temporary / "huggingface").mkdir(parents=True)
-    files = {}
-    for name in NAMES:
-        content = f"{name} of step {step}".encode()
-        (temporary / name).write_bytes(content)
-        files[name] = {"bytes": len(content), "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
-    named = {f"{kind}/loss": value for kind, value in metrics.items()}
-    write_manifest(temporary, Manifest(step, 2, "digest", files, named, time=time.time()))
-    publish(temporary, run_dir / f"global_step_{step}", step)
-    return run_dir / f"global_step_{step}"
-
-
-def kept(run_dir: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("global_step_")) for path in list_steps(run_dir))
 
 
 def reasons(run_dir: Path, retention: Retention, step: int) -> dict[int, list[str]]:
@@ -199,10 +177,7 @@ def test_a_lease_is_a_file_that_is_renewed_and_removed(tmp_path: Path) -> None:
         assert path.name == f"lease.{socket.gethostname()}.{os.getpid()}.json"
         first = json.loads(path.read_text())
         assert {"host", "pid", "time", "expires"} <= first.keys()
-        deadline = time.monotonic() + 60
-        while json.loads(path.read_text())["expires"] <= first["expires"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: json.loads(path.read_text())["expires"] > first["expires"])
     assert not list(checkpoint.glob("lease*"))
     assert what_is_wrong(checkpoint) is None
 

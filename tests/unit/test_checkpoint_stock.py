@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.test_checkpoint_command import call
-from tests.unit.test_checkpoint_retention import kept, save
+from tests.helpers.checkpoints import checkpoint_command, flip_byte, kept, save
 from verl_ext.checkpoint.commit import publish
 from verl_ext.checkpoint.layout import TRACKER, Manifest, list_steps, what_is_wrong
 from verl_ext.checkpoint.resume import find_checkpoint
@@ -152,37 +151,37 @@ def test_the_commands_show_them_for_what_they_are(tmp_path: Path) -> None:
     save_as_verl(tmp_path, 20, kinds=("model",))
     cut(save_as_verl(tmp_path, 30) / "data.pt", 0.5)
     save(tmp_path, 15)
-    lines = {line.split()[0]: line for line in call("ls", tmp_path).splitlines()}
+    lines = {line.split()[0]: line for line in checkpoint_command("ls", tmp_path).splitlines()}
     assert "complete, written by verl itself  " in lines["10"] and lines["10"].endswith("verl itself wrote it")
     assert "complete, written by verl itself, without optimizer, without extra" in lines["20"]
     assert "incomplete, written by verl itself: its file data.pt is cut short" in lines["30"]
-    assert [entry["written_by_verl"] for entry in json.loads(call("ls", tmp_path, "--json"))] == [
+    assert [entry["written_by_verl"] for entry in json.loads(checkpoint_command("ls", tmp_path, "--json"))] == [
         True,
         True,
         False,
         True,
     ]
-    verified = call("verify", tmp_path, code=1)
+    verified = checkpoint_command("verify", tmp_path, code=1)
     assert "global_step_10: complete, 9 files" in verified and "but every checksum is right" in verified
     assert "global_step_30: damaged or incomplete\n  data.pt is damaged (File is not a zip file)" in verified
-    call("prune", tmp_path, "--max-to-keep", 1, "--yes")
+    checkpoint_command("prune", tmp_path, "--max-to-keep", 1, "--yes")
     assert kept(tmp_path) == [10, 15, 20, 30]
-    call("prune", tmp_path, "--step", 10, 30, "--yes")  # by name alone
+    checkpoint_command("prune", tmp_path, "--step", 10, 30, "--yes")  # by name alone
     assert kept(tmp_path) == [15, 20]
 
 
 def test_a_changed_byte_is_found_by_the_checksums_in_the_file(tmp_path: Path) -> None:
     shard = save_as_verl(tmp_path, 10) / "model_world_size_2_rank_1.pt"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1  # among the numbers, where torch.load would not notice
-    shard.write_bytes(content)
+    flip_byte(shard)
     assert find(tmp_path)[0] == shard.parent  # the quick look does not read it
-    assert f"{shard.name} is damaged (Bad CRC-32" in call("verify", tmp_path, code=1)
-    assert "cannot be exported" in call("export", tmp_path, "--step", 10, "--output", tmp_path / "model", code=2)
+    assert f"{shard.name} is damaged (Bad CRC-32" in checkpoint_command("verify", tmp_path, code=1)
+    assert "cannot be exported" in checkpoint_command(
+        "export", tmp_path, "--step", 10, "--output", tmp_path / "model", code=2
+    )
 
 
 def test_an_export_needs_the_models_configuration(tmp_path: Path) -> None:
     checkpoint = save_as_verl(tmp_path, 10)
     shutil.rmtree(checkpoint / "huggingface")
-    message = call("export", tmp_path, "--output", tmp_path / "model", code=2)
+    message = checkpoint_command("export", tmp_path, "--output", tmp_path / "model", code=2)
     assert "has no huggingface/config.json; copy it there" in message

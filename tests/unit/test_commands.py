@@ -16,15 +16,14 @@ from verl_ext.argument_types import Number, WholeNumber, output_file
 from verl_ext.command_line import CommandParser
 from verl_ext.errors import UserError
 
-FOLDERS = ("verl_ext", "eval_pipeline", "benchmarks", "tests")
+FOLDERS = ("verl_ext", "eval_pipeline", "benchmarks", "scripts")
 SCRIPTS = ("run_sft.sh", "run_grpo.sh", "eval_pipeline/run.sh", "tests/run.sh", "benchmarks/run.sh")
 HEAVY = re.compile(r"\| +(torch|transformers|vllm|pandas|pyarrow)$", re.MULTILINE)
 
 
 def modules_with_a_main() -> list[str]:
-    """All that `python -m` runs, but for what integration tests start."""
+    """All that users run with `python -m`."""
     paths = [path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    paths = [path for path in paths if path.parts[:2] != ("tests", "integration")]
     mains = [path for path in paths if re.search(r'^if __name__ == "__main__":', (ROOT / path).read_text(), re.M)]
     return sorted(".".join(path.with_suffix("").parts).removesuffix(".__main__") for path in mains)
 

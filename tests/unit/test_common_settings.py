@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.checkpoints import NAMES, save
 from tests.helpers.data import write_questions
 from tests.helpers.trainer import make_trainer, small_config
-from tests.unit.test_checkpoint_retention import NAMES, save
 from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.retention import Retention
 from verl_ext.config.compose import LAYERS, base_config, compose_config

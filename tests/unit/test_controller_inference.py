@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import vlms
-from tests.unit.test_controller_policy import question
+from tests.helpers.data import question
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.execution import Executor

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.helpers import vlms
+from tests.helpers.data import question
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import ConfigurationSpace
@@ -28,13 +26,6 @@ from verl_ext.errors import UserError
 from verl_ext.grpo.policy import Prompt
 
 BUDGETS = (5.0, 50.0)
-
-
-def question(number: int) -> ImageQuestion:
-    pixels = np.random.default_rng(number).integers(0, 255, (96, 96, 3), dtype=np.uint8)
-    encoded = io.BytesIO()
-    Image.fromarray(pixels).save(encoded, "png")
-    return ImageQuestion(f"q{number}", encoded.getvalue(), "what is it ?", ("a cat",))
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from tokenizers.processors import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl.utils.dataset.sft_dataset import SFTDataset
 
+from tests.helpers.data import CHAT, dataset_of
 from tests.helpers.trainer import small_config
 from verl_ext.data.batching import MicroBatcher, validation_micro_batches
 from verl_ext.data.chat import ChatDataset
@@ -21,12 +22,6 @@ from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.errors import UserError
 
-CHAT = [
-    {"role": "user", "content": "Write f."},
-    {"role": "assistant", "content": "def f(x):\n    return x"},
-    {"role": "user", "content": "Write g."},
-    {"role": "assistant", "content": "def g(x):\n    return 0"},
-]
 QWEN25_TEMPLATE = (  # the default system prompt is what makes turn-by-turn rendering of this family hard
     "{% if messages[0]['role'] == 'system' %}<|im_start|>system\n{{ messages[0]['content'] }}<|im_end|>\n"
     "{% else %}<|im_start|>system\nYou are Qwen.<|im_end|>\n{% endif %}"
@@ -48,15 +43,6 @@ MARKED_TEMPLATE = (
 @pytest.fixture
 def tokenizer(quickstart: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(quickstart / "model")
-
-
-def dataset_of(
-    rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path, *overrides: str
-) -> ChatDataset:
-    path = tmp_path / "rows.parquet"
-    pd.DataFrame(rows).to_parquet(path)
-    config = small_config(tmp_path, tmp_path, *overrides)
-    return ChatDataset(str(path), tokenizer, config.data)
 
 
 def learnt(dataset: ChatDataset, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> str:

@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
-from tests.helpers.health_curves import CURVES
-from verl_ext.health.rules import RULES
+from tests.helpers.docs import PAGES
 from verl_ext.metrics.reference import render_reference
 from verl_ext.reference.page import render_recipes
-
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_metrics_reference_is_up_to_date() -> None:
@@ -22,19 +19,6 @@ def test_the_metrics_reference_is_up_to_date() -> None:
 
 def test_the_recipes_reference_is_up_to_date() -> None:
     assert (ROOT / "docs/recipes.md").read_text().strip() == render_recipes().strip()
-
-
-def test_the_page_on_health_has_every_rule() -> None:
-    page = (ROOT / "docs/health.md").read_text()
-    for each in RULES:
-        assert f"| `{each.name}` | {each.meaning} |" in page
-    assert f"a labelled set of {len(CURVES)} runs" in page
-
-
-def test_the_readme_lists_every_page() -> None:
-    readme = (ROOT / "README.md").read_text()
-    for page in PAGES[1:]:
-        assert f"\n- [docs/{page.name}](docs/{page.name}): " in readme
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -11,7 +11,7 @@ import pytest
 
 from eval_pipeline.__main__ import parse as parse_evaluation
 from tests.helpers import ROOT
-from tests.unit.test_docs import PAGES
+from tests.helpers.docs import PAGES
 from verl_ext.config.compose import compose_config
 from verl_ext.data.prepare.commands import parse_arguments as parse_preparation
 from verl_ext.launch.arguments import parse_arguments

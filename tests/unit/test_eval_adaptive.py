@@ -25,9 +25,9 @@ from eval_pipeline.adaptive.results import Results, rows_of
 from eval_pipeline.adaptive.statics import MOST_CHOSEN, important_blocks, static_configurations
 from eval_pipeline.adaptive.summary import summarise
 from tests.helpers import vlms
+from tests.helpers.data import question
 from tests.helpers.vlms import TIERS, write_controller
 from tests.helpers.wandb_files import read_history, read_records, values_of
-from tests.unit.test_controller_policy import question
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.block_importance import Importance, cheapest, load_importance

@@ -9,7 +9,7 @@ import pytest
 
 from eval_pipeline.adaptive.block_search import BlockSearch
 from tests.helpers import vlms
-from tests.unit.test_controller_policy import question
+from tests.helpers.data import question
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.block_importance import answer_loss
 from verl_ext.controller.configuration import Configuration

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,6 +24,7 @@ from eval_pipeline.engines.seeds import seed_of
 from eval_pipeline.engines.settings import EngineSettings
 from eval_pipeline.engines.vllm_child import VllmChild
 from tests.helpers import ROOT
+from tests.helpers.processes import wait_until
 from verl_ext.errors import UserError
 
 KEY = "sk-secret-of-the-test"
@@ -50,6 +50,9 @@ class Server(ThreadingHTTPServer):
         self.reply: Callable[[dict[str, Any]], Reply | None] = lambda body: completion("said")
         self.asked: list[dict[str, Any]] = []
         self.keys: set[str] = set()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print no traceback: a client that stops closes its connections."""
 
     @property
     def url(self) -> str:
@@ -114,7 +117,7 @@ def refusal(message: str) -> dict[str, Any]:
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("TEST_API_KEY", KEY)
     with Server() as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
         server.shutdown()
@@ -255,13 +258,14 @@ def test_a_caller_who_stops_waits_for_nobody(server: Server) -> None:
     release = threading.Event()
     server.reply = lambda body: completion("said") if body["messages"][0]["content"] == "first" else hang(release)
     requests = [Request("0", "first"), *(Request(str(i), "never") for i in range(1, 9))]
+    num_threads = threading.active_count()
     settings = EngineSettings(kind="openai", base_url=server.url, concurrency=2)
     with open_engine(settings, None) as engine:
         answers = engine.answers(requests, Sampling())
         assert next(answers)[0].problem_id == "0"
         answers.close()
     release.set()
-    time.sleep(0.2)
+    wait_until(lambda: threading.active_count() <= num_threads)  # those that waited for an answer have ended
     assert len(server.asked) <= 3
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +16,7 @@ from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.problems.problem import FunctionTests, Problem
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.recipe.schema import EvalRecipe
+from eval_pipeline.work import evaluation as evaluation_module
 from eval_pipeline.work.batch import (
     Answered,
     Batch,
@@ -250,19 +251,19 @@ def test_a_failed_batch_fails_the_job(tmp_path: Path, recipe: EvalRecipe) -> Non
         assert one.handle(Failed(one.next_batch().id, "no such model")) == "no such model"
 
 
-def test_seconds_add_up_over_sessions(tmp_path: Path, recipe: EvalRecipe) -> None:
+def test_seconds_add_up_over_sessions(tmp_path: Path, recipe: EvalRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(evaluation_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     with evaluation(tmp_path, recipe) as one:
-        time.sleep(0.05)
+        clock.now += 60
         assert one.seconds == {"active_s": 0.0}  # the model is being loaded
         for _ in range(2):
             work(one, one.next_batch())
-        time.sleep(0.05)
+        clock.now += 5
         first = one.seconds
-    assert {name: first[name] for name in ("generate_s", "judge_s")} == {"generate_s": 4.0, "judge_s": 1.0}
-    assert first["active_s"] >= 0.05
+    assert first == {"generate_s": 4.0, "judge_s": 1.0, "active_s": 5.0}
     with evaluation(tmp_path, recipe, replace(JOB, seconds=first)) as one:
         assert one.seconds == first
         work(one, one.next_batch())
-        second = one.seconds
-    assert (second["generate_s"], second["judge_s"]) == (6.0, 1.5)
-    assert second["active_s"] >= first["active_s"]
+        clock.now += 2
+        assert one.seconds == {"generate_s": 6.0, "judge_s": 1.5, "active_s": 7.0}

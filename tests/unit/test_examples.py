@@ -20,10 +20,10 @@ from eval_pipeline.judge.submission import Submission
 from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.recipe.load import load_recipe
-from tests.helpers import ROOT, vlms
-from tests.unit.test_controller_policy import question
-from tests.unit.test_grpo_rewards import SETTINGS, sample
-from tests.unit.test_health_command import write_run
+from tests.helpers import vlms
+from tests.helpers.data import question
+from tests.helpers.grpo import SETTINGS, sample
+from tests.helpers.health_curves import write_run
 from verl_ext.config.checks import check_batch, check_values
 from verl_ext.config.compose import compose_config
 from verl_ext.controller import importance
@@ -38,16 +38,8 @@ from verl_ext.health.__main__ import main as health
 from verl_ext.launch.grpo_check import check_grpo
 from verl_ext.own_code import OwnCode
 
-EXAMPLES = ROOT / "examples"
 ADAPTER = "examples/new_adapter/idefics3.py:Idefics3Adapter"
 RULES = "examples/new_health_rule/memory.py:RULES"
-
-
-def test_every_example_is_told_of() -> None:
-    page = (ROOT / "docs/extending.md").read_text()
-    for path in EXAMPLES.rglob("*"):
-        if path.is_file() and "__pycache__" not in path.parts:
-            assert str(path.relative_to(ROOT)) in page
 
 
 def test_the_recipes_compose_and_pass_the_checks() -> None:

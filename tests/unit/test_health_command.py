@@ -4,46 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from tests.helpers.health_curves import CURVES
+from tests.helpers.health_curves import write_checkpoint, write_run
+from tests.helpers.processes import wait_until
 from verl_ext.checkpoint.layout import Manifest
-from verl_ext.config.compose import compose_config
 from verl_ext.health.__main__ import main
 from verl_ext.health.wandb_state import wandb_end
 from verl_ext.metrics.wandb_run import open_wandb_run
-
-BY_NAME = {curve.name: curve for curve in CURVES}
-
-
-def write_run(run_dir: Path, curve_name: str, status: str = "finished", reason: str = "all steps are done") -> Path:
-    """A run with the curve's metrics and one checkpoint, of its last step."""
-    rows = BY_NAME[curve_name].rows(0)
-    total, now = rows[-1][0], time.time()
-    config = compose_config("sft", ["trainer.logger=[console]", "trainer.save_freq=100", "optim.lr_scheduler=constant"])
-    config.optim.update(lr=1e-5, lr_warmup_steps_ratio=0.0)
-    OmegaConf.save(config, run_dir / "config.yaml")
-    lines = [json.dumps({"step": step, "attempt": 1, "time": now, **metrics}) for step, metrics in rows]
-    (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    attempt = {"attempt": 1, "start": "", "end": None if status == "running" else "", "first_step": 0}
-    run = {"status": status, "total_steps": total, "project": "p", "experiment": "e"}
-    (run_dir / "run.json").write_text(json.dumps({**run, "attempts": [{**attempt, "exit_reason": reason}]}))
-    write_checkpoint(run_dir, total)
-    (run_dir / "latest_checkpointed_iteration.txt").write_text(str(total))
-    return run_dir
-
-
-def write_checkpoint(run_dir: Path, step: int) -> None:
-    directory = run_dir / f"global_step_{step}"
-    (directory / "huggingface").mkdir(parents=True)
-    (directory / "huggingface/model.safetensors").write_bytes(b"x" * 64)
-    manifest = Manifest(step, 1, "", {"huggingface/model.safetensors": {"bytes": 64}})
-    (directory / "manifest.json").write_text(manifest.to_json())
 
 
 def look(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
@@ -165,7 +137,4 @@ def test_the_end_of_a_wandb_run_is_read_from_its_file(tmp_path: Path, monkeypatc
         run.log({"train/loss": 1.0, "global_step": step})
     assert wandb_end(tmp_path) is None
     run.finish(exit_code=3)
-    deadline = time.monotonic() + 60
-    while wandb_end(tmp_path) is None and time.monotonic() < deadline:  # W&B's service writes behind its client's back
-        time.sleep(0.05)
-    assert wandb_end(tmp_path) == 3
+    assert wait_until(lambda: wandb_end(tmp_path)) == 3  # W&B's service writes the file asynchronously

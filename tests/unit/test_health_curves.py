@@ -34,9 +34,7 @@ def test_no_false_alarm_and_no_miss(curve: Curve) -> None:
         assert set(found) == curve.complaints, found
 
 
-def test_the_set_is_large_and_knows_every_rule_that_warns() -> None:
-    assert len(CURVES) >= 40 and len({curve.name for curve in CURVES}) == len(CURVES)
-    assert sum(not curve.complaints for curve in CURVES) >= 15
+def test_every_rule_that_warns_has_a_labelled_run() -> None:
     labelled = frozenset().union(*(curve.complaints for curve in CURVES))
     only_notices = {"grad_norm_range", "prompts_at_limit", "completions_at_limit"}
     assert labelled == BY_NAME.keys() - only_notices

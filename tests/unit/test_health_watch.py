@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 
 import pytest
 
@@ -13,7 +12,7 @@ from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Level
 from verl_ext.health.history import History
 from verl_ext.health.limits import Limits
-from verl_ext.health.rules import BY_NAME, RULES
+from verl_ext.health.rules import BY_NAME
 from verl_ext.health.watch import CALM_CHECKS, HealthWatch
 from verl_ext.launch.health_check import check_health
 
@@ -95,11 +94,9 @@ def test_overfitting_names_the_checkpoint_to_take() -> None:
     assert found.level == Level.WARNING and found.message.endswith("the checkpoint to take is global_step_15")
 
 
-def test_recipes_have_every_threshold_with_its_default() -> None:
-    for command, recipe in (("sft", "quickstart"), ("grpo", "budget_controller")):
-        config = compose_config(command, [f"recipe={recipe}", "health.limits.grad_norm_alarm=7"])
-        assert dict(config.health.limits) == {**asdict(Limits()), **config.health.limits, "grad_norm_alarm": 7.0}
-        assert config.health.limits.keys() == asdict(Limits()).keys()
+def test_a_threshold_is_set_by_its_name() -> None:
+    config = compose_config("sft", ["health.limits.grad_norm_alarm=7"])
+    assert Limits(**config.health.limits).grad_norm_alarm == 7.0
     with pytest.raises(UserError, match="grad_norm_alarmm"):
         compose_config("sft", ["health.limits.grad_norm_alarmm=7"])
 
@@ -123,9 +120,3 @@ def test_settings_that_mean_nothing_are_refused(override: str, told: str) -> Non
 def test_stopping_needs_the_rules() -> None:
     with pytest.raises(UserError, match="health.enabled"):
         check_health(compose_config("sft", ["health.stop_on=[overfitting]", "health.enabled=false"]))
-
-
-def test_every_rule_says_what_it_means_and_what_to_do() -> None:
-    assert len({each.name for each in RULES}) == len(RULES) >= 30
-    for each in RULES:
-        assert each.meaning.endswith(".") and each.advice and not each.advice.endswith(".") and each.watches

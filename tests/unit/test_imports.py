@@ -1,9 +1,10 @@
-"""Modules import one way, and folders only what docs/architecture.md says, so that a reader can start anywhere."""
+"""Imports of the product go one way, as docs/architecture.md says; tests share code through `tests/helpers` only."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -55,12 +56,9 @@ def imports_of(package: str) -> set[str]:
     return {name for name in ours if not is_in(name, package)} - {"verl_ext"}
 
 
-def test_every_folder_says_what_it_is_for() -> None:
-    folders = {path.parent.name for path in (ROOT / "verl_ext").glob("*/__init__.py")} | {"eval_pipeline"}
-    assert set(ROWS) == folders
-    for folder, (purpose, _) in ROWS.items():
-        docstring = ast.get_docstring(ast.parse(MODULES[package_of(folder)].read_text())) or ""
-        assert docstring.splitlines()[0].rstrip(".") == purpose
+def test_every_folder_has_a_row() -> None:
+    folders = {path.parent.name for path in (ROOT / "verl_ext").glob("*/__init__.py")}
+    assert set(ROWS) == folders | {"eval_pipeline"}
 
 
 @pytest.mark.parametrize("folder", ROWS)
@@ -90,3 +88,90 @@ def test_only_the_model_class_for_lmms_eval_imports_it() -> None:
         path for path in MODULES.values() if any(name.split(".")[0] == "lmms_eval" for name in imported_modules(path))
     ]
     assert users == [ROOT / "eval_pipeline/lmms/models/budget_controller.py"]
+
+
+SLOW_IMPORTS = {"torch", "ray", "transformers", "verl", "vllm"}
+"""Packages that take seconds to import. A suite of slow tests is collected without them."""
+
+
+@cache
+def parsed_tests() -> dict[Path, ast.Module]:
+    """Every file of the tests, parsed."""
+    return {path: ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py"))}
+
+
+def outside_helpers() -> dict[Path, ast.Module]:
+    """Without helpers and without programs that tests start."""
+    return {
+        path: tree for path, tree in parsed_tests().items() if path.parent.name not in ("helpers", "ranks", "faults")
+    }
+
+
+def place(path: Path, node: ast.AST) -> str:
+    return f"{path.relative_to(ROOT)}:{node.lineno}"  # type: ignore[attr-defined]
+
+
+def names_of(node: ast.AST) -> set[str]:
+    """The modules that an import statement names; with `from a import b` also `a.b`, which may be one."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return set()
+
+
+def at_import(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run when a module is imported, without the bodies of functions and classes."""
+    for node in nodes:
+        yield node
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        for name in ("body", "handlers", "orelse", "finalbody"):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield from at_import(getattr(node, name, []))
+
+
+def starts_a_training(node: ast.AST) -> bool:
+    """Whether it is a command: a list of words, among them `bash` and one of the two scripts."""
+    if not isinstance(node, ast.List | ast.Tuple):
+        return False
+    texts = [part.value for each in node.elts for part in ast.walk(each) if isinstance(part, ast.Constant)]
+    words = [text for text in texts if isinstance(text, str)]
+    return "bash" in words and any(word.endswith(("run_sft.sh", "run_grpo.sh")) for word in words)
+
+
+def test_no_test_module_is_imported() -> None:
+    found = [
+        f"{place(path, node)} {name}"
+        for path, tree in parsed_tests().items()
+        for node in ast.walk(tree)
+        for name in names_of(node)
+        if re.fullmatch(r"tests\.\w+\.test_\w+", name)
+    ]
+    assert found == []
+
+
+def test_only_helpers_sleep() -> None:
+    found = []
+    for path, tree in outside_helpers().items():
+        for node in ast.walk(tree):
+            if "time.sleep" in names_of(node):
+                found.append(place(path, node))
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "asyncio.sleep"):
+                found.append(place(path, node))
+    assert found == []
+
+
+def test_only_helpers_start_trainings() -> None:
+    trees = outside_helpers().items()
+    found = [place(path, node) for path, tree in trees for node in ast.walk(tree) if starts_a_training(node)]
+    assert found == []
+
+
+def test_slow_suites_are_collected_without_slow_imports() -> None:
+    found = set()
+    for path, tree in outside_helpers().items():
+        if path.parent.name in ("integration", "campaigns") or path.name == "conftest.py":
+            for node in at_import(tree.body):
+                found |= {place(path, node) for name in names_of(node) if name.split(".")[0] in SLOW_IMPORTS}
+    assert sorted(found) == []

@@ -1,10 +1,9 @@
-"""`judge`: answers from a file."""
+"""`eval_pipeline judge`: answers from a file."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,90 +11,89 @@ import pytest
 
 from eval_pipeline.__main__ import main
 from eval_pipeline.judge import client
-from eval_pipeline.judge.client import JudgeServer
+from verl_ext.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 PROBLEM = {"problem_id": "p", "prompt": "Add one.", "entry_point": "f", "tests": ["assert f(1) == 2"]}
 RIGHT = {"problem_id": "p", "answer": "def f(x):\n    return x + 1\n"}
+Judge = Callable[..., tuple[int, str]]
 
 
-def judge(directory: Path, answers: list[dict], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command on a problem of ours, unless the arguments name others."""
-    (directory / "problems.jsonl").write_text(json.dumps(PROBLEM) + "\n")
-    (directory / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
-    problems = () if "--dataset" in arguments else ("--problems", str(directory / "problems.jsonl"))
-    output = () if "--output" in arguments else ("--output", str(directory / "verdicts.jsonl"))
-    command = [sys.executable, "-m", "eval_pipeline", "judge", "--answers", str(directory / "answers.jsonl")]
-    return subprocess.run([*command, *problems, *output, *arguments], cwd=ROOT, capture_output=True, text=True)
+@pytest.fixture
+def judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Judge:
+    """Runs the command on one problem, unless the arguments name others; returns exit code and standard error."""
+
+    def judge(answers: list[dict], *arguments: str) -> tuple[int, str]:
+        (tmp_path / "problems.jsonl").write_text(json.dumps(PROBLEM) + "\n")
+        (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+        problems = () if "--dataset" in arguments else ("--problems", str(tmp_path / "problems.jsonl"))
+        output = () if "--output" in arguments else ("--output", str(tmp_path / "verdicts.jsonl"))
+        with pytest.raises(SystemExit) as end:
+            main(["judge", "--answers", str(tmp_path / "answers.jsonl"), *problems, *output, *arguments])
+        return int(end.value.code or 0), capsys.readouterr().err
+
+    return judge
 
 
-def test_an_answer_that_is_not_there_is_an_api_error(tmp_path: Path) -> None:
+def test_a_missing_answer_is_an_api_error(judge: Judge, tmp_path: Path) -> None:
     """The others are judged."""
-    process = judge(tmp_path, [{"problem_id": "p", "answer": None}, RIGHT])
-    assert process.returncode == 0, process.stderr
+    code, error = judge([{"problem_id": "p", "answer": None}, RIGHT])
+    assert code == 0, error
     rows = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").read_text().splitlines()]
     assert [row["error_type"] for row in rows] == ["api_error", "success"]
-    assert rows[0]["message"] == "there is no answer"
+    assert rows[0]["message"]
 
 
-def test_an_answer_of_another_kind_is_refused(tmp_path: Path) -> None:
-    """With its line."""
-    process = judge(tmp_path, [RIGHT, {"problem_id": "p", "answer": 5}])
-    assert process.returncode == 2 and "line 2 lacks a part; give `problem_id` and `answer` as text" in process.stderr
+def test_an_answer_that_is_no_text_is_refused(judge: Judge) -> None:
+    """The message names its line and the keys."""
+    code, error = judge([RIGHT, {"problem_id": "p", "answer": 5}])
+    assert code == 2 and "line 2" in error and "`problem_id` and `answer`" in error
 
 
-def test_a_format_of_a_known_data_set_is_refused(tmp_path: Path) -> None:
-    """It would do nothing."""
-    process = judge(tmp_path, [RIGHT], "--dataset", "humaneval", "--format", "mbpp")
-    assert process.returncode == 2 and "--format says how to read --problems" in process.stderr
+def test_a_format_of_a_known_data_set_is_refused(judge: Judge) -> None:
+    """It would have no effect."""
+    code, error = judge([RIGHT], "--dataset", "humaneval", "--format", "mbpp")
+    assert code == 2 and "--format" in error and "--problems" in error
 
 
-def test_an_output_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
-    """Before the answers are read."""
+def test_an_output_that_cannot_be_written_is_refused_first(judge: Judge, tmp_path: Path) -> None:
+    """The command refuses it before it reads the answers."""
     (tmp_path / "file").touch()
     for output, reason in ((tmp_path, "is a directory"), (tmp_path / "file" / "x", "cannot be written")):
-        process = judge(tmp_path, [], "--output", str(output))
-        assert process.returncode == 2 and reason in process.stderr
+        code, error = judge([], "--output", str(output))
+        assert code == 2 and reason in error and str(output) in error
 
 
-def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
-    process = judge(tmp_path, [RIGHT], "--output", str(tmp_path / "answers.jsonl"))
-    assert process.returncode == 2 and "would be replaced" in process.stderr
+def test_an_input_is_not_overwritten(judge: Judge, tmp_path: Path) -> None:
+    code, error = judge([RIGHT], "--output", str(tmp_path / "answers.jsonl"))
+    assert code == 2 and "answers.jsonl" in error
     assert "answer" in (tmp_path / "answers.jsonl").read_text()
 
 
-def test_unknown_packages_are_refused(tmp_path: Path) -> None:
-    """As any key of the recipe."""
-    process = judge(tmp_path, [RIGHT], "judge.packages=[no-such-package]")
-    assert process.returncode == 2 and "which is not installed" in process.stderr
+def test_unknown_packages_are_refused(judge: Judge) -> None:
+    code, error = judge([RIGHT], "judge.packages=[no-such-package]")
+    assert code == 2 and "no-such-package" in error and "not installed" in error
 
 
 @pytest.mark.parametrize(("words", "num_workers"), [(["--num-workers", "3"], 3), ([], 2)])
-def test_an_option_goes_before_the_recipe_s_number_of_workers(
-    words: list[str], num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_option_takes_precedence_over_the_number_of_workers_in_the_recipe(
+    words: list[str], num_workers: int, judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And without either the judge takes one for each processor."""
-    asked = []
+    """Without either the judge uses one worker per processor."""
+    requested = []
 
-    class Noted(JudgeServer):
-        def __init__(self, isolation: str, workers: int | None, *more: Any) -> None:
-            asked.append(workers)
-            super().__init__(isolation, workers, *more)
+    def note(isolation: str, workers: int | None, *more: Any) -> None:
+        requested.append(workers)
+        raise UserError("no server is needed here")
 
-    monkeypatch.setattr(client, "JudgeServer", Noted)
-    (tmp_path / "problems.jsonl").write_text(json.dumps(PROBLEM))
-    (tmp_path / "answers.jsonl").write_text(json.dumps(RIGHT))
-    files = [f"--{name}={tmp_path}/{name}.jsonl" for name in ("problems", "answers")]
-    command = ["judge", *files, f"--output={tmp_path}/verdicts.jsonl", *words]
-    for of_recipe in ("2", "null"):
-        with pytest.raises(SystemExit, match="0"):
-            main([*command, f"judge.num_workers={of_recipe}"])
-    assert asked == [num_workers, 3 if words else None]
+    monkeypatch.setattr(client, "JudgeServer", note)
+    for in_recipe in ("2", "null"):
+        judge([RIGHT], *words, f"judge.num_workers={in_recipe}")
+    assert requested == [num_workers, 3 if words else None]
 
 
 @pytest.mark.parametrize(("output_mb", "error_type"), [("0.001", "wrong_answer"), ("0.01", "success")])
-def test_output_is_cut_off_where_the_recipe_says(output_mb: str, error_type: str, tmp_path: Path) -> None:
-    """3000 bytes, of which 1048 are within a thousandth of a MiB."""
+def test_output_is_cut_off_at_the_limit_of_the_recipe(output_mb: str, error_type: str, tmp_path: Path) -> None:
+    """The answer prints 3000 bytes; 0.001 MiB are 1048."""
     cases = [{"input": "", "output": "7" * 3000}]
     problem = {"name": "long", "description": "Print 3000 sevens.", "tests": cases}
     (tmp_path / "long.jsonl").write_text(json.dumps(problem))

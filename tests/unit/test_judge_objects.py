@@ -1,24 +1,17 @@
-"""What a test sees of an answer's objects is what it would see in one process, as far as the answer cannot lie."""
+"""A test sees an answer's objects as it would in the same process, except where the answer could lie."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from eval_pipeline.judge.client import JudgeServer
 from eval_pipeline.judge.limits import Limits
-from eval_pipeline.judge.submission import Submission
-from eval_pipeline.problems.problem import FunctionTests
+from eval_pipeline.judge.verdict import Verdict
+from tests.helpers.judge import function, submit_all
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[JudgeServer]:
-    """Any level will do."""
-    with JudgeServer(num_workers=1, limits=Limits(cpu_s=5, wall_s=60)) as server:
-        yield server
-
-
+LIMITS = Limits(cpu_s=5, wall_s=60)
 SAME = "def f(x): return x"
 VECTOR = """
 class f:
@@ -36,7 +29,7 @@ class Own(Base, ValueError):
     def __str__(self): return f'code {self.code}'
 def f(x): raise Own(x)
 """
-# makes its messages say to set attributes of what arrives
+# makes its messages set attributes of the objects that arrive
 SETS = """
 import sys
 values = sys.modules['values']
@@ -186,10 +179,16 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def judged() -> Iterator[Callable[[str], Verdict]]:
+    """The verdict on a case, of a server at any level."""
+    with JudgeServer(num_workers=2) as server:
+        yield submit_all(server, {name: (function(*case[:2]), LIMITS) for name, case in CASES.items()})
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_objects(server: JudgeServer, name: str) -> None:
-    """One test passes or does not."""
-    program, test, passes = CASES[name]
-    verdict = server.submit(Submission(program, FunctionTests("f", (test,)))).result(timeout=120)
-    assert (verdict.error_type == "success") == passes, verdict.message
+def test_objects(judged: Callable[[str], Verdict], name: str) -> None:
+    """The one test passes or does not."""
+    verdict = judged(name)
+    assert (verdict.error_type == "success") == CASES[name][2], verdict.message
     assert verdict.error_type in ("success", "wrong_answer", "runtime_error")

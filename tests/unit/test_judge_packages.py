@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from eval_pipeline.judge.client import JudgeServer
 from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.packages import find_packages, versions_of
-from eval_pipeline.judge.submission import Submission
-from eval_pipeline.problems.problem import Case, FunctionTests, ProgramTests
+from eval_pipeline.judge.verdict import Verdict
+from tests.helpers.judge import LEVELS, function, judged, script, serving, submit_all
 from verl_ext.errors import UserError
 
 LIMITS = Limits(cpu_s=20, wall_s=120)
-
-
-@pytest.fixture(scope="module", params=["bwrap", "sandlock", "rlimits"])
-def server(request: pytest.FixtureRequest) -> Iterator[JudgeServer]:
-    """A server at each level, with NumPy."""
-    try:
-        server = JudgeServer(request.param, num_workers=1, limits=LIMITS, packages=["numpy"]).__enter__()
-    except UserError as error:
-        pytest.skip(f"{request.param} does not work on this machine: {error}")
-    yield server
-    server.__exit__(None, None, None)
-
-
+IN_PROGRAMS = "import importlib\nimportlib.invalidate_caches()\nimport numpy as np\nprint(int(np.ones(2).sum()))"
+IMPORTS_ANOTHER = "import numpy\nimport yaml\ndef f(x): return 1"
 ANSWERS = {
     "an array": (
         "import numpy as np\ndef f(x): return np.array(x) @ np.ones((2, 2))",
@@ -44,52 +33,54 @@ ANSWERS = {
 }
 
 
+@pytest.fixture(scope="module", params=LEVELS)
+def verdict(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Verdict]]:
+    """The verdict on a case, of a server at each level with NumPy."""
+    submissions = {name: function(program, test) for name, (program, test) in ANSWERS.items()}
+    submissions |= {"program": script(IN_PROGRAMS, ("", "2")), "another": function(IMPORTS_ANOTHER, "assert f(1) == 1")}
+    with serving(request.param, 2, LIMITS, ("numpy",)) as server:
+        yield submit_all(server, {name: (submission, LIMITS) for name, submission in submissions.items()})
+
+
 @pytest.mark.parametrize("name", ANSWERS)
-def test_numpy_in_answers_and_tests(server: JudgeServer, name: str) -> None:
-    """Within the default limit of memory."""
-    program, test = ANSWERS[name]
-    verdict = server.submit(Submission(program, FunctionTests("f", (test,)))).result(timeout=120)
-    assert verdict.error_type == "success", verdict.message
+def test_numpy_in_answers_and_tests(verdict: Callable[[str], Verdict], name: str) -> None:
+    """The default memory limit is enough."""
+    assert verdict(name).error_type == "success", verdict(name).message
+
+
+def test_numpy_in_programs(verdict: Callable[[str], Verdict]) -> None:
+    """Also after `importlib.invalidate_caches`."""
+    assert verdict("program").error_type == "success", verdict("program").message
+
+
+def test_nothing_else_can_be_imported(verdict: Callable[[str], Verdict]) -> None:
+    """Not even what is installed in the same directory."""
+    found = verdict("another")
+    assert found.error_type == "runtime_error" and "No module named 'yaml'" in found.message
 
 
 def test_numpy_starts_no_threads() -> None:
-    """It works where one task is allowed, and the environment is empty still."""
+    """It works where one task is allowed, and the environment stays empty."""
     program = "import numpy as np, os\ndef f(n): return (np.ones((n, n)) @ np.ones((n, n)))[0, 0] + len(os.environ)"
-    submission = Submission(program, FunctionTests("f", ("assert f(300) == 300",)))
+    submission = function(program, "assert f(300) == 300")
     with JudgeServer(num_workers=1, packages=["numpy"]) as server:
-        verdict = server.submit(submission, Limits(num_processes=1)).result(timeout=120)
-    assert verdict.error_type == "success", verdict.message
+        assert judged(server, submission, Limits(num_processes=1)) == ("success", "")
 
 
-def test_numpy_in_programs(server: JudgeServer) -> None:
-    """After `importlib.invalidate_caches` too."""
-    program = "import importlib\nimportlib.invalidate_caches()\nimport numpy as np\nprint(int(np.ones(2).sum()))"
-    verdict = server.submit(Submission(program, ProgramTests((Case("", "2"),)))).result(timeout=120)
-    assert verdict.error_type == "success", verdict.message
-
-
-def test_nothing_else_can_be_imported(server: JudgeServer) -> None:
-    """Not what lies beside it, either."""
-    program = "import numpy\nimport yaml\ndef f(x): return 1"
-    verdict = server.submit(Submission(program, FunctionTests("f", ("assert f(1) == 1",)))).result(timeout=120)
-    assert verdict.error_type == "runtime_error" and "No module named 'yaml'" in verdict.message
-
-
-def test_without_packages_there_is_the_standard_library_alone() -> None:
-    """NumPy is one of them."""
-    submission = Submission("import numpy\ndef f(x): return 1", FunctionTests("f", ("assert f(1) == 1",)))
+def test_without_packages_only_the_standard_library_can_be_imported() -> None:
+    submission = function("import numpy\ndef f(x): return 1", "assert f(1) == 1")
     with JudgeServer(num_workers=1) as server:
-        assert "No module named 'numpy'" in server.submit(submission).result(timeout=60).message
+        assert "No module named 'numpy'" in judged(server, submission)[1]
 
 
 def test_unknown_packages_are_refused() -> None:
-    """Before anything starts."""
+    """The error comes before anything starts."""
     with pytest.raises(UserError, match="'no-such-package', which is not installed"):
         JudgeServer(packages=["numpy", "no-such-package"])
 
 
-def test_packages_are_found_with_all_that_they_need() -> None:
-    """NumPy's libraries lie in a folder beside it; a module may be a single file."""
+def test_packages_are_found_with_their_libraries() -> None:
+    """NumPy's libraries are in a directory next to it; a module may be a single file."""
     import numpy
     import six
 

@@ -16,12 +16,9 @@ from typing import Any
 
 import pytest
 
-from eval_pipeline.judge import rules
-
 INSIDE = Path(__file__).resolve().parents[2] / "eval_pipeline" / "judge" / "inside"
 sys.path.insert(0, str(INSIDE))
 import aliases  # noqa: E402
-import tester  # noqa: E402
 import values  # noqa: E402  the modules of that folder import each other as they do inside a sandbox
 
 sys.path.remove(str(INSIDE))
@@ -208,7 +205,3 @@ def test_other_containers_than_were_sent_are_refused(changed: Any) -> None:
     """An answer can write anything."""
     with pytest.raises(ValueError, match="other containers"):
         aliases.restore(None, [[1]], changed)
-
-
-def test_the_server_knows_how_much_of_the_wall_clock_a_test_may_use() -> None:
-    assert rules._TESTERS_SHARE == tester.SHARE_OF_WALL

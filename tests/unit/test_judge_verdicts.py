@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from eval_pipeline.judge.client import JudgeServer
 from eval_pipeline.judge.limits import Limits
+from eval_pipeline.judge.rules import function_result
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
-from eval_pipeline.problems.problem import Case, FunctionTests, ProgramTests, ReferenceAnswer
-from verl_ext.errors import UserError
+from eval_pipeline.problems.problem import ReferenceAnswer
+from tests.helpers.judge import LEVELS, function, script, serving, submit_all
 
-LIMITS = Limits(cpu_s=1, wall_s=20, memory_mb=768)
-
-
-@pytest.fixture(scope="module", params=["bwrap", "sandlock", "rlimits"])
-def server(request: pytest.FixtureRequest) -> Iterator[JudgeServer]:
-    """A server at each level."""
-    try:
-        server = JudgeServer(request.param, num_workers=2, limits=LIMITS).__enter__()
-    except UserError as error:
-        pytest.skip(f"{request.param} does not work on this machine: {error}")
-    yield server
-    server.__exit__(None, None, None)
-
-
-def function(program: str, *tests: str, entry_point: str = "f", preamble: str = "") -> Submission:
-    """An answer that is called."""
-    return Submission(program, FunctionTests(entry_point, tests or ("assert f(1) == 2",), preamble))
-
-
-def script(program: str, *cases: tuple[str, str], tolerance: float | None = None) -> Submission:
-    """An answer that is run."""
-    return Submission(program, ProgramTests(tuple(Case(*case) for case in cases or (("1\n", "2\n"),)), tolerance))
-
-
-def judge(server: JudgeServer, submission: Submission) -> Verdict:
-    """The verdict on one answer."""
-    return server.submit(submission).result(timeout=120)
-
+LIMITS = Limits(cpu_s=5, wall_s=60, memory_mb=768)
+SHORT = replace(LIMITS, cpu_s=0.5)
+"""Of answers that must time out."""
 
 FUNCTIONS = {
     "right": ("def f(x): return x + 1", "success"),
@@ -74,16 +51,6 @@ FUNCTIONS = {
     ),
     "segfault": ("import ctypes\ndef f(x): ctypes.string_at(0)", "runtime_error"),
 }
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_function(server: JudgeServer, name: str) -> None:
-    """One test, `assert f(1) == 2`."""
-    program, expected = FUNCTIONS[name]
-    verdict = judge(server, function(program))
-    assert (verdict.error_type, verdict.num_tests) == (expected, 1), verdict.message
-    assert verdict.num_passed == (expected == "success")
-    assert (verdict.message == "") == (expected == "success")
 
 
 SCRIPTS = {
@@ -143,77 +110,135 @@ SCRIPTS = {
 }
 
 
+OTHERS: dict[str, tuple[Submission, Limits]] = {
+    "the worst counts": (
+        function(
+            "def f(x):\n    if x == 3: raise ValueError\n    return 2 if x % 2 else 4",
+            *("assert f(0) == 0", "assert f(1) == 2", "assert f(3) == 2", "assert f(2) == 4"),
+        ),
+        LIMITS,
+    ),
+    "after a timeout": (
+        script("x = int(input())\nwhile x == 2: pass\nprint(2)", ("1", "2"), ("2", "2"), ("1", "2")),
+        SHORT,
+    ),
+    "independent": (
+        function(
+            "import os\nn = 0\ndef f(x):\n    global n\n    n += 1\n    open(f'file{n}', 'x').close()\n"
+            "    return len(os.listdir('.')) + n",
+            *["assert f(1) == 2"] * 3,
+        ),
+        LIMITS,
+    ),
+    "sleeps": (function("import time\ndef f(x): time.sleep(100)"), replace(LIMITS, cpu_s=1, wall_s=1)),
+    "its test calls it for ever": (function("def f(x): return 2", "while f(1): pass"), replace(LIMITS, wall_s=1)),
+    "within the tolerance": (script("print(0.1 + 0.2)", ("", "0.3"), tolerance=1e-6), LIMITS),
+    "without a tolerance": (script("print(0.1 + 0.2)", ("", "0.3")), LIMITS),
+    "unicode in a program": (script("print(input()[::-1] + 'é')", ("añb", "bñaé")), LIMITS),
+    "unicode in a function": (function("def f(x): return x + 'é'", "assert f('ñ\\ud800') == 'ñ\\ud800é'"), LIMITS),
+    "as the reference": (Submission("so the answer is 42", ReferenceAnswer("42")), LIMITS),
+    "not as the reference": (Submission("so the answer is 43", ReferenceAnswer("42")), LIMITS),
+}
+
+
+def submissions() -> dict[str, tuple[Submission, Limits]]:
+    """Every case of this file under a name of its own."""
+    kinds = (("function", function, FUNCTIONS), ("script", script, SCRIPTS))
+    return OTHERS | {
+        f"{kind} {name}": (make(program), SHORT if expected == "timeout" else LIMITS)
+        for kind, make, cases in kinds
+        for name, (program, expected) in cases.items()
+    }
+
+
+Judged = Callable[[str], Verdict]
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def server(request: pytest.FixtureRequest) -> Iterator[JudgeServer]:
+    """A server at each level."""
+    with serving(request.param, 8, LIMITS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def judged(server: JudgeServer) -> Judged:
+    """The verdict on a case; all cases are judged at the same time."""
+    return submit_all(server, submissions())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function(judged: Judged, name: str) -> None:
+    """The test is `assert f(1) == 2`."""
+    verdict, expected = judged(f"function {name}"), FUNCTIONS[name][1]
+    assert (verdict.error_type, verdict.num_tests) == (expected, 1), verdict.message
+    assert verdict.num_passed == (expected == "success")
+    assert (verdict.message == "") == (expected == "success")
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_script(server: JudgeServer, name: str) -> None:
-    """One run that is to print 2 for 1."""
+def test_script(server: JudgeServer, judged: Judged, name: str) -> None:
+    """The program must print 2 for 1."""
     if name == "process pool" and server.isolation == "sandlock":
-        pytest.skip("its semaphores are files in /dev/shm, which is the whole machine's and closed at this level")
-    program, expected = SCRIPTS[name]
-    verdict = judge(server, script(program))
+        pytest.skip("its semaphores are files in /dev/shm, which all processes share and this level closes")
+    verdict, expected = judged(f"script {name}"), SCRIPTS[name][1]
     assert (verdict.error_type, verdict.num_tests) == (expected, 1), verdict.message
     assert verdict.num_passed == (expected == "success")
 
 
-def test_every_test_is_run_and_the_worst_counts(server: JudgeServer) -> None:
-    """Wrong, right, an exception, right: two of four, `runtime_error`, and the message is of that one."""
-    program = "def f(x):\n    if x == 3: raise ValueError\n    return 2 if x % 2 else 4"
-    tests = ("assert f(0) == 0", "assert f(1) == 2", "assert f(3) == 2", "assert f(2) == 4")
-    verdict = judge(server, function(program, *tests))
+def test_every_test_is_run_and_the_worst_counts(judged: Judged) -> None:
+    """Wrong, right, an exception, right: two of four, and type and message are those of the exception."""
+    verdict = judged("the worst counts")
     assert (verdict.error_type, verdict.num_passed, verdict.num_tests) == ("runtime_error", 2, 4)
     assert verdict.message.startswith("test 3: ValueError") and "assert f(3) == 2" in verdict.message
 
 
-def test_after_a_timeout_no_test_is_run(server: JudgeServer) -> None:
+def test_no_test_is_run_after_a_timeout(judged: Judged) -> None:
     """One right, one that loops, and one that would be right."""
-    verdict = judge(
-        server, script("x = int(input())\nwhile x == 2: pass\nprint(2)", ("1", "2"), ("2", "2"), ("1", "2"))
-    )
+    verdict = judged("after a timeout")
     assert (verdict.error_type, verdict.num_passed, verdict.num_tests) == ("timeout", 1, 3)
 
 
-def test_tests_are_independent(server: JudgeServer) -> None:
-    """Neither globals nor files of one run are seen in the next."""
-    program = (
-        "import os\nn = 0\ndef f(x):\n    global n\n    n += 1\n    open(f'file{n}', 'x').close()\n"
-        "    return len(os.listdir('.')) + n"
-    )
-    verdict = judge(server, function(program, "assert f(1) == 2", "assert f(1) == 2", "assert f(1) == 2"))
+def test_tests_are_independent(judged: Judged) -> None:
+    """Neither globals nor files of one run are visible in the next."""
+    verdict = judged("independent")
     assert (verdict.error_type, verdict.num_passed) == ("success", 3), verdict.message
 
 
-def test_sleeping_is_a_timeout(server: JudgeServer) -> None:
-    """The wall clock stops what uses no processor time."""
-    limits = Limits(cpu_s=1, wall_s=1)
-    verdict = server.submit(function("import time\ndef f(x): time.sleep(100)"), limits).result(timeout=120)
-    assert verdict.error_type == "timeout"
+def test_sleeping_is_a_timeout(judged: Judged) -> None:
+    """The wall clock stops an answer that uses no processor time."""
+    assert judged("sleeps").error_type == "timeout"
 
 
-def test_a_test_that_hangs_is_a_timeout_and_not_run_again(server: JudgeServer) -> None:
-    """The machine is not too busy for an answer that waits for its test."""
-    limits = Limits(cpu_s=100, wall_s=2)
-    verdict = server.submit(function("def f(x): return 2", "while f(1): pass"), limits).result(timeout=120)
-    assert verdict.error_type == "timeout"
+def test_a_test_that_hangs_is_a_timeout(judged: Judged) -> None:
+    assert judged("its test calls it for ever").error_type == "timeout"
 
 
-def test_tolerance(server: JudgeServer) -> None:
+def test_a_test_that_hangs_is_not_run_again() -> None:
+    """It used up its own processor time, so the machine was not too busy for the answer."""
+    limits = Limits(cpu_s=100, wall_s=10)
+    report = {"reason": "ended", "compiling": {"compiled": True}, "wall_s": limits.test_cpu_s}
+    result = function_result(report, {"outcome": "died", "message": "why"}, limits)
+    assert (result.error_type, result.starved) == ("timeout", False)
+    early = function_result({**report, "wall_s": 1}, {"outcome": "died", "message": "why"}, limits)
+    assert early.error_type == "runtime_error"
+
+
+def test_tolerance(judged: Judged) -> None:
     """Numbers may differ where the problem says so."""
-    assert judge(server, script("print(0.1 + 0.2)", ("", "0.3"), tolerance=1e-6)).error_type == "success"
-    assert judge(server, script("print(0.1 + 0.2)", ("", "0.3"))).error_type == "wrong_answer"
+    assert judged("within the tolerance").error_type == "success"
+    assert judged("without a tolerance").error_type == "wrong_answer"
 
 
-def test_unicode_goes_through(server: JudgeServer) -> None:
-    """Input, output, program and arguments."""
-    assert judge(server, script("print(input()[::-1] + 'é')", ("añb", "bñaé"))).error_type == "success"
-    assert (
-        judge(server, function("def f(x): return x + 'é'", "assert f('ñ\\ud800') == 'ñ\\ud800é'")).error_type
-        == "success"
-    )
+@pytest.mark.parametrize("kind", ["program", "function"])
+def test_unicode_is_preserved(judged: Judged, kind: str) -> None:
+    """In input, output, program and arguments."""
+    assert judged(f"unicode in a {kind}").error_type == "success"
 
 
-def test_reference(server: JudgeServer) -> None:
+def test_reference(judged: Judged) -> None:
     """An answer that is compared with another."""
-    right, wrong = (Submission(f"so the answer is {n}", ReferenceAnswer("42")) for n in (42, 43))
-    assert judge(server, right).error_type == "success"
-    verdict = judge(server, wrong)
+    assert judged("as the reference").error_type == "success"
+    verdict = judged("not as the reference")
     assert (verdict.error_type, verdict.num_tests) == ("wrong_answer", 1)
     assert "42" in verdict.message

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 from eval_pipeline.engines.answer import Answer, Sampling
 from eval_pipeline.problems.problem import FunctionTests, Problem
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.work.batch import Batch, BatchId, Event, Failed, Finished, Verdicted
 from eval_pipeline.work.worker import Worker
+from tests.helpers.processes import wait_until
 
 PROBLEM = Problem("p", "", FunctionTests("f", ("assert f(1) == 2",)))
 RIGHT = Answer("```python\ndef f(x):\n    return x + 1\n```", num_tokens=9, truncated=False)
@@ -21,22 +20,19 @@ def batch(number: int) -> Batch:
 
 
 def done(worker: Worker, number: int) -> list[Event]:
-    """What a worker says of a batch."""
+    """The events of a batch."""
     events: list[Event] = []
     worker.work(batch(number), events.append)
     return events
 
 
 def test_a_judge_server_that_has_died_is_replaced() -> None:
-    """The batches after it are judged, by one new server."""
+    """One new server judges all later batches."""
     with Worker(load_recipe(None, ["judge.num_workers=1", "judge.isolation=rlimits"])) as worker:
         assert isinstance(done(worker, 0)[-1], Finished)
         first = worker._judge
         first._process.kill()
-        for _ in range(200):
-            if first.ended:
-                break
-            time.sleep(0.05)
+        wait_until(lambda: first.ended)
         events = done(worker, 1)
         assert [event.verdict.error_type for event in events if isinstance(event, Verdicted)] == ["success"]
         assert isinstance(events[-1], Finished) and not any(isinstance(event, Failed) for event in events)

@@ -108,3 +108,9 @@ def test_the_rank_that_refused_its_input_is_the_reason_not_those_it_took_along()
     assert (failure.message, failure.is_user_error) == ("the file is empty", True)
     killed = describe({1: FakeFailure(-9, "", 5), 0: FakeFailure(1, "", 6)})
     assert (killed.message, killed.is_user_error) == ("rank 1 (process 7) was killed by SIGKILL", False)
+
+
+@pytest.mark.parametrize("seconds", [(5, 5), (6, 5)])
+def test_a_killed_rank_is_the_reason_even_if_its_peer_seems_to_have_failed_first(seconds: tuple[int, int]) -> None:
+    failures = {0: FakeFailure(1, "connection closed", seconds[1]), 1: FakeFailure(-9, "", seconds[0])}
+    assert describe(failures).message == "rank 1 (process 7) was killed by SIGKILL"

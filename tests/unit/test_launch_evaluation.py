@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from omegaconf import DictConfig
@@ -13,6 +20,7 @@ from tests.helpers import ROOT
 from verl_ext.config.compose import compose_config
 from verl_ext.config.evaluation import check_evaluation_keys, eval_devices, evaluation_environment
 from verl_ext.errors import UserError
+from verl_ext.launch import eval_check
 from verl_ext.launch.eval_check import check_evaluation
 from verl_ext.launch.free_gpus import require_free_gpus
 from verl_ext.launch.watcher import may_go_better
@@ -149,6 +157,22 @@ def found_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run `python -m eval_pipeline check`, which the launcher starts as a process, inside this one."""
+
+    def run(command: list[str], env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert command[:3] == [sys.executable, "-m", "eval_pipeline"]
+        out, err = io.StringIO(), io.StringIO()
+        with patch.dict(os.environ, env, clear=True), redirect_stdout(out), redirect_stderr(err):
+            with pytest.raises(SystemExit) as left:
+                main(command[3:])
+        assert isinstance(left.value.code, int)
+        return subprocess.CompletedProcess(command, left.value.code, out.getvalue(), err.getvalue())
+
+    monkeypatch.setattr(eval_check, "subprocess", SimpleNamespace(run=run))
+
+
 def test_a_recipe_that_can_be_used_passes(recipe: Path) -> None:
     check_evaluation(watched(recipe))
 
@@ -165,7 +189,7 @@ def test_a_recipe_that_can_be_used_passes(recipe: Path) -> None:
         ("engine: {kind: openai, base_url: 'http://localhost:1/v1'}", "leave engine.kind=openai out"),
     ],
 )
-def test_what_the_watcher_would_refuse_is_refused_before(recipe: Path, line: str, words: str) -> None:
+def test_what_the_watcher_would_refuse_is_refused_before(recipe: Path, line: str, words: str, in_process: None) -> None:
     key = line.partition(":")[0]
     others = [old for old in recipe.read_text().splitlines() if not old.startswith(key + ":")]
     recipe.write_text("\n".join([line.replace("MINE", str(recipe)), *others]))
@@ -192,7 +216,7 @@ def test_a_server_s_model_is_refused_where_somebody_watches_alone(
     assert "watch loads each model itself" in capsys.readouterr().err
 
 
-def test_gpus_count_for_an_engine_that_takes_some(recipe: Path, three_gpus: None) -> None:
+def test_gpus_count_for_an_engine_that_takes_some(recipe: Path, three_gpus: None, in_process: None) -> None:
     with pytest.raises(UserError, match="name them with eval.devices"):
         check_evaluation(watched(recipe))
     with pytest.raises(UserError, match="GPU 0, which one of the 2 ranks uses"):

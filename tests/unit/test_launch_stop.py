@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,11 +41,16 @@ def signals() -> Iterator[StopSignals]:
         signal.signal(number, handler)
 
 
+def wait_for_a_signal() -> None:
+    """Return only if no signal handler raises."""
+    threading.Event().wait(60)
+
+
 def test_a_signal_is_noted_and_raised_only_where_that_is_right(signals: StopSignals) -> None:
     with pytest.raises(StopRequest, match=str(int(signal.SIGUSR1))):
         with signals.raising():
             os.kill(os.getpid(), signal.SIGUSR1)
-            time.sleep(10)
+            wait_for_a_signal()
     os.kill(os.getpid(), signal.SIGTERM)
     assert signals.received == [signal.SIGUSR1, signal.SIGTERM]
     with pytest.raises(StopRequest):  # it was asked before
@@ -58,14 +64,14 @@ def test_a_request_that_a_library_turned_into_a_failure_is_a_request(signals: St
         with signals.raising():
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(10)
+                wait_for_a_signal()
             except StopRequest as request:
                 raise RuntimeError("Error calling __set_name__") from request
     with pytest.raises(SystemExit) as left:
         with clean_exit():
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(10)
+                wait_for_a_signal()
             except StopRequested as request:
                 raise RuntimeError("Error calling __set_name__") from request
     assert left.value.code == STOPPED_EXIT_CODE

@@ -1,9 +1,7 @@
 """Names, timers, reduction over ranks, and what the console shows."""
 
 import math
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -41,15 +39,15 @@ def test_a_world_of_one_gets_its_own_values():
         reduce_over_ranks(sums={"a": 1}, maxima={"a": 1})
 
 
-def test_a_timer_adds_up_parts_until_popped():
-    timer = StepTimer()
+def test_a_timer_adds_up_parts_until_popped(monkeypatch):
+    timer, clock = StepTimer(), iter([10.0, 11.0, 20.0, 22.0, 30.0, 34.0])
+    monkeypatch.setattr(timer, "_now", lambda: next(clock))
     for _ in range(2):
         with timer.measure("data"):
-            time.sleep(0.01)
+            pass
     with pytest.raises(ValueError), timer.measure("save"):
         raise ValueError
-    seconds = timer.pop()
-    assert set(seconds) == {"data", "save"} and 0.02 <= seconds["data"] < 1.0
+    assert timer.pop() == {"data": 3.0, "save": 4.0}
     assert timer.pop() == {}
 
 
@@ -61,14 +59,6 @@ def test_every_metric_is_described_and_an_unknown_one_is_refused():
     assert describe("eval/humaneval/pass_at_10_low") is METRICS["eval/<dataset>/<rate>_low"]
     with pytest.raises(UserError, match="train/loss"):
         describe("train/los")
-
-
-def test_the_reference_page_has_every_metric():
-    command = [sys.executable, "-m", "verl_ext.metrics.reference"]
-    page = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout
-    assert page.startswith("# Metrics") and all(f"| `{name}` |" in page for name in METRICS)
-    text = subprocess.run([*command, "--help"], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout
-    assert "examples:" in text
 
 
 def test_console_lines_at_their_turn(capsys):

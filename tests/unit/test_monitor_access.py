@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,6 +15,7 @@ from urllib.parse import quote
 import pytest
 
 from tests.helpers import ROOT
+from tests.helpers.processes import free_port, wait_until
 from verl_ext.errors import UserError
 from verl_ext.monitor.__main__ import main
 from verl_ext.monitor.access import COOKIE, HEADERS, Access, digest_of, is_loopback, require_token
@@ -153,22 +153,23 @@ def test_pages_of_one_browser_do_not_disturb_each_other() -> None:
     assert Remembered(kept)["run"] == "b"
 
 
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
 def test_ctrl_c_is_how_the_monitor_ends(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     words = ["--root", str(tmp_path), "--port", str(port), "--database", str(tmp_path / "monitor.sqlite")]
     process = subprocess.Popen(
         [sys.executable, "-m", "verl_ext.monitor", *words],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env={name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
     )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            break
-        except OSError:
-            time.sleep(0.1)
+    wait_until(lambda: answers(port), process)
     process.send_signal(signal.SIGINT)
     told, complained = process.communicate(timeout=30)
     assert (process.returncode, told.splitlines()[-1], complained) == (0, "Ended by SIGINT.", "")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.processes import wait_until
 from verl_ext.monitor.follow import Follower
 
 
@@ -22,12 +22,10 @@ def follower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Follower:
 
 
 def follow_until(is_over: Callable[[], bool], follower: Follower) -> None:
-    """Let it look until something holds, or for a minute."""
+    """Let it look until something holds."""
     follower.start()
-    deadline = time.monotonic() + 60
-    while not is_over() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert is_over() and follower.is_alive()
+    wait_until(is_over)
+    assert follower.is_alive()
     follower.stop()
 
 

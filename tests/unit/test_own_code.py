@@ -10,7 +10,7 @@ import pytest
 from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.source import DatasetSource
 from tests.helpers import vlms
-from tests.unit.test_grpo_rewards import SETTINGS, sample
+from tests.helpers.grpo import SETTINGS, sample
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.errors import UserError
 from verl_ext.grpo.rewards.environment import TextEnvironment

@@ -1,14 +1,13 @@
-"""A process that asked for it ends with its parent."""
+"""`end_with_parent` ends a process with its parent."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import time
 
 import psutil
+
+from tests.helpers.processes import wait_gone
 
 CHILD = """
 import time
@@ -30,9 +29,6 @@ def test_a_child_does_not_outlive_its_parent() -> None:
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     assert parent.stdout.readline() == "ready\n" and child.is_running()
-    os.kill(parent.pid, signal.SIGKILL)
+    parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 10
-    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    wait_gone([child])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 
 import pytest
 
-from tests.helpers import ROOT
 from verl_ext.progress import progress_bar, staged
 
 
@@ -37,13 +35,3 @@ def test_parts_move_the_bar_by_what_they_are_expected_to_take(
         begin("second")
     shown = capsys.readouterr().err
     assert "first:   0%" in shown and "second:  25%" in shown and "second: 100%" in shown
-
-
-def test_nothing_else_draws_bars() -> None:
-    folders = (ROOT / name for name in ("verl_ext", "eval_pipeline", "benchmarks"))
-    drawn = []
-    for path in (path for folder in folders for path in folder.rglob("*.py")):
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        if any(ast.unparse(call.func) in ("tqdm", "trange") for call in calls):
-            drawn.append(str(path.relative_to(ROOT)))
-    assert drawn == ["verl_ext/progress.py"]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from tests.helpers import ROOT
 from verl_ext.config.checks import check_values
 from verl_ext.config.compose import base_config, compose_config
 from verl_ext.config.overrides import leaves
@@ -18,7 +17,6 @@ from verl_ext.launch.budget_check import check_budget
 from verl_ext.launch.grpo_check import check_grpo
 from verl_ext.launch.vlm_check import check_vlm_sft
 from verl_ext.reference import training
-from verl_ext.reference.__main__ import main
 from verl_ext.reference.comments import comments_of
 from verl_ext.reference.evaluation import evaluation_entries
 from verl_ext.reference.training import CHOICES, KINDS_OF_NULL, STAGES, WITHOUT_EFFECT, entries_of, sentences_of
@@ -93,9 +91,3 @@ def test_an_evaluations_keys_are_told() -> None:
     entries = evaluation_entries()
     assert entries["judge.limits.cpu_s"].sentence.startswith("processor seconds of one test")
     assert entries["engine.kind"].kind == "`vllm`, `openai`"
-
-
-def test_the_command_prints_the_page(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["reference"])
-    main()
-    assert capsys.readouterr().out == (ROOT / "docs/recipes.md").read_text()

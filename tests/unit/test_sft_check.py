@@ -1,4 +1,4 @@
-"""Settings of packing and of token budgets that cannot work are refused, and the plan counts with the trainer's own."""
+"""Settings of packing and of token budgets that cannot work are refused."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import pytest
 from verl_ext.config.compose import compose_config
 from verl_ext.errors import UserError
 from verl_ext.launch.sft_check import check_sft
-from verl_ext.plan import activations, workload
-from verl_ext.trainer import gathering, loss_head
 
 
 @pytest.mark.parametrize(
@@ -27,9 +25,3 @@ def test_what_cannot_work_is_refused(override: str, says: str) -> None:
 
 def test_padded_samples_take_any_attention() -> None:
     check_sft(compose_config("sft", ["model.attn_implementation=eager", "data.packing=false"]))
-
-
-def test_the_plan_has_the_trainers_constants() -> None:
-    assert workload.AUTO_SHARE == gathering.SHARE
-    assert activations.CHUNK_ELEMENTS == loss_head.CHUNK_ELEMENTS
-    assert activations.FEWEST_TOKENS == loss_head.FEWEST_TOKENS

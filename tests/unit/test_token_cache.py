@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -80,6 +84,23 @@ def test_a_directory_that_cannot_be_written_costs_the_cache_alone(
     assert "every start makes them anew" in capsys.readouterr().err
 
 
+@pytest.fixture
+def one_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One pool for all data sets of a test with the same settings, because its processes take seconds to start."""
+    pools: list[ProcessPoolExecutor] = []
+
+    def shared(*arguments: Any) -> AbstractContextManager[ProcessPoolExecutor]:
+        if not pools:
+            pools.append(ProcessPoolExecutor(*arguments))
+        return nullcontext(pools[0])
+
+    monkeypatch.setattr(tokenise, "ProcessPoolExecutor", shared)
+    yield
+    [pool] = pools
+    pool.shutdown()
+
+
+@pytest.mark.usefixtures("one_pool")
 def test_several_processes_make_the_same(quickstart: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tokenise, "FEWEST_PER_PROCESS", 100)
     monkeypatch.setattr(tokenise, "CHUNK", 60)

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.helpers.data import CHAT, dataset_of
 from tests.helpers.trainer import make_trainer, small_config
-from tests.unit.test_data import CHAT, dataset_of
 from verl_ext.data.end_tokens import end_tokens
 from verl_ext.trainer.grpo_parts import generation_settings
 from verl_ext.trainer.turn_end import unnamed_turn_end

@@ -112,9 +112,15 @@ def judge(failures: Mapping[int, RankFailure], request: Request | None) -> Outco
 
 
 def describe(failures: Mapping[int, RankFailure]) -> Failure:
-    """The rank that failed first, except that a rank which refused its input goes before those that it took along."""
+    """Name the rank that is the cause: one that refused its input, else one that was killed, else the first to fail.
+
+    torchrun looks at its ranks ten times a second and notes whole seconds. A rank that fails because its peer was
+    killed can therefore have the same time as that peer. torchrun's own SIGKILL comes later and is not among failures.
+    """
     refused = {rank: failure for rank, failure in failures.items() if failure.exitcode == USER_ERROR_EXIT_CODE}
-    rank, first = min((refused or failures).items(), key=lambda item: (item[1].timestamp, item[0]))
+    rank, first = min(
+        (refused or failures).items(), key=lambda item: (item[1].exitcode != -Signals.SIGKILL, item[1].timestamp, item[0])
+    )
     if refused and isinstance(first.message, str):
         return Failure(first.message, first.exitcode)
     how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"failed with exit code {first.exitcode}"

@@ -8,12 +8,11 @@ and attention that keeps no scores. A test compares the count with what autograd
 
 from __future__ import annotations
 
+from verl_ext.memory_limits import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
 from verl_ext.plan.shape import ModelShape
 from verl_ext.plan.workload import Workload
 
 FP32 = 4
-CHUNK_ELEMENTS, FEWEST_TOKENS = 1 << 24, 128
-"""Logits that the fused loss makes at a time, and the fewest tokens that it makes them of."""
 
 
 def norm_bytes(compute: int, width: int, feeds_linear: bool = True) -> int:
@@ -108,7 +107,7 @@ def logits_gradient_bytes(shape: ModelShape, work: Workload) -> int:
 
 def chunk_tokens(shape: ModelShape, work: Workload) -> int:
     """Tokens whose logits the fused loss makes at a time."""
-    return min(max(FEWEST_TOKENS, CHUNK_ELEMENTS // shape.vocab), work.learnt_tokens)
+    return min(max(MIN_CHUNK_TOKENS, CHUNK_ELEMENTS // shape.vocab), work.learnt_tokens)
 
 
 def fused_gradient_bytes(shape: ModelShape, work: Workload) -> int:

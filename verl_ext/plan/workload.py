@@ -9,11 +9,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import UserError
+from verl_ext.memory_limits import GATHERED_SHARE
 from verl_ext.plan.hardware import Hardware
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-AUTO_SHARE = 0.15
-"""Of a GPU's memory, that whole weights and gradients may take for `model.fsdp_config.keep_gathered=auto`."""
 SWITCHES = {
     "data.packing": False,
     "data.max_tokens_per_gpu": None,
@@ -146,7 +145,7 @@ def switch(config: DictConfig, key: str) -> Any:
 def keeps_gathered(config: DictConfig, whole_bytes: int, hardware: Hardware) -> bool:
     """`model.fsdp_config.keep_gathered`; auto is where it takes little of the memory, as for the trainer."""
     setting = switch(config, "model.fsdp_config.keep_gathered")
-    return whole_bytes <= AUTO_SHARE * hardware.memory_bytes if setting == "auto" else bool(setting)
+    return whole_bytes <= GATHERED_SHARE * hardware.memory_bytes if setting == "auto" else bool(setting)
 
 
 def refuse_unknown(config: DictConfig) -> None:

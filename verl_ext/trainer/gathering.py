@@ -9,8 +9,8 @@ import psutil
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-SHARE = 0.15
-"""Of the memory, that whole weights and gradients may take for `model.fsdp_config.keep_gathered=auto`."""
+from verl_ext.memory_limits import GATHERED_SHARE
+
 BYTES_OF_GRADIENT = 4
 
 
@@ -58,7 +58,7 @@ def keeps_gathered(setting: bool | str, model: torch.nn.Module, precision: torch
         return bool(setting)
     weights = sum(parameter.numel() for parameter in model.parameters()) * precision.itemsize
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return weights + trained * BYTES_OF_GRADIENT <= SHARE * _memory_of_rank(device_name)
+    return weights + trained * BYTES_OF_GRADIENT <= GATHERED_SHARE * _memory_of_rank(device_name)
 
 
 def _memory_of_rank(device_name: str) -> float:

@@ -12,10 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-CHUNK_ELEMENTS = 1 << 24
-"""Logits held at a time: 64 MiB of fp32, or 110 tokens of a vocabulary of 152 000."""
-FEWEST_TOKENS = 128
-"""Of a chunk; matrix products of fewer rows are slow."""
+from verl_ext.memory_limits import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
 
 
 class LossHead(nn.Linear):
@@ -95,7 +92,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             torch.zeros(weight.shape, device=weight.device) if wants[1] else None,  # in fp32: it sums up chunks
             torch.zeros(bias.shape, device=bias.device) if bias is not None and wants[2] else None,
         )
-        size = max(FEWEST_TOKENS, CHUNK_ELEMENTS // weight.shape[0])
+        size = max(MIN_CHUNK_TOKENS, CHUNK_ELEMENTS // weight.shape[0])
         for first in range(0, len(hidden), size):
             part = slice(first, first + size)
             total += grads.add(hidden[part], weight, bias, targets[part], part)

@@ -25,11 +25,6 @@ _MB = 1 << 20
 _EXTRA_MEMORY_MB = 256
 _MOST_GROWTH_KB = 32 << 10
 """Of the memory of a process that goes on to the next test."""
-SHARE_OF_WALL = 0.8
-"""Processor time that a test may use itself, as a share of the wall-clock limit: one that hangs ends before the limit
-does, which would call the machine too busy for its answer."""
-_EXTRA_WALL_S = 5
-"""Past the answer's own wall-clock limit, which others watch, and which ends this process's waiting too."""
 
 
 def work(fds: list[int], options: dict[str, Any], policy_for: Any) -> None:
@@ -75,7 +70,7 @@ def _limit(limits: dict[str, Any]) -> None:
     ):
         highest = resource.getrlimit(limit)[1]
         resource.setrlimit(limit, (value if highest == resource.RLIM_INFINITY else min(value, highest), highest))
-    _set_timers(limits["wall_s"] * SHARE_OF_WALL, limits["wall_s"] + _EXTRA_WALL_S)
+    _set_timers(limits["test_cpu_s"], limits["test_wall_s"])
 
 
 def _set_timers(cpu_s: float, wall_s: float) -> None:

@@ -1,27 +1,24 @@
-"""SmolLM2 as its package ships it becomes a model that transformers loads and that ends its turns."""
+"""Campaign: SmolLM2 from its package becomes a model that transformers loads and that ends its turns."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from tests.helpers import ROOT
+from tests.helpers.commands import python
 
 
-def test_the_model_answers_and_ends_its_turn(tmp_path: Path) -> None:
+def test_model_answers_and_ends_its_turn(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     output = tmp_path / "smollm2"
-    command = [sys.executable, "-m", "verl_ext.data.prepare", "smollm2", "--output", str(output)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = python("verl_ext.data.prepare", "smollm2", "--output", output)
     assert done.returncode == 0, done.stderr
     tokenizer = AutoTokenizer.from_pretrained(output)
     model = AutoModelForCausalLM.from_pretrained(output, dtype="auto")
     assert model.dtype == torch.bfloat16 and model.num_parameters() == 134_515_008
     text = "    def f(x): return x . y"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text  # nothing before it, and no space tidied
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text  # no token before it, and no space removed
     turns = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt")
     with torch.no_grad():

@@ -1,0 +1,1 @@
+"""Scripts of the repository. The file makes `python -m scripts.NAME` find them, not the packages of others."""

@@ -1,0 +1,43 @@
+"""Engines whose process hangs while it is given requests, or whose answers take longer than a step may."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from eval_pipeline.engines.answer import Request
+from eval_pipeline.engines.engine import EngineDied, open_engine
+from eval_pipeline.engines.settings import EngineSettings
+from tests.helpers.engines import LONG, REQUESTS, answer_all, make_export, vllm_processes
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with random weights."""
+    return make_export(tmp_path_factory.mktemp("random"))
+
+
+@pytest.mark.parametrize("has_been_asked", [True, False])
+def test_a_process_that_hangs_is_killed(has_been_asked: bool, export: Path) -> None:
+    # more than fits into the connection while nobody reads from it
+    many = [Request(f"p{i}", f"{i} " + "x" * 400) for i in range(4000)]
+    with open_engine(EngineSettings(dtype="float32", timeout_s=4), export) as engine:
+        [child] = vllm_processes(psutil.Process())
+        if not has_been_asked:
+            child.suspend()
+        with pytest.raises(EngineDied, match=r"4 s \(engine.timeout_s\)"):
+            for _ in engine.answers(REQUESTS if has_been_asked else many, LONG):
+                child.suspend()
+        assert not child.is_running()
+
+
+def test_answers_may_take_longer_than_a_step_may(export: Path) -> None:
+    number = 32
+    with open_engine(EngineSettings(dtype="float32", timeout_s=3), export) as engine:
+        while engine.seconds["generate_s"] < 4:  # however fast the machine is
+            engine.seconds["generate_s"] = 0.0
+            # all of the same length, so that none is finished before the last step
+            answer_all(engine, [Request(str(i), "x") for i in range(number)], LONG)
+            number *= 2

@@ -1,0 +1,46 @@
+"""Campaign: rollout engines on a model without tied embeddings or adapters, and bad input that unit tests cover."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import GRPORun, RecipeRun
+
+
+def test_engines_follow_the_weights(quickstart: Path, tmp_path: Path) -> None:
+    from tests.helpers.grpo_reference import assert_engines_follow_weights
+
+    assert_engines_follow_weights("plain", quickstart, tmp_path)
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *facts: str) -> None:
+    """A command ended with exit code 2 and one error message that has these facts."""
+    printed = done.stdout + done.stderr
+    assert done.returncode == 2 and "Traceback" not in printed, printed
+    [error] = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert all(fact in error for fact in facts), error
+
+
+@pytest.mark.parametrize("override", ["rollout.n=1", "data.max_prompt_length=3"])
+def test_bad_input_of_grpo(override: str, quickstart: Path, tmp_path: Path) -> None:
+    assert_refused(GRPORun(quickstart, tmp_path / "run", override).start(), override.partition("=")[0])
+
+
+@pytest.mark.parametrize(
+    ("override", "facts"),
+    [
+        ("controller.topk_choices=[1,2]", ("controller.topk_choices", "4")),
+        ("controller.importance_file={other}/importance.json", ("{other}/importance.json",)),
+        ("controller.init_from={inputs}/latency.json", ("controller.init_from", "{inputs}/latency.json")),
+        ("data.train_batch_size=50", ("data.train_batch_size", "8 questions")),
+    ],
+)
+def test_bad_input_of_budget(override: str, facts: tuple[str, ...], budget_inputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "importance.json").write_text(json.dumps({str(block): 1.0 for block in range(1, 9)}))
+    places = {"inputs": budget_inputs, "other": tmp_path}
+    run = RecipeRun("run_grpo.sh", budget_inputs / "recipe.yaml", tmp_path / "run", override.format(**places))
+    assert_refused(run.start(), *(fact.format(**places) for fact in facts))

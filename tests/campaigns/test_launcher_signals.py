@@ -1,0 +1,25 @@
+"""A signal to the launcher at every phase of a start, and at fixed and random moments after its beginning."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.launchers import PHASES, check_signal_is_not_lost, small_launches
+
+DELAYS = [0, 1.5, 2.5, 3, 3.5]
+RANDOM_DELAYS = [round(random.Random(seed).uniform(0, 4), 2) for seed in range(10)]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_signal_is_not_lost_at_the_beginning_of_a_phase(phase: str, tmp_path: Path) -> None:
+    with small_launches(tmp_path) as launches:
+        check_signal_is_not_lost(launches, phase)
+
+
+@pytest.mark.parametrize("delay_s", [*DELAYS, *RANDOM_DELAYS])
+def test_a_signal_is_not_lost_during_a_start(delay_s: float, tmp_path: Path) -> None:
+    with small_launches(tmp_path) as launches:
+        check_signal_is_not_lost(launches, "waiting", delay_s)

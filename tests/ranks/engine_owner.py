@@ -1,0 +1,42 @@
+"""Opens an engine and asks it until it dies. Arguments: the model's directory and the settings as JSON.
+
+Prints a JSON value per line: which large packages it has imported, the answers to `REQUESTS`, and why the engine died;
+or why the engine cannot be opened.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from eval_pipeline.engines.engine import EngineDied, open_engine
+from eval_pipeline.engines.settings import EngineSettings
+from tests.helpers.engines import GREEDY, LONG, REQUESTS, answer_all
+from verl_ext.errors import UserError
+
+
+def main(export: str, settings: str) -> None:
+    """Run until the engine dies."""
+    try:
+        with open_engine(EngineSettings(**json.loads(settings)), Path(export)) as engine:
+            say(sorted({"torch", "vllm", "transformers"} & sys.modules.keys()))
+            say([(*key, *astuple(answer)) for key, answer in answer_all(engine, REQUESTS, GREEDY).items()])
+            for _ in range(2):  # a dead engine stays dead
+                try:
+                    while True:
+                        answer_all(engine, REQUESTS, LONG)
+                except EngineDied as error:
+                    say(str(error))
+    except UserError as error:
+        say(str(error))
+
+
+def say(value: Any) -> None:
+    print(json.dumps(value), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

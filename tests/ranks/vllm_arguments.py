@@ -1,0 +1,39 @@
+"""Prints as JSON which arguments vLLM gets. Arguments: the model's directory, a mark, and two models that bring code.
+
+The code of the models creates the mark, if it is run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from eval_pipeline.engines.settings import EngineSettings
+from eval_pipeline.engines.vllm_arguments import arguments_for
+from eval_pipeline.recipe.load import load_recipe
+
+KEYS = {"gpu_memory_utilization": 0.3, "tensor_parallel_size": 2, "max_model_len": 64, "dtype": "float16"}
+
+
+def main(export: str, mark: str, own: str, known: str) -> None:
+    """Print a value for each name."""
+    overrides = [*(f"engine.{key}={value}" for key, value in KEYS.items()), "engine.vllm.max_num_seqs=7"]
+    report: dict[str, Any] = {
+        "overridden": arguments_for(load_recipe("quickstart", overrides).engine, export, on_gpu=True),
+        "cpu": arguments_for(load_recipe("quickstart", []).engine, export, on_gpu=False),
+        "gpu": arguments_for(load_recipe("quickstart", []).engine, export, on_gpu=True),
+    }
+    for name, model, trusted in (("own", own, False), ("known", known, False), ("trusted", own, True)):
+        vllm = {"trust_remote_code": True} if trusted else {}
+        try:
+            value = arguments_for(EngineSettings(dtype="float32", vllm=vllm), model, on_gpu=False)["max_model_len"]
+        except Exception as error:  # vLLM raises many types
+            value = "refused: " + " ".join(str(error).split())
+        report[name] = {"ran_code": Path(mark).exists(), "max_model_len": value}
+    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
