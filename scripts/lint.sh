@@ -1,8 +1,8 @@
-# Sourced by tests/run.sh: lint runs what comes before any test, ruff and the type checker, with the interpreter $PYTHON.
+# Sourced by tests/run.sh: lint runs ruff and mypy with the interpreter $PYTHON.
 #
 # pyproject.toml says what they check.
 
-lint() {
+has_lint_tools() {
   local tool
   for tool in ruff mypy; do
     "$PYTHON" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$tool') is None)" || {
@@ -10,6 +10,10 @@ lint() {
       return 2
     }
   done
+}
+
+lint() {
+  has_lint_tools || return
   found "ruff check" -m ruff check --quiet . &&
     found "ruff format" -m ruff format --quiet --diff . &&
     found "mypy" -m mypy --no-error-summary &&
@@ -20,7 +24,7 @@ lint() {
 
 found() {  # $1: name of a check, then its command
   "$PYTHON" "${@:2}" || {
-    echo "error: $1 refuses this tree; the reasons stand above. 'bash tests/run.sh lint' checks again" >&2
+    echo "error: $1 refuses this tree; see the reasons above. 'bash tests/run.sh lint' checks again" >&2
     return 1
   }
 }

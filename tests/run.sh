@@ -68,6 +68,7 @@ paths_of() {  # $1: suite. Nothing if the arguments name a path
 code=0 found=5  # pytest's code for "no tests were collected"
 arguments=("$@")
 if [[ -n $lints ]]; then  # mypy needs one core; the unit tests wait for processes much of the time
+  has_lint_tools || exit
   lint_log=$(mktemp)
   lint >"$lint_log" 2>&1 &
   lint_process=$!

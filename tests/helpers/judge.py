@@ -264,7 +264,8 @@ def check_memory_of_the_next(server: JudgeServer, scan: str) -> None:
 
 # --- HumanEval
 
-HUMANEVAL_LIMITS = Limits(cpu_s=1, wall_s=30)
+HUMANEVAL_LIMITS = Limits(cpu_s=5, wall_s=120)
+_OF_TIMEOUTS = Limits(cpu_s=0.5, wall_s=120)
 _WRONG_VALUE = '''
 def _altered(value):
     """Another value of the same type; every element of a container is another one."""
@@ -321,8 +322,11 @@ def wrong_verdicts(
 ) -> list[tuple[str, str, str, str]]:
     """Judge a program of each error type for each problem: task, expected and actual error type, message if wrong."""
     cases = [(problem, error_type) for error_type in error_types for problem in problems]
-    submissions = [Submission(BROKEN[error_type](problem), _tests_of(problem)) for problem, error_type in cases]
-    verdicts = server.judge_all(submissions, progress=False)
+    futures = []
+    for problem, error_type in cases:
+        submission = Submission(BROKEN[error_type](problem), _tests_of(problem))
+        futures.append(server.submit(submission, _OF_TIMEOUTS if error_type == "timeout" else HUMANEVAL_LIMITS))
+    verdicts = [future.result(timeout=4 * RESULT_S) for future in futures]
     assert len(verdicts) == len(problems) * len(error_types)
     return [
         (problem["task_id"], error_type, verdict.error_type, verdict.message)

@@ -23,6 +23,7 @@ A fork differs from a new process in these points, and this is what is done abou
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -308,6 +309,8 @@ def serve(imports: str, path: str) -> NoReturn:
     listener.listen(64)
     os.rename(path + ".new", path)
     Server(listener, base_path).run()
+    for directory in _wandb_directories():
+        directory.cleanup()
     os._exit(0)
 
 
@@ -391,6 +394,16 @@ def import_all(imports: str) -> None:
         importlib.import_module(name)
     for stage in STAGES:
         load_stage(stage)
+    for directory in _wandb_directories():
+        atexit.unregister(directory.cleanup)
+
+
+def _wandb_directories() -> list[tempfile.TemporaryDirectory[str]]:
+    """The directories that W&B creates when it is imported: all forks use them, so none may remove them at its end."""
+    from wandb.sdk.artifacts.artifact import Artifact
+    from wandb.sdk.data_types._private import MEDIA_TMP
+
+    return [MEDIA_TMP, Artifact._TMP_DIR]
 
 
 MODULES = (
@@ -547,8 +560,6 @@ def _exit_after(call: Callable[[], object]) -> NoReturn:
         traceback.print_exception(error)
         code, interrupted = 1, isinstance(error, KeyboardInterrupt)
     try:
-        import atexit
-
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):

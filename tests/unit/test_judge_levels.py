@@ -17,7 +17,7 @@ from eval_pipeline.judge.verdict import Verdict
 from tests.helpers.judge import function
 from verl_ext.errors import UserError
 
-LIMITS = Limits(cpu_s=1, wall_s=60)
+LIMITS = Limits(cpu_s=0.5, wall_s=60)
 LEVELS = [level for name in ("auto", "rlimits") for level in candidates(name)]
 PROGRAMS = {
     "success": "def f(x): return x + 1",

@@ -118,9 +118,11 @@ def describe(failures: Mapping[int, RankFailure]) -> Failure:
     killed can therefore have the same time as that peer. torchrun's own SIGKILL comes later and is not among failures.
     """
     refused = {rank: failure for rank, failure in failures.items() if failure.exitcode == USER_ERROR_EXIT_CODE}
-    rank, first = min(
-        (refused or failures).items(), key=lambda item: (item[1].exitcode != -Signals.SIGKILL, item[1].timestamp, item[0])
+    *_, rank = min(
+        (failure.exitcode != -Signals.SIGKILL, failure.timestamp, rank)
+        for rank, failure in (refused or failures).items()
     )
+    first = failures[rank]
     if refused and isinstance(first.message, str):
         return Failure(first.message, first.exitcode)
     how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"failed with exit code {first.exitcode}"
