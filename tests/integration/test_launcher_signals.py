@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import script_run
 from tests.helpers.launchers import Launcher, SmallLaunches, check_signal_is_not_lost, small_launches
 from tests.helpers.processes import free_port
 
@@ -190,9 +191,9 @@ def test_a_node_that_waits_for_the_others_can_be_stopped(launches: SmallLaunches
 
 
 def test_a_signal_during_preparation_leaves_nothing_incomplete(launches: SmallLaunches, tmp_path: Path) -> None:
-    words = ["bash", "run_sft.sh", "2", f"trainer.default_local_dir={tmp_path}/run"]
-    words += [f"prepare=['quickstart --samples 100000 --output {tmp_path}/data']"]
-    launcher = launches.add(Launcher(words, tmp_path, {"VERL_EXT_PYTHON": sys.executable}))
+    prepare = f"prepare=['quickstart --samples 100000 --output {tmp_path}/data']"
+    run = script_run("run_sft.sh", 2, tmp_path / "run", f"trainer.default_local_dir={tmp_path}/run", prepare)
+    launcher = launches.add(Launcher(run.words, tmp_path, {"VERL_EXT_PYTHON": sys.executable}))
     launcher.wait_for(lambda: "Preparing: quickstart" in launcher.output())
     launcher.process.send_signal(signal.SIGUSR1)
     assert launcher.end() == 75
