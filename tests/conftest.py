@@ -35,6 +35,21 @@ def pytest_configure() -> None:
             signal.signal(number, lambda *_: None)
 
 
+LONGEST_FIRST = (
+    *("eval_engines", "sft_command", "grpo_command", "launcher_signals", "budget_command", "eval_beside_training"),
+    *("monitor_browser", "eval_ray", "eval_watch", "grpo_engines", "faults", "secrets_in_a_run", "judge_hostile"),
+    *("preemption", "from_verl", "damaged_checkpoints", "eval_run", "failed_saves"),
+    *("judge_verdicts", "compiled_blocks", "grpo_rewards", "eval_adaptive", "eval_extract", "token_cache"),
+)
+"""Files that take 10 s or more, as `-p tests.helpers.costs` measures: the two workers end at about the same time."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first; pytest-xdist gives each file to the next free worker."""
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """A directory that all workers of the session share."""
