@@ -47,7 +47,7 @@ READ_LATER = re.compile(
     r"PYTHON(PATH|HASHSEED|UNBUFFERED)|GLOO_SOCKET_IFNAME|LD_LIBRARY_PATH|HF_TOKEN|RAY_(TMPDIR|USAGE_STATS_ENABLED)"
     r"|VERL_(EXT_\w+|FILE_LOGGER_PATH|LOGGING_LEVEL)|TORCHELASTIC_\w+|TORCH_NCCL_\w+|VLLM_\w+"
 )
-"""Of these, what is read later, or set to the same value by whoever starts a process that reads it."""
+"""Of these, variables that are read later, or that the launcher sets to the same value for every process."""
 SCRIPTS = {
     str(ROOT / "run_sft.sh"): ("verl_ext.launch", "sft"),
     str(ROOT / "run_grpo.sh"): ("verl_ext.launch", "grpo"),

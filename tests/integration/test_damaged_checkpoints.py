@@ -22,12 +22,12 @@ def run(sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> SFTRun:
     return SFTRun(quickstart, tmp_path / "run", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=3")
 
 
-def shard(run_dir: Path, step: int) -> Path:
-    return run_dir / f"global_step_{step}/model_world_size_2_rank_1.pt"
+def shard(run_dir: Path, step: int, kind: str = "model", rank: int = 1) -> Path:
+    return run_dir / f"global_step_{step}/{kind}_world_size_2_rank_{rank}.pt"
 
 
 def damage_newest_two(run_dir: Path) -> None:
-    flip_byte(shard(run_dir, 4))
+    flip_byte(shard(run_dir, 4, "optim", rank=0))  # the ranks share the files among themselves, the largest first
     truncate(shard(run_dir, 3))
 
 
@@ -43,7 +43,7 @@ def copy_without_manifest(run_dir: Path) -> None:
         (
             damage_newest_two,
             [
-                ("global_step_4", "model_world_size_2_rank_1.pt has the digest"),
+                ("global_step_4", "optim_world_size_2_rank_0.pt has the digest"),
                 ("global_step_3", "model_world_size_2_rank_1.pt has 19"),
             ],
             2,
@@ -69,8 +69,8 @@ def test_damage_is_reported_and_run_resumes(
 
 
 def test_run_without_complete_checkpoint_does_not_start_over(run: SFTRun) -> None:
-    for step in STEPS:
-        flip_byte(shard(run.run_dir, step))
+    for step, kind in zip(STEPS, ("model", "optim", "extra_state"), strict=True):
+        flip_byte(shard(run.run_dir, step, kind))
     result = run.start()
     assert result.returncode == 2, result.stderr
     assert result.stderr.count("error: ") == 1
