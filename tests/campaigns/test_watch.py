@@ -24,7 +24,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_twenty_kills_change_nothing(export: Path, tmp_path: Path) -> None:
     phases = ["start"] * 6 + ["load"] * 4 + ["generate"] * 4 + ["judge"] * 5
     random.Random(20).shuffle(phases)
-    kills_change_nothing(tmp_path, export, [*phases, "write"], num_problems=90, seed=20)
+    kills_change_nothing(tmp_path, export, [*phases, "write"], num_problems=240, seed=20)
 
 
 def test_a_stop_ends_the_watcher_and_the_next_start_evaluates_the_rest(

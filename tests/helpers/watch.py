@@ -27,7 +27,7 @@ from tests.helpers.processes import family_of, wait_gone, wait_until, words_of
 from verl_ext.metrics.run_record import RunRecord
 
 TIMES = {"avg_judge_time", "throughput", "cost_per_solved_judge_time"}
-PAUSES = {"start": 1.5, "load": 2.0, "generate": 0.4, "judge": 0.4, "write": 0.02}
+PAUSES = {"start": 1.5, "load": 1.0, "generate": 0.4, "judge": 0.4, "write": 0.02}
 """A kill falls at most this many seconds after the beginning of its phase."""
 
 
@@ -160,7 +160,8 @@ def kills_change_nothing(directory: Path, export: Path, phases: Sequence[str], n
     commit(run_dir, 10, export)
     finish_run(record)
     tiers = {"tier1": {"slow": slow_problems(num_problems, 0.2)}}
-    options = ("--recipe", write_recipe(directory / "slow.yaml", tiers, batch_size=4), "--no-wandb")
+    judge = {"limits": {"cpu_s": 5.0}, "num_workers": 2}  # more would finish before the last kill
+    options = ("--recipe", write_recipe(directory / "slow.yaml", tiers, batch_size=4, judge=judge), "--no-wandb")
     undisturbed = Path(shutil.copytree(run_dir, directory / "undisturbed"))
     words = ("watch", run_dir, *options)
     killing = Killing(run_dir, num_problems, words, directory / "killed.log", random.Random(seed))

@@ -246,4 +246,4 @@ def test_it_reports_what_it_waits_for(tmp_path: Path, words: tuple[str | Path, .
 
 
 def test_kills_change_nothing(exports: tuple[Path, Path], tmp_path: Path) -> None:
-    kills_change_nothing(tmp_path, exports[0], ["load", "generate", "judge"], num_problems=24, seed=20)
+    kills_change_nothing(tmp_path, exports[0], ["load", "generate", "judge"], num_problems=40, seed=20)
