@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.config.checks import check_batch, check_values
-from verl_ext.config.compose import compose_config
+from verl_ext.config.compose import STAGES, compose_config
 from verl_ext.config.digest import config_digest
 from verl_ext.config.inputs import check_data, check_model
 from verl_ext.config.recipes import RECIPES, recipe_summaries
 from verl_ext.errors import UserError
+from verl_ext.launch.arguments import parse_arguments
+from verl_ext.launch.configure import check_settings, configure
+
+SHIPPED = sorted((path.parent.name, path.stem) for command in STAGES for path in (RECIPES / command).glob("*.yaml"))
 
 
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in (RECIPES / "sft").glob("*.yaml")))
-def test_every_shipped_recipe_composes_and_passes_the_checks(recipe: str) -> None:
-    config = compose_config("sft", [f"recipe={recipe}"])
-    check_values(config)
-    check_batch(config, world_size=8)
-    assert config.recipe == recipe
-    assert recipe_summaries("sft")[recipe]
+@pytest.mark.parametrize(("command", "recipe"), SHIPPED)
+def test_every_shipped_recipe_passes_the_checks_of_settings(command: str, recipe: str) -> None:
+    config = configure(parse_arguments([command, "1", f"recipe={recipe}"]))
+    assert config.recipe == recipe and config.stage in STAGES[command] and recipe_summaries(command)[recipe]
+    for ranks in (1, 2, 4, 8):
+        config.trainer.n_gpus_per_node = ranks
+        check_settings(config)
 
 
 def test_the_7b_recipe_is_the_documents_run() -> None:
@@ -137,8 +142,54 @@ def test_values_that_cannot_work_are_refused(key: str, value: object, names: str
 @pytest.mark.parametrize(("batch", "ranks", "sequence"), [(33, 2, 1), (32, 3, 2), (32, 2, 2)])
 def test_a_batch_that_does_not_divide_is_refused(batch: int, ranks: int, sequence: int) -> None:
     config = compose_config("sft", [f"data.train_batch_size={batch}", f"ulysses_sequence_parallel_size={sequence}"])
-    with pytest.raises(UserError, match="divi|use_remove_padding"):
+    with pytest.raises(UserError, match="divi|multiple|use_remove_padding"):
         check_batch(config, ranks)
+
+
+def with_batches(config: DictConfig, batch: int, mini_batch: int | None) -> DictConfig:
+    config.data.train_batch_size, config.actor.ppo_mini_batch_size = batch, mini_batch
+    return config
+
+
+@pytest.mark.parametrize(
+    ("batch", "mini_batch", "ranks", "working", "fewer"),
+    [
+        (30, 30, 8, (32, 32), 6),
+        (30, None, 8, (32, None), 6),
+        (30, 15, 8, (32, 16), 5),
+        (64, 24, 8, (64, 32), None),
+        (64, 30, 8, (64, 32), None),
+        (4, None, 8, (8, None), 4),
+        (33, None, 2, (34, None), None),
+        (8, 3, 1, (8, 4), None),
+        (8, 16, 2, (8, 8), None),
+    ],
+)
+def test_a_refused_batch_names_values_of_all_keys_that_work_together(
+    batch: int, mini_batch: int | None, ranks: int, working: tuple[int, int | None], fewer: int | None
+) -> None:
+    keys = ("data.train_batch_size", "actor.ppo_mini_batch_size")
+    config = with_batches(compose_config("grpo", []), batch, mini_batch)
+    with pytest.raises(UserError) as refused:
+        check_batch(config, ranks)
+    said = str(refused.value).partition("; set ")[2]
+    changed = {key: int(value) for key, value in re.findall(r"([\w.]+)=(\d+)", said)}
+    given = dict(zip(keys, (batch, mini_batch)))
+    assert changed == {key: value for key, value in zip(keys, working) if value != given[key]}
+    assert re.findall(r"start (\d+) ranks", said) == ([] if fewer is None else [str(fewer)])
+    check_batch(with_batches(config, *working), ranks)
+    if fewer is not None:
+        check_batch(with_batches(config, batch, mini_batch), fewer)
+
+
+def test_fewer_ranks_are_named_only_if_engines_and_machines_divide_over_them() -> None:
+    config = with_batches(compose_config("grpo", []), 30, None)
+    config.rollout.tensor_model_parallel_size = 4
+    with pytest.raises(UserError, match=r"set data.train_batch_size=32$"):
+        check_batch(config, 8)
+    config.rollout.tensor_model_parallel_size, config.trainer.nnodes = 1, 2
+    with pytest.raises(UserError, match="set data.train_batch_size=32, or start 10 ranks"):
+        check_batch(config, 16)
 
 
 def with_data(quickstart: Path, *overrides: str) -> DictConfig:

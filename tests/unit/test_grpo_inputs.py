@@ -18,12 +18,11 @@ from eval_pipeline.problems.source import DatasetSource
 from eval_pipeline.problems.verl_rl import read_tests
 from tests.helpers import ROOT
 from verl_ext.checkpoint.lease import lease_holders
-from verl_ext.config.compose import STAGES, compose_config
-from verl_ext.config.recipes import RECIPES, recipe_summaries
+from verl_ext.config.compose import compose_config
 from verl_ext.data.prepare import prepare
 from verl_ext.data.prompts import PromptBatch, PromptDataset
 from verl_ext.errors import UserError
-from verl_ext.launch.configure import check_config
+from verl_ext.launch.configure import check_config, check_inputs
 from verl_ext.launch.grpo_model import best_export, holding_model, settle_model
 
 GSM8K = {"question": "What is 40 + 2?", "answer": "It is <<40+2=42>>42.\n#### 42"}
@@ -48,24 +47,19 @@ def config_with(quickstart: Path, tmp_path: Path, *overrides: str) -> DictConfig
     )
 
 
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in (RECIPES / "grpo").glob("*.yaml")))
-def test_recipes(recipe: str) -> None:
-    """Each is complete, and says in a line what it is."""
-    config = compose_config("grpo", [f"recipe={recipe}"])
-    assert config.stage in STAGES["grpo"] and config.recipe == recipe and recipe_summaries("grpo")[recipe]
-
-
 def test_good_settings(quickstart: Path, tmp_path: Path) -> None:
     """Nothing is refused of them."""
-    check_config(config_with(quickstart, tmp_path))
+    config = config_with(quickstart, tmp_path)
+    check_config(config)
+    check_inputs(config)
 
 
 @pytest.mark.parametrize(
     ("override", "says"),
     [
         ("rollout.n=1", "a group needs 2"),
-        ("actor.ppo_mini_batch_size=3", "must divide data.train_batch_size=8"),
-        ("data.train_batch_size=7", "does not divide over"),
+        ("actor.ppo_mini_batch_size=3", "data.train_batch_size=8 .*set actor.ppo_mini_batch_size=4"),
+        ("data.train_batch_size=7", "set data.train_batch_size=8"),
         ("reward.functions=[code_test]", "did you mean code_tests"),
         ("reward.functions=[]", "is empty"),
         ("reward.functions=[nothing.py:f]", "does not exist"),
@@ -90,6 +84,7 @@ def test_bad_settings(quickstart: Path, tmp_path: Path, override: str, says: str
     config = config_with(quickstart, tmp_path, override)
     with pytest.raises(UserError, match=says):
         check_config(config)
+        check_inputs(config)
 
 
 def test_model_of_the_sft_run(quickstart: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from verl_ext.data.image_chats import ImageChat, ImageChatDataset
 from verl_ext.data.questions import ImageQuestion, question_of
 from verl_ext.data.vlm_batching import VLMBatcher
 from verl_ext.errors import UserError
+from verl_ext.launch.question_check import check_questions
 from verl_ext.launch.vlm_check import check_vlm_sft
 from verl_ext.trainer.vlm_sft import VLMSFTTrainer, load_chats
 
@@ -135,6 +136,7 @@ def config_of(recipe: Path, *overrides: str) -> DictConfig:
 def test_a_recipe_without_validation_is_fine(recipe: Path) -> None:
     config = config_of(recipe)
     check_vlm_sft(config)
+    check_questions(config, ("train",))
     assert config.stage == "vlm_sft"
 
 
@@ -162,5 +164,7 @@ def test_as_many_questions_share_a_chat_as_are_wanted(recipe: Path, tmp_path: Pa
     ],
 )
 def test_what_cannot_work_is_refused(override: str, message: str, recipe: Path) -> None:
+    config = config_of(recipe, override)
     with pytest.raises(UserError, match=message):
-        check_vlm_sft(config_of(recipe, override))
+        check_vlm_sft(config)
+        check_questions(config, ("train",))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import UserError
 
@@ -181,11 +181,16 @@ def check_resume_path(config: DictConfig) -> None:
 
 
 def check_batch(config: DictConfig, world_size: int) -> None:
-    """The global batch must divide over the data-parallel ranks; micro-batches may leave a remainder.
+    """Check that the global batch divides over the data-parallel ranks, and into mini-batches that divide over them.
+
+    Micro-batches may leave a remainder.
 
     Args:
         config: the resolved configuration.
         world_size: number of ranks on all nodes.
+
+    Raises:
+        UserError: they do not divide. The message names values of all keys concerned that work together.
     """
     sequence_parallel = config.ulysses_sequence_parallel_size
     if world_size % sequence_parallel:
@@ -198,9 +203,55 @@ def check_batch(config: DictConfig, world_size: int) -> None:
     if sequence_parallel > 1 and importlib.util.find_spec("flash_attn") is None:
         raise UserError("ulysses_sequence_parallel_size above 1 needs GPUs and the flash-attn package; install it")
     ranks, batch = world_size // sequence_parallel, config.data.train_batch_size
-    if batch % ranks:
-        near = max(batch // ranks, 1) * ranks
-        raise UserError(
-            f"data.train_batch_size {batch} does not divide over {ranks} data-parallel ranks; "
-            f"set data.train_batch_size={near} or start another number of ranks"
-        )
+    mini_batch = OmegaConf.select(config, "actor.ppo_mini_batch_size")  # None in the stages of SFT
+    if mini_batch is not None:
+        require_positive("actor.ppo_mini_batch_size", mini_batch, ", or null for one update per pass")
+    divided = mini_batch or batch  # what each update divides over the ranks
+    if divided % ranks == 0 and batch % divided == 0:
+        return
+    given = {"data.train_batch_size": batch}
+    rule = f"must be a multiple of the number of data-parallel ranks, {ranks}"
+    if mini_batch is not None:
+        given["actor.ppo_mini_batch_size"] = mini_batch
+        rule = f"must be a multiple of actor.ppo_mini_batch_size={mini_batch}, which {rule}"
+    working = dict(zip(given, nearest_batches(batch, mini_batch, ranks)))
+    changes = " ".join(f"{key}={value}" for key, value in working.items() if value != given[key])
+    fewer = fewer_ranks(config, world_size, divided) if batch % divided == 0 else None
+    or_fewer = "" if fewer is None else f", or start {fewer} ranks"
+    raise UserError(f"data.train_batch_size={batch} {rule}; set {changes}{or_fewer}")
+
+
+def nearest_batches(batch: int, mini_batch: int | None, ranks: int) -> tuple[int, int]:
+    """The global batch and mini-batch nearest to those given that divide over the ranks and into each other.
+
+    Args:
+        batch: samples of a step, over all ranks.
+        mini_batch: samples of an update, over all ranks; None for the whole batch.
+        ranks: data-parallel ranks.
+    """
+    wanted = batch if mini_batch is None else mini_batch
+    if batch % ranks == 0:  # it can stay
+        sizes = [size for size in range(ranks, batch + 1, ranks) if batch % size == 0]
+        return batch, min(sizes, key=lambda size: (abs(size - wanted), -size))
+    size = nearest_multiple(wanted, ranks)
+    return nearest_multiple(batch, size), size
+
+
+def nearest_multiple(number: int, divisor: int) -> int:
+    """The multiple of `divisor`, itself or more, that is nearest to a number; the larger of two."""
+    return max(1, (number + divisor // 2) // divisor) * divisor
+
+
+def fewer_ranks(config: DictConfig, world_size: int, divided: int) -> int | None:
+    """The largest number of ranks, more than one and fewer than asked for, that divides an update; None if none does.
+
+    Args:
+        config: the resolved configuration.
+        world_size: number of ranks asked for.
+        divided: samples of an update, over all ranks.
+    """
+    sequence_parallel = config.ulysses_sequence_parallel_size
+    tensor_parallel = OmegaConf.select(config, "rollout.tensor_model_parallel_size") or 1
+    unit = math.lcm(config.trainer.nnodes, sequence_parallel, tensor_parallel)
+    counts = [count for count in range(unit, world_size, unit) if divided % (count // sequence_parallel) == 0]
+    return counts[-1] if counts and counts[-1] > 1 else None

@@ -44,7 +44,7 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
     with signals.raising():
         from omegaconf import OmegaConf  # after --help, which needs no packages
 
-        from verl_ext.launch.configure import check_config, configure
+        from verl_ext.launch.configure import check_config, check_inputs, configure
 
         config = configure(arguments)
         if arguments.print_config:
@@ -54,8 +54,9 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
         from verl_ext.launch.prepare import prepare_inputs
         from verl_ext.launch.run import run_to_the_end
 
-        prepare_inputs(config)
         check_config(config)
+        prepare_inputs(config)
+        check_inputs(config)
         check_evaluation(config)
     return run_to_the_end(config, signals, restarts=arguments.restarts)
 

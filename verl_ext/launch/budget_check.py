@@ -55,8 +55,8 @@ OF_OTHERS = OF_TEXTS | {  # settings of other stages: the value they must keep i
 }
 
 
-def check_budget(config: DictConfig, world_size: int) -> None:
-    """Refuse settings of this stage that cannot work.
+def check_budget(config: DictConfig) -> None:
+    """Refuse settings of this stage that cannot work, whatever model and data they are for.
 
     Raises:
         UserError: the first of them and how to mend it.
@@ -68,7 +68,6 @@ def check_budget(config: DictConfig, world_size: int) -> None:
         raise UserError(
             "trainer.test_freq is data.eval_every_steps in this stage; set that to steps, or -1 for every epoch's end"
         )
-    reward_check.check_batches(config, world_size)
     check_budgets(config)
     is_one_update = config.actor.ppo_mini_batch_size in (None, config.data.train_batch_size)
     if config.controller.dropout and not (is_one_update and config.actor.ppo_epochs == 1):
@@ -78,6 +77,14 @@ def check_budget(config: DictConfig, world_size: int) -> None:
         )
     if config.model.adapter is not None:
         OwnCode.named(config.model.adapter, "model.adapter")
+
+
+def check_budget_files(config: DictConfig) -> None:
+    """Refuse questions and other files of this stage that cannot be used.
+
+    Raises:
+        UserError: the first of them and how to mend it.
+    """
     check_questions(config, ("train", "val"))
     for key in ("controller.init_from", "controller.importance_file", "latency.file"):
         path = value_of(config, key)

@@ -62,43 +62,68 @@ def num_nodes() -> int:
 
 
 def check_config(config: DictConfig) -> None:
-    """Refuse what cannot work, before any rank is started.
+    """Refuse what cannot work, before data are prepared, and choose the model that a stage after SFT begins from.
 
     Raises:
-        UserError: the first thing that is wrong and how to mend it.
+        UserError: the first thing that is wrong and how to fix it.
     """
-    world_size = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    check_settings(config)
     if config.stage in STAGES["grpo"]:
         settle_model(config)
+
+
+def check_settings(config: DictConfig) -> None:
+    """Refuse settings that cannot work, whatever model and data they are for; needs no file and no hub.
+
+    Raises:
+        UserError: the first of them and how to fix it.
+    """
+    world_size = config.trainer.nnodes * config.trainer.n_gpus_per_node
     check_values(config)
     check_preemption(config)
     check_evaluation_keys(config)
     check_retention(config.trainer)
     check_health(config)
     check_batch(config, world_size)
-    check_model(config)
-    check_stage(config, world_size)
-    check_run_directory(Path(config.trainer.default_local_dir))
-
-
-def check_stage(config: DictConfig, world_size: int) -> None:
-    """What one stage alone asks for; what the others' checks import is left out."""
+    # each stage imports its own checks only
     if config.stage == "sft":
-        check_data(config)
         check_sft(config)
     elif config.stage == "grpo":
         from verl_ext.launch.grpo_check import check_grpo
 
-        check_data(config)
         check_grpo(config, world_size)
     elif config.stage == "budget":
         from verl_ext.launch.budget_check import check_budget
 
-        check_budget(config, world_size)
+        check_budget(config)
     else:
         from verl_ext.launch.vlm_check import check_vlm_sft
 
         check_vlm_sft(config)
+
+
+def check_inputs(config: DictConfig) -> None:
+    """Refuse a model, data and a run directory that cannot be used, once the recipe's data are prepared.
+
+    Raises:
+        UserError: the first of them and how to fix it.
+    """
+    check_model(config)
+    if config.stage in ("sft", "grpo"):
+        check_data(config)
+    if config.stage == "grpo":
+        from verl_ext.launch.grpo_check import check_length
+
+        check_length(config)
+    elif config.stage == "budget":
+        from verl_ext.launch.budget_check import check_budget_files
+
+        check_budget_files(config)
+    elif config.stage == "vlm_sft":
+        from verl_ext.launch.question_check import check_questions
+
+        check_questions(config, ("train",))
+    check_run_directory(Path(config.trainer.default_local_dir))
 
 
 def check_run_directory(run_dir: Path) -> None:

@@ -65,18 +65,16 @@ OF_CHATS = {  # settings of the stage sft: the value they must keep here
 
 
 def check_grpo(config: DictConfig, world_size: int) -> None:
-    """Refuse settings of this stage that cannot work.
+    """Refuse settings of this stage that cannot work, whatever model and data they are for.
 
     Raises:
         UserError: the first of them and how to mend it.
     """
     check_values(config)
-    reward_check.check_batches(config, world_size)
     check_engines(config, world_size)
     wanted_rewards(list(config.reward.functions))
     if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError("rollout.engine=vllm needs vLLM, which is not installed; install it, or set rollout.engine=hf")
-    check_length(config)
 
 
 def check_values(config: DictConfig) -> None:

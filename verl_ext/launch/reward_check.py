@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import math
 
-from omegaconf import DictConfig
-
-from verl_ext.errors import UserError
-
 CHOICES: dict[str, tuple[str, ...]] = {"data.eval_split": ("test", "train")}
 RANGES = {  # lowest and highest value allowed
     "data.eval_batches": (-1, math.inf),
@@ -20,17 +16,3 @@ RANGES = {  # lowest and highest value allowed
     "trainer.log_samples_every": (0, math.inf),
     "trainer.samples_per_table": (1, math.inf),
 }
-
-
-def check_batches(config: DictConfig, world_size: int) -> None:
-    """Prompts divide over ranks and updates.
-
-    Raises:
-        UserError: they do not.
-    """
-    batch, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
-    if mini is not None and (mini < 1 or batch % mini or mini % world_size):
-        raise UserError(
-            f"actor.ppo_mini_batch_size is {mini}; it must divide data.train_batch_size={batch} and be a multiple of "
-            f"the {world_size} ranks"
-        )

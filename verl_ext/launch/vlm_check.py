@@ -15,7 +15,7 @@ from verl_ext.config.checks import (
     value_of,
 )
 from verl_ext.errors import UserError
-from verl_ext.launch.question_check import OF_TEXTS, check_questions
+from verl_ext.launch.question_check import OF_TEXTS
 
 RANGES = {  # lowest and highest value allowed
     "data.max_unreadable_images": (0, math.inf),
@@ -27,7 +27,7 @@ AT_LEAST_ONE = ("data.questions_per_chat", "configurations.min_active")
 
 
 def check_vlm_sft(config: DictConfig) -> None:
-    """Refuse settings of this stage that cannot work.
+    """Refuse settings of this stage that cannot work, whatever model and data they are for.
 
     Raises:
         UserError: the first of them and how to mend it.
@@ -43,4 +43,3 @@ def check_vlm_sft(config: DictConfig) -> None:
             f"configurations.tier_weights={weights} must be a number of 0 or more for each of the tiers {sizes}, not "
             "all of them 0"
         )
-    check_questions(config, ("train",))
