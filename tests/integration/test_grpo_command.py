@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.commands import GRPORun, Hold, TrainingRun, end_of, kill_launcher
+from tests.helpers.commands import GRPORun, Hold, RecipeRun, SFTRun, TrainingRun, end_of, kill_launcher
 from verl_ext.errors import STOPPED_EXIT_CODE
 
 SPECIFIED = (
@@ -140,3 +140,22 @@ def test_bad_input_is_reported_once(quickstart: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and "Traceback" not in printed, printed
     [error] = [line for line in printed.splitlines() if line.startswith("error: ")]
     assert "nothing_of_this_name" in error
+
+
+def test_starts_from_an_sft_run_that_was_not_evaluated(sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> None:
+    """It says which checkpoint. A column that is not there ends the launch before any rank starts."""
+    run = GRPORun(quickstart, tmp_path / "run", "model.partial_pretrain=null", f"model.sft_run={sft_run.run_dir}")
+    done = run.start("data.prompt_key=nothing")
+    [line] = [line for line in done.stdout.splitlines() if str(sft_run.run_dir) in line]
+    assert f"{sft_run.last_checkpoint.name} " in line and f"run.sh watch {sft_run.run_dir}`" in line
+    assert done.returncode == 2 and "'nothing'" in done.stderr and not run.run_dir.exists()
+
+
+def test_recipe_that_needs_another_run_names_its_command(tmp_path: Path) -> None:
+    """Before anything is prepared."""
+    sft_run = tmp_path / "rlvr_coding_model" / "vlm_quickstart"
+    words = (f"model.sft_run={sft_run}", f"prepare=[vqa --output {tmp_path}/vqa]")
+    done = RecipeRun("run_grpo.sh", "budget_controller", tmp_path / "run", *words, num_ranks=2).start()
+    command = f"`bash run_sft.sh 2 recipe=budget_vlm trainer.default_local_dir={sft_run}`"
+    assert done.returncode == 2 and command in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +18,15 @@ from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.source import DatasetSource
 from eval_pipeline.problems.verl_rl import read_tests
 from tests.helpers import ROOT
+from verl_ext.checkpoint.layout import Manifest
 from verl_ext.checkpoint.lease import lease_holders
-from verl_ext.config.compose import compose_config
+from verl_ext.config.compose import compose_config, sft_recipe_of
+from verl_ext.config.recipes import RECIPES
 from verl_ext.data.prepare import prepare
 from verl_ext.data.prompts import PromptBatch, PromptDataset
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import check_config, check_inputs
-from verl_ext.launch.grpo_model import best_export, holding_model, settle_model
+from verl_ext.launch.grpo_model import holding_model, settle_model
 
 GSM8K = {"question": "What is 40 + 2?", "answer": "It is <<40+2=42>>42.\n#### 42"}
 
@@ -87,80 +90,129 @@ def test_bad_settings(quickstart: Path, tmp_path: Path, override: str, says: str
         check_inputs(config)
 
 
-def test_model_of_the_sft_run(quickstart: Path, tmp_path: Path) -> None:
-    """The best checkpoint's export; a run that has begun keeps its own though another is the best by now."""
+def write_checkpoint(path: Path, *files: str) -> Path:
+    """A complete checkpoint with these files, by default those of an export."""
+    files = files or ("huggingface/config.json", "huggingface/model.safetensors")
+    for name in files:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text("{}")
+    sizes = {name: {"bytes": 2} for name in files}
+    (path / "manifest.json").write_text(Manifest(int(path.name.rpartition("_")[2]), 2, "", sizes).to_json())
+    return path
+
+
+def settled(quickstart: Path, tmp_path: Path, *overrides: str) -> DictConfig:
+    """The quickstart's recipe after an SFT run in `tmp_path / "sft"`."""
+    sft_run = ("model.partial_pretrain=null", f"model.sft_run={tmp_path / 'sft'}")
+    config = config_with(quickstart, tmp_path, *sft_run, *overrides)
+    settle_model(config)
+    return config
+
+
+def test_the_newest_checkpoint_of_the_sft_run_until_an_evaluation_has_chosen_the_best(
+    quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sft_run = tmp_path / "sft"
     for step in (10, 20):
-        export = sft_run / f"global_step_{step}" / "huggingface"
-        export.mkdir(parents=True)
-        (export / "config.json").write_text("{}")
-    config = config_with(quickstart, tmp_path, "model.partial_pretrain=null", f"model.sft_run={sft_run}")
+        write_checkpoint(sft_run / f"global_step_{step}")
+    write_checkpoint(sft_run / "global_step_30", "huggingface/config.json")  # without weights
+    write_checkpoint(sft_run / "global_step_40")
+    (sft_run / "global_step_40" / "huggingface" / "model.safetensors").unlink()
+    config = settled(quickstart, tmp_path)
+    assert config.model.partial_pretrain == str(sft_run / "global_step_20" / "huggingface")
+    [line] = capsys.readouterr().out.splitlines()
+    assert "global_step_20" in line and f"watch {sft_run}`" in line
     (sft_run / "best_checkpoint.json").write_text(json.dumps({"checkpoint": "global_step_10"}))
-    settle_model(config)
+    config = settled(quickstart, tmp_path)
     assert config.model.partial_pretrain == str(sft_run / "global_step_10" / "huggingface")
-    run_dir = Path(config.trainer.default_local_dir)
-    run_dir.mkdir()
-    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(config))
-    (sft_run / "best_checkpoint.json").write_text(json.dumps({"checkpoint": "global_step_20"}))
-    config.model.partial_pretrain = None
-    settle_model(config)
-    assert config.model.partial_pretrain.endswith("global_step_10/huggingface")
-    assert best_export(sft_run).parent.name == "global_step_20"
-    with pytest.raises(UserError, match="nowhere is not a directory; name that of an SFT run"):
-        best_export(tmp_path / "nowhere")
+    assert capsys.readouterr().out == ""
 
 
 def test_a_run_keeps_the_model_it_began_from(quickstart: Path, tmp_path: Path) -> None:
-    """However its SFT run is spelled, unless it begins anew; one that is gone is told, and none goes meanwhile."""
-    sft_run = tmp_path / "sft"
+    """However its SFT run is spelled, if it has something to resume. The checkpoint is held; a lost one is reported."""
+    sft_run, run_dir = tmp_path / "sft", tmp_path / "run"
     for step in (10, 20):
-        export = sft_run / f"global_step_{step}" / "huggingface"
-        export.mkdir(parents=True)
-        (export / "config.json").write_text("{}")
-    (sft_run / "best_checkpoint.json").write_text(json.dumps({"checkpoint": "global_step_20"}))
+        write_checkpoint(sft_run / f"global_step_{step}")
     begun = f"{sft_run}/global_step_10/huggingface"
-    (tmp_path / "run").mkdir()
     former = {"model": {"sft_run": f"{tmp_path}/other/../sft", "partial_pretrain": begun}}
-    (tmp_path / "other").mkdir()
-    OmegaConf.save(former, tmp_path / "run" / "config.yaml")
-
-    def settled(*overrides: str) -> DictConfig:
-        config = config_with(
-            quickstart, tmp_path, "model.partial_pretrain=null", f"model.sft_run={sft_run}", *overrides
-        )
-        settle_model(config)
-        return config
-
-    assert settled().model.partial_pretrain == begun
-    assert settled("trainer.resume_mode=disable").model.partial_pretrain.endswith("global_step_20/huggingface")
-    with holding_model(settled()):
+    for directory in (tmp_path / "other", run_dir):
+        directory.mkdir()
+    OmegaConf.save(former, run_dir / "config.yaml")
+    assert settled(quickstart, tmp_path).model.partial_pretrain.endswith("global_step_20/huggingface")
+    write_checkpoint(run_dir / "global_step_5")
+    kept = settled(quickstart, tmp_path)
+    assert kept.model.partial_pretrain == begun
+    (sft_run / "best_checkpoint.json").write_text(json.dumps({"checkpoint": "global_step_20"}))
+    assert settled(quickstart, tmp_path).model.partial_pretrain == begun
+    anew = settled(quickstart, tmp_path, "trainer.resume_mode=disable")
+    assert anew.model.partial_pretrain.endswith("global_step_20/huggingface")
+    with holding_model(kept):
         assert lease_holders(sft_run / "global_step_10") and not lease_holders(sft_run / "global_step_20")
     assert not lease_holders(sft_run / "global_step_10")
     shutil.rmtree(sft_run / "global_step_10")
     with pytest.raises(UserError, match="which is gone"):
-        settled()
+        settled(quickstart, tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"checkpoint": 5}', '{"checkpoint": "../other/global_step_5"}'])
+def test_a_damaged_choice_is_refused_though_there_is_an_export(content: str, quickstart: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "sft" / "global_step_5")
+    (tmp_path / "sft" / "best_checkpoint.json").write_text(content)
+    with pytest.raises(UserError, match="best_checkpoint.json .*delete it.*model.partial_pretrain="):
+        settled(quickstart, tmp_path)
+
+
+def test_checkpoints_without_an_export(quickstart: Path, tmp_path: Path) -> None:
+    """The message has the command that makes it."""
+    checkpoint = write_checkpoint(tmp_path / "sft" / "global_step_5", "huggingface/config.json")
+    with pytest.raises(UserError, match=f"verl_ext.checkpoint export {checkpoint}`"):
+        settled(quickstart, tmp_path)
+    (tmp_path / "sft" / "best_checkpoint.json").write_text('{"checkpoint": "global_step_5"}')
+    with pytest.raises(UserError, match=f"verl_ext.checkpoint export {checkpoint}`"):
+        settled(quickstart, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("recipe", "words"),
     [
-        (None, "does not tell the best"),
-        ("{", "does not tell the best"),
-        ('{"checkpoint": "global_step_5"}', "no export"),
+        ("quickstart", ""),
+        ("gsm8k", " recipe=gsm8k"),
+        ("smollm2_gsm8k", " recipe=smollm2_135m"),
+        ("qwen2.5_coder_7b_code", " recipe=qwen2.5_coder_7b"),
+        ("budget_controller", " recipe=budget_vlm"),
     ],
 )
-def test_sft_run_without_a_model(content: str | None, says: str, tmp_path: Path) -> None:
-    """What to do about it is said."""
-    if content is not None:
-        (tmp_path / "best_checkpoint.json").write_text(content)
-    with pytest.raises(UserError, match=says):
-        best_export(tmp_path)
+def test_a_recipe_that_needs_another_run_names_the_command_that_makes_it(
+    recipe: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # no run is here
+    config = compose_config("grpo", [f"recipe={recipe}"])
+    config.trainer.n_gpus_per_node = 4
+    with pytest.raises(UserError, match=f"`bash run_sft.sh 4{re.escape(words)}`"):
+        settle_model(config)
+    Path(config.model.sft_run).mkdir(parents=True)  # begun, and nothing saved
+    with pytest.raises(UserError, match=f"`bash run_sft.sh 4{re.escape(words)}`"):
+        settle_model(config)
+    config.model.sft_run = f"{tmp_path}/elsewhere/{config.model.sft_run.removeprefix('checkpoints/')}"
+    with pytest.raises(UserError, match=f"run_sft.sh 4{re.escape(words)} trainer.default_local_dir={tmp_path}/else"):
+        settle_model(config)
+
+
+def test_every_recipe_that_needs_another_run_needs_one_of_a_shipped_recipe() -> None:
+    for path in (RECIPES / "grpo").glob("*.yaml"):
+        run_dir = OmegaConf.select(OmegaConf.load(path), "model.sft_run")
+        assert run_dir is None or sft_recipe_of(Path(run_dir)) is not None, path
+
+
+def test_a_run_of_no_shipped_recipe(quickstart: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="sft does not exist; name the run directory of an SFT run"):
+        settled(quickstart, tmp_path)
 
 
 def test_no_model_at_all(quickstart: Path, tmp_path: Path) -> None:
     """Neither a run nor a model."""
     config = config_with(quickstart, tmp_path, "model.partial_pretrain=null", "model.sft_run=null")
-    with pytest.raises(UserError, match="nothing says what to go on from"):
+    with pytest.raises(UserError, match="model.sft_run=RUN_DIRECTORY"):
         settle_model(config)
 
 

@@ -129,7 +129,7 @@ def test_the_best_checkpoint_is_one_of_the_run(name: str, tmp_path: Path) -> Non
     for place in (run_dir / name / "huggingface", run_dir / "global_step_1"):
         place.mkdir(parents=True, exist_ok=True)
     (run_dir / "best_checkpoint.json").write_text(json.dumps({"checkpoint": name}))
-    with pytest.raises(UserError, match="does not tell the best checkpoint"):
+    with pytest.raises(UserError, match="does not name the best checkpoint"):
         best_export(run_dir)
 
 

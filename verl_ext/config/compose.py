@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.config.overrides import apply_overrides, leaves, merge_known
 from verl_ext.config.plain import as_dict
-from verl_ext.config.recipes import find_recipe
+from verl_ext.config.recipes import RECIPES, find_recipe
 from verl_ext.config.secrets import require_no_secrets
 from verl_ext.errors import UserError
 from verl_ext.health.limits import Limits
@@ -57,6 +57,16 @@ def compose_config(command: str, overrides: list[str]) -> DictConfig:
         raise UserError(f"the configuration cannot be resolved: {error}; correct that key in {recipe}") from error
     require_no_secrets(as_dict(config, resolve=False))
     return config
+
+
+def sft_recipe_of(run_dir: Path) -> Path | None:
+    """The file in `recipes/sft/` whose project and experiment name a run directory, None if there is none."""
+    for path in sorted((RECIPES / "sft").glob("*.yaml")):
+        content = load_yaml(path)
+        names = tuple(OmegaConf.select(content, f"trainer.{key}_name") for key in ("project", "experiment"))
+        if run_dir.parts[-2:] == names:
+            return path
+    return None
 
 
 def base_config(stage: str) -> DictConfig:

@@ -1,8 +1,9 @@
-"""The model that a run of the command grpo goes on from."""
+"""The model that a run of the command grpo starts from."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,17 +12,18 @@ from omegaconf import DictConfig
 
 from verl_ext.checkpoint.layout import BEST, EXPORT, list_steps, step_of, what_is_wrong
 from verl_ext.checkpoint.lease import leased
-from verl_ext.config.compose import STAGES
+from verl_ext.config.compose import STAGES, sft_recipe_of
+from verl_ext.config.recipes import default_recipe
 from verl_ext.config.written import load_written
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.tell import tell
 
 
 def settle_model(config: DictConfig) -> None:
-    """Fill in `model.partial_pretrain` where it is null: an export of the SFT run, or what this run began from.
+    """Fill in `model.partial_pretrain` where it is null: an export of the SFT run, or the one that this run began from.
 
-    The stage grpo takes the best checkpoint, which an evaluation chose; the stage budget the newest, for no evaluation
-    chooses among vision-language models.
+    The stage grpo takes the best checkpoint if an evaluation has chosen one, and the newest otherwise. The stage budget
+    takes the newest, since no evaluation compares vision-language models.
 
     Raises:
         UserError: there is no such checkpoint, or it has no export.
@@ -29,75 +31,115 @@ def settle_model(config: DictConfig) -> None:
     model = config.model
     if model.partial_pretrain is not None:
         if model.sft_run is not None:
-            tell(f"model.partial_pretrain={model.partial_pretrain} goes before model.sft_run, which is not used")
+            tell(f"model.partial_pretrain={model.partial_pretrain} takes precedence over model.sft_run")
         return
     if model.sft_run is None:
         raise UserError(
-            "nothing says what to go on from; give model.sft_run=RUN_DIRECTORY of an SFT run, or model.partial_pretrain"
+            "no model to start from is given; set model.sft_run=RUN_DIRECTORY of an SFT run, or model.partial_pretrain"
         )
     sft_run = Path(model.sft_run).expanduser()
-    choose = best_export if config.stage == "grpo" else newest_export
-    model.partial_pretrain = _begun_from(config, sft_run) or str(choose(sft_run))
+    begun_from = _begun_from(config, sft_run)
+    if begun_from is not None:
+        model.partial_pretrain = begun_from
+    elif config.stage == "grpo" and (sft_run / BEST).exists():
+        model.partial_pretrain = str(best_export(sft_run))
+    else:
+        export = newest_export(sft_run, config.trainer.n_gpus_per_node)
+        if config.stage == "grpo":
+            tell(
+                f"{sft_run} has not been evaluated; starting from its newest checkpoint, {export.parent.name} "
+                f"(`bash eval_pipeline/run.sh watch {sft_run}` chooses the best one)"
+            )
+        model.partial_pretrain = str(export)
 
 
 def _begun_from(config: DictConfig, sft_run: Path) -> str | None:
-    """What this run began from, whatever is the best by now; None for one that begins."""
-    begun = Path(config.trainer.default_local_dir) / "config.yaml"
-    if config.trainer.resume_mode == "disable" or not begun.is_file():
+    """The model that this run began from, even if another is the best by now; None if there is nothing to resume."""
+    run_dir = Path(config.trainer.default_local_dir)
+    begun = run_dir / "config.yaml"
+    if config.trainer.resume_mode == "disable" or not begun.is_file() or not list_steps(run_dir):
         return None
     former = load_written(begun).model
     if not former.get("sft_run") or Path(former.sft_run).expanduser().resolve() != sft_run.resolve():
         return None
     if former.partial_pretrain and not (Path(former.partial_pretrain) / "config.json").is_file():
         raise UserError(
-            f"this run began from {former.partial_pretrain}, which is gone; give a copy of it as "
-            "model.partial_pretrain, or begin anew under another trainer.experiment_name"
+            f"this run began from {former.partial_pretrain}, which is gone; set model.partial_pretrain to a copy of "
+            "it, or start a new run under another trainer.experiment_name"
         )
     return former.partial_pretrain
 
 
 def best_export(run_dir: Path) -> Path:
-    """The export of a run's best checkpoint.
+    """The export of the checkpoint that a run's `best_checkpoint.json` names.
 
     Raises:
-        UserError: nothing was chosen there, or it has no export.
+        UserError: the file cannot be read or names no checkpoint of the run, or that checkpoint has no export.
     """
     path = run_dir / BEST
-    if not run_dir.is_dir():
-        raise UserError(
-            f"model.sft_run={run_dir} is not a directory; name that of an SFT run, or give model.partial_pretrain"
-        )
     try:
         name = json.loads(path.read_text())["checkpoint"]
         if step_of(Path(name)) is None or Path(name).name != name:
             raise ValueError(f"{name!r} is no checkpoint of the run")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path} does not tell the best checkpoint ({first_line_of(error)}); train with eval.watch=true, run "
-            f"`bash eval_pipeline/run.sh watch {run_dir}`, or give model.partial_pretrain"
+            f"{path} does not name the best checkpoint ({first_line_of(error)}); delete it to start from the newest "
+            f"checkpoint, or choose one with model.partial_pretrain={run_dir}/global_step_N/{EXPORT}"
         ) from error
-    export = run_dir / str(name) / EXPORT
-    if not (export / "config.json").is_file():
+    if not has_export(run_dir / name):
         raise UserError(
-            f"the best checkpoint {run_dir / str(name)} has no export; make it by `python -m verl_ext.checkpoint "
-            f"export {run_dir / str(name)}`, or give model.partial_pretrain"
+            f"the best checkpoint, {run_dir / name}, has no model weights in {EXPORT}/; write them with "
+            f"`python -m verl_ext.checkpoint export {run_dir / name}`, or set model.partial_pretrain"
         )
-    return export
+    return run_dir / name / EXPORT
 
 
-def newest_export(run_dir: Path) -> Path:
-    """The export of a run's newest checkpoint that has one.
+def newest_export(run_dir: Path, num_ranks: int) -> Path:
+    """The export of a run's newest complete checkpoint that has one.
+
+    Args:
+        run_dir: of the SFT run.
+        num_ranks: ranks of this command, for the command that trains the model.
 
     Raises:
-        UserError: none has.
+        UserError: there is none; the message has the command that makes it.
     """
-    for checkpoint in list_steps(run_dir):
-        if what_is_wrong(checkpoint) is None and (checkpoint / EXPORT / "config.json").is_file():
+    complete = [checkpoint for checkpoint in list_steps(run_dir) if what_is_wrong(checkpoint) is None]
+    for checkpoint in complete:
+        if has_export(checkpoint):
             return checkpoint / EXPORT
-    raise UserError(
-        f"{run_dir} has no checkpoint with an export; train the model there by run_sft.sh, or give "
-        "model.partial_pretrain"
-    )
+    if complete:
+        raise UserError(
+            f"no checkpoint of model.sft_run={run_dir} has model weights in {EXPORT}/; write them with "
+            f"`python -m verl_ext.checkpoint export {complete[0]}`, or set model.partial_pretrain"
+        )
+    command = training_command(run_dir, num_ranks)
+    train_it = "name the run directory of an SFT run" if command is None else f"train it first with `{command}`"
+    what = "has no complete checkpoint" if run_dir.is_dir() else "does not exist"
+    raise UserError(f"model.sft_run={run_dir} {what}; {train_it}, or set model.partial_pretrain")
+
+
+def has_export(checkpoint: Path) -> bool:
+    """Whether `huggingface/` has weights; configuration and tokenizer are there in any case."""
+    return any((checkpoint / EXPORT).glob("*.safetensors"))
+
+
+def training_command(run_dir: Path, num_ranks: int) -> str | None:
+    """The command that trains the run of a directory, None if no recipe in `recipes/sft/` has its names.
+
+    Args:
+        run_dir: of the SFT run.
+        num_ranks: ranks on each machine.
+    """
+    recipe = sft_recipe_of(run_dir)
+    if recipe is None:
+        return None
+    words = ["bash", "run_sft.sh", str(num_ranks)]
+    if recipe.stem != default_recipe("sft"):
+        words.append(f"recipe={recipe.stem}")
+    if run_dir.resolve() != Path("checkpoints", *run_dir.parts[-2:]).resolve():
+        words.append(f"trainer.default_local_dir={run_dir}")
+    return shlex.join(words)
 
 
 @contextmanager

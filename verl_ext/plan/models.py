@@ -9,7 +9,7 @@ from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, PretrainedConfig
 
-from verl_ext.config.recipes import RECIPES
+from verl_ext.config.compose import load_yaml, sft_recipe_of
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_code import require_no_code
 
@@ -118,9 +118,8 @@ def named_model(config: DictConfig) -> tuple[str, list[str]]:
     if model.partial_pretrain is not None:
         return str(model.partial_pretrain), []
     run_dir = OmegaConf.select(config, "model.sft_run")
-    for path in sorted((RECIPES / "sft").glob("*.yaml")):
-        recipe = OmegaConf.load(path)
-        names = tuple(OmegaConf.select(recipe, f"trainer.{key}_name") for key in ("project", "experiment"))
-        if run_dir and Path(run_dir).parts[-2:] == names:
-            return str(recipe.model.partial_pretrain), [f"{run_dir} is taken to be a run of recipe={path.stem}"]
+    recipe = sft_recipe_of(Path(run_dir)) if run_dir else None
+    if recipe is not None:
+        model = load_yaml(recipe).model.partial_pretrain
+        return str(model), [f"{run_dir} is taken to be a run of recipe={recipe.stem}"]
     raise UserError(f"model.sft_run={run_dir} is no run of a recipe that is here; give model.partial_pretrain")
