@@ -126,6 +126,8 @@ def test_run_of_verl_resumes_with_the_same_arguments(
         assert row["train/lr(1e-3)"] == pytest.approx(stock.rates[number - 1], rel=1e-9)
     assert digests(checkpoint) == before
     assert Manifest.read(run_dir / "global_step_8").world_size == ranks
+    # unlike verl's default, which leaves them out
+    assert "huggingface/model.safetensors" in Manifest.read(run_dir / "global_step_8").files
 
 
 def digests(checkpoint: Path) -> dict[str, str]:

@@ -231,3 +231,29 @@ def test_the_digest_tells_runs_apart_but_not_places() -> None:
     base = config_digest(compose_config("sft", []))
     assert config_digest(compose_config("sft", ["trainer.n_gpus_per_node=2", "trainer.device=cpu"])) == base
     assert config_digest(compose_config("sft", ["optim.lr=1e-3"])) != base
+
+
+def save_contents(command: str, *words: str) -> set[str]:
+    return set(compose_config(command, list(words)).trainer.checkpoint.save_contents)
+
+
+@pytest.mark.parametrize(
+    ("command", "stage"), [(command, stage) for command, stages in STAGES.items() for stage in stages]
+)
+def test_every_checkpoint_has_an_export_unless_the_user_says_otherwise(
+    command: str, stage: str, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"stage: {stage}\ntrainer: {{project_name: p}}\n")
+    assert "hf_model" in save_contents(command, f"recipe={recipe}")
+    shards = "[model,optimizer,extra]"
+    typed = f"trainer.checkpoint.save_contents={shards}"
+    assert "hf_model" not in save_contents(command, f"recipe={recipe}", typed)
+    recipe.write_text(f"stage: {stage}\ntrainer: {{checkpoint: {{save_contents: {shards}}}}}\n")
+    assert "hf_model" not in save_contents(command, f"recipe={recipe}")
+    # config.yaml of a run, given as its recipe, means the same
+    for overrides in ([], [typed]):
+        config = compose_config(command, [f"recipe={tmp_path / 'mine.yaml'}", *overrides])
+        (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
+        again = save_contents(command, f"recipe={tmp_path / 'config.yaml'}")
+        assert again == set(config.trainer.checkpoint.save_contents)

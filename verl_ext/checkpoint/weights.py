@@ -71,13 +71,14 @@ def exported_weights(model: PreTrainedModel | PeftModel) -> list[Weight]:
         if any(part in source for part in UNMERGEABLE):
             raise UserError(
                 f"the adapters hold {source}, which cannot be merged into the export; train plain LoRA adapters, or "
-                "leave hf_model out of trainer.checkpoint.save_contents"
+                "set trainer.checkpoint.save_contents=[model,optimizer,extra] to save without an export"
             )
         name, adapter = plain_name(source), adapter_of(source, layers)
         if name in tied and (adapter is not None or ".modules_to_save." in source):
             raise UserError(
                 f"{name} is trained by itself but tied to the embeddings, so an export cannot hold both; leave it out "
-                "of the adapters, or leave hf_model out of trainer.checkpoint.save_contents"
+                "of the adapters, or set trainer.checkpoint.save_contents=[model,optimizer,extra] to save without an "
+                "export"
             )
         if name is not None and name not in tied:
             weights.append(Weight(name, source, adapter))
