@@ -29,6 +29,7 @@ class Curve:
         rows: step and metrics, by the number of a seed.
         complaints: rules that must be at warning or alarm at its end.
         limits: thresholds that differ from the defaults.
+        untrained_loss: of random guessing, where the run began from untrained weights.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Curve:
     rows: Callable[[int], Rows]
     complaints: frozenset[str]
     limits: dict[str, float] = field(default_factory=dict)
+    untrained_loss: float | None = None
 
 
 CURVES: list[Curve] = []
@@ -119,6 +121,7 @@ def add(
     disk: Shape | None = None,
     limits: dict[str, float] | None = None,
     lr: Shape | None = None,
+    untrained_loss: float | None = None,
     **changed: Shape,
 ) -> None:
     """Enter a run whose metrics are those of a healthy one but for `changed`, by the end of their names."""
@@ -140,7 +143,7 @@ def add(
                 found.append((step, {"system/disk_free_gib": float(disk(share, rng))}))
         return found
 
-    CURVES.append(Curve(name, stage, rows, frozenset(complaints), limits or {}))
+    CURVES.append(Curve(name, stage, rows, frozenset(complaints), limits or {}, untrained_loss))
 
 
 NAN: Shape = lambda share, rng: math.nan  # noqa: E731
@@ -158,6 +161,12 @@ add("a plateau of the validation", "sft", val=falling(2.3, 1.2, rate=20, noise=0
 add("the loss starts high, not too high", "sft", loss=falling(4.6, 1.1))
 add("a long run", "sft", steps=3000)
 add("a loss that generalises may be small", "sft", loss=falling(2.0, 0.02, 9.0), val=falling(2.0, 0.03, 9.0, 0.002))
+JUMPING: Shape = lambda share, rng: 9000 * math.exp(rng.normal())  # noqa: E731
+add("other programs use the machine for a while", "sft", tokens_per_s=from_(0.4, flat(9000.0),
+    from_(0.65, JUMPING, flat(9000.0))))  # fmt: skip
+add("steps so short that they measure the machine", "sft", step_s=flat(0.2, 0.3), tokens_per_s=JUMPING)
+add("slow for a moment at the end", "sft", step_s=from_(0.96, flat(0.2), flat(1.0)), tokens_per_s=JUMPING)
+add("random weights begin at guessing", "sft", loss=falling(6.1, 1.1), untrained_loss=6.2)
 add("the disk fills slowly", "sft", disk=line(900, 700, 0.0))
 add("rotation keeps the disk steady", "sft", disk=flat(40, 0.001))
 add("rewards rise", "grpo")
@@ -185,6 +194,8 @@ add("a rise over every epoch", "sft", "loss_rising", "loss_diverging", "loss_not
 add("nothing is learnt", "sft", "loss_not_falling", loss=flat(2.4))
 add("wild jumps", "sft", "loss_jitter", "loss_not_falling", loss=lambda share, rng: 2.4 * abs(rng.standard_normal()))
 add("a first loss of another tokenizer", "sft", "initial_loss", loss=falling(9.5, 1.1))
+add("random weights begin far above guessing", "sft", "initial_loss", loss=falling(9.5, 1.1), untrained_loss=6.2)
+add("pretrained weights begin at guessing", "sft", "initial_loss", loss=falling(6.1, 1.1))
 add("memorised", "sft", "final_loss", "overfitting", "val_loss_rising", loss=falling(2.4, 0.01, 8.0, 0.05),
     val=noisy(lambda s: 1.2 + 4 * (s - 0.4) ** 2, 0.001))  # fmt: skip
 add("overfitting", "sft", "overfitting", "val_loss_rising", loss=line(1.5, 0.3, 0.03),
@@ -205,7 +216,7 @@ add("a rate ten times too high", "sft", "lr_schedule", lr=flat(10 * PEAK, 0.0))
 add("a neighbour takes the machine", "sft", "step_time_high", step_s=from_(0.9, flat(2.0), flat(9.0)))
 add("slower and slower", "sft", "step_time_rising", step_s=line(2.0, 4.5))
 add("the disk is the bottleneck", "sft", "waiting_for_data", data_s=flat(1.2, 0.1))
-add("unstable throughput", "sft", "throughput_unstable", tokens_per_s=lambda share, rng: 9000 * math.exp(rng.normal()))
+add("unstable throughput", "sft", "throughput_unstable", tokens_per_s=JUMPING)
 add("the disk fills", "sft", "disk_filling", disk=line(500, 10, 0.0))
 
 # Rewards

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from tests.helpers.commands import NUM_STEPS, SFTRun
 from verl_ext.errors import SICK_EXIT_CODE
 
-# The quickstart's model begins at a loss of about 6, and the rule decides after five steps.
-SICK = ("health.stop_on=[initial_loss]", "health.every=1", "health.limits.initial_loss_max=1.0", "trainer.save_freq=-1")
+# A loss of about 6 at the beginning is wrong for weights that were trained, and the rule decides after five steps.
+SICK = ("health.stop_on=[initial_loss]", "health.every=1", "trainer.save_freq=-1")
 STOPPED_AT = 5
 
 
-def test_health_rule_stops_the_run_and_the_same_command_resumes(quickstart: Path, tmp_path: Path) -> None:
-    run = SFTRun(quickstart, tmp_path, *SICK)
+def trained_a_little(model: Path, copy: Path) -> Path:
+    """A copy of an untrained model whose norms are no longer as initialization made them."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, copy)
+    weights = load_file(copy / "model.safetensors")
+    weights["model.norm.weight"][0] += 0.1
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    return copy
+
+
+def test_health_rule_stops_the_run_and_the_same_command_resumes(
+    quickstart: Path, sft_run: SFTRun, tmp_path: Path
+) -> None:
+    assert not (sft_run.run_dir / "events.jsonl").exists()  # it began from weights that were never trained
+    assert sft_run.losses()[1] > 5 and sft_run.record()["untrained_loss"] > 5
+    model = trained_a_little(quickstart / "model", tmp_path / "model")
+    run_dir = tmp_path / "run"
+    run = SFTRun(quickstart, run_dir, f"model.partial_pretrain={model}", *SICK)
     stopped = run.start()
     assert stopped.returncode == SICK_EXIT_CODE, stopped.stderr
     assert "Traceback" not in stopped.stdout + stopped.stderr
@@ -23,7 +41,7 @@ def test_health_rule_stops_the_run_and_the_same_command_resumes(quickstart: Path
     assert run.record()["status"] == "stopped" and run.attempts()[0]["exit_reason"] == reason
     assert f"S{reason[1:]}" in stopped.stdout
     assert run.names() == {str(STOPPED_AT)} and run.tracker() == str(STOPPED_AT)
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     [event] = [each for each in events if each["name"] == "initial_loss"]
     assert (event["step"], event["attempt"], event["level"]) == (STOPPED_AT, 1, "warning") and event["time"] > 0
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file, save_file
 
 from verl_ext.config.checks import check_batch, check_values
 from verl_ext.config.compose import STAGES, compose_config
 from verl_ext.config.digest import config_digest
-from verl_ext.config.inputs import check_data, check_model
+from verl_ext.config.inputs import check_data, check_model, untrained_loss
 from verl_ext.config.recipes import RECIPES, recipe_summaries
 from verl_ext.errors import UserError
 from verl_ext.launch.arguments import parse_arguments
@@ -257,3 +260,18 @@ def test_every_checkpoint_has_an_export_unless_the_user_says_otherwise(
         (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
         again = save_contents(command, f"recipe={tmp_path / 'config.yaml'}")
         assert again == set(config.trainer.checkpoint.save_contents)
+
+
+def test_weights_are_untrained_while_every_vector_is_as_initialization_made_it(
+    quickstart: Path, tmp_path: Path
+) -> None:
+    vocabulary = json.loads((quickstart / "model/config.json").read_text())["vocab_size"]
+    assert untrained_loss(str(quickstart / "model")) == pytest.approx(math.log(vocabulary))
+    model = Path(shutil.copytree(quickstart / "model", tmp_path / "model"))
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][0] += 0.1
+    save_file({name: tensor.bfloat16() for name, tensor in weights.items()}, model / "model.safetensors")
+    assert untrained_loss(str(model)) is None
+    (model / "model.safetensors").write_bytes(b"damaged")
+    assert untrained_loss(str(model)) is None
+    assert untrained_loss("org/name") is None

@@ -20,7 +20,8 @@ def complaints(curve: Curve, seed: int) -> dict[str, str]:
     for step, metrics in (rows := curve.rows(seed)):
         history.add(step, metrics)
     total = rows[-1][0]
-    facts = Facts(curve.stage, total, Schedule(PEAK, "constant", 0, total), 512, 1024)
+    schedule = Schedule(PEAK, "constant", 0, total)
+    facts = Facts(curve.stage, total, schedule, 512, 1024, untrained_loss=curve.untrained_loss)
     if curve.stage == "budget":
         facts = Facts(curve.stage, total)
     found = (each.find(history, facts, Limits(**curve.limits)) for each in RULES)

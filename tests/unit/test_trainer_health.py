@@ -9,6 +9,7 @@ import pytest
 
 from verl_ext.config.compose import compose_config
 from verl_ext.health.watch import HealthWatch
+from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer.attempt import Attempt
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -61,3 +62,16 @@ def test_a_second_attempt_knows_what_the_first_one_said(tmp_path: Path) -> None:
         for step in range(7, 12):
             second.log(step, {"train/loss": 9.0})
     assert events(tmp_path) == ["initial_loss"]
+
+
+def test_untrained_weights_may_begin_at_random_guessing_and_not_above_it(tmp_path: Path) -> None:
+    RunRecord(tmp_path).mark_waiting(untrained_loss=6.2)
+    with attempt_in(tmp_path) as attempt:
+        for step in range(1, 9):
+            attempt.log(step, {"train/loss": 6.3})
+    assert events(tmp_path) == []
+    RunRecord(tmp_path / "other").mark_waiting(untrained_loss=6.2)
+    with attempt_in(tmp_path / "other") as attempt:
+        for step in range(1, 9):
+            attempt.log(step, {"train/loss": 9.0})
+    assert events(tmp_path / "other") == ["initial_loss"]

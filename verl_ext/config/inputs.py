@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,43 @@ def check_model(config: DictConfig) -> None:
         raise UserError(
             f"{path.absolute() / 'config.json'} is not valid JSON ({first_line_of(error)}); restore the model"
         ) from error
+
+
+def untrained_loss(model: str) -> float | None:
+    """Loss of random guessing, for a model directory whose weights were never trained.
+
+    Initialization sets the vectors of a transformer (norms and biases) to 0 or 1, and the first optimizer step moves
+    them. So the weights are untrained if every vector in their files still is what initialization made it.
+
+    Args:
+        model: `model.partial_pretrain`.
+
+    Returns:
+        The logarithm of the vocabulary's size, in nats per token; None for trained weights, and where the weights are
+        not in a local directory, not in safetensors files, or without vectors.
+    """
+    directory = Path(model).expanduser()
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        return None
+    from safetensors import SafetensorError, safe_open
+
+    num_vectors = 0
+    try:
+        for path in files:
+            with safe_open(path, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - this is no mapping
+                    if len(tensors.get_slice(name).get_shape()) != 1:
+                        continue
+                    num_vectors += 1
+                    values = set(tensors.get_tensor(name).unique().tolist())
+                    if values not in ({0.0}, {1.0}):
+                        return None
+        config = json.loads((directory / "config.json").read_text())
+        vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    except (SafetensorError, OSError, ValueError):
+        return None  # the ranks, which load the whole model, say what is wrong with it
+    return math.log(vocabulary) if num_vectors and vocabulary else None
 
 
 def file_list(files: str | ListConfig | list | None) -> list[str]:

@@ -25,6 +25,8 @@ class Facts:
         max_prompt_length: tokens; None where there is no limit.
         max_response_length: the same of completions.
         checkpoints: steps of the complete checkpoints on the disk; called when a rule wants to name one.
+        untrained_loss: nat/token of random guessing, for a run that began from weights which were never trained; None
+            for one that began from pretrained weights.
     """
 
     stage: str
@@ -33,6 +35,7 @@ class Facts:
     max_prompt_length: int | None = None
     max_response_length: int | None = None
     checkpoints: Callable[[], Sequence[int]] = tuple
+    untrained_loss: float | None = None
 
     @classmethod
     def of(
@@ -41,6 +44,7 @@ class Facts:
         total_steps: int | None,
         steps_per_epoch: int | None,
         checkpoints: Callable[[], Sequence[int]],
+        untrained_loss: float | None = None,
     ) -> Facts:
         """From a resolved configuration.
 
@@ -49,9 +53,11 @@ class Facts:
             total_steps: see above.
             steps_per_epoch: None where that is not known.
             checkpoints: see above.
+            untrained_loss: see above; `run.json` has it.
         """
         data, stage = config["data"], config["stage"]
-        facts = cls(stage, total_steps, schedule_of(config, total_steps, steps_per_epoch), checkpoints=checkpoints)
+        schedule = schedule_of(config, total_steps, steps_per_epoch)
+        facts = cls(stage, total_steps, schedule, checkpoints=checkpoints, untrained_loss=untrained_loss)
         if stage != "grpo":
             return facts
         lengths = data["max_prompt_length"], data["max_response_length"]

@@ -14,7 +14,7 @@ class Limits:
         stuck_epochs: epochs over which accuracy may be 0 and the violation rate high.
         window: steps that are "recent".
         nonfinite_steps: steps in a row without a finite loss that are an alarm.
-        initial_loss_max: nat/token; a first loss above it points at data or model.
+        initial_loss_max: nat/token; a first loss above it points at data or model, unless the weights are untrained.
         final_loss_min: nat/token; a last loss below it points at overfitting.
         loss_min_change: nat/token; smaller changes of a loss are nobody's concern.
         loss_jitter_max: spread of the recent losses over their level.
@@ -28,7 +28,7 @@ class Limits:
         step_time_factor: times the usual step time.
         step_time_growth: share by which step times may grow over a run.
         data_share_max: share of a step that waiting for data may take.
-        throughput_spread_max: spread of the recent throughput over its median.
+        throughput_spread_max: spread of the throughput over its median, in each part of the recent steps.
         lr_tolerance: share of the peak by which the learning rate may differ from its schedule.
         adv_mean_max: mean of the advantages over their spread.
         violation_alarm: violation rate that must not last.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ class RunFiles:
         names = watched_by(rules)
         history, steps_per_epoch = replay(directory, run["attempts"], names=names)
         early, _ = replay(directory, run["attempts"], until=EARLY_STEPS, names=names)
-        facts = Facts.of(config, run["total_steps"], steps_per_epoch, lambda: complete_steps(directory))
+        checkpoints = partial(complete_steps, directory)
+        facts = Facts.of(config, run["total_steps"], steps_per_epoch, checkpoints, run["untrained_loss"])
         return cls(directory, run, config, history, early, facts, limits_of(config), rules)
 
     def findings(self, early: bool = False) -> dict[str, Finding]:

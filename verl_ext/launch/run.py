@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from verl_ext.checkpoint.layout import read_tracker, what_is_wrong
 from verl_ext.checkpoint.lock import exclusive
 from verl_ext.config.digest import config_digest
+from verl_ext.config.inputs import untrained_loss
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import checkpoint_that_suits
 from verl_ext.launch.grpo_model import holding_model
@@ -117,6 +118,7 @@ class Launch:
                 stage=self.config.stage,
                 recipe=self.config.recipe,
                 config_digest=config_digest(self.config),
+                untrained_loss=untrained_loss(str(self.config.model.partial_pretrain)),
             )
 
 

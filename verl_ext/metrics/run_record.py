@@ -37,7 +37,7 @@ class RunRecord:
         """Record that the run is asked for and has not started; earlier attempts stay.
 
         Args:
-            identity: any of `project`, `experiment`, `stage`, `recipe`, `total_steps`, `config_digest`.
+            identity: any of `IDENTITY_KEYS`.
 
         Raises:
             UserError: another key is given, or the file cannot be written.

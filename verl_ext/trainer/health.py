@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -32,10 +33,11 @@ def watch_of(config: DictConfig, first_step: int, total_steps: int, steps_per_ep
     wanted, run_dir = config.health, Path(config.trainer.default_local_dir)
     if not wanted.enabled:
         return None
-    attempts = RunRecord(run_dir).read()["attempts"]
+    run = RunRecord(run_dir).read()
     rules = all_rules(wanted.rules, "health.rules")
-    history, _ = replay(run_dir, attempts, first_step, watched_by(rules))
-    facts = Facts.of(as_dict(config), total_steps, steps_per_epoch, lambda: complete_steps(run_dir))
+    history, _ = replay(run_dir, run["attempts"], first_step, watched_by(rules))
+    checkpoints = partial(complete_steps, run_dir)
+    facts = Facts.of(as_dict(config), total_steps, steps_per_epoch, checkpoints, run["untrained_loss"])
     told = told_before(run_dir / EVENTS_FILE, first_step)
     return HealthWatch(history, facts, Limits(**wanted.limits), wanted.every, list(wanted.stop_on), told, rules)
 

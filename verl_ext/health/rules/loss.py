@@ -19,6 +19,8 @@ NOISES = 4.0
 """Standard deviations that are no noise any more."""
 FIRST_LOSSES = 5
 """Steps whose mean is the initial loss."""
+GUESSING_MARGIN = 1.1
+"""Times the loss of random guessing that untrained weights may have: their predictions are not quite uniform."""
 
 
 @rule(TRAIN, advice="lower optim.lr, or look at the batches of those steps", into=LOSS)
@@ -118,12 +120,15 @@ def loss_zero(history: History, facts: Facts, limits: Limits) -> Seen | None:
     stages=LANGUAGE,
 )
 def initial_loss(history: History, facts: Facts, limits: Limits) -> Seen | None:
-    """The first steps' loss is above what a pretrained model has on text."""
+    """The first steps' loss is above what a pretrained model has on text; with untrained weights, above guessing."""
     first = history.series(TRAIN).first[:FIRST_LOSSES]
     if len(first) < FIRST_LOSSES:
         return None
-    told = f"the loss began at {first.mean():.3g}"
-    return ok(told) if first.mean() <= limits.initial_loss_max else warning(told)
+    told, highest = f"the loss began at {first.mean():.3g}", limits.initial_loss_max
+    if facts.untrained_loss is not None:
+        told += f", and random guessing has {facts.untrained_loss:.3g}"
+        highest = max(highest, GUESSING_MARGIN * facts.untrained_loss)
+    return ok(told) if first.mean() <= highest else warning(told)
 
 
 @rule(

@@ -20,19 +20,23 @@ RATES = (
 )
 WARM_UP = 3
 """First parts of a run that are not usual."""
-MEASURED_RATES = 50
+LASTING_S = 60.0
+"""Steps that are slow for a shorter time say more of what else the machine did than of the run."""
+MEASURED_RATES, MEASURED_PARTS, MEASURED_S = 200, 4, 300.0
+"""Steps over which throughput is judged, equal parts of them that must all be unstable, and the least they last."""
 SAVES = 5
 """Saves over which the disk is watched."""
 
 
 @rule(STEP, advice="look at the parts of the step (time/train/...), and at what else runs there", into=SYSTEM)
 def step_time_high(history: History, facts: Facts, limits: Limits) -> Seen | None:
-    """Recent steps take several times as long as was usual."""
+    """Steps of the last minute, ten at least, take several times as long as was usual."""
     series = history.series(STEP)
-    recent, usual = series.recent(limits.window // 2), series.buckets[1:]
+    recent, usual = series.recent(), series.buckets[1:]
     if len(usual) < WARM_UP:
         return None
-    now, before = float(np.median(recent)), float(np.median(usual))
+    num_lasting = int(np.searchsorted(np.cumsum(recent[::-1]), LASTING_S)) + 1
+    now, before = float(np.median(recent[-max(num_lasting, limits.window // 2) :])), float(np.median(usual))
     told = f"a step takes {now:.3g} s, {before:.3g} s was usual"
     return warning(told) if now > limits.step_time_factor * before else ok(told)
 
@@ -64,16 +68,21 @@ def waiting_for_data(history: History, facts: Facts, limits: Limits) -> Seen | N
     return warning(told) if share > limits.data_share_max else ok(told)
 
 
-@rule(*RATES, advice="look for other jobs on the machine, slow disks, or batches of very different sizes", into=SYSTEM)
+@rule(
+    STEP,
+    *RATES,
+    advice="look for other jobs on the machine, slow disks, or batches of very different sizes",
+    into=SYSTEM,
+)
 def throughput_unstable(history: History, facts: Facts, limits: Limits) -> Seen | None:
-    """The throughput jumps from step to step."""
+    """The throughput jumps from step to step throughout the last 200 steps, which took five minutes or more."""
     name = next((each for each in RATES if history.series(each).num_points), None)
     recent = history.series(name).recent(MEASURED_RATES) if name else np.empty(0)
-    if len(recent) < MEASURED_RATES:
+    if len(recent) < MEASURED_RATES or history.series(STEP).recent(MEASURED_RATES).sum() < MEASURED_S:
         return None
-    low, middle, high = np.percentile(recent, (16, 50, 84))
-    spread = float((high - low) / 2 / middle)
-    told = f"throughput spreads by {spread:.0%} around {middle:.4g}"
+    low, middle, high = np.percentile(recent.reshape(MEASURED_PARTS, -1), (16, 50, 84), axis=1)
+    spread = float(((high - low) / 2 / middle).min())
+    told = f"throughput spreads by at least {spread:.0%} around {np.median(recent):.4g}"
     return warning(told) if spread > limits.throughput_spread_max else ok(told)
 
 
