@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from eval_pipeline.figures.best_file import read_best_checkpoint
 from eval_pipeline.flow.publish import Publisher
@@ -17,7 +18,7 @@ from eval_pipeline.work.driver import Task
 from verl_ext.checkpoint.layout import BEST
 from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn
-from verl_ext.summary import tell_summary
+from verl_ext.summary import tell_next, tell_summary, typed_path, typed_script
 from verl_ext.tell import tell
 
 
@@ -130,20 +131,25 @@ def watch(session: Session) -> int:
     work_off(session, watcher, publisher)
     if not watcher.wanted:
         warn("the run has finished without a checkpoint that can be evaluated; set trainer.save_freq and export.every")
-    failed = {(job.checkpoint, job.dataset) for job in session.ledger.jobs() if job.state == "failed"}
-    _tell_end(session)
-    return int(not watcher.wanted or bool(failed & watcher.wanted))
+    failed = {(job.checkpoint, job.dataset) for job in session.ledger.jobs() if job.state == "failed"} & watcher.wanted
+    _tell_end(session, len(failed), len(watcher.wanted))
+    return int(not watcher.wanted or bool(failed))
 
 
-def _tell_end(session: Session) -> None:
+def _tell_end(session: Session, num_failed: int, num_wanted: int) -> None:
     run_dir, best = session.place.of_run, None
-    then: tuple[object, ...] = ()
+    run, script = typed_path(run_dir), typed_script("eval_pipeline/run.sh")
+    then: list[list[str]] = []
     if (run_dir / BEST).exists():
         chosen, base = read_best_checkpoint(run_dir), read_run_config(run_dir).base
         best = f"global_step_{chosen.step}, by {chosen.metric} on {', '.join(chosen.datasets)}"
-        then = ("python", "-m", "eval_pipeline", "report", run_dir, "--baseline", base) if base else ()
-    rows = {"best checkpoint": best, "figures": session.place.root}
-    tell_summary(f"Finished: evaluation of {run_dir.name}", rows, then)
+        then = [[*script, "report", run, "--baseline", base]] if base and Path(base, "config.json").is_file() else []
+    failures = f"{num_failed} of {num_wanted} evaluations" if num_failed else None
+    if failures:
+        then = [[*script, command, run] for command in ("status", "retry", "watch")]
+    rows = {"best checkpoint": best, "failed": failures, "figures": typed_path(session.place.root)}
+    tell_summary(f"Finished: evaluation of {run_dir.name}", rows)
+    tell_next(then)
 
 
 def _step_of(label: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -20,10 +21,11 @@ from tests.helpers import ROOT
 from verl_ext.config.compose import compose_config
 from verl_ext.config.evaluation import check_evaluation_keys, eval_devices, evaluation_environment
 from verl_ext.errors import UserError
-from verl_ext.launch import eval_check
+from verl_ext.launch import eval_check, watcher
 from verl_ext.launch.eval_check import check_evaluation
 from verl_ext.launch.free_gpus import require_free_gpus
-from verl_ext.launch.watcher import may_go_better
+from verl_ext.launch.stop import StopSignals
+from verl_ext.launch.watcher import Watcher, may_go_better
 
 LISTED = """GPU 0: NVIDIA H200 (UUID: GPU-aaaa1111-0000)
 GPU 1: NVIDIA H200 (UUID: GPU-bbbb2222-0000)
@@ -250,3 +252,34 @@ def test_only_the_first_node_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_only_a_crash_is_worth_a_restart(exit_code: int, finished: bool, expected: bool) -> None:
     assert may_go_better(exit_code, finished) is expected
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "error", "commands"),
+    [
+        (0, None, ["status"]),
+        (1, "ended with exit code 1 (some of its evaluations failed", ["status", "retry", "watch"]),
+        (2, "ended with exit code 2 (no recipe 'x'; name another)", ["watch"]),
+    ],
+)
+def test_what_to_type_next_depends_on_how_the_evaluation_ended(
+    exit_code: int,
+    error: str | None,
+    commands: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    last_line = "error: no recipe 'x'; name another"
+    process = SimpleNamespace(run=lambda: exit_code, last_line=lambda: last_line)
+    monkeypatch.setattr(watcher, "WatchProcess", lambda config, run_dir: process)
+    (tmp_path / "run.json").write_text('{"status": "finished", "attempts": []}')
+    overrides = (f"trainer.default_local_dir={tmp_path}", "model.partial_pretrain=org/name", "prepare=[]")
+    config = compose_config("sft", ["recipe=verl", "eval.watch=true", *overrides])
+    watching = Watcher(config, first_pause_s=0)
+    assert watching.finish(StopSignals()) == 0  # the training is done
+    told = capsys.readouterr()
+    typed = re.findall(r"run\.sh (\w+) (\S+)$", told.out, re.MULTILINE)
+    assert typed == [(command, str(tmp_path)) for command in commands]
+    assert error is None or (told.err.startswith("error: training finished, but ") and error in told.err)
+    assert error is not None or not told.err

@@ -1,15 +1,18 @@
-"""What commands say at their end has one form."""
+"""What commands print at their end has one form, and names what exists and what works."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig
 
-from verl_ext.launch.summary import next_command, print_summary
-from verl_ext.summary import tell_summary, text_table
+from tests.helpers import ROOT
+from verl_ext.config.compose import compose_config
+from verl_ext.launch.summary import next_after_evaluation, next_commands, print_summary
+from verl_ext.summary import tell_next, tell_summary, text_table, typed_path
 
 
 def test_a_summary_is_what_was_done_then_facts_then_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,6 +22,8 @@ def test_a_summary_is_what_was_done_then_facts_then_what_to_type(capsys: pytest.
     )
     tell_summary("Done: it")
     assert capsys.readouterr().out == "Done: it\n"
+    tell_next([["ls"], [], ["cat", "b"]])
+    assert capsys.readouterr().out == "Next: ls\n      cat b\n"
 
 
 def test_cells_of_a_table_stand_below_each_other_and_lines_end_with_a_letter() -> None:
@@ -27,45 +32,127 @@ def test_cells_of_a_table_stand_below_each_other_and_lines_end_with_a_letter() -
         text_table([["a", "b"], ["a"]])
 
 
+def test_a_path_is_as_it_can_be_typed_where_the_command_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(ROOT))
+    assert typed_path(ROOT / "checkpoints/a/b") == "checkpoints/a/b"
+    assert typed_path(tmp_path) == str(tmp_path)
+    monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(tmp_path))
+    assert typed_path(ROOT / "run_sft.sh") == str(ROOT / "run_sft.sh")
+
+
+@pytest.fixture
+def typed_in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(ROOT))
+    monkeypatch.chdir(ROOT)
+
+
+def shown(commands: list[list[str]]) -> list[str]:
+    return [shlex.join(words) for words in commands if words]
+
+
+def finished(*words: str, command: str = "sft", ranks: int = 2) -> DictConfig:
+    config = compose_config(command, list(words))
+    config.trainer.n_gpus_per_node = ranks
+    return config
+
+
+RUN = "checkpoints/rlvr_coding_model"
+
+
 @pytest.mark.parametrize(
-    ("watch", "model", "words"),
+    ("words", "commands"),
     [
-        (False, "model", ["watch", "run"]),
-        (True, "model", ["report", "run", "--baseline", "{model}"]),
-        (True, "a-hub/model", ["watch", "run"]),
+        ([], [f"watch {RUN}/sft_quickstart", "bash run_grpo.sh 2"]),
+        (
+            ["trainer.experiment_name=low"],
+            [f"watch {RUN}/low", f"bash run_grpo.sh 2 model.sft_run={RUN}/low"],
+        ),
+        (
+            ["recipe=qwen2.5_coder_7b"],
+            [f"watch {RUN}/phase1_sft_qwen7b_coder", "bash run_grpo.sh 2 recipe=qwen2.5_coder_7b_code"],
+        ),
+        (["recipe=verl", "eval.recipe=mine.yaml"], ["watch checkpoints/gsm8k-sft/test --recipe mine.yaml"]),
+        (["recipe=budget_vlm"], ["bash run_grpo.sh 2 recipe=budget_controller"]),
+        (
+            ["recipe=budget_vlm", "trainer.experiment_name=low"],
+            [f"bash run_grpo.sh 2 recipe=budget_controller model.sft_run={RUN}/low"],
+        ),
     ],
 )
-def test_where_checkpoints_are_evaluated_beside_the_training_a_comparison_comes_next(
-    tmp_path: Path, watch: bool, model: str, words: list[str]
+@pytest.mark.usefixtures("typed_in_the_repository")
+def test_the_next_commands_are_an_evaluation_and_the_stage_that_builds_on_the_run(
+    words: list[str], commands: list[str]
 ) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").touch()
-    began = str(tmp_path / "model") if model == "model" else model
-    config = {"stage": "sft", "model": {"partial_pretrain": began}, "eval": {"watch": watch, "recipe": "mine.yaml"}}
-    told = next_command(OmegaConf.create(config), Path("run"), Path("run/export"))
-    assert told[1:] == ["-m", "eval_pipeline", *(word.format(model=began) for word in words), "--recipe", "mine.yaml"]
+    commands = [f"bash eval_pipeline/run.sh {text}" if text.startswith("watch") else text for text in commands]
+    assert shown(next_commands(finished(*words))) == commands
+
+
+@pytest.mark.usefixtures("typed_in_the_repository")
+def test_a_run_that_was_evaluated_while_it_trained_is_compared_next(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    config = finished("eval.watch=true", f"model.partial_pretrain={tmp_path}")
+    [report, grpo] = shown(next_after_evaluation(config))
+    assert report == f"bash eval_pipeline/run.sh report {RUN}/sft_quickstart --baseline {tmp_path}"
+    assert grpo == "bash run_grpo.sh 2"
+    config.model.partial_pretrain = "a-hub/model"  # which a report cannot take
+    assert shown(next_after_evaluation(config))[0].startswith("bash eval_pipeline/run.sh status ")
+
+
+def rows_of(output: str) -> dict[str, str]:
+    """The rows of a summary by name."""
+    return {line[2:17].strip(): line[18:] for line in output.splitlines() if line.startswith("  ")}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> DictConfig:
+    """Of a run directory with a checkpoint of step 5 and, of a former run, of step 30."""
+    for step in (5, 30):
+        (tmp_path / f"global_step_{step}/huggingface").mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    return finished(f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=mine")
 
 
 def test_a_finished_run_tells_what_was_learnt_without_what_an_attempt_overtook(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: DictConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [(1, 1, 4.0), (2, 1, 3.0), (3, 1, 99.0), (3, 2, 2.0)]
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": s, "attempt": a, "time": 0.0, "train/loss": loss}) + "\n" for s, a, loss in rows)
     )
-    trainer = {"default_local_dir": str(tmp_path), "experiment_name": "mine"}
-    print_summary(OmegaConf.create({"trainer": trainer, "stage": "sft"}))
-    first, loss, place = capsys.readouterr().out.splitlines()
-    assert first == "Finished: mine (sft)"
-    assert loss == "  train/loss      4.0000 at step 1 -> 2.0000 at step 3"
-    assert place.startswith(f"  run directory   {tmp_path}  (metrics.jsonl")
+    (tmp_path / "training_history.csv").touch()
+    print_summary(run)
+    output = capsys.readouterr().out
+    assert output.startswith("Finished: mine (sft)\n")
+    shown_rows = rows_of(output)
+    assert shown_rows["train/loss"] == "4.0000 at step 1 -> 2.0000 at step 3"
+    # of what a run can write only what this one has
+    assert shown_rows["run directory"] == f"{tmp_path}  (metrics.jsonl, *_history.csv)"
+    assert shown_rows["last checkpoint"] == f"{tmp_path}/global_step_5"  # the tracker's, not the highest
 
 
-def test_the_last_checkpoint_is_that_of_the_tracker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not what a former run of the same directory has left, or somebody else."""
-    for step in (5, 30):
-        (tmp_path / f"global_step_{step}").mkdir()
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
-    trainer = {"default_local_dir": str(tmp_path), "experiment_name": "mine"}
-    print_summary(OmegaConf.create({"trainer": trainer, "stage": "sft"}))
-    assert f"last checkpoint {tmp_path}/global_step_5\n" in capsys.readouterr().out
+def test_a_run_without_weights_says_why_and_how_to_export_them(
+    run: DictConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export = f"-m verl_ext.checkpoint export {tmp_path}/global_step_5"
+    print_summary(run)
+    output = capsys.readouterr().out
+    assert "no weights" in rows_of(output)["Hugging Face"] and "hf_model" not in output
+    assert output.splitlines()[-1].startswith("Next: ") and output.splitlines()[-1].endswith(export)
+    run.trainer.checkpoint.save_contents = ["model"]
+    print_summary(run)
+    output = capsys.readouterr().out
+    assert "save_contents lacks hf_model" in rows_of(output)["Hugging Face"] and output.endswith(f"{export}\n")
+
+
+@pytest.mark.usefixtures("typed_in_the_repository")
+def test_a_run_with_weights_shows_them_and_the_next_commands_unless_an_evaluation_is_under_way(
+    run: DictConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "global_step_5/huggingface/model.safetensors").touch()
+    print_summary(run)
+    output = capsys.readouterr().out
+    assert rows_of(output)["Hugging Face"] == f"{tmp_path}/global_step_5/huggingface"
+    assert f"\nNext: bash eval_pipeline/run.sh watch {tmp_path}\n" in output
+    run.eval.watch = True
+    print_summary(run)
+    assert "Next:" not in capsys.readouterr().out

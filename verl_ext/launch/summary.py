@@ -1,52 +1,113 @@
-"""What a finished run tells its user: what was learnt, where everything lies, what to do next."""
+"""What the launcher prints of a finished run: what was learnt, where everything is, what to run next."""
 
 from __future__ import annotations
 
-import sys
+from contextlib import suppress
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.checkpoint.layout import EXPORT, read_tracker
+from verl_ext.config.compose import STAGES, load_yaml
+from verl_ext.config.recipes import RECIPES, default_recipe
+from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
-from verl_ext.summary import tell_summary
+from verl_ext.summary import REPOSITORY, tell_next, tell_summary, typed_module, typed_path, typed_script
 
 LEARNT = ("train/loss", "val/loss", "eval/reward_total_mean", "eval/accuracy_mean", "eval/budget_violation_mean")
-"""Metrics of which the first and the last value are told, where a run has them."""
+"""Metrics whose first and last values are shown, where a run has them."""
+WRITTEN = (
+    "config.yaml", "run.json", "metrics.jsonl", "*_history.csv", "train.log", "events.jsonl", "samples.jsonl", "trace/",
+    "tensorboard/", "wandb/",
+)  # fmt: skip
+"""What a run directory can hold besides checkpoints and evaluations; docs/sft.md describes each."""
+EVALUATE = "eval_pipeline/run.sh"
 
 
 def print_summary(config: DictConfig) -> None:
-    """Print the summary of a finished run from its files."""
-    run_dir = Path(config.trainer.default_local_dir).absolute()
+    """Print the summary of a finished run from its files.
+
+    With `eval.watch=true` the next command depends on how the evaluation ends: `print_next` prints it then.
+    """
+    run_dir = Path(config.trainer.default_local_dir)
     rows = learnt(run_dir / METRICS_FILE)
-    rows["run directory"] = f"{run_dir}  (metrics.jsonl, *_history.csv, tensorboard/, run.json, config.yaml)"
+    rows["run directory"] = f"{typed_path(run_dir)}  ({', '.join(written(run_dir))})"
     # by the tracker: a former run of the same directory may have left checkpoints of higher steps
     checkpoint, _ = read_tracker(run_dir)
-    then: list[str] = []
+    then: list[list[str]] = []
     if checkpoint is not None:
-        rows["last checkpoint"] = str(checkpoint)
+        rows["last checkpoint"] = typed_path(checkpoint)
         if any((checkpoint / EXPORT).glob("*.safetensors")):
-            rows["Hugging Face"] = str(checkpoint / EXPORT)
-            then = next_command(config, run_dir, checkpoint / EXPORT)
-    tell_summary(f"Finished: {config.trainer.experiment_name} ({config.stage})", rows, then)
+            rows["Hugging Face"] = typed_path(checkpoint / EXPORT)
+            then = [] if config.eval.watch else next_commands(config)
+        else:
+            rows["Hugging Face"] = f"no weights, {why_no_weights(config)}"
+            then = [[*typed_module("verl_ext.checkpoint"), "export", typed_path(checkpoint)]]
+    tell_summary(f"Finished: {config.trainer.experiment_name} ({config.stage})", rows)
+    tell_next(then)
 
 
-def next_command(config: DictConfig, run_dir: Path, export: Path) -> list[str]:
-    """What to type after a run of this stage."""
-    evaluate = [sys.executable, "-m", "eval_pipeline"]
+def why_no_weights(config: DictConfig) -> str:
+    """Why the last checkpoint of a finished run has no export."""
+    if "hf_model" not in config.trainer.checkpoint.save_contents:
+        return "because trainer.checkpoint.save_contents lacks hf_model; the command below exports them"
+    return "because this checkpoint was saved without an export; the command below exports them"
+
+
+def written(run_dir: Path) -> list[str]:
+    """Which of `WRITTEN` the run directory holds."""
+    return [name for name in WRITTEN if any(run_dir.glob(name.rstrip("/")))]
+
+
+def next_commands(config: DictConfig) -> list[list[str]]:
+    """The commands to run after a finished run with an export: its evaluation, and the stage that builds on it."""
     if config.stage == "vlm_sft":
-        ranks = str(config.trainer.n_gpus_per_node)
-        return ["bash", "run_grpo.sh", ranks, "recipe=budget_controller", f"model.sft_run={run_dir}"]
+        return [grpo_command(config) or grpo_with(config, "budget_controller")]
+    run_dir = Path(config.trainer.default_local_dir)
     if config.stage == "budget":
+        checkpoint, _ = read_tracker(run_dir)
+        assert checkpoint is not None  # it holds the export
         adapter = [] if config.model.adapter is None else ["--adapter", config.model.adapter]
-        return [*evaluate, "adaptive", "--checkpoint", str(export), *adapter]
-    began = str(config.model.partial_pretrain)
-    if config.eval.watch and Path(began, "config.json").is_file():  # a watcher is at work, or was
-        evaluate += ["report", str(run_dir), "--baseline", began]
-    else:
-        evaluate += ["watch", str(run_dir)]
-    recipe = config.eval.recipe or ""  # a file must be named again: what a run's directory says is not relied upon
-    return [*evaluate, *(("--recipe", recipe) if recipe.endswith((".yaml", ".yml")) else ())]
+        export = typed_path(checkpoint / EXPORT)
+        return [[*typed_script(EVALUATE), "adaptive", "--checkpoint", export, *adapter]]
+    return [with_recipe(config, "watch", typed_path(run_dir)), grpo_command(config)]
+
+
+def next_after_evaluation(config: DictConfig) -> list[list[str]]:
+    """The commands to run once `eval.watch=true` has evaluated every checkpoint of a finished run."""
+    run_dir, base = typed_path(config.trainer.default_local_dir), str(config.model.partial_pretrain)
+    if not Path(base, "config.json").is_file():  # a hub name, which the report cannot evaluate
+        return [[*typed_script(EVALUATE), "status", run_dir], grpo_command(config)]
+    return [with_recipe(config, "report", run_dir, "--baseline", typed_path(base)), grpo_command(config)]
+
+
+def with_recipe(config: DictConfig, *words: str) -> list[str]:
+    """A command of the evaluation; a recipe file must be named again, as a run's own `config.yaml` is not trusted."""
+    recipe = config.eval.recipe or ""
+    named = ["--recipe", typed_path(recipe)] if recipe.endswith((".yaml", ".yml")) else []
+    return [*typed_script(EVALUATE), *words, *named]
+
+
+def grpo_command(config: DictConfig) -> list[str]:
+    """`run_grpo.sh` with the recipe that builds on this run; empty where none of `recipes/grpo/` does."""
+    wanted = {"sft": "grpo", "vlm_sft": "budget"}.get(config.stage)
+    recipes = {}
+    for path in sorted((RECIPES / "grpo").glob("*.yaml")):
+        with suppress(UserError):  # a malformed recipe is no reason to fail a finished run
+            recipes[path.stem] = load_yaml(path)
+    recipes = {name: each for name, each in recipes.items() if each.get("stage", STAGES["grpo"][0]) == wanted}
+    run_dir = Path(config.trainer.default_local_dir).resolve()
+    for name, recipe in recipes.items():
+        if (REPOSITORY / (OmegaConf.select(recipe, "model.sft_run") or "")).resolve() == run_dir:
+            return grpo_with(config, name, names_run=False)
+    return grpo_with(config, config.recipe) if config.recipe in recipes else []
+
+
+def grpo_with(config: DictConfig, recipe: str, *, names_run: bool = True) -> list[str]:
+    """`run_grpo.sh` with a recipe, on as many ranks as this run."""
+    words = [*typed_script("run_grpo.sh"), str(config.trainer.n_gpus_per_node)]
+    words += [f"recipe={recipe}"] * (recipe != default_recipe("grpo"))
+    return words + [f"model.sft_run={typed_path(config.trainer.default_local_dir)}"] * names_run
 
 
 def learnt(path: Path) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""The evaluation beside a training: `eval.watch=true` starts `python -m eval_pipeline watch` and sees to its end."""
+"""Evaluation during training: `eval.watch=true` starts `python -m eval_pipeline watch` and waits for its end."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,13 +14,17 @@ from omegaconf import DictConfig
 from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from verl_ext.launch.restarts import FIRST_PAUSE_S, pause_before
 from verl_ext.launch.stop import StopRequest, StopSignals
+from verl_ext.launch.summary import EVALUATE, next_after_evaluation, with_recipe
 from verl_ext.launch.watch_process import LOG, WatchProcess
 from verl_ext.metrics.run_file import RUN_FILE, load_run
+from verl_ext.summary import tell_next, typed_path, typed_script
 from verl_ext.tell import tell
 
 POLL_S = 0.1
 STOP_S = 30.0
 """How long the watcher may take to end its engine when the training ends unfinished."""
+SOME_FAILED = 1
+"""Exit code of a watcher that has seen the run to its end and could not evaluate everything."""
 RESTARTS = 3
 """How often a watcher that crashed is started again without a checkpoint having been evaluated meanwhile."""
 
@@ -36,6 +41,7 @@ class Watcher:
     """
 
     def __init__(self, config: DictConfig, first_pause_s: float = FIRST_PAUSE_S) -> None:
+        self._config = config
         self._run_dir = Path(config.trainer.default_local_dir).absolute()
         self._process = WatchProcess(config, self._run_dir)
         self._first_pause_s = first_pause_s
@@ -51,18 +57,20 @@ class Watcher:
         Returns:
             The exit code of the command: that of a stop, or 0, since the training itself is done.
         """
-        log = self._run_dir / LOG
+        log = typed_path(self._run_dir / LOG)
         if self._thread.is_alive():
-            tell(f"Evaluating what is left; {log} shows how far it is.")
+            tell(f"Evaluating the remaining checkpoints; {log} shows the progress.")
         try:
             with signals.raising():
                 while self._thread.is_alive():
                     self._thread.join(POLL_S)
         except StopRequest as stop:
-            tell(f"Stopped by {stop.signal.name} while evaluating; the same command goes on.")
+            tell(f"Stopped by {stop.signal.name} while evaluating; the same command resumes the evaluation.")
             return STOPPED_EXIT_CODE
         if self._exit_code:
-            tell(f"error: the evaluation {how_it_ended(self._exit_code)}; {log} says why", sys.stderr)
+            self._tell_failure()
+        else:
+            tell_next(next_after_evaluation(self._config))
         return 0
 
     def stop(self) -> None:
@@ -86,18 +94,33 @@ class Watcher:
                 return self._warn_of_end()
             used += 1
             pause = pause_before(used, self._first_pause_s)
-            self._warn(f"restart {used} of {RESTARTS} in {pause:g} s; {self._run_dir / LOG} may say why")
+            self._warn(f"restart {used} of {RESTARTS} in {pause:g} s; see {typed_path(self._run_dir / LOG)}")
             self._stopping.wait(pause)
 
     def _warn_of_end(self) -> None:
         if not self._is_finished():  # else `finish` says it, now
             self._warn(
-                f"the training goes on without it ({self._process.last_line()}); `bash eval_pipeline/run.sh watch "
-                f"{self._run_dir}` takes it up, and {self._run_dir / LOG} has the rest"
+                f"training continues without it ({self._process.last_line()}); see {typed_path(self._run_dir / LOG)}, "
+                f"and resume it with `{shlex.join(with_recipe(self._config, 'watch', typed_path(self._run_dir)))}`"
             )
 
+    def _tell_failure(self) -> None:
+        """Say that the finished run is not evaluated, or only in part, and what shows why and tries again."""
+        some = [typed_path(self._run_dir)]
+        if self._exit_code == SOME_FAILED:
+            reason = "some of its evaluations failed, or it found no checkpoint to evaluate"
+            then = [[*typed_script(EVALUATE), command, *some] for command in ("status", "retry")]
+        else:
+            reason, then = self._process.last_line().removeprefix("error: "), []
+        tell(
+            f"error: training finished, but the evaluation {how_it_ended(self._exit_code)} ({reason}); see "
+            f"{typed_path(self._run_dir / LOG)}",
+            sys.stderr,
+        )
+        tell_next([*then, with_recipe(self._config, "watch", *some)])
+
     def _warn(self, what_follows: str) -> None:
-        tell(f"warning: the evaluation beside the training {how_it_ended(self._exit_code)}; {what_follows}", sys.stderr)
+        tell(f"warning: the evaluation during training {how_it_ended(self._exit_code)}; {what_follows}", sys.stderr)
 
     def _num_evaluated(self) -> int:
         return len(list(self._run_dir.glob("eval/eval_step_*/metrics.json")))
@@ -148,5 +171,5 @@ def may_go_better(exit_code: int, run_is_finished: bool) -> bool:
         run_is_finished: a watcher that has seen the run to its end says by 1 that a data set failed; before, 1 is a
             crash.
     """
-    final = {0, USER_ERROR_EXIT_CODE, STOPPED_EXIT_CODE} | ({1} if run_is_finished else set())
+    final = {0, USER_ERROR_EXIT_CODE, STOPPED_EXIT_CODE} | ({SOME_FAILED} if run_is_finished else set())
     return exit_code not in final
