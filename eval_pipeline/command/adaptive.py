@@ -30,7 +30,7 @@ or to adaptive/ for an export that lies outside of a run."""
 def register(commands: Commands) -> None:
     """Add the command."""
     parser = add_action(commands, "adaptive", TEXT, run, examples=EXAMPLES, notes=NOTES)
-    parser.set_defaults(typed_again="begins anew")
+    parser.set_defaults(typed_again="starts over")
     parser.add_argument(
         "--checkpoint",
         type=input_path,

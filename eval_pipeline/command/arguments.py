@@ -30,7 +30,7 @@ def add_action(
     """
     typed = [f"python -m eval_pipeline {name} {example}" for example in examples]
     parser = add_command(commands, name, text, examples=typed, **settings)
-    parser.set_defaults(action=action, typed_again="goes on")
+    parser.set_defaults(action=action, typed_again="resumes")
     return parser
 
 

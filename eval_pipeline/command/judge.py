@@ -31,7 +31,7 @@ def register(commands: Commands) -> None:
     """Add the command."""
     example = "--dataset humaneval --answers answers.jsonl --output verdicts.jsonl"
     parser = add_action(commands, "judge", TEXT, run, examples=[example], notes=NOTES)
-    parser.set_defaults(typed_again="begins anew")
+    parser.set_defaults(typed_again="starts over")
     problems = parser.add_mutually_exclusive_group(required=True)
     problems.add_argument("--dataset", metavar="NAME", help="a data set of the recipe, or human-eval")
     problems.add_argument(

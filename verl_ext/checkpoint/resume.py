@@ -79,7 +79,7 @@ def newest_complete(run_dir: Path, warn: Warn, why_not: Callable[[Path], str | N
         problems.append(f"{path.name}: {problem}")
         warn(f"{path.name} cannot be resumed: {problem}; trying an older one")
     raise UserError(
-        f"{run_dir} holds checkpoints but none is complete ({'; '.join(problems)}); restore one, move the "
+        f"{run_dir} has checkpoints but none is complete ({'; '.join(problems)}); restore one, move the "
         "directory away, or start at step 0 with trainer.resume_mode=disable"
     )
 
@@ -96,7 +96,7 @@ def in_order_of_trust(run_dir: Path, candidates: list[Path], warn: Warn) -> list
     written = (run_dir / TRACKER).stat().st_mtime
     later = [path for path in candidates if (step_of(path) or 0) > (step_of(tracked) or 0) and saved_at(path) > written]
     if later and what_is_wrong(later[0]) is None:
-        warn(f"the tracker names {tracked.name}, but {later[0].name} was completed after it; going on from that")
+        warn(f"the tracker names {tracked.name}, but {later[0].name} was completed after it; resuming from that")
     return [*later, tracked, *(path for path in candidates if path != tracked and path not in later)]
 
 

@@ -65,7 +65,8 @@ def tokenise(
         return tokenised.read(path)
     except OSError as error:
         tell(
-            f"warning: tokenised data cannot be kept in {directory} ({error}); every start makes them anew", sys.stderr
+            f"warning: the tokenized data cannot be cached in {directory} ({error}); every start tokenizes again",
+            sys.stderr,
         )
         return made
 

@@ -29,7 +29,7 @@ def stoppable(command: Callable[[StopSignals], int]) -> int:
         with exit_on_user_error():
             return command(signals)
     except StopRequest as stop:
-        tell(f"Stopped by {stop.signal.name} before training; the same command begins anew.")
+        tell(f"Stopped by {stop.signal.name} before training started; run the same command again to train.")
         return STOPPED_EXIT_CODE
 
 

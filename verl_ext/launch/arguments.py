@@ -8,14 +8,16 @@ from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import CommandParser, definitions
 from verl_ext.config.recipes import default_recipe, recipe_summaries
 
-STAGES = {"sft": "Supervised fine-tuning", "grpo": "Group-relative policy optimisation"}
+STAGES = {"sft": "Supervised fine-tuning", "grpo": "Group Relative Policy Optimization"}
+EXAMPLES = {"sft": "qwen2.5_coder_7b", "grpo": "qwen2.5_coder_7b_code"}
+"""A recipe of each stage that needs several GPUs."""
 EXIT_CODES = {
     "0": "the run is finished",
-    "1": "a rank failed; its traceback stands above, and the same command goes on from the last checkpoint",
-    "2": "bad input; the message says how to mend it",
-    "3": "stopped by a rule of health.stop_on, with a checkpoint; look before the same command goes on from there",
-    "75": "stopped by SIGTERM, SIGUSR1, SIGINT or SIGHUP, or ahead of trainer.preemption.deadline; to be requeued",
-    "128 + N": "killed by a second signal N, such as 130 for a second Ctrl-C",
+    "1": "a rank failed (see its traceback); the same command resumes from the last checkpoint",
+    "2": "bad input; the message says how to fix it",
+    "3": "stopped by a rule of health.stop_on after saving a checkpoint; the same command resumes from it",
+    "75": "stopped by SIGTERM, SIGUSR1, SIGINT or SIGHUP, or before trainer.preemption.deadline; run the command again",
+    "128 + N": "stopped immediately by a second signal N, such as 130 for a second Ctrl-C",
 }
 
 
@@ -38,35 +40,38 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
 
 
 def make_parser(stage: str) -> CommandParser:
-    """What is understood, and what --help says of it."""
+    """The parser of a stage, with the text of --help."""
     command, recipes = f"bash run_{stage}.sh", recipe_summaries(stage)
     parser = CommandParser(
         prog=command,
         usage=f"{command} NUM_PROCESSES [recipe=NAME] [key=value ...] [--restarts K] [--trace] [--print-config]",
-        description=f"{STAGES[stage]} on NUM_PROCESSES ranks of this machine (one per GPU); resumes by itself.",
+        description=f"{STAGES[stage]} on NUM_PROCESSES ranks of this machine, one per GPU. The same command resumes a "
+        "stopped run from its last checkpoint.",
         examples=[
             f"{command} 2",
-            f"{command} 8 recipe={max(recipes)} optim.lr=1e-5 trainer.experiment_name=low",
+            f"{command} 8 recipe={EXAMPLES[stage]} optim.lr=1e-5 trainer.experiment_name=low",
             f"NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 {command} 8 --restarts 3",
         ],
-        notes=f"recipes (recipes/{stage}/; without recipe= it is {default_recipe(stage)}, from recipes/default.yaml):\n"
+        notes=f"recipes in recipes/{stage}/ (default: {default_recipe(stage)}, set in recipes/default.yaml):\n"
         + definitions(recipes),
         exit_codes=EXIT_CODES,
     )
     parser.add_argument("stage", choices=sorted(STAGES), help=argparse.SUPPRESS)
-    parser.add_argument("words", nargs="*", metavar="NUM_PROCESSES [key=value ...]", help="ranks, then Hydra overrides")
+    parser.add_argument(
+        "words", nargs="*", metavar="NUM_PROCESSES [key=value ...]", help="number of ranks, then Hydra overrides"
+    )
     parser.add_argument(
         "--restarts",
         metavar="K",
         type=WholeNumber(0),
         default=0,
-        help="start again by itself after a crash, 5 s later and then twice as long up to 300 s; give up after K "
-        "restarts in a row without a new checkpoint; bad input and a stop are never restarted",
+        help="restart after a crash, first after 5 s and then after twice as long each time, at most 300 s; give up "
+        "after K restarts in a row without a new checkpoint; bad input and a stop never restart",
     )
     parser.add_argument(
-        "--trace", action="store_true", help="write when what happened on each rank to trace/, as JSON for Perfetto"
+        "--trace", action="store_true", help="write a timeline of each rank to trace/, as JSON for Perfetto"
     )
-    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration alone")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     return parser
 
 

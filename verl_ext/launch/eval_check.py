@@ -37,4 +37,4 @@ def _ask(config: DictConfig) -> dict[str, Any]:
     reason = (asked.stderr.strip().splitlines() or ["it said nothing"])[-1].removeprefix("error: ")
     if asked.returncode != USER_ERROR_EXIT_CODE:
         reason = f"its check ended with exit code {asked.returncode}: {reason}"
-    raise UserError(f"the evaluation beside the training (eval.watch=true) cannot start: {reason}")
+    raise UserError(f"the evaluation during training (eval.watch=true) cannot start: {reason}")

@@ -71,9 +71,9 @@ class Keeper:
         time.sleep(SAME_REQUEST_S)
         self._num_first = len(self._signals.received)
         self._kill_at = time.monotonic() + (self._grace_s if self._asked else 0)
-        saving = f"saving at the next step boundary, for at most {self._grace_s:g} s"
-        waiting = f"no rank has begun, so this ends within {LEAVE_AFTER_S:g} s"
-        tell(f"{number.name}: {saving if self._asked else waiting}; a second signal stops at once")
+        saving = f"saving after the current step, within {self._grace_s:g} s"
+        waiting = f"no rank is running yet, exiting within {LEAVE_AFTER_S:g} s"
+        tell(f"{number.name}: {saving if self._asked else waiting}; a second signal stops immediately")
 
     def _kill_those_whose_time_is_up(self) -> None:
         assert self.request is not None

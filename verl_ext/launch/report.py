@@ -60,7 +60,7 @@ def report_failure(failure: Failure, config: DictConfig, record: RunRecord | Non
 
 
 def report_stop(stopped: Stopped, config: DictConfig, record: RunRecord | None) -> int:
-    """Tell the user what stopped the run and where it goes on, and return the exit code."""
+    """Tell the user what stopped the run and where it resumes, and return the exit code."""
     request, last_step = stopped.request, None
     reason = why(stopped, config.trainer.preemption.grace_s)
     close(record, "stopped", reason)
@@ -72,7 +72,7 @@ def report_stop(stopped: Stopped, config: DictConfig, record: RunRecord | None) 
         elif last_step is not None:
             reason += f" after step {last_step}"
     if request is not None and request.was_too_slow:
-        tell(f"error: {reason}; {next_start(config)}, and a larger grace_s gives a save more time", sys.stderr)
+        tell(f"error: {reason}; {next_start(config)}. Raise trainer.preemption.grace_s to allow more time", sys.stderr)
     else:
         tell(f"{reason[0].upper()}{reason[1:]}; {next_start(config, last_step)}.")
     return stopped.exit_code
@@ -93,18 +93,19 @@ def why(stopped: Stopped, grace_s: float) -> str:
     if request is None:
         return "stopped by a signal to a rank"
     if request.was_too_slow:
-        return f"killed, not having saved within trainer.preemption.grace_s={grace_s:g} s of {request.signal.name}"
+        limit = f"trainer.preemption.grace_s={grace_s:g} s"
+        return f"killed because saving took longer than {limit} after {request.signal.name}"
     if request.second is not None:
-        return f"stopped at once by a second signal ({request.second.name})"
+        return f"stopped immediately by a second signal ({request.second.name})"
     return f"stopped by {request.signal.name}"
 
 
 def next_start(config: DictConfig, last_step: int | None = None) -> str:
-    """Where the same command goes on, in half a sentence; `last_step` is the last one done, where that is known."""
+    """Where the same command resumes, as a clause; `last_step` is the last step done, where that is known."""
     try:
         checkpoint = checkpoint_that_suits(config)
     except UserError as error:
-        return f"the same command cannot go on: {error}"
+        return f"the same command cannot resume: {error}"
     if checkpoint is None:
-        return "the same command begins at step 0"
-    return f"the same command goes on from {'there' if step_of(checkpoint) == last_step else checkpoint.name}"
+        return "the same command starts at step 0"
+    return f"the same command resumes from {'there' if step_of(checkpoint) == last_step else checkpoint.name}"

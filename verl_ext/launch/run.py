@@ -23,6 +23,7 @@ from verl_ext.launch.stop import StopRequest, StopSignals
 from verl_ext.launch.summary import print_summary
 from verl_ext.launch.watcher import watching
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.summary import typed_path
 from verl_ext.tell import tell
 
 
@@ -107,7 +108,7 @@ class Launch:
             self.record.end_if_running("failed", failure.message)
         checkpoint = checkpoint_that_suits(self.next_config())
         self.mark_waiting()
-        tell(f"{failure.message}; {plan} from {'step 0' if checkpoint is None else checkpoint.name}")
+        tell(f"{failure.message}; {plan}, from {'step 0' if checkpoint is None else checkpoint.name}")
 
     def mark_waiting(self) -> None:
         """Enter the run into run.json before its ranks start."""
@@ -136,16 +137,20 @@ def is_finished(config: DictConfig, record: RunRecord) -> bool:
 
 
 def tell_that_it_starts(config: DictConfig) -> None:
-    """Say so: the ranks import and load for a while before they have anything to tell."""
+    """Say so: the ranks import and load for a while before they print anything."""
     ranks = config.trainer.n_gpus_per_node
     tell(
-        f"Starting {config.trainer.experiment_name} ({config.stage}) on {ranks} rank{'s' * (ranks > 1)}; "
-        "the first step follows in about 15 s, with a large model in some minutes."
+        f"Starting {config.trainer.experiment_name} ({config.stage}) on {ranks} rank{'s' * (ranks > 1)}. "
+        "Expect the first step after about 15 s, or after some minutes with a large model."
     )
 
 
 def tell_that_it_is_finished(config: DictConfig) -> None:
-    """Say so, how to train on, and what the run has brought."""
-    run_dir = config.trainer.default_local_dir
-    tell(f"This run is finished: {run_dir}. Prolong it with trainer.total_epochs, or rename trainer.experiment_name.")
+    """Say so, how to train longer, and what the run has achieved."""
+    trainer = config.trainer
+    length = "total_epochs" if trainer.total_training_steps is None else "total_training_steps"
+    tell(
+        f"This run is finished: {typed_path(trainer.default_local_dir)}. To train longer, raise trainer.{length} (now "
+        f"{trainer[length]}); to start another run, set trainer.experiment_name to a new name."
+    )
     print_summary(config)

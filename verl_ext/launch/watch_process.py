@@ -51,7 +51,7 @@ class WatchProcess:
             try:
                 self._process = self._start()
             except OSError as error:
-                tell(f"warning: the evaluation cannot be started ({error.strerror})", sys.stderr)
+                tell(f"warning: the evaluation cannot start ({error.strerror})", sys.stderr)
                 return 1
         return self._process.wait()
 

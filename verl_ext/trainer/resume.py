@@ -85,9 +85,9 @@ def data_state_after_verl(
     position = stock_position(loader_state, step_of(checkpoint) or 0, num_samples, batch_size, num_saved_ranks)
     if dist.get_rank() == 0:
         tell(
-            f"verl itself wrote {checkpoint.name}; this run goes on in verl's order of the data, "
-            f"{position.samples_seen} of {num_samples} samples into epoch {position.epoch}, and removes no checkpoint "
-            "of verl's",
+            f"verl itself wrote {checkpoint.name}; this run continues in verl's order of the data, "
+            f"{position.samples_seen} of {num_samples} samples into epoch {position.epoch}, and removes none of verl's "
+            "checkpoints",
             sys.__stdout__,
         )
         if position.doubt is not None:

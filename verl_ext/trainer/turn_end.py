@@ -45,10 +45,10 @@ def stop_at_turn_end(
         base.generation_config.eos_token_id = [found, *known]
         if is_main:
             name = tokenizer.convert_ids_to_tokens(found)
-            sentence = f"Turns end with {name}, at which this model did not stop; its exports name it for that"
+            sentence = f"Turns end with {name}, which was not a stop token of this model; its exports add it"
             tell(sentence, sys.stderr)  # verl's constructor runs with stdout closed
     elif is_main and not turn_ends.keys() & set(known):
         warn(
-            "no turn ends with a token that the model stops at, so its answers will go on until they are cut; "
+            "no turn ends with a stop token of the model, so its answers will run to the length limit; "
             "end turns with the tokenizer's eos_token in data.chat_template, or raise data.max_length"
         )
