@@ -67,7 +67,7 @@ def test_turns_without_an_end_are_told(quickstart: Path, tmp_path: Path, capsys:
     pd.DataFrame([{"messages": CHAT[:2]}] * 8).to_parquet(path)
     overrides = [f"data.train_files={path}", "data.val_files=null", "trainer.test_freq=-1"]
     make_trainer(small_config(quickstart, tmp_path, *overrides, f"data.chat_template={template}"))
-    assert "answers will go on until they are cut" in capsys.readouterr().err
+    assert "no turn ends with a stop token" in capsys.readouterr().err
 
 
 def test_the_last_learnt_token_of_each_sample_is_counted(quickstart: Path, tmp_path: Path) -> None:

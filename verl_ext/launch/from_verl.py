@@ -38,7 +38,10 @@ def compose_as_typed(stage: str, overrides: list[str]) -> DictConfig:
         config = with_paths_of_caller(compose_config(stage, [f"recipe={RECIPE}", *overrides]))
         if was_begun_by_verl(config):
             run_dir = config.trainer.default_local_dir
-            tell(f"No recipe= is given and verl itself began {run_dir}: using recipe={RECIPE}, verl's defaults.", sys.stderr)
+            tell(
+                f"No recipe= is given and verl itself began {run_dir}: using recipe={RECIPE}, verl's defaults.",
+                sys.stderr,
+            )
             return config
     config = compose_config(stage, overrides)
     return with_paths_of_caller(config) if names_recipe and config.recipe == RECIPE else config

@@ -41,7 +41,7 @@ def print_summary(config: DictConfig) -> None:
             rows["Hugging Face"] = typed_path(checkpoint / EXPORT)
             then = [] if config.eval.watch else next_commands(config)
         else:
-            rows["Hugging Face"] = f"no weights, {why_no_weights(config)}"
+            rows["Hugging Face"] = f"no weights: {why_no_weights(config)}; the next command exports them"
             then = [[*typed_module("verl_ext.checkpoint"), "export", typed_path(checkpoint)]]
     tell_summary(f"Finished: {config.trainer.experiment_name} ({config.stage})", rows)
     tell_next(then)
@@ -50,8 +50,8 @@ def print_summary(config: DictConfig) -> None:
 def why_no_weights(config: DictConfig) -> str:
     """Why the last checkpoint of a finished run has no export."""
     if "hf_model" not in config.trainer.checkpoint.save_contents:
-        return "because trainer.checkpoint.save_contents lacks hf_model; the command below exports them"
-    return "because this checkpoint was saved without an export; the command below exports them"
+        return "trainer.checkpoint.save_contents lacks hf_model"
+    return "this checkpoint was saved without an export"
 
 
 def written(run_dir: Path) -> list[str]:
