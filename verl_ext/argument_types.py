@@ -37,10 +37,12 @@ class Number:
     Attributes:
         above: what it must be more than.
         below: what it must be less than.
+        closed: whether the bounds themselves are taken too.
     """
 
     above: float = 0.0
     below: float = math.inf
+    closed: bool = False
 
     def __call__(self, text: str) -> float:
         """The number that was typed; argparse tells of an `ArgumentTypeError`."""
@@ -48,7 +50,8 @@ class Number:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not self.above < value < self.below:
+        on_bound = self.closed and value in (self.above, self.below)
+        if not (on_bound or self.above < value < self.below):
             bounds = f"above {self.above:g}" if self.below == math.inf else f"between {self.above:g} and {self.below:g}"
             raise argparse.ArgumentTypeError(f"'{text}' is not a number {bounds}")
         return value

@@ -34,14 +34,17 @@ def test_messages_and_pairs_give_the_same_rows(tmp_path: Path) -> None:
     chats = [{"conversations": chat(f"q{index}"), "topic": index} for index in range(100)]
     train, val, counts = run_chat(tmp_path, pairs)
     assert (len(train), len(val)) == (98, 2)
-    assert train[0].keys() == {"messages", "topic"}
+    assert train[0].keys() == {"messages", "topic", "converted_from"}
     assert train == run_chat(tmp_path, chats)[0]
     assert counts["chars_max"] == len("q99yes")
 
 
 def test_named_columns_go_before_the_usual_ones(tmp_path: Path) -> None:
     rows = [{"prompt": "no", "ask": f"q{index}", "say": "yes", "messages": chat("no")} for index in range(3)]
-    train, val, _ = run_chat(tmp_path, rows, "--prompt-key", "ask", "--response-key", "say")
+    named = ("--prompt-key", "ask", "--response-key", "say")
+    with pytest.raises(UserError, match="'prompt'.*--metadata prompt"):
+        run_chat(tmp_path, rows, *named)
+    train, val, _ = run_chat(tmp_path, rows, *named, "--metadata", "prompt", "messages")
     assert sorted(row["messages"][0]["content"] for row in train + val) == ["q0", "q1", "q2"]
     assert train[0]["prompt"] == "no"
 
@@ -138,7 +141,7 @@ def test_answers_to_one_problem_stay_on_one_side(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": "x"}]}, "no assistant"),
         ({"messages": chat("q", "  ")}, "empty assistant"),
         ({"messages": chat("q", None)}, "NoneType"),
-        ({"text": "x"}, "--messages-key"),
+        ({"text": "x"}, "'messages' is missing"),
     ],
 )
 def test_a_bad_row_is_named_or_skipped(tmp_path: Path, bad: Any, reason: str) -> None:
@@ -197,3 +200,172 @@ def test_hostile_lines_are_bad_rows_and_a_byte_order_mark_is_none(line: str, tmp
         prepare(words)
     prepare([*words, "--skip-bad"])
     assert json.loads((tmp_path / "out/prepared.json").read_text())["counts"]["bad"] == 1
+
+
+def converted(tmp_path: Path, name: str, content: str | bytes) -> list[Row]:
+    """The rows of one file, converted without a split."""
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    output = tmp_path / "converted"
+    prepare(["chat", "--input", str(tmp_path / name), "--output", str(output), "--val-fraction", "0", "--force"])
+    assert not (output / "val.parquet").exists()
+    return [row for _, row in read_parquet(output / "train.parquet")]
+
+
+SYSTEM, USER, ASSISTANT = ({"role": role, "content": role[0]} for role in ("system", "user", "assistant"))
+TEXT_PART = {"type": "text", "text": "u"}
+CALL = {"name": "f", "arguments": {"x": 1, "y": None}}
+CALLED = {"type": "function", "function": {"name": "f", "arguments": json.dumps(CALL["arguments"])}}
+
+
+@pytest.mark.parametrize(
+    ("row", "layout", "messages"),
+    [
+        ({"messages": [USER, ASSISTANT], "system": "s"}, "OpenAI layout (messages, system)", [SYSTEM, USER, ASSISTANT]),
+        (
+            {"instruction": "i", "input": "x", "output": "a", "text": "Below: i / x / a"},
+            "Alpaca layout (instruction, input, output)",
+            [{"role": "user", "content": "i\n\nx"}, ASSISTANT],
+        ),
+        (
+            {"instruction": "u", "input": "", "output": "a", "system": "s", "history": [["u", "a"]]},
+            "Alpaca layout (instruction, input, system, history, output)",
+            [SYSTEM, USER, ASSISTANT, USER, ASSISTANT],
+        ),
+        (
+            {"instruction": "i", "context": "x", "response": "a", "category": "qa"},
+            "Alpaca layout (instruction, context, response)",
+            [{"role": "user", "content": "i\n\nx"}, ASSISTANT],
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "s"},
+                    {"from": "human", "value": "u"},
+                    {"from": "function_call", "value": json.dumps(CALL)},
+                    {"from": "observation", "value": "t"},
+                    {"from": "gpt", "value": "a", "weight": 1},
+                ]
+            },
+            "ShareGPT layout (conversations)",
+            [
+                SYSTEM,
+                USER,
+                {"role": "assistant", "content": "", "tool_calls": [CALLED]},
+                {"role": "tool", "content": "t"},
+                ASSISTANT,
+            ],
+        ),
+        ({"prompt": "u", "completion": "a"}, "prompt/completion layout (prompt, completion)", [USER, ASSISTANT]),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, "prompt/completion layout", [USER, ASSISTANT]),
+        ({"system_prompt": "s", "question": "u", "response": "a"}, "question/response", [SYSTEM, USER, ASSISTANT]),
+        (
+            {"messages": [{**SYSTEM, "role": "developer"}, {**USER, "content": [TEXT_PART]}, ASSISTANT]},
+            "developer turns became system turns in 1 rows",
+            [SYSTEM, USER, ASSISTANT],
+        ),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": CALL}]}]}, "OpenAI", None),
+    ],
+)  # fmt: skip
+def test_layouts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], row: Row, layout: str, messages: list[Row] | None
+) -> None:
+    [found] = converted(tmp_path, "in.jsonl", json.dumps(row))
+    assert f"in.jsonl: {layout}" in capsys.readouterr().out
+    turns = [{key: value for key, value in turn.items() if value is not None} for turn in found["messages"]]
+    for turn in turns:
+        for call in turn.get("tool_calls", ()):
+            assert call == CALLED, "with its null, which a column of parquet would not keep"
+    assert messages is None or turns == messages
+
+
+PAIR = {"prompt": "p", "response": "r"}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({**PAIR, "response_2": "other"}, r"'response_2'.*--metadata response_2"),
+        ({**PAIR, "images": [{"path": "x.png"}]}, "'images'"),
+        ({**PAIR, "rejected": [USER, ASSISTANT]}, "'rejected'"),
+        ({**PAIR, "messages": [USER, ASSISTANT]}, "'messages'"),
+        ({**PAIR, "system": "s", "system_prompt": "t"}, "'system' differs"),
+        ({"prompt": "p", "response": 4}, "int.*quotes"),
+        ({"prompt": "p"}, "'response' is missing"),
+        ({"instruction": "i", "output": "o"}, r"Alpaca layout \(instruction, output\).*prompt/response"),
+        ({"messages": [USER, ASSISTANT]}, "OpenAI layout.*prompt/response.*file of their own"),
+        ({"prompt": [USER, {"role": "user", "content": [{"type": "image_url"}]}], "response": "r"}, "'image_url'"),
+        ({"prompt": [SYSTEM, {**SYSTEM, "role": "developer"}, USER], "response": "r"}, "both system and developer"),
+        ({"prompt": "p", "response": [{**ASSISTANT, "weight": 0}]}, "'weight'"),
+        ({"prompt": [ASSISTANT, USER], "response": "r"}, "begins with the assistant"),
+        ({"prompt": "p", "response": [{"role": "assistant", "tool_calls": ["f(x)"]}]}, "tool call"),
+        ({**PAIR, "history": "earlier"}, "'history'"),
+        ({**PAIR, "tools": "f"}, "'tools'"),
+        ('{"prompt": "p", "prompt": "q", "response": "r"}', "'prompt' occurs twice"),
+    ],
+)
+def test_a_row_of_which_text_would_be_lost_is_refused(tmp_path: Path, row: Row | str, reason: str) -> None:
+    lines = [json.dumps(PAIR), row if isinstance(row, str) else json.dumps(row)]
+    for name, content in {"in.jsonl": "\n".join(lines), "in.json": f"[{','.join(lines)}]"}.items():
+        with pytest.raises(UserError, match=rf"{name} row 2: .*{reason}"):
+            converted(tmp_path, name, content)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("in.json", json.dumps([PAIR, PAIR | {"prompt": "q"}], indent=1)),
+        ("in.jsonl", "\ufeff" + "\r\n\r\n".join(map(json.dumps, [PAIR, PAIR | {"prompt": "q"}]))),
+        ("in.json", "\n".join(map(json.dumps, [PAIR, PAIR | {"prompt": "q"}]))),
+        ("in.csv", '\ufeffprompt,response\r\np,r\r\n\r\n"q",r\r\n'),
+        ("in.tsv", "prompt\tresponse\np\tr\nq\tr\n"),
+    ],
+)
+def test_forms_of_files(tmp_path: Path, name: str, content: str) -> None:
+    assert [row["messages"][0]["content"] for row in converted(tmp_path, name, content)] == ["p", "q"]
+
+
+def test_text_is_kept_as_it_is(tmp_path: Path) -> None:
+    """Neither the line breaks of Unicode nor numbers in CSV nor long fields are changed."""
+    text = "a\u2028b\u2029c\x85d"
+    [row] = converted(tmp_path, "in.jsonl", json.dumps({**PAIR, "prompt": text}, ensure_ascii=False))
+    assert row["messages"][0]["content"] == text and row["converted_from"] == "in.jsonl row 1"
+    long = "x" * 200_000
+    rows = converted(tmp_path, "in.csv", f'instruction,input,output\n"a ""b"",\nc",,007\n{long},2.50,1e3\n')
+    assert [[turn["content"] for turn in row["messages"]] for row in rows] == [
+        ['a "b",\nc', "007"],
+        [f"{long}\n\n2.50", "1e3"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("in.jsonl", "", "holds no rows"),
+        ("in.jsonl", " \n\n", "holds no rows"),
+        ("in.json", "[]", "holds no rows"),
+        ("in.csv", "prompt,response\n", "holds no rows"),
+        ("in.csv", "prompt;response\np;r\n", "commas"),
+        ("in.csv", "prompt,prompt,response\np,q,r\n", "two columns named 'prompt'"),
+        ("in.csv", "prompt,response\np,r,s\n", "row 1: it has 3 fields"),
+        ("in.csv", 'prompt,response\n"p,r\n', "as CSV"),
+        ("in.csv", "prompt,response\np,é\n".encode("latin-1"), "save it as UTF-8"),
+        ("in.json", '[{"prompt": "p", "response": "r"} {}]', "after row 1"),
+        ("in.json", '[{"prompt": "p", "response": "r"}, {]', "from row 2 on"),
+        ("in.json", '{"data": []}', "row 1: no conversation"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str, content: str | bytes, reason: str) -> None:
+    with pytest.raises(UserError, match=f"{name}.*{reason}"):
+        converted(tmp_path, name, content)
+
+
+def test_one_row_is_not_split(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="data.val_files=null"):
+        run_chat(tmp_path, [PAIR])
+    assert len(converted(tmp_path, "in.jsonl", json.dumps(PAIR))) == 1
+
+
+def test_further_columns_may_mix_types_and_be_empty(tmp_path: Path) -> None:
+    rows = [{**PAIR, "id": 1, "meta": {}}, {**PAIR, "prompt": "q", "id": "a", "meta": None}]
+    found = converted(tmp_path, "in.jsonl", "\n".join(map(json.dumps, rows)))
+    assert [(row["id"], row["meta"]) for row in found] == [("1", "{}"), ("a", None)]

@@ -13,6 +13,9 @@ from omegaconf import DictConfig, ListConfig
 
 from verl_ext.errors import UserError, first_line_of
 
+ORIGIN_KEY = "converted_from"
+"""Column of converted data files: file and row that a row was converted from, for messages."""
+
 
 def check_model(config: DictConfig) -> None:
     """A model given as a path must hold a config.json; a hub name is left to transformers."""

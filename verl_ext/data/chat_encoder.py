@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
+from verl_ext.config.inputs import ORIGIN_KEY
 from verl_ext.config.plain import as_dict
 from verl_ext.data.template import ChatTemplate, Encoded, Message
 from verl_ext.errors import UserError
 
+ASSISTANTS_OWN = ("tool_calls", "reasoning_content", "thinking")
+"""What an assistant's turn may hold beside its content, where the template renders it."""
 Tokens = tuple[np.ndarray, np.ndarray]
 """Token ids (seq,) int32, and 1 for each that is learnt (seq,) uint8."""
 
@@ -29,6 +33,8 @@ class ChatEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DictConfig) -> None:
         self.config = config
         self.template = ChatTemplate(tokenizer, as_dict(config.apply_chat_template_kwargs))
+        source = str(tokenizer.chat_template)
+        self.not_rendered = [key for key in ASSISTANTS_OWN if not re.search(rf"\b{key}\b", source)]
 
     def encode(self, name: str, first: int, records: list[dict[str, Any]]) -> list[Tokens]:
         """Tokens of some rows.
@@ -45,18 +51,19 @@ class ChatEncoder:
         return list(self._encode(name, first, records))
 
     def _encode(self, name: str, first: int, records: list[dict[str, Any]]) -> Iterator[Tokens]:
-        chats = [self._at(name, first + i, self._messages, record) for i, record in enumerate(records)]
-        columns = [self._at(name, first + i, self._columns, record) for i, record in enumerate(records)]
-        for row, item in enumerate(self.template.encode(chats, columns), start=first):
-            tokens, mask = self._at(name, row, self._truncate, item)
+        places = [place_of(name, first + i, record) for i, record in enumerate(records)]
+        chats = [self._at(place, self._messages, record) for place, record in zip(places, records)]
+        columns = [self._at(place, self._columns, record) for place, record in zip(places, records)]
+        for place, item in zip(places, self.template.encode(chats, columns)):
+            tokens, mask = self._at(place, self._truncate, item)
             yield np.asarray(tokens, dtype=np.int32), np.asarray(mask, dtype=np.uint8)
 
-    def _at(self, name: str, row: int, function: Callable[[Any], Any], argument: Any) -> Any:
-        """Call a function on a row; what goes wrong names the file and the row."""
+    def _at(self, place: str, function: Callable[[Any], Any], argument: Any) -> Any:
+        """Call a function on a row; what goes wrong names the row's place."""
         try:
             return function(argument)
         except (UserError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{name} row {row} cannot be used: {error}") from error
+            raise UserError(f"{place} cannot be used: {error}") from error
 
     def _messages(self, record: dict[str, Any]) -> list[Message]:
         if self.config.multiturn.enable:
@@ -65,7 +72,11 @@ class ChatEncoder:
             prompt = pick(record[self.config.prompt_key], self.config.prompt_dict_keys)
             response = pick(record[self.config.response_key], self.config.response_dict_keys)
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-        return check_chat(messages)
+        chat = check_chat(messages)
+        lost = next((key for key in self.not_rendered if any(turn.get(key) for turn in chat)), None)
+        if lost is not None:
+            raise UserError(f"it has {lost}, which the chat template omits; set data.chat_template to one that has it")
+        return chat
 
     def _columns(self, record: dict[str, Any]) -> dict[str, Any]:
         keys = {"tools": self.config.multiturn.tools_key, "enable_thinking": self.config.multiturn.enable_thinking_key}
@@ -99,6 +110,8 @@ def check_chat(messages: Any) -> list[Message]:
         if not isinstance(message.get("role"), str):
             raise UserError(f"turn {turn} has no role; give it user, assistant, system or tool")
         message["content"] = text_of(message.get("content"), turn)
+        for call in message.get("tool_calls") or ():
+            decode_arguments(call, turn)
         if message["content"] is None and not message.get("tool_calls"):
             raise UserError(f"turn {turn} has no content; drop the row from the file")
     if not any(message["role"] == "assistant" for message in messages):
@@ -106,6 +119,25 @@ def check_chat(messages: Any) -> list[Message]:
     if messages[0]["role"] == "assistant":
         raise UserError("it begins with the assistant; put a user or system turn before it")
     return messages
+
+
+def decode_arguments(call: Any, turn: int) -> None:
+    """Turn the JSON text of a tool call's arguments, OpenAI's form, into the object that templates render as JSON.
+
+    vLLM does the same before it renders a chat.
+    """
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        except ValueError as error:
+            raise UserError(f"turn {turn} has a tool call whose arguments are not JSON ({error}); correct it") from None
+
+
+def place_of(name: str, row: int, record: Mapping[str, Any]) -> str:
+    """File and row for a message; of a converted file also those that the row was converted from."""
+    origin = record.get(ORIGIN_KEY)
+    return f"{name} row {row}" if not isinstance(origin, str) else f"{origin} ({name} row {row})"
 
 
 def text_of(content: Any, turn: int) -> str | None:

@@ -1,4 +1,4 @@
-"""`chat`: JSONL or parquet conversations become checked, deduplicated train and validation files."""
+"""`chat`: conversations in JSON, CSV or parquet become checked, deduplicated train and validation files."""
 
 from __future__ import annotations
 
@@ -7,29 +7,46 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from verl_ext.config.inputs import ORIGIN_KEY
 from verl_ext.data.prepare.columns import encode_unfaithful_columns
-from verl_ext.data.prepare.conversation import BadRow, ColumnKeys, to_conversation
+from verl_ext.data.prepare.conversation import (
+    COMMAND,
+    ColumnKeys,
+    Layout,
+    detect_layout,
+    require_object,
+    to_conversation,
+)
 from verl_ext.data.prepare.exclusion import read_excluded_ids
-from verl_ext.data.prepare.files import Row, read_jsonl, read_parquet
+from verl_ext.data.prepare.files import INPUTS, Row, read_rows
 from verl_ext.data.prepare.lengths import length_percentiles
 from verl_ext.data.prepare.split import FILES_OF_A_RUN, TRAIN_NAME, VAL_NAME, add_split_arguments, write_split
 from verl_ext.data.prepare.stamp import Prepared
+from verl_ext.data.prepare.turns import BadRow
 from verl_ext.errors import UserError
 from verl_ext.progress import progress_bar
+from verl_ext.tell import tell
 
-HELP = "Turn JSONL or parquet conversations into train.parquet and val.parquet with a `messages` column."
+HELP = (
+    "Turn conversations in the OpenAI, ShareGPT, Alpaca, prompt/response or prompt/completion layout into "
+    "train.parquet and val.parquet with a `messages` column. The layout of each file is found by its first row."
+)
 EXAMPLE = "chat --input mine.jsonl --exclude data/quickstart/problems.jsonl --output data/mine"
 NEXT = "bash run_sft.sh 2 recipe=smollm2_135m trainer.experiment_name=mine " + FILES_OF_A_RUN
-VERSION = 1
+VERSION = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `chat`."""
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="*.parquet, or JSONL of any name")
-    parser.add_argument("--messages-key", metavar="COLUMN", help="column of role/content lists (default: found)")
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=INPUTS)
+    parser.add_argument("--messages-key", metavar="COLUMN", help="column of the turns (default: found)")
     parser.add_argument("--prompt-key", metavar="COLUMN", help="column of the user's text (default: found)")
     parser.add_argument("--response-key", metavar="COLUMN", help="column of the answer's text (default: found)")
+    parser.add_argument(
+        "--metadata", nargs="+", default=[], metavar="COLUMN", help="columns of text to keep and not to train on"
+    )
     parser.add_argument("--id-key", default="problem_id", metavar="COLUMN", help="column of ids")
     parser.add_argument("--exclude", metavar="FILE", help="ids to leave out: one a line, or JSONL with --id-key")
     parser.add_argument("--skip-bad", action="store_true", help="count malformed rows instead of stopping")
@@ -50,8 +67,8 @@ def run(arguments: argparse.Namespace) -> Prepared:
     groups = [_group(row.get(arguments.id_key), index) for index, row in enumerate(rows)]
     lengths = length_percentiles(rows, arguments.tokenizer)
     rows = encode_unfaithful_columns(rows)
-    train, val = write_split(Path(arguments.output), rows, groups, arguments.val_fraction, arguments.seed)
-    return Prepared([TRAIN_NAME, VAL_NAME], {**counts, "train": train, "val": val, **lengths})
+    written = write_split(Path(arguments.output), rows, groups, arguments.val_fraction, arguments.seed)
+    return Prepared([f"{name}.parquet" for name in written], {**counts, **written, **lengths})
 
 
 def _require_apart(arguments: argparse.Namespace) -> None:
@@ -66,18 +83,31 @@ def _group(problem_id: object, index: int) -> str:
 
 
 def _read_conversations(arguments: argparse.Namespace, counts: Counter[str]) -> Iterator[Row]:
-    keys = ColumnKeys(arguments.messages_key, arguments.prompt_key, arguments.response_key)
+    keys = ColumnKeys(arguments.messages_key, arguments.prompt_key, arguments.response_key, tuple(arguments.metadata))
     for name in arguments.input:
-        path = Path(name)
-        numbered = read_parquet(path) if path.suffix == ".parquet" else read_jsonl(path)
-        for number, value in progress_bar(numbered, desc=f"reading {path.name}", unit="rows"):
+        path, layout, notes = Path(name), None, Counter[str]()
+        for number, value in progress_bar(read_rows(path), desc=f"reading {path.name}", unit="rows"):
             counts["read"] += 1
             try:
-                yield to_conversation(value, keys)
+                layout = layout or _told_layout(path, value, keys)
+                row = to_conversation(require_object(value), layout, keys, notes)
             except BadRow as error:
                 if not arguments.skip_bad:
-                    raise UserError(f"{path} row {number}: {error}; mend it or pass --skip-bad") from error
+                    fix = error.fix or f"correct it, or skip such rows by `{COMMAND} --skip-bad`"
+                    raise UserError(f"{path} row {number}: {error}; {fix}") from error
                 counts["bad"] += 1
+                continue
+            yield {**row, ORIGIN_KEY: f"{path.name} row {number}"}
+        for note, count in notes.items():
+            tell(f"{path}: {note} in {count} rows")
+
+
+def _told_layout(path: Path, value: Any, keys: ColumnKeys) -> Layout:
+    """The layout of a file by its first row that has one."""
+    row = require_object(value)
+    layout = detect_layout(row, keys)
+    tell(f"{path}: {layout.describe(row)}")
+    return layout
 
 
 def _keep(rows: list[Row], arguments: argparse.Namespace, counts: Counter[str]) -> list[Row]:

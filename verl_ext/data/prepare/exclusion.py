@@ -24,7 +24,7 @@ def read_excluded_ids(name: str | None, id_key: str) -> set[str]:
     if name is None:
         return set()
     try:
-        lines = Path(name).read_text(encoding="utf-8").splitlines()
+        lines = Path(name).read_text(encoding="utf-8-sig").split("\n")  # a text may hold other line breaks
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --exclude {name} ({first_line_of(error)}); check its path and format") from error
     ids = {_id_of(line.strip(), id_key, f"{name} line {n}") for n, line in enumerate(lines, start=1) if line.strip()}

@@ -1,9 +1,12 @@
-"""Writing output so that a reader never sees half a file, and reading rows from JSONL and parquet."""
+"""Writes output so that a reader never sees half a file, and reads rows from JSON, CSV and parquet."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import re
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +16,9 @@ from typing import Any
 from verl_ext.errors import UserError, first_line_of
 
 Row = dict[str, Any]
+INPUTS = "*.parquet, *.csv, *.tsv, or JSON under any other name: a row per line, or one list of rows"
+"""What `read_rows` takes, for --help."""
+_SPACE = re.compile(r"\s*")
 
 
 @contextmanager
@@ -85,38 +91,152 @@ def write_parquet(path: Path, rows: list[Row]) -> None:
         except (pyarrow.ArrowException, OverflowError) as error:
             raise UserError(f"column {name!r} mixes types ({error}); give all its rows one type") from error
     with atomic_path(path) as temporary:
-        pyarrow.parquet.write_table(pyarrow.table(columns), temporary)
+        try:
+            pyarrow.parquet.write_table(pyarrow.table(columns), temporary)
+        except pyarrow.ArrowNotImplementedError as error:  # a column of nothing but empty objects
+            raise UserError(f"parquet cannot hold a column ({first_line_of(error)}); remove it") from error
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Read the rows of a file with their numbers (from 1).
+
+    A row that cannot be read gives a `ValueError` as its value, so that the caller decides what a bad row means.
+
+    Args:
+        path: `*.parquet`, `*.csv`, `*.tsv`, or JSON under any other name: one value per line, or one list of rows.
+
+    Raises:
+        UserError: the file is missing, is not what its name says, or is empty.
+    """
+    readers = {".parquet": read_parquet, ".csv": read_csv, ".tsv": read_csv}
+    is_empty = True
+    for item in readers.get(path.suffix.lower(), read_json)(path):
+        is_empty = False
+        yield item
+    if is_empty:
+        raise UserError(f"{path} holds no rows; check that it is the right file")
+
+
+def read_json(path: Path) -> Iterator[tuple[int, Any]]:
+    """Read JSON Lines, the items of a file that is one JSON list, or the row of one that is a single object.
+
+    See `read_rows`.
+    """
+    with _reading(path):
+        with path.open(encoding="utf-8-sig") as file:
+            start = file.read(4096).lstrip()[:1]
+        text = path.read_text(encoding="utf-8-sig").strip() if start == "[" or path.suffix == ".json" else ""
+    if start == "[":
+        yield from enumerate(_items(path, text), start=1)
+    elif text and isinstance(value := _decode(text), dict):
+        yield 1, value
+    else:
+        yield from read_jsonl(path)
+
+
+def _items(path: Path, text: str) -> Iterator[Any]:
+    position, count = 1, 0
+    while True:
+        position = _SPACE.match(text, position).end()  # type: ignore[union-attr]  # it matches nothing, too
+        if count == 0 and text[position : position + 1] == "]":
+            return
+        try:
+            value, position = _decode_at(text, position)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UserError(f"{path} is not a JSON list from row {count + 1} on ({error}); correct it") from error
+        yield value
+        count += 1
+        position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
+        mark = text[position : position + 1]
+        if mark == "]" and position == len(text) - 1:
+            return
+        if mark != ",":
+            raise UserError(f"{path} is not a JSON list after row {count}; put a comma behind it, or end with ]")
+        position += 1
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    """Read the values of a JSONL file with their line numbers (from 1); empty lines are passed over.
+    """Read the values of a JSONL file with their line numbers (from 1); empty lines are skipped.
 
-    A line that is not JSON gives its `json.JSONDecodeError` as value, so that the caller decides what a bad line means.
+    A line that is not JSON gives a `ValueError` as its value, so that the caller decides what a bad line means.
 
     Raises:
         UserError: the file is missing or not text.
     """
-    try:
-        with path.open(encoding="utf-8-sig") as file:  # some editors begin with a byte-order mark
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, _decode(line)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"cannot read {path} as UTF-8 JSONL ({first_line_of(error)}); check its path and format"
-        ) from error
+    with _reading(path), path.open(encoding="utf-8-sig") as file:  # some editors begin with a byte-order mark
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, _decode(line)
 
 
-def _decode(line: str) -> Any:
+def read_csv(path: Path) -> Iterator[tuple[int, Any]]:
+    """Read the rows of a CSV or TSV file whose first row names the columns; every value is text, empty ones are null.
+
+    Rows are counted without the header, see `read_rows`.
+    """
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    csv.field_size_limit(sys.maxsize)  # the default refuses fields of more than 128 KiB
+    with _reading(path), path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        header = [name.strip() for name in next(reader, [])]
+        _check_header(path, header)
+        for number, fields in enumerate((fields for fields in reader if fields), start=1):
+            if len(fields) != len(header):
+                yield number, ValueError(f"it has {len(fields)} fields where the header has {len(header)}")
+            else:
+                yield number, {name: field or None for name, field in zip(header, fields)}
+
+
+def _check_header(path: Path, header: list[str]) -> None:
+    twice = next((name for name in header if header.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{path} has two columns named {twice!r}; rename one")
+    if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
+        raise UserError(f"{path} has the single column {header[0]!r}; separate its columns by commas")
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        value = json.loads(line)
-        if "\\u" in line:
-            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text
+        yield
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({first_line_of(error)}); check its path") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path} as UTF-8 ({error.reason}); save it as UTF-8") from error
+    except csv.Error as error:
+        raise UserError(f"cannot read {path} as CSV ({error}); check its quotes and commas") from error
+
+
+def _decode(text: str) -> Any:
+    try:
+        value, end = _decode_at(text, _SPACE.match(text).end())  # type: ignore[union-attr]
+        if text[end:].strip():
+            raise json.JSONDecodeError("Extra data", text, end)
         return value
-    except json.JSONDecodeError as error:
-        return error
-    except (RecursionError, UnicodeEncodeError) as error:
-        return json.JSONDecodeError(f"{type(error).__name__} ({error})", line[:40], 0)
+    except (json.JSONDecodeError, RecursionError) as error:
+        return ValueError(f"it is not JSON ({error})")
+
+
+def _decode_at(text: str, start: int) -> tuple[Any, int]:
+    """The value that begins at a position, and where it ends; a `ValueError` for one that would lose something."""
+    twice: list[str] = []
+
+    def to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice.append(next(name for name in names if names.count(name) > 1))
+        return value
+
+    value, end = json.JSONDecoder(object_pairs_hook=to_object).raw_decode(text, start)
+    if twice:
+        return ValueError(f"the key {twice[0]!r} occurs twice in an object"), end
+    if "\\u" in text[start:end]:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return ValueError("it has half of a surrogate pair, which is JSON but no text"), end
+    return value, end
 
 
 def read_parquet(path: Path) -> Iterator[tuple[int, Row]]:

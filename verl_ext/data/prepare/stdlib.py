@@ -9,7 +9,7 @@ from pathlib import Path
 
 from verl_ext.data.prepare.files import Row
 from verl_ext.data.prepare.functions import DocumentedFunction, documented_functions
-from verl_ext.data.prepare.split import FILES_OF_A_RUN, TRAIN_NAME, VAL_NAME, add_split_arguments, write_split
+from verl_ext.data.prepare.split import FILES_OF_A_RUN, add_split_arguments, write_split
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.errors import UserError
 from verl_ext.progress import progress_bar
@@ -43,8 +43,8 @@ def run(arguments: argparse.Namespace) -> Prepared:
     counts: Counter[str] = Counter(files=0, files_not_parsed=0, functions=0, duplicate=0)
     rows = _collect(root, counts)
     groups = [row["source"] for row in rows]
-    train, val = write_split(Path(arguments.output), rows, groups, arguments.val_fraction, arguments.seed)
-    return Prepared([TRAIN_NAME, VAL_NAME], {**counts, "train": train, "val": val})
+    written = write_split(Path(arguments.output), rows, groups, arguments.val_fraction, arguments.seed)
+    return Prepared([f"{name}.parquet" for name in written], {**counts, **written})
 
 
 def _collect(root: Path, counts: Counter[str]) -> list[Row]:
