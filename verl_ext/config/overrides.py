@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -55,17 +55,8 @@ def apply_overrides(config: DictConfig, overrides: list[str], nullable: Collecti
         UserError: an override that does not parse, an unknown key, or a value of another type.
     """
     for text in overrides:
-        try:
-            override = OverridesParser.create().parse_override(text)
-        except HydraException as error:
-            shown = masked(text)  # with a secret in it, the parser's words are not shown either: they repeat it
-            why = f" ({first_line_of(error)})" if shown == text else ""
-            raise UserError(
-                f"'{shown}' is not an override of the form key=value{why}; correct it or quote its value"
-            ) from error
+        override = parsed(text)
         key, value = override.key_or_group, value_set_by(override, text)
-        if not key:
-            raise UserError(f"'{text}' is not an override of the form key=value; name the key")
         known = leaves(config)
         if (override.is_add() or override.is_force_add()) and not any(
             f"{key}.".startswith(f"{old}.") or old.startswith(f"{key}.") for old in known
@@ -73,6 +64,37 @@ def apply_overrides(config: DictConfig, overrides: list[str], nullable: Collecti
             OmegaConf.update(config, key, value, force_add=True)
         else:
             set_known(config, key, value, "the command line", nullable)
+
+
+def parsed(text: str) -> Override:
+    """An override of the command line.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        shown = masked(text)  # with a secret in it, the parser's words are not shown either: they repeat it
+        why = f" ({first_line_of(error)})" if shown == text else ""
+        raise UserError(
+            f"'{shown}' is not an override of the form key=value{why}; correct it or quote its value"
+        ) from error
+    if not override.key_or_group:
+        raise UserError(f"'{text}' is not an override of the form key=value; name the key")
+    return override
+
+
+def keys_set_by(overrides: Iterable[str]) -> set[str]:
+    """The dotted keys of overrides, those inside a mapping too."""
+    keys = set()
+    for text in overrides:
+        override = parsed(text)
+        value = value_set_by(override, text)
+        keys |= (
+            set(leaves(nested(override.key_or_group, value))) if isinstance(value, dict) else {override.key_or_group}
+        )
+    return keys
 
 
 def value_set_by(override: Override, text: str) -> Any:

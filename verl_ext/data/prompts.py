@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_ext.config.inputs import file_list
 from verl_ext.config.plain import as_dict
-from verl_ext.data.chat_encoder import plain
+from verl_ext.data.chat_encoder import place_of, plain
 from verl_ext.data.parquet import read_frame
 from verl_ext.data.rows import Rows
 from verl_ext.data.template import ChatTemplate
@@ -76,13 +76,13 @@ class PromptDataset(Rows):
         try:
             text = self._template.render(_turns(record.get(self._config.prompt_key), self._config), prompt=True)
         except (UserError, TemplateError, TypeError, ValueError) as error:
-            raise UserError(f"{name} row {row} cannot be used: {error}") from error
+            raise UserError(f"{place_of(name, row, record)} cannot be used: {error}") from error
         ids = tuple(self._template.tokenizer(text, add_special_tokens=False)["input_ids"])
         if len(ids) > self._config.max_prompt_length:
             if self._config.filter_overlong_prompts:
                 return None
             raise UserError(
-                f"{name} row {row} has a prompt of {len(ids)} tokens, more than data.max_prompt_length="
+                f"{place_of(name, row, record)} has a prompt of {len(ids)} tokens, more than data.max_prompt_length="
                 f"{self._config.max_prompt_length}; raise it, or leave such rows out by "
                 "data.filter_overlong_prompts=true"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -19,9 +20,11 @@ from verl_ext.errors import UserError
 from verl_ext.launch.from_verl import compose_as_typed
 from verl_ext.launch.grpo_model import settle_model
 from verl_ext.launch.health_check import check_health
+from verl_ext.launch.own_files import convert_own_files
 from verl_ext.launch.preemption_check import check_preemption
 from verl_ext.launch.sft_check import check_sft
 from verl_ext.metrics.names import describe
+from verl_ext.tell import tell
 
 
 def configure(arguments: argparse.Namespace) -> DictConfig:
@@ -40,6 +43,8 @@ def configure(arguments: argparse.Namespace) -> DictConfig:
             raise UserError(f"'{word}' contradicts NNODES (machines) or the first word (ranks on each); leave it out")
     config.trainer.trace |= arguments.trace
     config.trainer.merge_with(ranks)
+    for sentence in convert_own_files(config, arguments.overrides):
+        tell(sentence, sys.stderr if arguments.print_config else None)
     return config
 
 

@@ -6,7 +6,7 @@ import argparse
 from types import ModuleType
 
 from verl_ext.command_line import CommandParser, add_command, add_commands
-from verl_ext.data.prepare import chat, gsm8k, problems, smollm2, stdlib
+from verl_ext.data.prepare import chat, gsm8k, problems, prompts, smollm2, stdlib
 from verl_ext.data.prepare.quickstart import command as quickstart
 from verl_ext.data.prepare.vqa import command as vqa
 
@@ -17,6 +17,7 @@ COMMANDS: dict[str, ModuleType] = {
     "stdlib": stdlib,
     "gsm8k": gsm8k,
     "problems": problems,
+    "prompts": prompts,
     "quickstart": quickstart,
     "smollm2": smollm2,
     "vqa": vqa,

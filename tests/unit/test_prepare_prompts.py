@@ -1,0 +1,101 @@
+"""`prompts`: rows in JSON and CSV become verl's RL format without losing types or columns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_ext.data.prepare import prepare
+from verl_ext.data.prepare.files import read_parquet
+from verl_ext.errors import UserError
+
+Row = dict[str, Any]
+
+
+def converted(tmp_path: Path, rows: list[Row], *options: str, name: str = "train") -> list[Row]:
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    output = tmp_path / "out"
+    words = ["prompts", "--input", str(path), "--output", str(output), "--force", *(options or ("--val-fraction", "0"))]
+    prepare(words)
+    return [row for _, row in read_parquet(output / f"{name}.parquet")]
+
+
+def test_a_row_in_verls_format_and_one_in_short(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "q"}]
+    full = {"prompt": turns, "reward_model": {"ground_truth": "1"}, "data_source": "here", "extra_info": {"level": 2}}
+    short = {"prompt": "q", "answer": "1", "level": 2, "system": "s"}
+    first, second = converted(tmp_path, [full, short])
+    assert first == {
+        "data_source": "here",
+        "prompt": turns,
+        "extra_info": {"problem_id": "mine/1", "level": 2},
+        "reward_model": {"style": "rule", "ground_truth": "1"},
+        "converted_from": "mine.jsonl row 1",
+    }
+    assert second["prompt"] == [{"role": "system", "content": "s"}, *turns] and second["data_source"] == "mine"
+    assert second["extra_info"] == {"problem_id": "mine/2", "level": 2}
+    assert second["reward_model"] == first["reward_model"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (["007", "b"], ["007", "b"]),
+        ([1, 2], [1, 2]),
+        ([1, 2.5], [1.0, 2.5]),
+        ([1, "b"], ["1", "b"]),
+        ([["a", "b"], ["c"]], [["a", "b"], ["c"]]),
+        ([{"tests": ["x"]}, {"other": 1}], ['{"tests": ["x"]}', '{"other": 1}']),
+        ([True, 1], ["true", "1"]),
+    ],
+)
+def test_answers_keep_their_type_where_the_file_has_one(
+    tmp_path: Path, answers: list[Any], expected: list[Any]
+) -> None:
+    for column in ("answer", "ground_truth"):
+        rows = converted(tmp_path, [{"prompt": f"q{index}", column: answer} for index, answer in enumerate(answers)])
+        found = [row["reward_model"]["ground_truth"] for row in rows]
+        assert found == expected and list(map(type, found)) == list(map(type, expected))
+
+
+def test_prompts_without_an_answer_and_columns_of_every_kind(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "a": {}, "b": [1, "x"], "c": None}, {"prompt": "p", "a": {"d": 1}, "b": [2], "c": 0.5}]
+    found = converted(tmp_path, rows)
+    assert all(row.get("reward_model") is None for row in found)
+    assert [row["extra_info"]["a"] for row in found] == ["{}", '{"d": 1}']
+    assert [row["extra_info"]["c"] for row in found] == [None, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"question": "q"}, "data.prompt_key"),
+        ({"prompt": " "}, "empty"),
+        ({"prompt": 4}, "int.*quotes"),
+        ({"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, "the assistant's"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
+        ({"prompt": "q", "images": ["x.png"]}, "images"),
+        ({"prompt": "q", "reward_model": {"style": "rule"}}, "no ground_truth"),
+        ({"prompt": "q", "reward_model": "1"}, "'reward_model' is not an object"),
+        ({"prompt": "q", "level": 1, "extra_info": {"level": 2}}, "'level'"),
+    ],
+)
+def test_a_bad_row_is_named_or_skipped(tmp_path: Path, row: Row, reason: str) -> None:
+    rows = [{"prompt": "good", "answer": "1"}, row]
+    with pytest.raises(UserError, match=rf"mine\.jsonl row 2: .*{reason}"):
+        converted(tmp_path, rows)
+    assert len(converted(tmp_path, rows, "--skip-bad", "--val-fraction", "0")) == 1
+
+
+def test_the_same_prompt_stays_on_one_side(tmp_path: Path) -> None:
+    rows = [{"question": f"q{index % 5}", "answer": index} for index in range(50)]
+    options = ("--prompt-key", "question", "--val-fraction", "0.2")
+    sides = [
+        {row["prompt"][0]["content"] for row in converted(tmp_path, rows, *options, name=name)}
+        for name in ("train", "val")
+    ]
+    assert sides[0] | sides[1] == {f"q{index}" for index in range(5)} and not sides[0] & sides[1]

@@ -1,0 +1,161 @@
+"""Data of the user's in JSON or CSV: has them converted before training, and lets the run read what comes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from verl_ext.config.compose import STAGES, load_yaml
+from verl_ext.config.inputs import file_list
+from verl_ext.config.overrides import keys_set_by, leaves
+from verl_ext.config.recipes import find_recipe
+from verl_ext.data.prepare.commands import COMMANDS
+from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME
+from verl_ext.errors import UserError, first_line_of
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
+TRAIN, VAL = "data.train_files", "data.val_files"
+VAL_FRACTION = 0.02
+"""Share of the rows that is kept for validation where no validation set is given."""
+CONVERTERS = {"sft": "chat", "grpo": "prompts"}
+"""Stages whose data may be such files, and the preparation command that converts them."""
+
+
+def convert_own_files(config: DictConfig, overrides: Sequence[str]) -> list[str]:
+    """Replace JSON and CSV files among the data by the parquet files that they are converted to.
+
+    The commands that convert them go to the beginning of `prepare`, from where the launcher runs those whose output is
+    missing. Each writes into a directory of its own under `data/`, named by the first file and a digest of contents
+    and settings. Nothing is written here.
+
+    Args:
+        config: the resolved configuration; it is changed.
+        overrides: the words of the command line.
+
+    Returns:
+        A sentence for each key whose files are converted.
+
+    Raises:
+        UserError: a file cannot be read, or a setting does not apply to such files.
+    """
+    train, val = file_list(config.data.train_files), file_list(config.data.val_files)
+    raw = {TRAIN: any(map(is_raw, train)), VAL: any(map(is_raw, val))}
+    splits = raw[TRAIN] and not sets_val_files(config, overrides)
+    if splits:
+        val, raw[VAL] = [], False
+    if config.stage not in CONVERTERS or config.data.custom_cls.path is not None or not any(raw.values()):
+        return []
+    if config.stage == "sft" and not reads_messages(config):
+        refuse_nested_keys(config)
+        raw = {TRAIN: True, VAL: bool(val)}  # their columns would not be those of the converted files
+    sentences = []
+    options = column_options(config)
+    if raw[TRAIN]:
+        output = add_conversion(config, train, options, VAL_FRACTION if splits else 0)
+        config.data.train_files = f"{output}/{TRAIN_NAME}"
+        sentences.append(f"{TRAIN}: {', '.join(train)} is converted to {config.data.train_files}")
+        if splits:
+            config.data.val_files = f"{output}/{VAL_NAME}"
+            sentences[0] += f", and {VAL_FRACTION:.0%} of it for validation to {config.data.val_files}"
+    if raw[VAL]:
+        output = add_conversion(config, val, options, 1)
+        config.data.val_files = f"{output}/{VAL_NAME}"
+        sentences.append(f"{VAL}: {', '.join(val)} is converted to {config.data.val_files}")
+    read_converted(config)
+    return sentences
+
+
+def is_raw(name: str) -> bool:
+    """Whether a data file has to be converted before it can be read."""
+    return name.lower().endswith(SUFFIXES)
+
+
+def sets_val_files(config: DictConfig, overrides: Sequence[str]) -> bool:
+    """Whether `data.val_files` is set on the command line, or in the recipe which also sets `data.train_files`.
+
+    A recipe's validation set does not belong to other training data that the command line names.
+    """
+    typed = keys_set_by([word for word in overrides if not word.startswith("recipe=")])
+    if TRAIN in typed or VAL in typed:
+        return VAL in typed
+    names = [word.removeprefix("recipe=") for word in overrides if word.startswith("recipe=")]
+    command = next(command for command, stages in STAGES.items() if config.stage in stages)
+    return VAL in leaves(load_yaml(find_recipe(command, names[-1] if names else None)))
+
+
+def reads_messages(config: DictConfig) -> bool:
+    """Whether the run reads the column that converted files have."""
+    return config.data.multiturn.enable and config.data.multiturn.messages_key == "messages"
+
+
+def refuse_nested_keys(config: DictConfig) -> None:
+    """Keys that descend into columns have no meaning for files that are converted."""
+    for key in ("prompt_dict_keys", "response_dict_keys"):
+        if config.data[key] is not None:
+            raise UserError(f"data.{key} does not apply to JSON or CSV files; set it to null, or convert to parquet")
+
+
+def column_options(config: DictConfig) -> list[str]:
+    """Options of the converter that name columns, where the configuration names others than verl's defaults."""
+    data = config.data
+    if config.stage == "grpo":
+        named = {"--prompt-key": (data.prompt_key, "prompt")}
+    else:
+        named = {
+            "--messages-key": (data.multiturn.messages_key, "messages"),
+            "--prompt-key": (data.prompt_key, "question"),
+            "--response-key": (data.response_key, "answer"),
+        }
+    return [word for option, (value, usual) in named.items() if value != usual for word in (option, str(value))]
+
+
+def read_converted(config: DictConfig) -> None:
+    """Have the run read the columns of converted files."""
+    config.data.prompt_key = {"sft": "question", "grpo": "prompt"}[config.stage]
+    if config.stage == "sft":
+        config.data.response_key = "answer"
+        config.data.multiturn.enable = True
+        config.data.multiturn.messages_key = "messages"
+
+
+def add_conversion(config: DictConfig, names: list[str], options: list[str], val_fraction: float) -> str:
+    """Put the command that converts some files into `prepare`; returns its output directory."""
+    paths = [existing_file(name) for name in names]
+    command = CONVERTERS[config.stage]
+    words = [*options, "--val-fraction", f"{val_fraction:g}"]
+    output = f"data/{re.sub(r'[^A-Za-z0-9_.-]+', '_', paths[0].stem)[:60]}-{digest_of(command, paths, words)}"
+    line = shlex.join([command, "--input", *map(str, paths), "--output", output, *words])
+    config.prepare = [line, *config.prepare]
+    return output
+
+
+def existing_file(name: str) -> Path:
+    """A data file by its path from the repository, or else from where the command was typed."""
+    path = Path(name).expanduser()
+    for candidate in (path, Path(os.environ.get("VERL_EXT_CALLED_FROM", ".")) / path):
+        if candidate.is_file():
+            return candidate
+    raise UserError(f"the data file {path.absolute()} does not exist; correct its path")
+
+
+def digest_of(command: str, paths: Sequence[Path], words: Sequence[str]) -> str:
+    """12 hexadecimal digits by which conversions differ: of contents, settings and the converter's version."""
+    settings = json.dumps([command, COMMANDS[command].VERSION, *words, *(path.name for path in paths)])
+    digest = hashlib.sha256(settings.encode())
+    for path in paths:
+        content = hashlib.sha256()
+        try:
+            with path.open("rb") as file:
+                while piece := file.read(1 << 22):
+                    content.update(piece)
+        except OSError as error:
+            raise UserError(f"cannot read {path} ({first_line_of(error)}); check its path and permissions") from error
+        digest.update(content.digest())
+    return digest.hexdigest()[:12]
