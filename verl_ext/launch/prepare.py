@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shlex
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
 from verl_ext.checkpoint.lock import take
+from verl_ext.config.compose import load_yaml
+from verl_ext.config.evaluation import evaluation_recipe
+from verl_ext.config.plain import as_dict
+from verl_ext.config.recipes import find_recipe
 from verl_ext.data.prepare import is_prepared, prepare
+from verl_ext.data.prepare.commands import parse_arguments
+from verl_ext.tell import tell
 
 PREPARE_LOCK = Path(__file__).resolve().parents[2] / ".prepare.lock"
 
 
 def prepare_inputs(config: DictConfig) -> None:
-    """Run each command of the recipe's `prepare` list whose result is not there yet.
+    """Run each command of the recipe's `prepare` list whose result is needed and not there yet.
 
     Raises:
         UserError: a command that does not exist or cannot do its work.
     """
-    for command in config.prepare:
+    for command in needed_commands(config):
         words = shlex.split(command)
         if not is_prepared(words):
             # Several launches, or nodes, at once: the others wait and find it done.
@@ -29,3 +38,38 @@ def prepare_inputs(config: DictConfig) -> None:
                 if not is_prepared(words):
                     print(f"Preparing: {command}", flush=True)
                     prepare(words)
+
+
+def needed_commands(config: DictConfig) -> list[str]:
+    """The commands of `prepare` whose `--output` holds a path that the configuration or its evaluation recipe names.
+
+    With data or a model of the user's the others would make what nobody reads.
+    """
+    settings = {key: value for key, value in as_dict(config).items() if key != "prepare"}
+    named = {_absolute(text) for text in _texts(settings)}
+    outputs = {command: _absolute(parse_arguments(shlex.split(command)).output) for command in config.prepare}
+    if not all(_holds(output, named) for output in outputs.values()):
+        evaluation = load_yaml(find_recipe("eval", evaluation_recipe(config)))
+        named |= {_absolute(text) for text in _texts(as_dict(evaluation, resolve=False))}
+    needed = [command for command, output in outputs.items() if _holds(output, named)]
+    for command in outputs:
+        if command not in needed:
+            tell(f"Not prepared, as no key of this configuration names its output: {command}")
+    return needed
+
+
+def _holds(output: Path, named: Iterable[Path]) -> bool:
+    return any(path == output or output in path.parents for path in named)
+
+
+def _absolute(text: str) -> Path:
+    return Path(os.path.abspath(Path(text).expanduser()))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in nested mappings and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
