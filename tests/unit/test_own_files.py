@@ -1,0 +1,176 @@
+"""Data of the user's in JSON or CSV: where it is converted to, what is validated on, and what is prepared beside it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+from tests.helpers import ROOT
+from verl_ext.data.prepare import is_prepared, prepare
+from verl_ext.errors import UserError
+from verl_ext.launch.arguments import parse_arguments
+from verl_ext.launch.configure import configure
+from verl_ext.launch.prepare import needed_commands, prepare_inputs
+
+CHATS = [{"prompt": f"p{index}", "response": "r"} for index in range(4)]
+PROMPTS = [{"prompt": f"p{index}", "answer": index} for index in range(4)]
+
+
+def write(path: Path, rows: list[dict[str, object]] = CHATS) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory that relative paths count from."""
+    (tmp_path / "repository").mkdir()
+    monkeypatch.chdir(tmp_path / "repository")
+    return tmp_path / "repository"
+
+
+def launched(*words: str, stage: str = "sft") -> DictConfig:
+    return configure(parse_arguments([stage, "2", *words]))
+
+
+def conversions(config: DictConfig) -> list[list[str]]:
+    commands = [shlex.split(command) for command in config.prepare]
+    return [words for words in commands if words[0] in ("chat", "prompts")]
+
+
+@pytest.mark.parametrize(
+    ("words", "validates"),
+    [
+        (["data.train_files={train}"], "split"),
+        (["data.train_files={train}", "data.val_files={val}"], "converted"),
+        (["data.train_files={train}", "data.val_files=null"], None),
+        (["data.train_files={train}", "~data.val_files"], None),
+        (["data.train_files={train}", "data.val_files=v.parquet"], "v.parquet"),
+        (["data={{train_files: {train}, val_files: v.parquet}}"], "v.parquet"),
+        (["data={{train_files: {train}}}"], "split"),
+        (["recipe=verl", "data.train_files={train}"], "split"),
+        (["recipe={recipe}"], "split"),
+        (["recipe={recipe}", "data.val_files=v.parquet"], "v.parquet"),
+        (["recipe={recipe_with_val}"], "v.parquet"),
+        (["recipe={recipe_with_val}", "data.train_files={train}"], "split"),
+        (["data.val_files={val}"], "converted"),
+    ],
+)
+def test_validation_set(repository: Path, words: list[str], validates: str | None) -> None:
+    """It is taken from the training data unless it is given where they are: on the command line, or in the recipe."""
+    train, val = write(repository / "mine.jsonl"), write(repository / "held out.jsonl")
+    data = f"data:\n  train_files: {train}\n  multiturn: {{enable: true}}\n"
+    (repository / "r.yaml").write_text(data)
+    (repository / "w.yaml").write_text(f"{data}  val_files: v.parquet\n")
+    paths = {
+        "train": train,
+        "val": f"'{val}'",
+        "recipe": repository / "r.yaml",
+        "recipe_with_val": repository / "w.yaml",
+    }
+    config = launched(*(word.format(**paths) for word in words))
+    found = config.data.val_files
+    if validates == "split":
+        assert found == config.data.train_files.replace("train.parquet", "val.parquet")
+    elif validates == "converted":
+        assert found.startswith("data/held_out-") and found.endswith("/val.parquet")
+    else:
+        assert found == validates
+    assert config.data.multiturn.enable and not (repository / "data").exists(), "nothing is written yet"
+
+
+def test_files_are_converted_once_and_again_when_they_change(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(repository / "mine.jsonl")
+    words = (f"data.train_files={path}", "model.partial_pretrain=elsewhere", "eval.recipe=humaneval")
+    first = launched(*words)
+    assert f"{path} is converted to {first.data.train_files}" in capsys.readouterr().out
+    prepare_inputs(first)
+    assert "prompt/response" in capsys.readouterr().out
+    assert Path(first.data.train_files).is_file() and Path(first.data.val_files).is_file()
+    again = launched(*words)
+    assert again == first
+    prepare_inputs(again)
+    assert "Preparing" not in capsys.readouterr().out
+    write(path, CHATS[:3])
+    assert launched(*words).data.train_files != first.data.train_files
+    assert launched(*words, "data.val_files=null").data.train_files != first.data.train_files
+    assert not Path("data/quickstart").exists()
+
+
+def test_several_files_with_columns_of_the_users(repository: Path) -> None:
+    write(repository / "a.jsonl", [{"ask": "a", "say": "r"}, {"ask": "b", "say": "r"}])
+    (repository / "b.csv").write_text("ask,say\nc,r\n")
+    config = launched("data.train_files=[a.jsonl,b.csv]", "data.prompt_key=ask", "data.response_key=say")
+    [words] = conversions(config)
+    prepare(words)
+    assert json.loads(Path(config.data.train_files).with_name("prepared.json").read_text())["counts"]["read"] == 3
+
+
+def test_parquet_beside_json_keeps_its_place_or_is_converted_too(repository: Path) -> None:
+    """Where the parquet file has a question and an answer, its columns are not those of the converted file."""
+    write(repository / "mine.jsonl")
+    words = ("data.train_files=p.parquet", "data.val_files=mine.jsonl")
+    assert launched(*words).data.train_files == "p.parquet"
+    prepare(["chat", "--input", "mine.jsonl", "--output", ".", "--val-fraction", "0"])
+    Path("train.parquet").rename("p.parquet")
+    config = launched(*words, "data.multiturn.enable=false")
+    assert config.data.train_files.startswith("data/p-") and len(conversions(config)) == 2
+    with pytest.raises(UserError, match="data.prompt_dict_keys does not apply"):
+        launched(*words, "data.multiturn.enable=false", "data.prompt_dict_keys=[a]")
+
+
+def test_prompts_of_the_stage_grpo(repository: Path) -> None:
+    path = write(repository / "mine.jsonl", [{"ask": row["prompt"], "answer": row["answer"]} for row in PROMPTS])
+    config = launched(f"data.train_files={path}", "data.prompt_key=ask", stage="grpo")
+    [words] = conversions(config)
+    assert words[0] == "prompts" and config.data.prompt_key == "prompt"
+    prepare(words)
+    assert is_prepared(words) and Path(config.data.val_files).is_file()
+
+
+def test_a_file_is_also_looked_for_where_the_command_was_typed(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(repository.parent))
+    path = write(repository.parent / "mine.jsonl")
+    [words] = conversions(launched("data.train_files=mine.jsonl"))
+    assert words[words.index("--input") + 1] == str(path)
+    with pytest.raises(UserError, match=r"nowhere\.json does not exist"):
+        launched("data.train_files=nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["recipe=smollm2_135m"], ["smollm2", "stdlib"]),
+        (["recipe=smollm2_135m", "data.train_files=t.parquet", "data.val_files=null"], ["smollm2"]),
+        (["recipe=smollm2_135m", "data.train_files=t.parquet"], ["smollm2", "stdlib"]),
+        (["recipe=smollm2_135m", "model.partial_pretrain=m"], ["stdlib"]),
+        (["recipe=smollm2_135m", "data.train_files={train}"], ["chat", "smollm2"]),
+        (["recipe=smollm2_135m", "data.train_files={train}", "model.partial_pretrain=m"], ["chat"]),
+        (["recipe=gsm8k", "data.train_files={train}"], ["chat", "gsm8k"]),
+        (["data.train_files={train}", "model.partial_pretrain=m"], ["chat", "quickstart"]),
+        (["recipe=budget_vlm"], ["vqa"]),
+    ],
+)
+def test_only_what_is_used_is_prepared(
+    repository: Path, words: list[str], names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipes gsm8k and quickstart make what their evaluation asks."""
+    config = launched(*(word.format(train=write(repository / "mine.jsonl")) for word in words))
+    needed = needed_commands(config)
+    assert [command.split()[0] for command in needed] == names
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in config.prepare if command not in needed)
+
+
+def test_every_recipe_uses_what_it_prepares() -> None:
+    for path in sorted((ROOT / "recipes").glob("[sg]*/*.yaml")):
+        config = launched(f"recipe={path}", stage=path.parent.name)
+        assert needed_commands(config) == list(config.prepare), path
