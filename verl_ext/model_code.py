@@ -29,9 +29,21 @@ def require_no_code(name: str, trusted: bool, local_files_only: bool = False) ->
     Raises:
         UserError: it would.
     """
-    if trusted:
-        return
-    for key, value in _entries(_content(name, local_files_only)):
+    if not trusted:
+        require_no_code_in(name, _content(name, local_files_only))
+
+
+def require_no_code_in(name: str, content: Mapping[str, Any]) -> None:
+    """The same of what was read already.
+
+    Args:
+        name: of the model, for the message.
+        content: of its `config.json`.
+
+    Raises:
+        UserError: it would have code run.
+    """
+    for key, value in _entries(content):
         if key == "trust_remote_code" and value:
             raise UserError(f"{name} asks by itself for code to be run (trust_remote_code in its config.json); {_MEND}")
         if key in _ATTENTION and "/" in str(value):

@@ -97,13 +97,17 @@ def find_module(name: str, key: str) -> str:
     Raises:
         UserError: there is none.
     """
-    try:
-        found = _DOTTED.fullmatch(name) is not None and importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # a package above it is missing or broken
-        found = False
-    if not found:
+    if not is_module(name):
         raise UserError(f"{key} names the module {name!r}, which is not found; write {FORM}")
     return name
+
+
+def is_module(name: str) -> bool:
+    """Whether a dotted name is that of a module that can be found; only the packages that hold it are imported."""
+    try:
+        return _DOTTED.fullmatch(name) is not None and importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # a package above it is missing or broken
+        return False
 
 
 def load_file(path: Path) -> ModuleType:

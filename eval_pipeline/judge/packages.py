@@ -23,16 +23,17 @@ class Package:
     """Files and folders that sandboxes need of it."""
 
 
-def find_packages(names: Iterable[str]) -> tuple[Package, ...]:
+def find_packages(names: Iterable[str], key: str = "judge.packages") -> tuple[Package, ...]:
     """Look packages up without importing them.
 
     Args:
         names: as pip knows them.
+        key: the setting that names them, for messages.
 
     Raises:
         UserError: one is not installed, or holds nothing to import.
     """
-    return tuple(_find(name) for name in names)
+    return tuple(_find(name, key) for name in names)
 
 
 def versions_of(names: Iterable[str]) -> dict[str, str]:
@@ -45,17 +46,17 @@ def versions_of(names: Iterable[str]) -> dict[str, str]:
 
 
 @functools.cache
-def _find(name: str) -> Package:
+def _find(name: str, key: str) -> Package:
     try:
         installed = metadata.distribution(name)
     except (metadata.PackageNotFoundError, ValueError) as error:
-        raise UserError(f"judge.packages names {name!r}, which is not installed; install it or leave it out") from error
+        raise UserError(f"{key} names {name!r}, which is not installed; install it or leave it out") from error
     files = {str(file) for file in installed.files or ()}
     tops = sorted({file.split("/")[0] for file in files} - {"..", "__pycache__"})
     tops = [top for top in tops if not top.endswith((".dist-info", ".egg-info", ".pth"))]
     modules = {module: str(installed.locate_file(file)) for top in tops for module, file in _module(top, files)}
     if not modules:
-        raise UserError(f"judge.packages names {name!r}, whose files cannot be found; install it as a wheel")
+        raise UserError(f"{key} names {name!r}, whose files cannot be found; install it as a wheel")
     return Package(name, installed.version, modules, tuple(str(installed.locate_file(top)) for top in tops))
 
 

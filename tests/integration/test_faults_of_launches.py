@@ -1,15 +1,31 @@
-"""Two launches on one run directory, and a launcher that dies by SIGKILL."""
+"""Launches that are refused, two launches on one run directory, and a launcher that dies by SIGKILL."""
 
 from __future__ import annotations
 
+import shutil
 import socket
 from pathlib import Path
 
+from tests.helpers import tree_of
 from tests.helpers.commands import Hold, SFTRun, assert_resumes, assert_undisturbed
 from tests.helpers.processes import wait_gone
 from verl_ext.metrics.run_record import LOST
 
 IN_THE_SECOND_SAVE = Hold("verl_ext.checkpoint.save", "write_manifest", "global_step_4.tmp")
+
+
+def test_a_mistake_leaves_a_finished_run_as_it_was(sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> None:
+    run = SFTRun(quickstart, Path(shutil.copytree(sft_run.run_dir, tmp_path / "run")))
+    before = tree_of(run.run_dir)
+    for mistake, fact in {"trainer.logger=[wanbd]": "'wandb'", "data.chat_template=no.jinja": "no.jinja"}.items():
+        refused = run.start(mistake)
+        assert refused.returncode == 2 and fact in refused.stderr and refused.stderr.count("error: ") == 1
+        assert tree_of(run.run_dir) == before
+    # what only the ranks can see
+    refused = run.start("data.max_length=20", "trainer.total_training_steps=8")
+    assert refused.returncode == 2 and "train.parquet row 0" in refused.stderr
+    content = {name: what[0] for name, what in tree_of(run.run_dir).items()}
+    assert content == {name: what[0] for name, what in before.items()}
 
 
 def test_second_launch_is_refused_and_disturbs_nothing(sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> None:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from omegaconf import DictConfig
 
 from tests.helpers import ROOT
 from verl_ext.checkpoint.lock import exclusive
 from verl_ext.errors import UserError
 from verl_ext.launch.arguments import parse_arguments
-from verl_ext.launch.configure import configure
+from verl_ext.launch.component_check import check_components
+from verl_ext.launch.configure import check_config, check_inputs, check_run_directory, configure
 from verl_ext.launch.outcome import describe
 from verl_ext.launch.torchrun import torchrun_options
+from verl_ext.metrics.recorder import verl_backends
 
 
 def test_words_are_a_number_of_processes_and_overrides() -> None:
@@ -114,3 +122,112 @@ def test_the_rank_that_refused_its_input_is_the_reason_not_those_it_took_along()
 def test_a_killed_rank_is_the_reason_even_if_its_peer_seems_to_have_failed_first(seconds: tuple[int, int]) -> None:
     failures = {0: FakeFailure(1, "connection closed", seconds[1]), 1: FakeFailure(-9, "", seconds[0])}
     assert describe(failures).message == "rank 1 (process 7) was killed by SIGKILL"
+
+
+MISTAKES = {
+    "trainer.logger=[console,wanbd]": "did you mean 'wandb'",
+    "trainer.device=npu": "torch_npu",
+    "optim.optimizer=adamw": "did you mean 'AdamW'",
+    "optim.optimizer_impl=torch.optm": "'torch.optm', which cannot be imported",
+    "optim.override_optimizer_config={epz: 1}": "'epz'",
+    "optim.override_optimizer_config={eps: -1}": "Invalid epsilon value",
+    "data.chat_template=nowhere.jinja": "nowhere.jinja, which does not exist",
+    "data.chat_template='{% generation %}'": "line 1: .*endgeneration",
+    "data.custom_cls.path=nowhere.py": "data.custom_cls.path=nowhere.py does not exist",
+    "model.external_lib=nowhere": "'nowhere', which is not installed",
+    "model.use_liger=true": "package liger-kernel",
+    "model.attn_implementation=flash_attention_2": "package flash-attn",
+    "eval.recipe=humanevl": "did you mean eval.recipe=humaneval",
+    "trainer.resume_from_path=/nowhere/global_step_2": "no global_step_N directory",
+}
+"""Overrides of a launch, and what its refusal says."""
+
+
+def check_all(config: DictConfig) -> None:
+    check_config(config)
+    check_inputs(config)
+
+
+def words_of_a_launch(quickstart: Path, run_dir: Path) -> list[str]:
+    """Of an SFT run that could begin."""
+    files = [f"data.train_files={quickstart}/train.parquet", f"data.val_files={quickstart}/val.parquet"]
+    model = f"model.partial_pretrain={quickstart}/model"
+    return ["sft", "2", "prepare=[]", f"trainer.default_local_dir={run_dir}", model, *files]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_refused_before_anything_is_prepared_or_written(
+    mistake: str, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", without("liger_kernel", "flash_attn", "torch_npu"))
+    config = configure(parse_arguments([*words_of_a_launch(quickstart, tmp_path / "run"), mistake]))
+    with pytest.raises(UserError, match=MISTAKES[mistake]):
+        check_config(config)
+    assert list(tmp_path.iterdir()) == []
+
+
+def without(*modules: str) -> Callable[..., Any]:
+    """`importlib.util.find_spec` of a Python that lacks some modules."""
+    find = importlib.util.find_spec
+    return lambda name, *rest: None if name in modules else find(name, *rest)
+
+
+def test_a_launch_that_passes_its_checks_has_written_nothing(quickstart: Path, tmp_path: Path) -> None:
+    words = words_of_a_launch(quickstart, tmp_path / "deep/run")
+    template = "data.chat_template='{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% endfor %}'"
+    optimizer = ["optim.optimizer=SGD", "optim.override_optimizer_config={momentum: 0.9}"]
+    check_all(configure(parse_arguments([*words, template, *optimizer, "trainer.logger=[console,file,mlflow]"])))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ({"tokenizer_config.json": {}}, "has no chat template"),
+        ({"tokenizer_config.json": []}, "is not a JSON object"),
+        ({"model.safetensors.index.json": {"weight_map": {"a": "model-1.safetensors"}}}, "lacks model-1.safetensors"),
+        ({"config.json": {"trust_remote_code": True}}, "asks by itself for code to be run"),
+    ],
+)
+def test_a_model_is_looked_at_before_torchrun(
+    damage: dict[str, Any], says: str, quickstart: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(quickstart / "model", tmp_path / "model"))
+    for name, content in damage.items():
+        (model / name).write_text(json.dumps(content))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    words = [*words_of_a_launch(quickstart, tmp_path / "run"), f"model.partial_pretrain={model}"]
+    with pytest.raises(UserError, match=says):
+        check_all(configure(parse_arguments(words)))
+
+
+def test_a_run_directory_that_cannot_be_written_is_refused(
+    quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file is not a directory"):
+        check_run_directory(tmp_path / "file/run")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(UserError, match=f"no permission to write into {tmp_path}"):
+        check_run_directory(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("ranks", "visible"), [(2, "0"), (8, "0,1,2,3")])
+def test_more_ranks_than_gpus_are_refused(ranks: int, visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    config = configure(parse_arguments(["sft", str(ranks)]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a torch for CPUs does not see them
+    check_components(config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match=f"{ranks} ranks need {ranks} GPUs, and {len(visible.split(','))} can be used"):
+        check_components(config)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(ranks))))
+    check_components(config)
+
+
+def test_backends_are_those_of_verl() -> None:
+    from verl.utils.tracking import Tracking
+
+    assert verl_backends() == Tracking.supported_backend

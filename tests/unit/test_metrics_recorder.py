@@ -49,9 +49,10 @@ def test_a_tracker_of_verl_keeps_a_file_for_each_attempt(tmp_path, monkeypatch):
     assert rows == [{"step": step, "data": {"train/loss": 1.0}} for step in (1, 2)]
 
 
-def test_an_unknown_backend_is_refused_with_the_known_ones(tmp_path):
-    with pytest.raises(UserError, match="'tensorbord'.*mlflow.*tensorboard"):
-        make_recorder(tmp_path / "run", "console", "tensorbord")
+@pytest.mark.parametrize(("name", "hint"), [("tensorbord", "'tensorboard'"), ("x", "mlflow.*tensorboard")])
+def test_an_unknown_backend_is_refused_with_what_was_meant(tmp_path, name, hint):
+    with pytest.raises(UserError, match=f"'{name}'.*{hint}"):
+        make_recorder(tmp_path / "run", "console", name)
     assert not (tmp_path / "run").exists()
 
 

@@ -52,6 +52,43 @@ def test_the_life_of_a_run(tmp_path):
     assert datetime.fromisoformat(run["attempts"][1]["end"]).tzinfo is not None
 
 
+@pytest.mark.parametrize(("status", "ends"), [("finished", "finished"), ("stopped", "stopped"), ("failed", "failed")])
+def test_a_refused_launch_gives_a_run_back_the_record_that_it_had(tmp_path, status, ends):
+    RunRecord(tmp_path).mark_waiting(config_digest="old")
+    start(RunRecord(tmp_path))
+    RunRecord(tmp_path).end_attempt(status, 10, "done")
+    before = (tmp_path / "run.json").read_text()
+    for begins in (False, True):  # refused before rank 0 began its attempt, or after
+        record = RunRecord(tmp_path)
+        record.mark_waiting(config_digest="new")
+        if begins:
+            start(record)
+            record.end_attempt("failed", None, "refused")
+        record.end_refused("the input cannot be used")
+        run = record.read()
+        assert run["status"] == ends
+        assert ((tmp_path / "run.json").read_text() == before) == (status != "failed")
+
+
+def test_a_run_that_trained_before_it_was_refused_has_failed(tmp_path):
+    RunRecord(tmp_path).mark_waiting(config_digest="old")
+    start(RunRecord(tmp_path))
+    RunRecord(tmp_path).end_attempt("finished", 10, "done")
+    record = RunRecord(tmp_path)
+    record.mark_waiting(config_digest="new")
+    MetricsFile(tmp_path / "metrics.jsonl", start(record, first_step=10)).append(11, {"train/loss": 1.0})
+    record.end_refused("the loss is not finite")
+    run = record.read()
+    assert run["status"] == "failed" and run["attempts"][-1]["exit_reason"] == "the loss is not finite"
+
+
+def test_a_new_run_that_is_refused_has_failed(tmp_path):
+    record = RunRecord(tmp_path)
+    record.mark_waiting(config_digest="new")
+    record.end_refused("row 0 is too long")
+    assert record.read()["status"] == "failed" and len(record.read()["attempts"]) == 1
+
+
 def test_a_killed_attempt_is_closed_from_its_metrics(tmp_path):
     killed = subprocess.run([sys.executable, "-c", KILLED_RUN, str(tmp_path)], cwd=ROOT, timeout=60)
     assert killed.returncode == -signal.SIGKILL

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from verl_ext.config.recipes import default_recipe
+from verl_ext.config.recipes import default_recipe, find_recipe
 from verl_ext.errors import UserError
 from verl_ext.gpus import DEVICES
 
@@ -24,6 +24,8 @@ def check_evaluation_keys(config: DictConfig) -> None:
     recipe = config.eval.recipe
     if recipe is not None and not (isinstance(recipe, str) and recipe):
         raise UserError(f"eval.recipe is {recipe!r}; it must be a name in recipes/eval/, the path of a file, or null")
+    if recipe is not None:
+        find_recipe("eval", recipe, "eval.recipe")
     eval_devices(config)
     if config.eval.watch and "hf_model" not in config.trainer.checkpoint.save_contents:
         raise UserError(

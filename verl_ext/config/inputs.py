@@ -8,10 +8,13 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.model_code import require_no_code_in
+from verl_ext.own_code import find_file
 
 ORIGIN_KEY = "converted_from"
 """Column of converted data files: file and row that a row was converted from, for messages."""
@@ -32,11 +35,101 @@ def check_model(config: DictConfig) -> None:
         raise UserError(
             f"{path.absolute()} holds no config.json, so it is no Hugging Face model; correct model.partial_pretrain"
         )
+    check_weights(path)
+    if not config.model.trust_remote_code:
+        require_no_code_in(str(path), read_json(path / "config.json"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of one of a model's JSON files.
+
+    Raises:
+        UserError: it is not a JSON object.
+    """
     try:
-        json.loads((path / "config.json").read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
+        raise UserError(f"{path.absolute()} is not valid JSON ({first_line_of(error)}); restore the model") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path.absolute()} is not a JSON object; restore the model")
+    return content
+
+
+def check_weights(model: Path) -> None:
+    """A model's directory must have every file that its index of weights names.
+
+    Raises:
+        UserError: one is missing, as after a download that was interrupted.
+    """
+    for index in model.glob("*.index.json"):
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (model / name).is_file()]
+        if missing:
+            raise UserError(
+                f"{model.absolute()} lacks {missing[0]}, one of {len(missing)} missing files of {index.name}; "
+                "download or copy the model again"
+            )
+
+
+def chat_template_text(setting: str) -> str:
+    """The template that `data.chat_template` gives as a Jinja file or as its text.
+
+    Raises:
+        UserError: there is no such file, or it cannot be read.
+    """
+    if "{" in setting:
+        return setting
+    path = find_file(setting, "data.chat_template")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise UserError(
-            f"{path.absolute() / 'config.json'} is not valid JSON ({first_line_of(error)}); restore the model"
+            f"data.chat_template names {path}, which cannot be read ({first_line_of(error)}); give a Jinja file"
+        ) from error
+
+
+def check_own_chat_template(config: DictConfig) -> None:
+    """Where `data.chat_template` is null, a local model must have a template of its own.
+
+    Raises:
+        UserError: it has none, as base models often have not.
+    """
+    if config.data.chat_template is not None:
+        return
+    path = Path(str(config.model.partial_pretrain)).expanduser()
+    settings = path / "tokenizer_config.json"
+    has_file = (path / "chat_template.jinja").is_file() or any(path.glob("additional_chat_templates/*.jinja"))
+    if settings.is_file() and not has_file and not read_json(settings).get("chat_template"):
+        raise UserError(
+            f"the tokenizer of {path.absolute()} has no chat template; set data.chat_template to a Jinja file, or take "
+            "the instruct variant of the model"
+        )
+
+
+def parse_chat_template(text: str) -> None:
+    """Parse a template as transformers does, with its tag `generation`; nothing is rendered.
+
+    Raises:
+        UserError: it has a syntax error.
+    """
+    from jinja2 import Environment, TemplateError, nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    try:
+        Environment(extensions=[Generation, "jinja2.ext.loopcontrols"]).from_string(text)
+    except TemplateError as error:
+        line = getattr(error, "lineno", None)
+        where = "" if line is None else f"line {line}: "
+        raise UserError(
+            f"data.chat_template is not a Jinja template ({where}{first_line_of(error)}); correct it"
         ) from error
 
 

@@ -12,12 +12,13 @@ from verl_ext.errors import UserError
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
-def find_recipe(stage: str, name: str | None) -> Path:
+def find_recipe(stage: str, name: str | None, key: str = "recipe") -> Path:
     """Path of a recipe.
 
     Args:
         stage: folder below `recipes/`.
         name: a recipe's name, a path to a YAML file, or None for the stage's default.
+        key: the setting that names it, for messages.
 
     Raises:
         UserError: no such recipe; the message lists those there are.
@@ -30,7 +31,7 @@ def find_recipe(stage: str, name: str | None) -> Path:
         known = sorted(recipe_summaries(stage))
         guess = difflib.get_close_matches(name, known, n=1)
         hint = (
-            f"did you mean recipe={guess[0]}?" if guess else f"take one of {', '.join(known)} or a path to a YAML file"
+            f"did you mean {key}={guess[0]}?" if guess else f"take one of {', '.join(known)} or a path to a YAML file"
         )
         raise UserError(f"there is no recipe '{name}' for the stage {stage}; {hint}")
     return path

@@ -34,7 +34,7 @@ def stoppable(command: Callable[[StopSignals], int]) -> int:
 
 
 def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
-    """Configure, prepare, check, train, and say what came of it; returns the exit code.
+    """Configure, check, prepare, train, and say what came of it; returns the exit code.
 
     Raises:
         UserError: the input cannot be used.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -15,8 +14,9 @@ from verl_ext.checkpoint.retention import Retention
 from verl_ext.config.checks import check_batch, check_values
 from verl_ext.config.compose import STAGES
 from verl_ext.config.evaluation import check_evaluation_keys
-from verl_ext.config.inputs import check_data, check_model
+from verl_ext.config.inputs import check_data, check_model, check_own_chat_template
 from verl_ext.errors import UserError
+from verl_ext.launch.component_check import check_components
 from verl_ext.launch.from_verl import compose_as_typed
 from verl_ext.launch.grpo_model import settle_model
 from verl_ext.launch.health_check import check_health
@@ -67,12 +67,16 @@ def num_nodes() -> int:
 
 
 def check_config(config: DictConfig) -> None:
-    """Refuse what cannot work, before data are prepared, and choose the model that a stage after SFT begins from.
+    """Refuse what cannot work before data are prepared, and choose the model that a stage after SFT starts from.
+
+    Changes nothing in the run directory.
 
     Raises:
         UserError: the first thing that is wrong and how to fix it.
     """
     check_settings(config)
+    check_components(config)
+    check_run_directory(Path(config.trainer.default_local_dir))
     if config.stage in STAGES["grpo"]:
         settle_model(config)
 
@@ -115,11 +119,15 @@ def check_inputs(config: DictConfig) -> None:
     """
     check_model(config)
     if config.stage in ("sft", "grpo"):
+        if config.data.custom_cls.path is None:
+            check_own_chat_template(config)
         check_data(config)
     if config.stage == "grpo":
+        from verl_ext.grpo.rewards.preflight import check_rewards
         from verl_ext.launch.grpo_check import check_length
 
         check_length(config)
+        check_rewards(config.reward)
     elif config.stage == "budget":
         from verl_ext.launch.budget_check import check_budget_files
 
@@ -128,18 +136,37 @@ def check_inputs(config: DictConfig) -> None:
         from verl_ext.launch.question_check import check_questions
 
         check_questions(config, ("train",))
-    check_run_directory(Path(config.trainer.default_local_dir))
 
 
 def check_run_directory(run_dir: Path) -> None:
-    """The run directory must be there or be possible to make, and be writable."""
+    """The run directory must be writable, or its nearest parent that exists; nothing is created or changed.
+
+    Raises:
+        UserError: it cannot be created or written.
+    """
+    path = run_dir.absolute()
+    nearest = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if not nearest.is_dir():
+        problem = f"{nearest} is not a directory"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        problem = f"no permission to write into {nearest}"
+    else:
+        return
+    raise UserError(f"the run directory {path} cannot be written ({problem}); set trainer.default_local_dir")
+
+
+def make_run_directory(run_dir: Path) -> None:
+    """Create the run directory once nothing is left that could refuse the launch.
+
+    Raises:
+        UserError: the file system refuses.
+    """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=run_dir, prefix=".writable_"):
-            pass
     except OSError as error:
         raise UserError(
-            f"the run directory {run_dir.absolute()} is not writable ({error.strerror}); set trainer.default_local_dir"
+            f"the run directory {run_dir.absolute()} cannot be created ({error.strerror}); "
+            "set trainer.default_local_dir"
         ) from error
 
 

@@ -52,9 +52,9 @@ def unless_it_had_ended(stopped: Stopped, record: RunRecord) -> Outcome:
 
 def report_failure(failure: Failure, config: DictConfig, record: RunRecord | None) -> int:
     """Tell the user once why the ranks ended, and return the exit code."""
-    close(record, "failed", failure.message)
     if failure.is_user_error:
-        raise UserError(failure.message)
+        raise UserError(failure.message)  # `run_to_the_end` closes run.json, as for what the launcher itself refuses
+    close(record, "failed", failure.message)
     tell(f"error: {failure.message}; {next_start(config)}", sys.stderr)
     return 1
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -13,7 +15,7 @@ from verl_ext.checkpoint.lock import exclusive
 from verl_ext.config.digest import config_digest
 from verl_ext.config.inputs import untrained_loss
 from verl_ext.errors import UserError
-from verl_ext.launch.configure import checkpoint_that_suits
+from verl_ext.launch.configure import checkpoint_that_suits, make_run_directory
 from verl_ext.launch.grpo_model import holding_model
 from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped
 from verl_ext.launch.ranks import RANK_MODULE, run_ranks
@@ -60,11 +62,12 @@ def run_to_the_end(
             with watching(config, leads) as watcher:
                 return watcher.finish(signals)
         checkpoint_that_suits(config)
+        make_run_directory(run_dir)
     with exclusive(run_dir) if leads else nullcontext():
         launch = Launch(config, signals, record if leads else None, module)
         tell_that_it_starts(config)
         launch.mark_waiting()  # before the watcher looks: the record may still say that a shorter run is finished
-        with holding_model(config), watching(config, leads) as watcher:
+        with launch.refusing(), holding_model(config), watching(config, leads) as watcher:
             code = report(launch.run(restarts, first_pause_s), config, launch.record)
             return watcher.finish(signals) if code == 0 else code
 
@@ -109,6 +112,19 @@ class Launch:
         checkpoint = checkpoint_that_suits(self.next_config())
         self.mark_waiting()
         tell(f"{failure.message}; {plan}, from {'step 0' if checkpoint is None else checkpoint.name}")
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Within the block, a `UserError` is entered into run.json before it is raised."""
+        try:
+            yield
+        except UserError as error:
+            if self.record is not None:
+                try:
+                    self.record.end_refused(str(error))
+                except UserError as lost:  # why the launch was refused matters more
+                    tell(f"warning: {lost}", sys.stderr)
+            raise
 
     def mark_waiting(self) -> None:
         """Enter the run into run.json before its ranks start."""

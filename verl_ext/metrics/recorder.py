@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -60,7 +63,7 @@ class MetricsRecorder:
         Raises:
             UserError: a backend is unknown, `log_every` is below 1, or `metrics.jsonl` cannot be written.
         """
-        others = _verl_backends(backends)
+        require_known_backends(backends)
         run_dir = Path(run_dir)
         self._file = MetricsFile(run_dir / METRICS_FILE, attempt)
         self._samples = RecordsFile(run_dir / SAMPLES_FILE, attempt)
@@ -77,6 +80,7 @@ class MetricsRecorder:
             self._add("tensorboard", partial(TensorBoardSink, run_dir / "tensorboard"))
         if "wandb" in backends:
             self._add("wandb", partial(_open_wandb, run_dir, project, experiment, config))
+        others = [name for name in dict.fromkeys(backends) if name not in OWN_BACKENDS]
         for name in others:  # one by one, so that one that fails does not take the others with it
             self._add(name, partial(VerlSink, name, project, experiment, config, run_dir))
 
@@ -157,17 +161,37 @@ class MetricsRecorder:
             self._sinks.extend([sink] if sink is not None else [])
 
 
-def _verl_backends(backends: Sequence[str]) -> list[str]:
-    """Return the backends left to verl, after refusing those that nobody knows."""
-    others = [name for name in dict.fromkeys(backends) if name not in OWN_BACKENDS]
-    if not others:
-        return []
-    from verl.utils.tracking import Tracking
+def verl_backends() -> list[str]:
+    """The backends of the installed verl, read from its source: importing verl takes seconds.
 
-    known = sorted({*OWN_BACKENDS, *Tracking.supported_backend})
-    if unknown := [name for name in others if name not in known]:
-        raise UserError(f"no metrics backend is named {', '.join(map(repr, unknown))}; known are {', '.join(known)}")
-    return others
+    Raises:
+        RuntimeError: this verl lists them in another way.
+    """
+    spec = importlib.util.find_spec("verl")
+    if spec is not None and spec.submodule_search_locations:
+        source = Path(spec.submodule_search_locations[0], "utils", "tracking.py").read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "supported_backend":
+                return list(ast.literal_eval(node.value))
+    raise RuntimeError("verl's tracking.py has no list supported_backend; install verl==0.7.0")
+
+
+def require_known_backends(backends: Sequence[str]) -> None:
+    """Refuse backends that neither this package nor verl has.
+
+    Args:
+        backends: of `trainer.logger`.
+
+    Raises:
+        UserError: the first of them that nobody knows.
+    """
+    others = [name for name in backends if name not in OWN_BACKENDS]
+    known = sorted({*OWN_BACKENDS, *verl_backends()}) if others else []
+    for name in others:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"take some of {', '.join(known)}"
+            raise UserError(f"trainer.logger names '{name}', which is not a metrics backend; {hint}")
 
 
 def _open_wandb(run_dir: Path, project: str, experiment: str, config: Mapping[str, Any]) -> WandbSink | None:

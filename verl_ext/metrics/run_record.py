@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ class RunRecord:
         """Point at a run directory, which need not exist yet."""
         self._run_dir = Path(run_dir)
         self._path = self._run_dir / RUN_FILE
+        self._before: str | None = None
 
     def read(self) -> dict[str, Any]:
         """Return the record; one that was never written is waiting, has no attempts, and None for the rest.
@@ -44,7 +46,10 @@ class RunRecord:
         """
         if unknown := sorted(identity.keys() - set(IDENTITY_KEYS)):
             raise UserError(f"a run has no {', '.join(unknown)}; known are {', '.join(sorted(IDENTITY_KEYS))}")
-        self._write({**self._load(), **identity, "status": "waiting"})
+        run = self._load()
+        if self._before is None and self._path.exists():
+            self._before = self._path.read_text(encoding="utf-8")
+        self._write({**run, **identity, "status": "waiting"})
 
     def start_attempt(self, *, first_step: int, world_size: int, total_steps: int) -> int:
         """Record that training begins; an attempt that a kill left open is closed from its last row of metrics.
@@ -113,6 +118,29 @@ class RunRecord:
             self._write(run)
         self.end_attempt(status, None, exit_reason)
         return True
+
+    def end_refused(self, reason: str) -> None:
+        """Record that this launch was refused after `mark_waiting`.
+
+        A run that was finished or stopped before, and has logged nothing since, keeps the record that it had: a mistake
+        on the command line must not turn a finished run into a failed one. Any other run has failed.
+
+        Args:
+            reason: one sentence for people.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        run = self._load()
+        former = None if self._before is None else json.loads(self._before)
+        if former is None or former["status"] not in ("finished", "stopped") or run["status"] == "finished":
+            self.end_if_running("failed", reason)
+            return
+        begun = {attempt["attempt"] for attempt in run["attempts"][len(former["attempts"]) :]}
+        if begun and any(row["attempt"] in begun for row in self._rows()):
+            self.end_if_running("failed", reason)
+        else:
+            self._write(former)
 
     def _load(self) -> dict[str, Any]:
         set_aside_if_corrupt(self._path)

@@ -64,8 +64,8 @@ class Attempt:
         number = self.record.start_attempt(
             first_step=self.first_step, world_size=self.world_size, total_steps=self.total_steps
         )
+        self.recorder = self._open_recorder(number)  # may refuse; config.yaml is then that of the run as it was
         replace_file(self.run_dir / "config.yaml", [OmegaConf.to_yaml(self.config)])
-        self.recorder = self._open_recorder(number)
         self.bar = ProgressBar(self.total_steps, initial=self.first_step)
         startup.mark("trackers")
 

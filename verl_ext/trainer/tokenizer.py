@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 from verl.utils import hf_tokenizer
 
+from verl_ext.config.inputs import chat_template_text
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_code import require_no_code
 from verl_ext.trainer.model import local_model_path
@@ -31,14 +30,5 @@ def load_tokenizer(config: DictConfig) -> PreTrainedTokenizerBase:
         ) from error
     template = config.data.chat_template
     if template is not None:
-        tokenizer.chat_template = template if "{" in template else read_template(Path(template))
+        tokenizer.chat_template = chat_template_text(template)
     return tokenizer
-
-
-def read_template(path: Path) -> str:
-    """The text of a Jinja file."""
-    if not path.is_file():
-        raise UserError(
-            f"data.chat_template names {path.absolute()}, which does not exist; give a Jinja file or its text"
-        )
-    return path.read_text()

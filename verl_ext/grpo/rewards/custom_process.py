@@ -55,6 +55,9 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        others = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise AttributeError(f"it has no {name!r}, but {', '.join(others) or 'no function'}")
     return getattr(module, name)
 
 
