@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn, TypeAlias
 
 from verl_ext.argument_types import Number, WholeNumber
 from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UserError, exit_on_user_error
+from verl_ext.suggestions import RANKS, meant_command, meant_key, meant_option
 from verl_ext.tell import tell
 
 FAILURES = {"2": "bad input; the message says how to fix it", "75": "stopped by a signal, such as Ctrl-C"}
 EXIT_CODES = {"0": "done", **FAILURES}
 """Of a command that has no others to tell of."""
+_OPTION = re.compile(r"--?[^\W\d][^\s]*")
+"""What looks like an option; no negative number, and no text with a space."""
 WIDTH = 110
 """Most characters of a line of help."""
 Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"
@@ -40,6 +44,7 @@ class CommandParser(argparse.ArgumentParser):
         examples: whole commands, at least one.
         notes: further paragraphs behind the examples; one with an indented line is left as it is.
         exit_codes: what each means, where there are more than `EXIT_CODES`.
+        keys: gives the keys that can be set as key=value, from the words that were typed; None where there are none.
         settings: others of argparse.
     """
 
@@ -51,8 +56,10 @@ class CommandParser(argparse.ArgumentParser):
         examples: Sequence[str],
         notes: str = "",
         exit_codes: Mapping[str, str] = EXIT_CODES,
+        keys: Callable[[Sequence[str]], Collection[str]] | None = None,
         **settings: Any,
     ) -> None:
+        self.keys = keys
         parts = ["\n".join(["examples:", *(f"  {example}" for example in examples)]), notes.strip()]
         parts.append(f"exit codes:\n{definitions(exit_codes)}")
         settings |= {"epilog": "\n\n".join(filter(None, parts)), "formatter_class": _HelpFormatter}
@@ -64,7 +71,63 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             UserError: always.
         """
-        raise UserError(f"{message}; see `{self.prog} --help`")
+        raise UserError(f"{message}{' See' if message.endswith('?') else '; see'} `{self.prog} --help`")
+
+    def parse_known_args(  # type: ignore[override]  # argparse has overloads
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """As argparse does, but an option that there is not is refused first, with what was probably meant."""
+        words = sys.argv[1:] if args is None else list(args)
+        for place, word in enumerate(words):
+            if word == "--" or word in self._commands():  # what follows is no option, or another parser's
+                break
+            if _OPTION.match(word) and word.partition("=")[0] not in self._option_string_actions:
+                self._refuse_option(word, words[place + 1 :], words)
+        return super().parse_known_args(words, namespace)
+
+    def _commands(self) -> Collection[str]:
+        """The commands that there are; none where the parser takes its arguments itself."""
+        actions = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return actions[0].choices if actions else ()
+
+    def _refuse_option(self, word: str, following: Sequence[str], words: Sequence[str]) -> NoReturn:
+        """Tell that there is no such option, and what was probably meant.
+
+        Args:
+            word: the option, with or without `=VALUE`.
+            following: the words behind it, of which the first may be its value.
+            words: all that were typed.
+
+        Raises:
+            UserError: always.
+        """
+        name, equals, value = word.partition("=")
+        if not equals:
+            value = following[0] if following and not _OPTION.match(following[0]) else "VALUE"
+        meant = meant_option(name, self._option_string_actions)
+        if meant is None and self.keys is not None:
+            key = meant_key(name, self.keys(words))
+            ranks = value if value.isdecimal() else "2"
+            meant = f"`{self.prog} {ranks}`" if key == RANKS else None if key is None else f"{key}={value}"
+        if meant is not None:
+            self.error(f"there is no option {name}; did you mean {meant}?")
+        hint = "" if self.keys is None else "; settings are given as key=value"
+        self.error(f"there is no option {name}{hint}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse does, which calls it for a value that has `choices`; a command is refused in words of our own."""
+        if not isinstance(action, argparse._SubParsersAction) or value in action.choices:
+            super()._check_value(action, value)
+            return
+        known = list(action.choices)
+        meant = meant_command(value, known)
+        is_path = "/" in value
+        if meant is not None and not is_path:
+            raise argparse.ArgumentError(None, f"there is no command '{value}'; did you mean '{meant}'?")
+        if is_path and "--root" in self._option_string_actions:
+            raise argparse.ArgumentError(None, f"there is no command '{value}'; did you mean --root {value}?")
+        what = f"name a command before '{value}'" if is_path else f"there is no command '{value}'"
+        raise argparse.ArgumentError(None, f"{what}; take one of {', '.join(known)}")
 
 
 def process_words(module: str, text: str, started_by: str, *names: str) -> list[str]:

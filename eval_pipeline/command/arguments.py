@@ -34,17 +34,25 @@ def add_action(
     return parser
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
+def add_recipe(parser: CommandParser) -> None:
     """Add the arguments that choose and change the recipe."""
     parser.add_argument("--recipe", metavar="NAME", help="recipe to evaluate by (default: the run's, else quickstart)")
     parser.add_argument("--no-wandb", action="store_true", help="send nothing to W&B")
     add_overrides(parser)
 
 
-def add_overrides(parser: argparse.ArgumentParser) -> None:
+def add_overrides(parser: CommandParser) -> None:
     """Add `key=value`."""
+    parser.keys = keys_of_recipe
     # a default, or argparse names them among what is required
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="keys of the recipe to change")
+
+
+def keys_of_recipe(words: Sequence[str]) -> list[str]:
+    """The keys of a recipe, for suggestions alone, as importing what knows them takes a second."""
+    from eval_pipeline.recipe.load import known_keys
+
+    return known_keys()
 
 
 def add_directory(parser: argparse.ArgumentParser, what: str) -> None:

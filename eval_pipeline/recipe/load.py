@@ -56,6 +56,11 @@ def compose_recipe(name: str | None, overrides: Sequence[str] = ()) -> DictConfi
     return config
 
 
+def known_keys() -> list[str]:
+    """The keys that every recipe has."""
+    return list(leaves(_defaults()))
+
+
 def _defaults() -> DictConfig:
     config = OmegaConf.load(DEFAULTS)
     assert isinstance(config, DictConfig)

@@ -93,7 +93,7 @@ def test_every_script_has_help_and_makes_no_environment_for_it(script: str, tmp_
 def test_a_mistyped_word_is_one_sentence_that_names_the_help(module: str, words: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", module, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
-    assert re.fullmatch(r"error: .*; see `.* --help`\n", done.stderr)
+    assert re.fullmatch(r"error: .*(; see|\? See) `.* --help`\n", done.stderr)
 
 
 def test_a_python_without_the_packages_is_told_which_one_has_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_ext.config.checks import WITHOUT_EFFECT
 from verl_ext.config.overrides import apply_overrides, leaves, merge_known
 from verl_ext.config.plain import as_dict
 from verl_ext.config.recipes import RECIPES, find_recipe
@@ -38,12 +40,7 @@ def compose_config(command: str, overrides: list[str]) -> DictConfig:
         UserError: unknown recipe, unknown key, a value of the wrong type, an interpolation without target, a secret,
             or a stage that the command does not have.
     """
-    names = [text.removeprefix("recipe=") for text in overrides if text.startswith("recipe=")]
-    recipe = find_recipe(command, names[-1] if names else None)
-    content = load_yaml(recipe)
-    stage = content.get("stage", STAGES[command][0])
-    if stage not in STAGES[command]:
-        raise UserError(f"{recipe} is of the stage '{stage}'; run_{command}.sh has {', '.join(STAGES[command])}")
+    recipe, content, stage = chosen_recipe(command, overrides)
     config = base_config(stage)
     nullable = {key for key, default in leaves(config).items() if default is None} | {"data.val_files"}
     merge_known(config, content, str(recipe), nullable)
@@ -67,6 +64,30 @@ def sft_recipe_of(run_dir: Path) -> Path | None:
         if run_dir.parts[-2:] == names:
             return path
     return None
+
+
+def chosen_recipe(command: str, words: Iterable[str]) -> tuple[Path, DictConfig, str]:
+    """The recipe that `recipe=` names, or the default one: its file, its content and its stage.
+
+    Raises:
+        UserError: there is no such recipe, or it is of a stage that the command does not have.
+    """
+    names = [text.removeprefix("recipe=") for text in words if text.startswith("recipe=")]
+    recipe = find_recipe(command, names[-1] if names else None)
+    content = load_yaml(recipe)
+    stage = content.get("stage", STAGES[command][0])
+    if stage not in STAGES[command]:
+        raise UserError(f"{recipe} is of the stage '{stage}'; run_{command}.sh has {', '.join(STAGES[command])}")
+    return recipe, content, stage
+
+
+def known_keys(command: str, words: Iterable[str]) -> list[str]:
+    """The keys that can be set and have an effect in the stage of the recipe that `words` name, for suggestions."""
+    try:
+        *_, stage = chosen_recipe(command, words)
+    except UserError:  # a mistake of its own, which is not the one that a suggestion is wanted for
+        stage = STAGES[command][0]
+    return [key for key in leaves(base_config(stage)) if key not in WITHOUT_EFFECT]
 
 
 def base_config(stage: str) -> DictConfig:

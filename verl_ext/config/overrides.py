@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -11,9 +10,11 @@ from hydra.core.override_parser.types import Override, QuotedString, Transformer
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from verl_ext.config.checks import WITHOUT_EFFECT
 from verl_ext.config.plain import as_dict
 from verl_ext.config.secrets import masked
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.suggestions import RANKS, meant_key
 
 TEXT_OR_LIST = ("data.train_files", "data.val_files", "model.target_modules")  # one or several, as in verl
 # Where users may put keys of their own: what is passed on to a function or a class.
@@ -149,12 +150,14 @@ def nested(key: str, value: Any) -> DictConfig:
 
 
 def suggestion(key: str, known: list[str]) -> str:
-    """The closest known key, by the whole name or by its last part, or how to add a key on purpose."""
-    same_leaf = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
-    near = [*same_leaf, *difflib.get_close_matches(key, known, n=1, cutoff=0.7)]
-    guess = max(near, key=lambda name: difflib.SequenceMatcher(None, name, key).ratio(), default=None)
+    """The key that was probably meant, or how to add a key on purpose."""
+    meant = meant_key(key, [name for name in known if name not in WITHOUT_EFFECT])
+    if meant == RANKS:
+        return "give the number of ranks as the first word of the command"
+    if meant is not None:
+        return f"did you mean '{meant}'?"
     sections = ", ".join(dict.fromkeys(name.partition(".")[0] for name in known))
-    return f"did you mean '{guess}'?" if guess else f"known keys begin with {sections} (+{key}=... adds one on purpose)"
+    return f"known keys begin with {sections} (+{key}=... adds one on purpose)"
 
 
 def check_type(key: str, old: Any, new: Any, source: str) -> None:

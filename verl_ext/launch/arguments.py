@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection, Sequence
+from functools import partial
 
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import CommandParser, definitions
@@ -31,11 +33,9 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
         UserError: a word is unknown or malformed.
     """
     parser = make_parser(words[0] if words and words[0] in STAGES else "sft")
-    known, strangers = parser.parse_known_intermixed_args(words)
-    if strangers:
-        parser.error(f"there is no option {strangers[0]}; settings are given as key=value")
+    known = parser.parse_intermixed_args(words)
     known.overrides = known.words
-    known.num_processes = take_count(known.overrides, parser)
+    known.num_processes = take_count(known.overrides, parser, known.stage)
     return known
 
 
@@ -55,6 +55,7 @@ def make_parser(stage: str) -> CommandParser:
         notes=f"recipes in recipes/{stage}/ (default: {default_recipe(stage)}, set in recipes/default.yaml):\n"
         + definitions(recipes),
         exit_codes=EXIT_CODES,
+        keys=partial(keys_of, stage),
     )
     parser.add_argument("stage", choices=sorted(STAGES), help=argparse.SUPPRESS)
     parser.add_argument(
@@ -75,12 +76,22 @@ def make_parser(stage: str) -> CommandParser:
     return parser
 
 
-def take_count(words: list[str], parser: CommandParser) -> int | None:
+def take_count(words: list[str], parser: CommandParser, stage: str) -> int | None:
     """Remove the one word without `=` (the number of ranks) from the overrides and return it as a number."""
     plain = [word for word in words if "=" not in word and not word.startswith("~")]
     if not plain:
         return None
     if len(plain) > 1 or not plain[0].isdecimal() or int(plain[0]) < 1:
-        parser.error(f"'{plain[-1]}' is neither a number of processes (1 or more, given once) nor key=value")
+        wrong = next((word for word in plain if not word.isdecimal()), plain[-1])
+        recipe = wrong.endswith((".yaml", ".yml")) or wrong in recipe_summaries(stage)
+        hint = f"; did you mean recipe={wrong}?" if recipe else ""
+        parser.error(f"'{wrong}' is neither a number of processes (1 or more, given once) nor key=value{hint}")
     words.remove(plain[0])
     return int(plain[0])
+
+
+def keys_of(stage: str, words: Sequence[str]) -> Collection[str]:
+    """The keys of a stage's configuration, for suggestions alone, as importing what knows them takes a second."""
+    from verl_ext.config.compose import known_keys
+
+    return known_keys(stage, words)

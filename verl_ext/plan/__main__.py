@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from verl_ext.command_line import FAILURES, CommandParser, clean_exit, definitions
-from verl_ext.plan.options import OWN, read_words
+from verl_ext.plan.options import OWN, known_words, read_words
 from verl_ext.tell import tell
 
 EXIT_CODES = {"0": "every plan fits", "1": "one does not fit", **FAILURES}
@@ -25,6 +25,7 @@ def build_parser() -> CommandParser:
         ],
         notes=f"the command's own words:\n{definitions(OWN)}\n\ndocs/plan.md explains the formulas.",
         exit_codes=EXIT_CODES,
+        keys=known_words,
     )
     parser.add_argument(
         "words",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from verl_ext.config.recipes import RECIPES, default_recipe
 from verl_ext.errors import UserError
 from verl_ext.plan.hardware import Hardware, find_hardware
 from verl_ext.plan.workload import Lengths
+from verl_ext.suggestions import meant_key
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ OWN = {
     "mean_length": "tokens of a sample in the mean (default: the longest there can be)",
     "learnt_share": "share of a sample's tokens that are in the loss (default: 1)",
 }
+TOP_LEVEL = ("recipe", "prepare", "use_remove_padding", "ulysses_sequence_parallel_size")
+"""Keys of the configuration that are in no section."""
 
 
 def read_words(words: list[str]) -> Options:
@@ -53,6 +57,10 @@ def read_words(words: list[str]) -> Options:
     pairs = [word.partition("=") for word in words]
     own = {key: value for key, equals, value in pairs if equals and key in OWN}
     overrides = [word for word, (key, _, _) in zip(words, pairs) if key not in own]
+    for key, equals, value in pairs:
+        meant = meant_key(key, OWN) if equals and "." not in key and key not in (*OWN, *TOP_LEVEL) else None
+        if meant is not None:
+            raise UserError(f"there is no setting '{key}'; did you mean {meant}={value}?")
     gpus = tuple(whole(text, "gpus") for text in own.get("gpus", "8").strip("[]").split(","))
     hardware = find_hardware(own.get("hardware", "h100"))
     if "mfu" in own:
@@ -61,6 +69,15 @@ def read_words(words: list[str]) -> Options:
     lengths = Lengths(mean, share(own.get("learnt_share", "1"), "learnt_share"))
     per_node = whole(own.get("gpus_per_node", "8"), "gpus_per_node")
     return Options(stage_of(own.get("stage"), overrides), gpus, per_node, hardware, lengths, overrides)
+
+
+def known_words(words: Sequence[str]) -> list[str]:
+    """The command's own settings and the keys of the configuration, for suggestions."""
+    from verl_ext.config.compose import known_keys  # imports hydra, which takes a second
+
+    words = [word for word in words if word.startswith(("recipe=", "stage="))]
+    named = next((word.removeprefix("stage=") for word in words if word.startswith("stage=")), None)
+    return [*OWN, *known_keys(stage_of(named, words), words)]
 
 
 def stage_of(named: str | None, overrides: list[str]) -> str:

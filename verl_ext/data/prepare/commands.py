@@ -37,10 +37,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     Raises:
         UserError: a word is unknown, missing or malformed.
     """
-    return _build_parser().parse_args(arguments)
+    return build_parser().parse_args(arguments)
 
 
-def _build_parser() -> CommandParser:
+def build_parser() -> CommandParser:
     parser = CommandParser(
         prog=PROGRAM,
         description="Prepare training data or a small model. Running a finished command again does nothing.",

@@ -1,0 +1,184 @@
+"""What mistyped keys, options and commands are taken for, and that every suggestion exists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+import eval_pipeline.__main__
+import verl_ext.checkpoint.__main__
+import verl_ext.health.__main__
+import verl_ext.monitor.__main__
+import verl_ext.plan.__main__
+from eval_pipeline.recipe.load import load_recipe
+from verl_ext.command_line import CommandParser
+from verl_ext.config.checks import WITHOUT_EFFECT
+from verl_ext.config.compose import LAYERS, base_config, compose_config, known_keys
+from verl_ext.config.overrides import leaves
+from verl_ext.data.prepare.commands import build_parser as build_prepare_parser
+from verl_ext.errors import UserError
+from verl_ext.launch.arguments import make_parser, parse_arguments
+from verl_ext.launch.grpo_check import OF_CHATS
+from verl_ext.plan.options import OWN, known_words, read_words
+from verl_ext.suggestions import COMMANDS, KEYS, OPTIONS, meant_key
+
+SFT = {
+    "--lr": "optim.lr",
+    "--learning-rate": "optim.lr",
+    "lr": "optim.lr",
+    "learning_rate": "optim.lr",
+    "lerning_rate": "optim.lr",
+    "trainer.learning_rate": "optim.lr",
+    "optm.lr": "optim.lr",
+    "lr_scheduler_type": "optim.lr_scheduler",
+    "batch_size": "data.train_batch_size",
+    "per_device_train_batch_size": "data.micro_batch_size_per_gpu",
+    "num_train_epochs": "trainer.total_epochs",
+    "num_train_epoch": "trainer.total_epochs",
+    "epochs": "trainer.total_epochs",
+    "max_steps": "trainer.total_training_steps",
+    "save_steps": "trainer.save_freq",
+    "eval_steps": "trainer.test_freq",
+    "output_dir": "trainer.default_local_dir",
+    "model": "model.partial_pretrain",
+    "model_name_or_path": "model.partial_pretrain",
+    "max_seq_length": "data.max_length",
+    "--config": "recipe",
+    "--recipe": "recipe",
+    "-n": "trainer.n_gpus_per_node",
+    "--nproc_per_node": "trainer.n_gpus_per_node",
+    "data.use_shm": "model.use_shm",
+    "colour": None,
+}
+GRPO = {
+    "actor_rollout_ref.rollout.n": "rollout.n",
+    "actor_rollout_ref.model.path": "model.partial_pretrain",
+    "actor_rollout_ref.actor.optim.lr": "optim.lr",
+    "rollout.temp": "rollout.temperature",
+    "num_generations": "rollout.n",
+    "max_completion_length": "data.max_response_length",
+    "reward_funcs": "reward.functions",
+    "beta": "actor.kl_loss_coef",
+    "eval_steps": "data.eval_every_steps",
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "typed", "meant"),
+    [("sft", *item) for item in SFT.items()] + [("grpo", *item) for item in GRPO.items()],
+)
+def test_a_key_of_another_program(stage: str, typed: str, meant: str | None) -> None:
+    assert meant_key(typed, known_keys(stage, [])) == meant
+
+
+@pytest.mark.parametrize("stage", LAYERS)
+def test_every_suggested_key_is_one_of_the_stage(stage: str) -> None:
+    known = leaves(base_config(stage)).keys() - WITHOUT_EFFECT.keys()
+    suggested = {name: meant_key(name, known) for name in KEYS}
+    assert {key for key in suggested.values() if key is not None} <= known
+    if stage == "grpo":
+        assert not set(suggested.values()) & OF_CHATS.keys()
+
+
+def test_every_target_of_the_table_of_keys_exists_somewhere() -> None:
+    everywhere = {key for stage in LAYERS for key in leaves(base_config(stage))} | OWN.keys()
+    everywhere |= {"sampling.n", "sampling.max_tokens"}  # of an evaluation
+    assert {key for keys in KEYS.values() for key in keys} <= everywhere
+
+
+def programs() -> list[CommandParser]:
+    """Those with commands or options of their own."""
+    modules = (eval_pipeline.__main__, verl_ext.checkpoint.__main__, verl_ext.health.__main__)
+    modules = (*modules, verl_ext.monitor.__main__, verl_ext.plan.__main__)
+    return [*(module.build_parser() for module in modules), build_prepare_parser(), make_parser("sft")]
+
+
+def test_every_target_of_the_other_tables_exists_somewhere() -> None:
+    commands = {name for program in programs() for name in program._commands()}
+    assert {name for names in COMMANDS.values() for name in names} <= commands
+    every = [*programs(), *(child for program in programs() for child in dict(program._commands() or {}).values())]
+    options = {option for parser in every for option in parser._option_string_actions}
+    assert {f"--{name}" for names in OPTIONS.values() for name in names} <= options
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["2", "--lr", "1e-5"], "optim.lr=1e-5?"),
+        (["2", "--lr=1e-5"], "optim.lr=1e-5?"),
+        (["2", "--gradient_checkpointing"], "model.enable_gradient_checkpointing=VALUE?"),
+        (["2", "--config", "my.yaml"], "recipe=my.yaml?"),
+        (["2", "my.yaml"], "recipe=my.yaml?"),
+        (["quickstart"], "recipe=quickstart?"),
+        (["--nproc_per_node", "4"], "`bash run_sft.sh 4`?"),
+        (["-n", "8"], "`bash run_sft.sh 8`?"),
+        (["2", "--restart", "3"], "--restarts?"),
+        (["2", "--print_config"], "--print-config?"),
+    ],
+)
+def test_a_word_of_a_training_command(words: list[str], meant: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        parse_arguments(["sft", *words])
+    assert f"did you mean {meant}" in str(refusal.value)
+
+
+def test_the_keys_are_those_of_the_recipes_stage() -> None:
+    with pytest.raises(UserError, match="controller.max_new_tokens=8"):
+        parse_arguments(["grpo", "2", "recipe=budget_controller", "--max_new_tokens", "8"])
+    with pytest.raises(UserError, match="the number of ranks as the first word"):
+        compose_config("sft", ["num_gpus=2"])
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["eval_pipeline", "wach", "x"], "'watch'"),
+        (["eval_pipeline", "evaluate"], "'run'"),
+        (["eval_pipeline", "list", "x"], "'status'"),
+        (["eval_pipeline", "run", "--reciepe", "humaneval"], "--recipe"),
+        (["eval_pipeline", "run", "--model", "x"], "--checkpoint"),
+        (["eval_pipeline", "run", "--temperature", "0.2"], "sampling.temperature=0.2"),
+        (["verl_ext.checkpoint", "list", "x"], "'ls'"),
+        (["verl_ext.checkpoint", "delete", "x"], "'prune'"),
+        (["verl_ext.checkpoint", "prune", "x", "--keep", "3"], "--max-to-keep"),
+        (["verl_ext.health", "--jsn", "x"], "--json"),
+        (["verl_ext.data.prepare", "alpaca", "x"], "'chat'"),
+        (["verl_ext.data.prepare", "quickstart", "--num_samples", "4"], "--samples"),
+        (["verl_ext.plan", "--gpus", "8"], "gpus=8"),
+        (["verl_ext.monitor", "checkpoints/x"], "--root checkpoints/x"),
+        (["verl_ext.monitor", "--prot", "8"], "--port"),
+        (["verl_ext.monitor", "plt", "x"], "'plot'"),
+    ],
+)
+def test_a_word_of_another_command(words: Sequence[str], meant: str) -> None:
+    [program] = [parser for parser in programs() if parser.prog == f"python -m {words[0]}"]
+    with pytest.raises(UserError) as refusal:
+        program.parse_args(words[1:])
+    assert f"did you mean {meant}?" in str(refusal.value)
+
+
+def test_a_run_where_a_command_belongs() -> None:
+    with pytest.raises(UserError, match="name a command before 'checkpoints/x'; take one of ls, verify"):
+        verl_ext.checkpoint.__main__.build_parser().parse_args(["checkpoints/x"])
+
+
+def test_a_value_that_looks_like_no_option_is_left_alone() -> None:
+    parser = CommandParser(prog="x", description="", examples=[])
+    parser.add_argument("--n", type=float)
+    parser.add_argument("rest", nargs="*")
+    assert parser.parse_args(["--n", "-1.5", "a", "--", "--b"]).rest == ["a", "--b"]
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"), [("num_gpus=8", "gpus=8"), ("hardwere=h100", "hardware=h100"), ("gpu=a100", "hardware=a100")]
+)
+def test_a_setting_of_the_plan(word: str, meant: str) -> None:
+    with pytest.raises(UserError, match=f"did you mean {meant}"):
+        read_words([word])
+    assert {"gpus", "optim.lr"} <= {*known_words([])}
+
+
+def test_a_key_of_an_evaluation() -> None:
+    with pytest.raises(UserError, match="did you mean 'sampling.max_tokens'"):
+        load_recipe("humaneval", ["max_new_tokens=5"])
