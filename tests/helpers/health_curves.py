@@ -17,6 +17,8 @@ from verl_ext.config.compose import compose_config
 
 Rows = list[tuple[int, dict[str, float]]]
 PEAK = 1e-5
+SAMPLES = 64
+"""Completions in a step of the stage grpo."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ GRPO = {
     "train/seq_completion_len_mean": line(200, 260),
     "train/seq_prompt_len_max": flat(180, 0.1),
     "train/rollout_logprob_diff_mean": flat(0.01, 0.1),
+    "train/reward_failures": flat(0.0),
 }
 BUDGET = {
     "train/loss": lambda share, rng: -0.05 + 0.1 * rng.standard_normal(),
@@ -170,6 +173,7 @@ add("random weights begin at guessing", "sft", loss=falling(6.1, 1.1), untrained
 add("the disk fills slowly", "sft", disk=line(900, 700, 0.0))
 add("rotation keeps the disk steady", "sft", disk=flat(40, 0.001))
 add("rewards rise", "grpo")
+add("a reward fails now and then", "grpo", reward_failures=lambda share, rng: rng.binomial(SAMPLES, 0.01))
 add("noisy rewards rise", "grpo", reward_total_mean=line(0.2, 0.8, 0.4))
 add("rewards reach their plateau", "grpo", reward_total_mean=noisy(lambda s: 0.9 - 0.7 * math.exp(-9 * s), 0.05))
 add("certainty with success", "grpo", entropy=falling(0.8, 0.01, 9.0), steps=400)
@@ -225,6 +229,8 @@ add("no groups", "grpo", "loss_zero", "advantages_flat", loss=flat(0.0), adv_std
 add("groups are mixed up", "grpo", "advantages_not_centred", adv_mean=flat(0.4))
 add("collapse of the reward", "grpo", "reward_falling", reward_total_mean=from_(0.7, line(0.3, 0.9), flat(0.1)))
 add("rewards fall for many epochs", "budget", "reward_falling", epochs=30, reward_total_mean=line(0.6, -0.2, 0.02))
+add("a reward fails on half of the samples", "grpo", "reward_failures",
+    reward_failures=lambda share, rng: rng.binomial(SAMPLES, 0.5))  # fmt: skip
 add("always below zero", "budget", "reward_negative", epochs=30, reward_total_mean=flat(-0.7, 0.1))
 add("nothing is right", "budget", "accuracy_zero", epochs=30, accuracy_mean=flat(0.0))
 add("nothing is right in one epoch", "grpo", "accuracy_zero", epochs=1, reward_correct_mean=flat(0.0),

@@ -51,6 +51,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "die": os._exit(3)
     if solution_str == "none": return None
     if solution_str == "nan": return float("nan")
+    if solution_str == "text": return "0.5"
     if solution_str == "types": return len(ground_truth["tests"])
     if solution_str == "mapping": return {"score": 0.25, "more": 1}
     return len(solution_str) + extra_info["index"] + (data_source == "here") + float(ground_truth)
@@ -216,7 +217,7 @@ def test_tests_that_cannot_be_read_cost_their_sample(opened: TextEnvironment) ->
     good, bad = opened.collect()
     assert good.parts == {"code_tests": 1, "exec_success": 1, "tag_count_reward": 0.25} and good.failures == {}
     assert bad.parts == {"code_tests": 0, "exec_success": 0, "tag_count_reward": 0.25}
-    assert {*bad.failures} == {"code_tests", "exec_success"} and "cannot be read" in bad.failures["code_tests"]
+    assert {*bad.failures} == {"code_tests", "exec_success"} and "cannot be read" in bad.failures["code_tests"].reason
     assert good.finished > 0
 
 
@@ -275,13 +276,13 @@ def test_a_judge_that_hangs_is_replaced(opened: TextEnvironment, monkeypatch: py
 @pytest.mark.parametrize("opened", [["TMP/mine.py:score*2"]], indirect=True)
 def test_a_function_of_the_user(opened: TextEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it does to one sample, the others keep their rewards."""
-    texts = ("good", "raise", "hang", "die", "none", "nan", "mapping", "again")
+    texts = ("good", "raise", "hang", "die", "none", "nan", "text", "mapping", "again")
     limits, call = set(), custom._Process.call
 
-    def call_patiently(process: Any, arguments: dict[str, Any], time_limit_s: float) -> float:
+    def call_patiently(process: Any, answer: RewardedAnswer, time_limit_s: float) -> float:
         """Only the call that hangs has the short limit, as a busy machine must not cost another one its reward."""
         limits.add(time_limit_s)
-        return call(process, arguments, time_limit_s if arguments["solution_str"] == "hang" else 300)
+        return call(process, answer, time_limit_s if answer.text == "hang" else 300)
 
     monkeypatch.setattr(custom._Process, "call", call_patiently)
     for text in texts:
@@ -294,18 +295,21 @@ def test_a_function_of_the_user(opened: TextEnvironment, monkeypatch: pytest.Mon
         "mapping": 0.5,
         "again": 19.0,
     }
-    failures = {text: reward.failures.get("score") for text, reward in rewards.items()}
-    assert failures["raise"] == "ValueError: no good" and failures["hang"] == "it took more than 0.5 s"
-    assert failures["nan"] == "ValueError: it returned nan"
-    assert failures["die"] == "it ended its process" and "TypeError" in (failures["none"] or "")
-    assert failures["good"] is failures["again"] is None
+    failures = {text: reward.failures["score"] for text, reward in rewards.items() if reward.failures}
+    assert {*failures} == {"raise", "hang", "die", "none", "nan", "text"}
+    assert [text for text, failure in failures.items() if failure.timed_out] == ["hang"]
+    assert failures["raise"].reason == "ValueError: no good"
+    assert "mine.py" in failures["raise"].traceback and 'raise ValueError("no good")' in failures["raise"].traceback
+    assert "user_function.py" not in failures["raise"].traceback  # its frames are of no use to the user
+    assert "nan" in failures["nan"].reason and "None" in failures["none"].reason and "'0.5'" in failures["text"].reason
+    assert not failures["nan"].traceback and "ended its process" in failures["die"].reason
 
 
 def test_a_function_that_cannot_be_loaded(tmp_path: Path) -> None:
     """The error comes before the run begins."""
     (tmp_path / "mine.py").write_text("import nothing_of_this_name\n")
     for name in ("score", "other"):
-        with pytest.raises(UserError, match="cannot be loaded"):
+        with pytest.raises(UserError, match="nothing_of_this_name" if name == "score" else "no 'other'"):
             TextEnvironment(wanted_rewards([f"{tmp_path}/mine.py:{name}"]), SETTINGS, 1)
         (tmp_path / "mine.py").write_text(CUSTOM)
 
@@ -327,9 +331,9 @@ def test_nothing_of_a_function_outlives_a_killed_rank(tmp_path: Path) -> None:
         "import subprocess\ndef score(**_): return subprocess.Popen(['sleep', '1000']).pid\n"
     )
     rank = (
-        "import sys, time; from pathlib import Path; from verl_ext.grpo.rewards.custom import CustomReward; "
-        "from verl_ext.grpo.rewards.answer import RewardedAnswer; "
-        "custom = CustomReward(Path(sys.argv[1]), 'score', 60.0, 1); "
+        "import sys, time; from verl_ext.grpo.rewards.custom import CustomReward; "
+        "from verl_ext.grpo.rewards.answer import RewardedAnswer; from verl_ext.own_code import OwnCode; "
+        "custom = CustomReward(OwnCode('reward.functions', sys.argv[1], 'score'), 60.0, 1); "
         "child = custom.submit(RewardedAnswer('s', '', 1, False, '', '', {})).result(); "
         "print(int(child), flush=True); time.sleep(1000)"
     )

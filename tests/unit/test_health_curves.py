@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.health_curves import CURVES, PEAK, Curve
+from tests.helpers.health_curves import CURVES, PEAK, SAMPLES, Curve
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Level
 from verl_ext.health.history import History
@@ -21,7 +21,7 @@ def complaints(curve: Curve, seed: int) -> dict[str, str]:
         history.add(step, metrics)
     total = rows[-1][0]
     schedule = Schedule(PEAK, "constant", 0, total)
-    facts = Facts(curve.stage, total, schedule, 512, 1024, untrained_loss=curve.untrained_loss)
+    facts = Facts(curve.stage, total, schedule, 512, 1024, SAMPLES, untrained_loss=curve.untrained_loss)
     if curve.stage == "budget":
         facts = Facts(curve.stage, total)
     found = (each.find(history, facts, Limits(**curve.limits)) for each in RULES)

@@ -119,8 +119,9 @@ def test_a_reward_in_the_rank_costs_a_failure_its_part_alone(mine: Path) -> None
     environment.close()
     assert good.parts == {"score": 1.0, "reward_format": 0.0} and not good.failures
     assert raised.parts["score"] == nan.parts["score"] == 0
-    assert raised.failures == {"score": "ZeroDivisionError: division by zero"}
-    assert nan.failures == {"score": "it returned nan"}
+    assert raised.failures["score"].reason == "ZeroDivisionError: division by zero"
+    assert "mine.py" in raised.failures["score"].traceback
+    assert "nan" in nan.failures["score"].reason and not nan.failures["score"].timed_out
 
 
 def refused_number(mine: Path) -> None:
@@ -162,7 +163,7 @@ def refused_part(mine: Path) -> None:
 @pytest.mark.parametrize(
     ("use", "says"),
     [
-        (refused_number, "reward.functions names package.mine:number, which is no function"),
+        (refused_number, "reward.functions names package.mine:number, which is not a function"),
         (refused_format, "the format of the data set d is 'mine.py:number', which is no function"),
         (refused_row, "line 1: mine.py:parse cannot read it .KeyError: 'what'.; mend the row or the function"),
         (refused_problem, "line 1: mine.py:parse made NoneType of it, which is no Problem with tests"),

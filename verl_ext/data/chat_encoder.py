@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_ext.config.inputs import ORIGIN_KEY
 from verl_ext.config.plain import as_dict
+from verl_ext.data.parquet import plain
 from verl_ext.data.template import ChatTemplate, Encoded, Message
 from verl_ext.errors import UserError
 
@@ -156,12 +157,3 @@ def pick(value: Any, keys: Any) -> Any:
             value = value[0]
         value = value[key]
     return value
-
-
-def plain(value: Any) -> Any:
-    """Arrow's nested arrays and mappings as Python lists and dicts without the null fields that parquet fills in."""
-    if isinstance(value, np.ndarray | list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items() if item is not None or key == "content"}
-    return None if isinstance(value, float) and np.isnan(value) else value

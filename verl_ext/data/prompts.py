@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_ext.config.inputs import file_list
 from verl_ext.config.plain import as_dict
-from verl_ext.data.chat_encoder import place_of, plain
-from verl_ext.data.parquet import read_frame
+from verl_ext.data.chat_encoder import place_of
+from verl_ext.data.parquet import plain, read_frame
 from verl_ext.data.rows import Rows
 from verl_ext.data.template import ChatTemplate
 from verl_ext.errors import UserError

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from verl_ext.grpo.failure import RewardFailure
 from verl_ext.grpo.policy import Sample
 
 
@@ -21,7 +22,7 @@ class Reward:
     """
 
     parts: dict[str, float]
-    failures: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, RewardFailure] = field(default_factory=dict)
     finished: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
 

@@ -24,6 +24,7 @@ class Facts:
         schedule: the learning rate by step as the recipe has it; None where none is fixed beforehand.
         max_prompt_length: tokens; None where there is no limit.
         max_response_length: the same of completions.
+        samples_per_step: completions that are rewarded in a step, over all ranks; None where that is not known.
         checkpoints: steps of the complete checkpoints on the disk; called when a rule wants to name one.
         untrained_loss: nat/token of random guessing, for a run that began from weights which were never trained; None
             for one that began from pretrained weights.
@@ -34,6 +35,7 @@ class Facts:
     schedule: Schedule | None = None
     max_prompt_length: int | None = None
     max_response_length: int | None = None
+    samples_per_step: int | None = None
     checkpoints: Callable[[], Sequence[int]] = tuple
     untrained_loss: float | None = None
 
@@ -60,5 +62,9 @@ class Facts:
         facts = cls(stage, total_steps, schedule, checkpoints=checkpoints, untrained_loss=untrained_loss)
         if stage != "grpo":
             return facts
-        lengths = data["max_prompt_length"], data["max_response_length"]
-        return replace(facts, max_prompt_length=lengths[0], max_response_length=lengths[1])
+        return replace(
+            facts,
+            max_prompt_length=data["max_prompt_length"],
+            max_response_length=data["max_response_length"],
+            samples_per_step=data["train_batch_size"] * config["rollout"]["n"],
+        )

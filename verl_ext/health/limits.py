@@ -31,6 +31,8 @@ class Limits:
         throughput_spread_max: spread of the throughput over its median, in each part of the recent steps.
         lr_tolerance: share of the peak by which the learning rate may differ from its schedule.
         adv_mean_max: mean of the advantages over their spread.
+        reward_failure_share: failures of reward functions per sample that are a warning.
+        reward_failure_share_alarm: failures of reward functions per sample that are an alarm.
         violation_alarm: violation rate that must not last.
         violation_goal: violation rate that a trained controller keeps.
         latency_share_min: share of the budget below which latency leaves it unused.
@@ -62,6 +64,8 @@ class Limits:
     throughput_spread_max: float = 0.5
     lr_tolerance: float = 0.02
     adv_mean_max: float = 0.1
+    reward_failure_share: float = 0.05
+    reward_failure_share_alarm: float = 0.5
     violation_alarm: float = 0.5
     violation_goal: float = 0.05
     latency_share_min: float = 0.5

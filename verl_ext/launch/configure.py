@@ -123,11 +123,12 @@ def check_inputs(config: DictConfig) -> None:
             check_own_chat_template(config)
         check_data(config)
     if config.stage == "grpo":
-        from verl_ext.grpo.rewards.preflight import check_rewards
         from verl_ext.launch.grpo_check import check_length
+        from verl_ext.launch.reward_functions import check_judge, check_reward_functions
 
         check_length(config)
-        check_rewards(config.reward)
+        check_judge(config.reward)
+        check_reward_functions(config)
     elif config.stage == "budget":
         from verl_ext.launch.budget_check import check_budget_files
 

@@ -16,12 +16,12 @@ from verl_ext.grpo.experience import Collector, Experience, Replacement
 from verl_ext.grpo.loss import LossSettings
 from verl_ext.grpo.policy import Policy, Prompt, Sample
 from verl_ext.grpo.update import Updater, UpdateSettings
-from verl_ext.metrics.notice import warn
 from verl_ext.metrics.reduce import reduce_over_ranks
 from verl_ext.trainer.gathering import Gathering, keeps_gathered
 from verl_ext.trainer.grpo_parts import make_environment, make_policy
 from verl_ext.trainer.grpo_report import GRPOReport
 from verl_ext.trainer.grpo_settings import loss_settings, rollout_correction
+from verl_ext.trainer.guard import RewardGuard
 from verl_ext.trainer.hardware import peak_memory, pick_precision
 from verl_ext.trainer.loop import Metrics, PipelineTrainer
 from verl_ext.trainer.model import disable_dropout
@@ -56,6 +56,7 @@ class GRPOTrainer(PipelineTrainer):
             self.make_gathering().begin,
         )
         self.report = GRPOReport(self.policy, self.environment, self.device_name)
+        self.reward_guard = RewardGuard(self.environment.names, self.report.describe, self.device_name)
         rounds = algorithm.dynamic_sampling.max_rounds
         self.replacement = Replacement(rounds, self.further_prompts) if rounds else None
 
@@ -128,7 +129,7 @@ class GRPOTrainer(PipelineTrainer):
         weights = self.policy.begin_drawing(self.global_step - 1)
         experience = self.collector.collect(prompts_of(batch.items), self.global_step, self.replacement)
         self.policy.end_drawing()
-        self.tell_failures(experience.samples, experience.rewards)
+        self.reward_guard.check(self.global_step, experience.samples, experience.rewards)
         self.show_samples(experience)
         start = time.perf_counter()
         updated = self.updater.update(experience)
@@ -162,7 +163,7 @@ class GRPOTrainer(PipelineTrainer):
             samples += more_samples
             rewards += more_rewards
         self.policy.end_drawing()
-        self.tell_failures(samples, rewards)
+        self.reward_guard.report(f"measurement at step {self.global_step}", samples, rewards)
         parts = {f"time/eval/{name}_s": seconds for name, seconds in self.timer.pop().items()}
         parts["time/eval/step_s"] = time.perf_counter() - start
         found = self.report.figures("eval", samples, rewards)
@@ -205,11 +206,6 @@ class GRPOTrainer(PipelineTrainer):
         trainer = self.config.trainer
         if trainer.log_samples_every and self.global_step % trainer.log_samples_every == 0:
             self.attempt.log_samples(self.global_step, self.report.rows(experience, trainer.samples_per_table))
-
-    def tell_failures(self, samples: Sequence[Sample], rewards: Sequence[Reward]) -> None:
-        """Warn of some samples that lost a part of their reward."""
-        for sentence in self.report.failures(samples, rewards):
-            warn(f"step {self.global_step}: {sentence}")
 
     def measure_step(self, figures: Metrics) -> Metrics:
         """The figures of a step with where its time went: the slowest rank's seconds, all ranks' throughput."""

@@ -1,8 +1,8 @@
-"""What a GRPO run tells of its samples: figures over all ranks, rows to read, and rewards that failed."""
+"""What a GRPO run tells of its samples: figures over all ranks, and rows to read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verl_ext.grpo.environment import Environment, Reward
@@ -13,10 +13,8 @@ from verl_ext.grpo.update import Updated
 from verl_ext.metrics.records import SampleRow
 from verl_ext.metrics.reduce import reduce_over_ranks
 
-MOST_WARNINGS = 3
-"""Of failed rewards, in one step on one rank."""
 _MOST_CHARACTERS = 300
-"""Of a sample in a warning."""
+"""Of a sample in a message."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +85,7 @@ class GRPOReport:
             for sample, reward, advantage in sorted(every, key=lambda item: item[0].number)[:count]
         ]
 
-    def failures(self, samples: Sequence[Sample], rewards: Sequence[Reward]) -> Iterator[str]:
-        """What is to be said of some samples that lost a part of their reward."""
-        failed = [(sample, reward) for sample, reward in zip(samples, rewards) if reward.failures]
-        for sample, reward in failed[:MOST_WARNINGS]:
-            name, reason = next(iter(reward.failures.items()))
-            shown = " | ".join(f"{column}: {text!r}" for column, text in self.policy.row(sample).items())
-            yield (
-                f"the reward {name} failed for sample {sample.number} of {sample.prompt.sample_id}, which gets none: "
-                f"{reason} ({shown[:_MOST_CHARACTERS]})"
-            )
+    def describe(self, sample: Sample) -> str:
+        """A sample in a message, abbreviated."""
+        shown = " | ".join(f"{column}: {text!r}" for column, text in self.policy.row(sample).items())
+        return f"sample {sample.number} of {sample.prompt.sample_id}, {shown[:_MOST_CHARACTERS]}"

@@ -28,3 +28,18 @@ class RewardedAnswer:
     data_source: str
     ground_truth: Any
     extra_info: Mapping[str, Any]
+
+    @classmethod
+    def to_prompt(
+        cls, sample_id: str, row: Mapping[str, Any], text: str, num_tokens: int, truncated: bool = False
+    ) -> RewardedAnswer:
+        """An answer to a row of the data; the other arguments are those of the class."""
+        return cls(
+            sample_id,
+            text,
+            num_tokens,
+            truncated,
+            data_source=str(row.get("data_source") or ""),
+            ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
+            extra_info=row.get("extra_info") or {},
+        )

@@ -1,4 +1,4 @@
-"""A reward function of the user's own, in processes that can be killed: it may raise, hang or crash."""
+"""A reward function of the user's, in processes that can be killed: it may raise, hang or crash."""
 
 from __future__ import annotations
 
@@ -13,43 +13,38 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from eval_pipeline.judge.pipes import pipes_of
 from verl_ext.errors import UserError
+from verl_ext.grpo.failure import RewardError, RewardFailure
 from verl_ext.grpo.rewards.answer import RewardedAnswer
-from verl_ext.grpo.rewards.custom_process import SIZE
+from verl_ext.grpo.rewards.custom_process import SIZE, Reply
+from verl_ext.own_code import OwnCode
 
 _ROOT = Path(__file__).resolve().parents[3]
 _KILL_GROUP_AT_END_OF_INPUT = ("/bin/sh", "-c", 'read -r line; kill -KILL "-$1"', "sh")
-_START_S = 120.0
+START_S = 120.0
 """Importing the user's file may take long; it is not the function's time."""
 
 
-class RewardError(Exception):
-    """A call has failed; the message says why."""
-
-
 class CustomReward:
-    """Calls `path:function` as verl does: `(data_source, solution_str, ground_truth, extra_info)`, by name."""
+    """Calls a function of the user's as `UserFunction` does, in other processes.
 
-    def __init__(self, path: Path, function: str, time_limit_s: float, num_workers: int) -> None:
-        """Start one process, to see that the function is there; others as they are needed.
+    Args:
+        own: the function.
+        time_limit_s: of one call.
+        num_workers: processes at a time. The first is started here, others as they are needed.
 
-        Raises:
-            UserError: the file or the function cannot be loaded.
-        """
-        self._command = [sys.executable, "-m", "verl_ext.grpo.rewards.custom_process", str(path), function]
-        self._time_limit_s = time_limit_s
+    Raises:
+        UserError: the function cannot be loaded or called.
+    """
+
+    def __init__(self, own: OwnCode, time_limit_s: float, num_workers: int) -> None:
+        self._own, self._time_limit_s = own, time_limit_s
         self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
         for _ in range(num_workers - 1):
             self._idle.put(None)
-        try:
-            self._idle.put(_Process(self._command))
-        except RewardError as error:
-            raise UserError(
-                f"the reward function {path}:{function} cannot be loaded ({error}); mend the file"
-            ) from error
+        self._idle.put(_Process(own))
         self._threads = ThreadPoolExecutor(num_workers)
 
     def submit(self, answer: RewardedAnswer) -> Future[float]:
@@ -66,31 +61,48 @@ class CustomReward:
     def _score(self, answer: RewardedAnswer) -> float:
         process = self._idle.get()
         try:
-            process = process or _Process(self._command)
-            return process.call(_arguments(answer), self._time_limit_s)
+            process = process or _Process(self._own)
+            return process.call(answer, self._time_limit_s)
         finally:
             # one that has failed to answer is not used again; the next call starts another
             self._idle.put(process if process is not None and process.is_alive else None)
 
 
-def _arguments(answer: RewardedAnswer) -> dict[str, Any]:
-    return {
-        "data_source": answer.data_source,
-        "solution_str": answer.text,
-        "ground_truth": answer.ground_truth,
-        "extra_info": dict(answer.extra_info),
-    }
+def try_function(own: OwnCode, answer: RewardedAnswer, time_limit_s: float) -> None:
+    """Call a function once, in a process of its own; one that times out gets a second chance on a busy machine.
+
+    Args:
+        own: the function.
+        answer: what it is to score.
+        time_limit_s: of the call.
+
+    Raises:
+        UserError: it cannot be loaded or called.
+        RewardError: the call failed.
+    """
+    for is_last in (False, True):
+        process = _Process(own)
+        try:
+            process.call(answer, time_limit_s)
+            return
+        except RewardError as error:
+            if is_last or not error.failure.timed_out:
+                raise
+        finally:
+            if process.is_alive:
+                process.kill()
 
 
 class _Process:
-    """One process with the function; one call at a time."""
+    """One process with the function, named by file or by module; one call at a time."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, own: OwnCode) -> None:
         """Start it.
 
         Raises:
-            RewardError: the function cannot be loaded.
+            UserError: the function cannot be loaded or called.
         """
+        command = [sys.executable, "-m", "verl_ext.grpo.rewards.custom_process", own.place, own.name]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
@@ -104,28 +116,34 @@ class _Process:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        _, failure = self._reply(_START_S)
-        if failure is not None:
+        try:
+            reply = self._reply(START_S)
+        except RewardError as error:
+            raise UserError(
+                f"{own.key} names {own.place}, which cannot be loaded ({error}); fix what it does when it is imported"
+            ) from error
+        if isinstance(reply, RewardFailure):
             self.kill()
-            raise RewardError(failure)
+            raise UserError(reply.reason)
 
-    def call(self, arguments: dict[str, Any], time_limit_s: float) -> float:
+    def call(self, answer: RewardedAnswer, time_limit_s: float) -> float:
         """What the function returns.
 
         Raises:
-            RewardError: it raised, took too long, or ended its process.
+            RewardError: it raised, returned no finite number, took too long, or ended its process.
         """
-        data = pickle.dumps(arguments)
+        data = pickle.dumps(answer)
         try:
             self._stdin.write(SIZE.pack(len(data)) + data)
             self._stdin.flush()
         except OSError as error:
             self.kill()
-            raise RewardError("its process has ended") from error
-        score, failure = self._reply(time_limit_s)
-        if failure is not None:
-            raise RewardError(failure)
-        return score
+            raise RewardError(RewardFailure("its process has ended")) from error
+        reply = self._reply(time_limit_s)
+        if isinstance(reply, RewardFailure):
+            raise RewardError(reply)
+        assert reply is not None  # only the first reply is
+        return reply
 
     def kill(self) -> None:
         """End it with all that it started."""
@@ -139,17 +157,17 @@ class _Process:
             self._stdin.close()
         self._stdout.close()
 
-    def _reply(self, time_limit_s: float) -> tuple[float, str | None]:
+    def _reply(self, time_limit_s: float) -> Reply:
         deadline = time.monotonic() + time_limit_s
         try:
             size = SIZE.unpack(self._take(SIZE.size, deadline))[0]
             return pickle.loads(self._take(size, deadline))
         except TimeoutError:
             self.kill()
-            raise RewardError(f"it took more than {time_limit_s:g} s") from None
+            raise RewardError(RewardFailure(f"it took more than {time_limit_s:g} s", timed_out=True)) from None
         except EOFError:
             self.kill()
-            raise RewardError("it ended its process") from None
+            raise RewardError(RewardFailure("it ended its process")) from None
 
     def _take(self, size: int, deadline: float) -> bytes:
         fd, data = self._stdout.fileno(), b""

@@ -9,20 +9,20 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from eval_pipeline.judge.client import JudgeServer
 from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.verdict import Verdict
 from verl_ext.grpo.environment import Environment, Reward
+from verl_ext.grpo.failure import RewardError, RewardFailure
 from verl_ext.grpo.policy import Sample
 from verl_ext.grpo.rewards.answer import RewardedAnswer
-from verl_ext.grpo.rewards.custom import CustomReward, RewardError
-from verl_ext.grpo.rewards.in_process import InProcess
+from verl_ext.grpo.rewards.custom import CustomReward
 from verl_ext.grpo.rewards.judged import OF_VERDICTS, Judged
 from verl_ext.grpo.rewards.length import LengthPenalty
 from verl_ext.grpo.rewards.registry import LENGTH_PENALTY, OF_TEXTS, WantedReward
+from verl_ext.grpo.rewards.user_function import UserFunction
 from verl_ext.own_code import OwnCode
 
 _VERDICT = "verdict"
@@ -87,7 +87,7 @@ class TextEnvironment(Environment):
         self._waiting: list[_Waiting] = []
         self._closing = ExitStack()
         num_workers = settings.num_workers or max(len(os.sched_getaffinity(0)) // num_ranks_here, 1)
-        self._by_verdict = {reward.name for reward in wanted if reward.own is None and reward.name in OF_VERDICTS}
+        self._by_verdict = {reward.name for reward in wanted if reward.by_verdict}
         self._judged = self._start_judge(settings, num_workers) if self._by_verdict else None
         self._texts: dict[str, Callable[[RewardedAnswer], float]] = {
             **OF_TEXTS,
@@ -98,7 +98,7 @@ class TextEnvironment(Environment):
             if reward.own is not None and reward.own.is_file:
                 self._custom[reward.name] = self._start_custom(reward.own, settings.time_limit_s, num_workers)
             elif reward.own is not None:
-                self._texts[reward.name] = InProcess(reward.own)
+                self._texts[reward.name] = UserFunction(reward.own)
 
     def submit(self, sample: Sample) -> None:
         """See `Environment.submit`."""
@@ -136,12 +136,15 @@ class TextEnvironment(Environment):
         return others if self._judged is None else [_VERDICT, *others]
 
     def _reward(self, waiting: _Waiting) -> Reward:
-        values, failures = {}, {}
+        values: dict[str, float] = {}
+        failures: dict[str, RewardFailure] = {}
         for name in self.names:
             try:
                 values[name] = self._weights[name] * self._value(name, waiting)
-            except Exception as error:  # it costs the sample its part, and is told
-                values[name], failures[name] = 0.0, f"{error}" or type(error).__name__
+            except RewardError as error:
+                values[name], failures[name] = 0.0, error.failure
+            except Exception as error:  # it costs the sample its part, and is reported
+                values[name], failures[name] = 0.0, RewardFailure(f"{error}" or type(error).__name__)
         return Reward(values, failures, waiting.finished)
 
     def _value(self, name: str, waiting: _Waiting) -> float:
@@ -159,20 +162,14 @@ class TextEnvironment(Environment):
         return judged
 
     def _start_custom(self, own: OwnCode, time_limit_s: float, num_workers: int) -> CustomReward:
-        custom = CustomReward(Path(own.place), own.name, time_limit_s, num_workers)
+        custom = CustomReward(own, time_limit_s, num_workers)
         self._closing.callback(custom.close)
         return custom
 
 
 def answer_of(sample: Sample) -> RewardedAnswer:
     """What a reward function sees of a sample."""
-    content = sample.prompt.content
-    return RewardedAnswer(
-        sample_id=sample.prompt.sample_id,
-        text=sample.action.text,
-        num_tokens=len(sample.action.token_ids),
-        truncated=sample.action.truncated,
-        data_source=str(content.get("data_source") or ""),
-        ground_truth=(content.get("reward_model") or {}).get("ground_truth"),
-        extra_info=content.get("extra_info") or {},
+    action = sample.action
+    return RewardedAnswer.to_prompt(
+        sample.prompt.sample_id, sample.prompt.content, action.text, len(action.token_ids), action.truncated
     )

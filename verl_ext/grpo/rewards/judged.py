@@ -11,7 +11,7 @@ from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.judge.wire import num_tests_of
 from eval_pipeline.problems.extract import extract_program
-from eval_pipeline.problems.problem import Problem
+from eval_pipeline.problems.problem import Problem, Tests
 from eval_pipeline.problems.verl_rl import read_tests
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 
@@ -21,6 +21,15 @@ OF_VERDICTS: dict[str, Callable[[Verdict], float]] = {
     "exec_success": lambda verdict: float(verdict.error_type in ("success", "wrong_answer")),
 }
 """By their names in a recipe: the answer is right; share of tests passed; the program ran."""
+
+
+def tests_of(answer: RewardedAnswer) -> Tests:
+    """What an answer is judged by.
+
+    Raises:
+        UserError: the row's `reward_model.ground_truth` is missing or cannot be read.
+    """
+    return read_tests(answer.ground_truth, answer.sample_id)
 
 
 class Judged:
@@ -46,7 +55,7 @@ class Judged:
     def submit(self, answer: RewardedAnswer) -> Future[Verdict]:
         """The verdict on one answer, some time later; see `verdict`, which also tells why there can be none."""
         try:
-            problem = Problem(answer.sample_id, "", read_tests(answer.ground_truth, answer.sample_id))
+            problem = Problem(answer.sample_id, "", tests_of(answer))
             submission = Submission(extract_program(problem, answer.text), problem.tests)
         except Exception as error:  # extraction meets whatever a model writes
             return _failed(error)

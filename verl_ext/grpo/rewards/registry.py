@@ -37,6 +37,11 @@ class WantedReward:
     weight: float
     own: OwnCode | None = None
 
+    @property
+    def by_verdict(self) -> bool:
+        """Whether the judge decides on it, by the row's `reward_model.ground_truth`."""
+        return self.own is None and self.name in OF_VERDICTS
+
 
 def wanted_rewards(entries: Sequence[str]) -> list[WantedReward]:
     """Read `reward.functions`: each `NAME`, `PLACE:function` or `METRIC=PLACE:function`, with or without `*WEIGHT`.

@@ -14,6 +14,7 @@ from verl_ext.health.trends import falls, noise_of, rises, trend_of
 
 REWARD: list[Rule] = []
 TOTAL, ADV_MEAN, ADV_STD = "train/reward_total_mean", "train/adv_mean", "train/adv_std"
+FAILURES = "train/reward_failures"
 CORRECT = ("train/reward_correct_mean", "train/accuracy_mean", "train/code_tests_mean")
 FORMAT = ("train/reward_format_mean", "train/tag_count_reward_mean")
 LONG = 100
@@ -76,6 +77,24 @@ def accuracy_zero(history: History, facts: Facts, limits: Limits) -> Seen | None
     if len(recent) < LONG:
         return None
     return warning(f"{name} was 0 for {LONG} steps") if recent.max() == 0 else ok(f"{name} is {recent[-1]:.3g}")
+
+
+@rule(
+    FAILURES,
+    advice="fix the reward function: the output of the run has the traceback of its first failure",
+    into=REWARD,
+    stages={"grpo"},
+)
+def reward_failures(history: History, facts: Facts, limits: Limits) -> Seen | None:
+    """Reward functions fail on a share of the recent samples; an alarm where they fail on many."""
+    recent = history.series(FAILURES).recent(limits.window)
+    if facts.samples_per_step is None or len(recent) < 3:
+        return None
+    mean, samples = float(recent.mean()), facts.samples_per_step
+    message = f"reward functions failed {mean:.3g} times in a step of {samples} samples"
+    if mean > limits.reward_failure_share_alarm * samples:
+        return alarm(message)
+    return warning(message) if mean > limits.reward_failure_share * samples else ok(message)
 
 
 @rule(

@@ -1,0 +1,117 @@
+"""A reward function of the user's: how it is loaded, called, and what counts as a reward."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl_ext.errors import UserError, one_line
+from verl_ext.grpo.failure import RewardError, RewardFailure
+from verl_ext.grpo.rewards.answer import RewardedAnswer
+from verl_ext.own_code import OwnCode
+
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Keyword arguments of a function that is named by file; they are verl's."""
+_MOST_CHARACTERS = 500
+"""Of a reason or a signature in a message."""
+_MOST_TRACEBACK_CHARACTERS = 4000
+
+
+class UserFunction:
+    """Loads a function and calls it in this process; nothing can end a call.
+
+    Args:
+        own: a function in a file, which is called with `ARGUMENTS` as verl does, or in a module, which is called with a
+            `RewardedAnswer`.
+
+    Raises:
+        UserError: it cannot be loaded, is not a function, or cannot be called this way.
+    """
+
+    def __init__(self, own: OwnCode) -> None:
+        try:
+            self._function = own.load()
+        except SystemExit as error:
+            raise UserError(
+                f"{own.key} names {own.place}, which exits when it is loaded (SystemExit: {error.code}); "
+                "put what it runs under `if __name__ == '__main__':`"
+            ) from error
+        self._by_keywords = own.is_file
+        if not callable(self._function):
+            raise UserError(f"{own.key} names {own.place}:{own.name}, which is not a function")
+        check_signature(self._function, own)
+
+    def __call__(self, answer: RewardedAnswer) -> float:
+        """The score of one answer.
+
+        Raises:
+            RewardError: the function raised, or returned something other than a finite number.
+        """
+        try:
+            value = self._function(**_keywords(answer)) if self._by_keywords else self._function(answer)
+        except (Exception, SystemExit) as error:  # whatever it raises, it costs this sample its reward and nothing else
+            raise RewardError(RewardFailure(one_line(error)[:_MOST_CHARACTERS], _traceback_of(error))) from error
+        return score_of(value)
+
+
+def score_of(value: Any) -> float:
+    """What a function returned, as a number; a mapping holds it under `score`, as verl allows.
+
+    Numbers are Python's, numpy's and torch's, and True and False, which are 1 and 0.
+
+    Raises:
+        RewardError: it is not a finite number.
+    """
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            raise RewardError(RewardFailure("it returned a mapping without the key 'score'"))
+        value = value["score"]
+    try:
+        if isinstance(value, str | bytes | bytearray):  # float() would read some of them
+            raise TypeError
+        score = float(value)
+    except Exception:  # a class of the user's may raise anything
+        shown = f"{value!r:.100}" if isinstance(value, str | bytes | int | None) else f"a {type(value).__name__}"
+        raise RewardError(RewardFailure(f"it returned {shown}, which is not a number")) from None
+    if not math.isfinite(score):
+        raise RewardError(RewardFailure(f"it returned {score}, which is not a finite number"))
+    return score
+
+
+def check_signature(function: Callable[..., Any], own: OwnCode) -> None:
+    """Refuse a function that cannot be called; parameters with defaults and `**kwargs` are fine.
+
+    Raises:
+        UserError: how it is called, and the parameters that it has.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C have none; the first call tells
+        return
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENTS)) if own.is_file else signature.bind(None)
+    except TypeError as error:
+        called = f"keyword arguments {', '.join(ARGUMENTS)}" if own.is_file else "one argument, a RewardedAnswer"
+        fix = (
+            "give it these parameters or **kwargs, and defaults to all others"
+            if own.is_file
+            else "change its parameters, or name it as path.py:function to have it called with verl's arguments"
+        )
+        raise UserError(
+            f"the reward function {own.place}:{own.name} has the parameters {signature!s:.{_MOST_CHARACTERS}} but is "
+            f"called with the {called} ({error}); {fix}"
+        ) from error
+
+
+def _keywords(answer: RewardedAnswer) -> dict[str, Any]:
+    values = answer.data_source, answer.text, answer.ground_truth, dict(answer.extra_info)
+    return dict(zip(ARGUMENTS, values))
+
+
+def _traceback_of(error: BaseException) -> str:
+    """Without the frame of this module."""
+    frames = error.__traceback__ and error.__traceback__.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))[-_MOST_TRACEBACK_CHARACTERS:]

@@ -1,0 +1,143 @@
+"""Tries the judge and the reward functions of a recipe before any rank starts."""
+
+from __future__ import annotations
+
+import io
+import sys
+from contextlib import redirect_stderr
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+from omegaconf import DictConfig
+
+from eval_pipeline.judge.client import JudgeServer
+from eval_pipeline.judge.packages import find_packages
+from verl_ext.config.inputs import file_list, reading_parquet
+from verl_ext.data.parquet import first_row
+from verl_ext.errors import UserError
+from verl_ext.grpo.failure import RewardError
+from verl_ext.grpo.rewards.answer import RewardedAnswer
+from verl_ext.grpo.rewards.custom import START_S, try_function
+from verl_ext.grpo.rewards.judged import tests_of
+from verl_ext.grpo.rewards.registry import wanted_rewards
+from verl_ext.own_code import OwnCode
+from verl_ext.tell import tell
+
+QUIET_S = 10.0
+"""Seconds of loading and calling a function before the user is told what takes so long."""
+MOST_SHOWN = 60
+"""Characters of a completion in a message."""
+
+
+def check_reward_functions(config: DictConfig) -> None:
+    """Refuse data that lack what a reward needs, and functions of the user's that fail on the first row.
+
+    Raises:
+        UserError: a column is missing or has another type, or a function cannot be loaded, cannot be called as it is
+            called in training, or fails.
+    """
+    wanted = wanted_rewards(list(config.reward.functions))
+    judged = next((reward.name for reward in wanted if reward.by_verdict), None)
+    train, measured = file_list(config.data.train_files), []
+    if config.data.eval_every_steps and config.data.eval_split == "test":
+        measured = file_list(config.data.val_files)
+    for name in [*train, *measured]:
+        check_columns(Path(name).expanduser(), judged)
+    where, answer = trial_answer([Path(name).expanduser() for name in train])
+    if judged is not None:
+        tests_of(answer)
+    for reward in wanted:
+        if reward.own is not None:
+            try_on_row(reward.own, answer, where, config.reward.time_limit_s)
+
+
+def check_judge(reward: DictConfig) -> None:
+    """Start the judge once if a reward needs its verdicts.
+
+    Args:
+        reward: the section of that name.
+
+    Raises:
+        UserError: a package is not installed, or the judge's isolation does not work on this machine.
+    """
+    find_packages(list(reward.packages), "reward.packages")
+    if any(each.by_verdict for each in wanted_rewards(list(reward.functions))):
+        with redirect_stderr(io.StringIO()), JudgeServer(reward.isolation, 1, packages=list(reward.packages)):
+            pass  # the ranks warn of a weaker isolation, once their servers have it
+
+
+def check_columns(path: Path, judged: str | None) -> None:
+    """The columns `reward_model` and `extra_info` are structs, and every row has a ground truth where one is needed.
+
+    Args:
+        path: a parquet file.
+        judged: a reward that compares answers with the ground truth; None where no reward does.
+    """
+    import pyarrow
+    from pyarrow import compute, parquet
+
+    with reading_parquet(path):
+        schema = parquet.read_schema(path)
+    for name in {"reward_model", "extra_info"} & {*schema.names}:
+        kind = schema.field(name).type
+        if not pyarrow.types.is_struct(kind) and not pyarrow.types.is_null(kind):
+            raise UserError(
+                f"the column '{name}' of {path} has the type {kind}; write a struct, as verl's RL format has"
+            )
+    if judged is None:
+        return
+    needs = f"which the reward {judged} needs; add it, or set reward.functions to rewards that do without"
+    if "reward_model" not in schema.names or pyarrow.types.is_null(schema.field("reward_model").type):
+        raise UserError(f"{path} has no column 'reward_model' with a ground_truth, {needs}")
+    if schema.field("reward_model").type.get_field_index("ground_truth") < 0:
+        raise UserError(f"the column 'reward_model' of {path} has no field 'ground_truth', {needs}")
+    row = 0
+    with reading_parquet(path), parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(columns=["reward_model.ground_truth"]):
+            truths = compute.struct_field(batch.column(0), "ground_truth")
+            missing = compute.index(compute.is_null(truths, nan_is_null=True), True).as_py()
+            if missing >= 0:
+                raise UserError(f"{path} row {row + missing} has no reward_model.ground_truth, {needs}")
+            row += len(batch)
+
+
+def trial_answer(paths: list[Path]) -> tuple[str, RewardedAnswer]:
+    """An answer to the first row of some files, and which row that is.
+
+    The answer is the ground truth itself where that is a text or a number: what a good completion may come down to.
+    """
+    path, row = next((path, row) for path in paths if (row := first_row(path)) is not None)
+    where = f"{path} row 0"
+    truth: Any = RewardedAnswer.to_prompt(where, row, "", 1).ground_truth
+    text = str(truth) if isinstance(truth, str | int | float) and str(truth) else "This is a completion."
+    return where, RewardedAnswer.to_prompt(where, row, text, len(text.split()))
+
+
+def try_on_row(own: OwnCode, answer: RewardedAnswer, where: str, time_limit_s: float) -> None:
+    """Call a function once; the traceback of a failure is printed.
+
+    Args:
+        own: the function.
+        answer: what it is to score.
+        where: the row that the answer is to.
+        time_limit_s: of the call.
+    """
+    name = f"{own.place}:{own.name}"
+    waiting = Timer(QUIET_S, tell, [f"Loading and trying the reward function {name} (loading has {START_S:g} s) ..."])
+    waiting.daemon = True
+    waiting.start()
+    try:
+        try_function(own, answer, time_limit_s)
+    except RewardError as error:
+        if error.failure.traceback:
+            tell(error.failure.traceback.rstrip(), sys.stderr)
+        fix = "it must return a finite number for every completion, such as 0 for one that it cannot parse"
+        if error.failure.timed_out:
+            fix = "make it faster or raise reward.time_limit_s"
+        shown = answer.text if len(answer.text) <= MOST_SHOWN else f"{answer.text[:MOST_SHOWN]}..."
+        raise UserError(
+            f"the reward function {name} failed on {where}, tried with the completion {shown!r}: {error}; {fix}"
+        ) from error
+    finally:
+        waiting.cancel()
