@@ -155,11 +155,11 @@ def test_a_row_without_a_loss_is_told_without_one() -> None:
 def test_the_log_file_has_the_lines_of_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):  # two attempts
         log = LogFile(tmp_path / "train.log", total_steps=9, log_every=1)
-        log.write(Row(1, 1, 0.0, {"train/loss": 0.25, "train/accuracy_mean": 0.5}))
+        log.write(Row(1, 1, 0.0, {"train/loss": 0.25, "train/reward_total_mean": 0.5}))
         log.write_epoch("Train", {**ROW, "epoch": 1})
         log.close()
     lines = (tmp_path / "train.log").read_text().splitlines()
-    assert len(lines) == 4 and lines[0].endswith(" - INFO - step 1/9 | loss 0.2500 | accuracy 0.500")
+    assert len(lines) == 4 and lines[0].endswith(" - INFO - step 1/9 | loss 0.2500 | reward 0.500")
     assert "Train epoch 1: loss 0.5000" in lines[1] and capsys.readouterr().out == ""
 
 

@@ -77,6 +77,62 @@ def test_console_lines_at_their_turn(capsys):
         ConsoleLines(total_steps=1, log_every=0)
 
 
+GRPO_ROW = {
+    "train/loss": -0.0105, "train/reward_total_mean": -0.4, "train/seq_completion_len_mean": 1234.4,
+    "train/update_kl": -0.0, "train/lr(1e-3)": 0.02, "train/grad_norm": 1.363,
+    "throughput/train/valid_tokens_per_s": 123.4, "train/entropy": 0.1, "train/near_mean": 0.1,
+}  # fmt: skip
+BUDGET_ROW = {
+    "train/loss": -0.0105, "train/reward_total_mean": -0.4, "train/accuracy_mean": 0.5,
+    "train/latency_ms_mean": 212.53, "train/update_kl": 0.0, "train/lr(1e-3)": 0.02, "train/grad_norm": 1.363,
+}  # fmt: skip
+
+
+def shown(*rows: Row, total_steps: int = 2000) -> list[str]:
+    lines: list[str] = []
+    console = ConsoleLines(total_steps=total_steps, log_every=1, show=lines.append)
+    for row in rows:
+        console.write(row)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("metrics", "middle", "total_steps", "eta"),
+    [
+        (GRPO_ROW, "length 1234 | KL 0.0000", 2000, "31:40:00"),
+        ({**GRPO_ROW, "train/kl": 0.0123}, "length 1234 | KL 0.0123", 2000, "31:40:00"),
+        (BUDGET_ROW, "acc 0.500 | latency 212.5 ms", 201, "1:40:00"),
+    ],
+    ids=["grpo", "with a reference model", "budget"],
+)
+def test_lines_on_rewards_show_what_is_learnt_and_fit_a_terminal(
+    metrics: dict[str, float], middle: str, total_steps: int, eta: str
+) -> None:
+    first = total_steps - 1000 if total_steps > 1000 else total_steps - 101
+    rows = Row(first - 1, 1, 0.0, metrics), Row(first, 1, 114.0 if total_steps > 1000 else 6000 / 101, metrics)
+    *_, line = shown(*rows, total_steps=total_steps)
+    parts = f"loss -0.0105 | reward -0.400 | {middle} | lr 2.00e-05 | grad norm 1.363"
+    assert line == f"step {first}/{total_steps} | {parts} | ETA {eta}" and len(line) <= 120
+
+
+def test_a_measurement_has_a_line_of_its_own() -> None:
+    measured = {
+        "eval/reward_total_mean": 0.4, "eval/reward_total_std": 0.1, "eval/near_mean": 0.1, "eval/short_mean": 0.3,
+        "eval/seq_completion_len_mean": 53.2, "eval/seq_prompt_len_mean": 9.0, "time/eval/step_s": 12.34,
+    }  # fmt: skip
+    assert shown(Row(0, 1, 0.0, measured)) == [
+        "step 0/2000 | eval reward 0.400 | near 0.100 | short 0.300 | length 53 | 12.3 s"
+    ]
+    many = {f"eval/a_rather_long_name_{number}_mean": 0.5 for number in range(9)}
+    [line] = shown(Row(1000, 1, 0.0, {**measured, **many}))
+    assert 100 < len(line) <= 120 and line.endswith("length 53 | 12.3 s")
+    [alone] = shown(Row(1000, 1, 0.0, {"eval/reward_total_mean": 0.4, "eval/near_mean": 0.4}))
+    assert alone == "step 1000/2000 | eval reward 0.400"
+    of_controller = {"eval/accuracy_mean": 0.5, "eval/latency_ms_mean": 212.53, "eval/budget_violation_mean": 0.031}
+    [line] = shown(Row(8, 1, 0.0, {"eval/reward_total_mean": 0.4, **of_controller, "eval/tier_mean": 1.0}))
+    assert line == "step 8/2000 | eval reward 0.400 | acc 0.500 | latency 212.5 ms | over budget 3.1%"
+
+
 def test_a_progress_bar_is_drawn_only_on_a_terminal(capsys, monkeypatch):
     for is_terminal in (True, False):
         monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)

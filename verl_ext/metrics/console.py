@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 
 from tqdm import tqdm
 
@@ -15,9 +15,15 @@ from verl_ext.progress import progress_bar
 
 _ON_THE_BAR = {"loss": "train/loss", "reward": "train/reward_total_mean", "acc": "train/accuracy_mean"}
 
+MEASURED = "eval/reward_total_mean"
+"""In a row of what was measured on prompts that are not learnt from."""
+WIDTH = 120
+"""Columns that a line may take, where it shows the user's own reward functions."""
+_LENGTH, _LATENCY = "seq_completion_len_mean", "latency_ms_mean"
+
 
 class ConsoleLines:
-    """Prints one line every `log_every` steps, at the last step, and for each validation."""
+    """Prints one line every `log_every` steps, at the last step, and for each validation or measurement."""
 
     name = "console"
 
@@ -47,6 +53,8 @@ class ConsoleLines:
                 self._show(self._line([*_training_parts(row), self._eta(row)], row))
         if "val/loss" in row.metrics:
             self._show(self._line(_validation_parts(row), row))
+        if MEASURED in row.metrics:
+            self._show(self._line(_measured_parts(row), row))
 
     def write_epoch(self, kind: str, row: Mapping[str, float]) -> None:
         """Print what an epoch came to."""
@@ -67,7 +75,8 @@ class ConsoleLines:
         if self._first is None or row.step <= self._first.step:
             return ""
         seconds_per_step = (row.time - self._first.time) / (row.step - self._first.step)
-        return f"ETA {timedelta(seconds=round(seconds_per_step * (self._total_steps - row.step)))}"
+        minutes, seconds = divmod(round(seconds_per_step * (self._total_steps - row.step)), 60)
+        return f"ETA {minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
 class ProgressBar:
@@ -97,10 +106,15 @@ class ProgressBar:
 
 
 def _training_parts(row: Row) -> list[str]:
+    if f"train/{_LATENCY}" in row.metrics:  # the stage budget
+        middle = [_part(row, "train/accuracy_mean", "acc {:.3f}"), _part(row, f"train/{_LATENCY}", "latency {:.1f} ms")]
+    else:  # without a reference model the KL divergence is that of the step's updates
+        kl = "train/kl" if "train/kl" in row.metrics else "train/update_kl"
+        middle = [_part(row, f"train/{_LENGTH}", "length {:.0f}"), _part(row, kl, "KL {:z.4f}")]
     return [
         _part(row, "train/loss", "loss {:.4f}"),
-        _part(row, "train/accuracy_mean", "accuracy {:.3f}"),
-        _part(row, "train/latency_ms_mean", "latency {:.1f} ms"),
+        _part(row, "train/reward_total_mean", "reward {:.3f}"),
+        *middle,
         _part(row, "train/lr(1e-3)", "lr {:.2e}", scale=1e-3),
         _part(row, "train/grad_norm", "grad norm {:.3f}"),
         _part(row, "throughput/train/tokens_per_s", "{:,.0f} tokens/s"),
@@ -113,6 +127,22 @@ def _validation_parts(row: Row) -> list[str]:
         _part(row, "val/perplexity", "val perplexity {:.3f}"),
         _part(row, "time/val/step_s", "{:.1f} s"),
     ]
+
+
+def _measured_parts(row: Row) -> list[str]:
+    """What is measured under `eval/`; of several reward functions as many as fit the line."""
+    total, seconds = _part(row, MEASURED, "eval reward {:.3f}"), _part(row, "time/eval/step_s", "{:.1f} s")
+    if f"eval/{_LATENCY}" in row.metrics:  # the stage budget
+        accuracy = _part(row, "eval/accuracy_mean", "acc {:.3f}")
+        latency = _part(row, f"eval/{_LATENCY}", "latency {:.1f} ms")
+        return [total, accuracy, latency, _part(row, "eval/budget_violation_mean", "over budget {:.1%}"), seconds]
+    length = _part(row, f"eval/{_LENGTH}", "length {:.0f}")
+    own = re.compile(r"eval/(?!reward_total_|seq_)(\w+)_mean")
+    found = {name[1]: value for key, value in row.metrics.items() if (name := own.fullmatch(key))}
+    rewards = [f"{name} {value:.3f}" for name, value in found.items()] if len(found) > 1 else []
+    while rewards and len(" | ".join([total, *rewards, length, seconds])) > WIDTH - len("step 10000/10000 | "):
+        rewards.pop()
+    return [total, *rewards, length, seconds]
 
 
 def _part(row: Row, name: str, form: str, scale: float = 1.0) -> str:

@@ -92,10 +92,11 @@ class RewardGuard:
             self._reported.add(name)
             failure, sample = self._first(name, samples, rewards)
             if dist.get_rank() == 0:
+                more = f"{sample}\n{failure.traceback}".rstrip()
                 warn(
                     f"{when}: the reward {name} failed on {failed:.0f} of {counts['samples']:.0f} samples, which get 0 "
-                    f"for it: {failure.reason} ({sample}). Further failures are only counted, in "
-                    f"train/reward_failures.\n{failure.traceback}".rstrip()
+                    f"for it: {failure.reason}. Further failures are only counted, in train/reward_failures. This was "
+                    f"{more}"
                 )
         return counts
 
@@ -122,12 +123,12 @@ class RewardGuard:
                 fix = "make it faster or raise reward.time_limit_s"
             elif all_failed and not all_timed_out:
                 what = f"failed on all {total:.0f} samples ({self._first(name, samples, rewards)[0].reason})"
-                fix = "fix it"
+                fix = "fix the cause"
             else:
                 continue
             raise UserError(
                 f"step {step}: the reward {name} {what}, and no update was made from this step; {fix}, then start the "
-                "same command again to resume (earlier checkpoints are intact)"
+                "same command again (earlier checkpoints are intact)"
             )
 
     def _counts(self, rewards: Sequence[Reward]) -> dict[str, float]:
