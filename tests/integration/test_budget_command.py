@@ -63,6 +63,8 @@ def test_epochs_are_in_tables_console_and_tensorboard(budget_run: RecipeRun, sha
             assert (
                 f"{float(row['latency_mean']):.2f} ms" in of_epoch and f"{float(row['latency_std']):.2f} ms" in of_epoch
             )
+    last = NUM_EPOCHS * STEPS_PER_EPOCH
+    assert f"| reward {metrics[last, 'train/reward_total_mean']:.3f} | acc " in printed
     training = table(run_dir / "training_history.csv")
     for epoch in range(NUM_EPOCHS):
         steps = range(1 + epoch * STEPS_PER_EPOCH, 1 + (epoch + 1) * STEPS_PER_EPOCH)

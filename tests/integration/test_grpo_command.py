@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.commands import GRPORun, Hold, RecipeRun, SFTRun, TrainingRun, end_of, kill_launcher
+from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.errors import STOPPED_EXIT_CODE
 
 SPECIFIED = (
@@ -38,7 +39,7 @@ def by_step(run: TrainingRun) -> dict[int, dict[str, Any]]:
     return rows
 
 
-def test_every_specified_metric_is_logged(grpo_run: GRPORun) -> None:
+def test_every_specified_metric_is_logged(grpo_run: GRPORun, shared: Path) -> None:
     rows = by_step(grpo_run)
     assert sorted(rows) == [0, 1, 2, 3, 4]
     for step in (1, 2, 3, 4):
@@ -54,6 +55,10 @@ def test_every_specified_metric_is_logged(grpo_run: GRPORun) -> None:
         assert (row["weights/bytes"] > 1e6) == (step % 2 == 0)
     assert any(rows[step]["train/grad_norm"] > 0 for step in rows if step)
     assert not [name for step in (0, 2, 4) for name in EVALUATED if name not in rows[step]]
+    printed = (shared / "grpo_run.out").read_text()
+    assert all(
+        f"step {step}/4 | eval reward {rows[step]['eval/reward_total_mean']:.3f} | " in printed for step in (0, 2, 4)
+    )
     export = json.loads((grpo_run.run_dir / "global_step_4" / "huggingface" / "config.json").read_text())
     assert export["dtype"] == "float32"  # the precision of training on a CPU
 
@@ -134,12 +139,11 @@ def test_stopped_run_with_all_options_resumes_exactly(quickstart: Path, tmp_path
 
 def test_bad_input_is_reported_once(quickstart: Path, tmp_path: Path) -> None:
     """An error that every rank finds, in new processes: exit code 2, one message and no traceback."""
-    (tmp_path / "mine.py").write_text("import nothing_of_this_name\n")
-    done = GRPORun(quickstart, tmp_path / "run", f"reward.functions=[{tmp_path}/mine.py:score]", cold=True).start()
+    done = GRPORun(quickstart, tmp_path / "run", "data.max_prompt_length=2", cold=True).start()
     printed = done.stdout + done.stderr
     assert done.returncode == 2 and "Traceback" not in printed, printed
     [error] = [line for line in printed.splitlines() if line.startswith("error: ")]
-    assert "nothing_of_this_name" in error
+    assert "data.max_prompt_length=2" in error
 
 
 def test_starts_from_an_sft_run_that_was_not_evaluated(sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> None:
@@ -159,3 +163,25 @@ def test_recipe_that_needs_another_run_names_its_command(tmp_path: Path) -> None
     command = f"`bash run_sft.sh 2 recipe=budget_vlm trainer.default_local_dir={sft_run}`"
     assert done.returncode == 2 and command in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_reward_that_fails_on_every_sample_stops_the_run(quickstart: Path, tmp_path: Path) -> None:
+    """From step 3 on: no update is made from it, nothing restarts, and the checkpoint before it is whole."""
+    saved = tmp_path / "run" / "global_step_2"
+    (tmp_path / "mine.py").write_text(
+        "import pathlib\n"
+        "def score(solution_str, **others):\n"
+        f"    if pathlib.Path({str(saved)!r}).exists(): raise ValueError('no good')\n"
+        "    return len(solution_str) % 7\n"
+    )
+    options = (f"reward.functions=[{tmp_path}/mine.py:score]", "rollout.engine=hf", "data.eval_every_steps=0")
+    run = GRPORun(quickstart, tmp_path / "run", *options, "trainer.log_every=1")
+    done = run.start("--restarts", "2")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "step 3: the reward score failed on all 16 samples (ValueError: no good)" in done.stderr
+    assert done.stderr.count("Traceback") == done.stderr.count("mine.py") == 1
+    [attempt] = run.attempts()
+    assert run.record()["status"] == "failed" and "the reward score failed" in attempt["exit_reason"]
+    assert sorted(run.losses()) == [1, 2] and run.tracker() == "2" and not damaged_files(saved)
+    logged = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(logged) == 2 and all(part in line for line in logged for part in (" | reward ", " | length ", " | KL "))

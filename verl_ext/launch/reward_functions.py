@@ -82,9 +82,7 @@ def check_columns(path: Path, judged: str | None) -> None:
     for name in {"reward_model", "extra_info"} & {*schema.names}:
         kind = schema.field(name).type
         if not pyarrow.types.is_struct(kind) and not pyarrow.types.is_null(kind):
-            raise UserError(
-                f"the column '{name}' of {path} has the type {kind}; write a struct, as verl's RL format has"
-            )
+            raise UserError(f"the column '{name}' of {path} is a {kind}; write a struct, as verl's RL format has")
     if judged is None:
         return
     needs = f"which the reward {judged} needs; add it, or set reward.functions to rewards that do without"

@@ -1,0 +1,231 @@
+"""Reward functions that cannot be called or fail: what the launcher refuses, and what stops a run."""
+
+from __future__ import annotations
+
+import decimal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from tests.helpers.grpo import sample
+from verl_ext.config.compose import compose_config
+from verl_ext.errors import UserError
+from verl_ext.grpo.environment import Reward
+from verl_ext.grpo.failure import RewardError, RewardFailure
+from verl_ext.grpo.rewards.user_function import UserFunction, score_of
+from verl_ext.launch.reward_functions import check_reward_functions
+from verl_ext.own_code import OwnCode
+from verl_ext.trainer.guard import TIMED_OUT_STEPS, RewardGuard
+
+FUNCTIONS = """
+import os, sys, time
+def good(data_source, solution_str, ground_truth, extra_info, weight=2.0): return float(ground_truth) * weight
+def open_ended(**arguments): return arguments["extra_info"]["index"]
+def sees_truth(solution_str, **rest): return {"72": 1.0}[solution_str]
+def raises(data_source, solution_str, ground_truth, extra_info): return helper(solution_str)
+def helper(text): raise LookupError("no good")
+def text(**rest): return "0.5"
+def slow(**rest): time.sleep(100)
+def slow_at_first(**rest):
+    if not os.path.exists(__file__ + ".called"):
+        open(__file__ + ".called", "w").close()
+        time.sleep(100)
+    return 1.0
+def leaves(**rest): os._exit(1)
+def wrong_names(solution, answer): return 1.0
+def one_more(data_source, solution_str, ground_truth, extra_info, more): return 1.0
+def by_position(data_source, solution_str, ground_truth, extra_info, /): return 1.0
+constant = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    return tmp_path / "mine.py"
+
+
+@pytest.mark.parametrize(
+    ("value", "score"),
+    [
+        (1, 1.0),
+        (True, 1.0),  # `return answer == reference`
+        (np.float32(0.5), 0.5),
+        (np.bool_(False), 0.0),
+        (torch.tensor(2.0), 2.0),
+        (decimal.Decimal("0.5"), 0.5),
+        ({"score": 3, "accuracy": 1}, 3.0),
+    ],
+)
+def test_what_is_a_number(value: Any, score: float) -> None:
+    assert score_of(value) == score
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("0.5", "'0.5'"),
+        (b"1", "b'1'"),
+        (None, "None"),
+        ([1.0], "a list"),
+        (1j, "a complex"),
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
+        ({"value": 1}, "'score'"),
+        ({"score": "1"}, "'1'"),
+    ],
+)
+def test_what_is_not_a_number(value: Any, shown: str) -> None:
+    with pytest.raises(RewardError) as failed:
+        score_of(value)
+    assert shown in failed.value.failure.reason and not failed.value.failure.traceback
+
+
+ARGUMENTS = "data_source, solution_str, ground_truth, extra_info"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        *((name, f"mine.py:{name} .*{ARGUMENTS}") for name in ("wrong_names", "one_more", "by_position")),
+        ("constant", "is not a function"),
+        ("god", "has no 'god'"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused(mine: Path, name: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        UserFunction(OwnCode("reward.functions", str(mine), name))
+
+
+def test_a_function_for_verl_that_is_named_by_module_is_refused(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(mine.parent)
+    with pytest.raises(UserError, match=r"one argument, a RewardedAnswer.*path\.py:function"):
+        UserFunction(OwnCode("reward.functions", "mine", "good"))
+
+
+def config_of(data: Path, *functions: str) -> DictConfig:
+    words = [f"reward.functions=[{','.join(functions)}]", "reward.time_limit_s=0.5", "prepare=[]"]
+    return compose_config("grpo", [*words, f"data.train_files={data}", f"data.val_files={data}"])
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Two rows of GSM8K's kind."""
+    frame = pd.DataFrame({"prompt": [[{"role": "user", "content": "6 * 12?"}]] * 2, "data_source": ["here"] * 2})
+    frame["reward_model"] = [{"style": "rule", "ground_truth": "72"}] * 2
+    frame["extra_info"] = [{"index": 3}] * 2
+    frame.to_parquet(tmp_path / "rows.parquet")
+    return tmp_path / "rows.parquet"
+
+
+def test_functions_that_work_are_let_through(mine: Path, rows: Path) -> None:
+    ours = [f"{mine}:{name}" for name in ("good", "open_ended", "sees_truth", "slow_at_first")]
+    check_reward_functions(config_of(rows, *ours, "reward_correct", "tag_count_reward"))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("raises", "LookupError: no good"),
+        ("text", "it returned '0.5'"),
+        ("slow", "more than 0.5 s.*reward.time_limit_s"),
+        ("leaves", "it ended its process"),
+        ("wrong_names", "has the parameters"),
+    ],
+)
+def test_functions_that_fail_on_a_row_are_refused(
+    mine: Path, rows: Path, name: str, says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match=says) as refused:
+        check_reward_functions(config_of(rows, f"{mine}:{name}"))
+    assert "\n" not in str(refused.value)
+    shown = capfd.readouterr().err
+    assert ('helper(text): raise LookupError("no good")' in shown) == (name == "raises")
+
+
+@pytest.mark.parametrize(("code", "says"), [("import sys; sys.exit(4)", "exits"), ("import os; os._exit(4)", "ended")])
+def test_a_file_that_ends_its_process_is_refused(rows: Path, tmp_path: Path, code: str, says: str) -> None:
+    (tmp_path / "leaves.py").write_text(code)
+    with pytest.raises(UserError, match=f"leaves.py.*{says}"):
+        check_reward_functions(config_of(rows, f"{tmp_path}/leaves.py:f"))
+
+
+def test_a_file_that_hangs_is_refused(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_ext.grpo.rewards.custom.START_S", 0.2)
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(1000)")
+    with pytest.raises(UserError, match=r"hangs.py.*more than 0\.2 s"):
+        check_reward_functions(config_of(rows, f"{tmp_path}/hangs.py:f"))
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "says"),
+    [
+        ("reward_model", None, "no column 'reward_model'"),
+        ("reward_model", [{"style": "rule"}] * 2, "no field 'ground_truth'"),
+        ("reward_model", [{"ground_truth": "72"}, None], "row 1 has no reward_model.ground_truth"),
+        ("reward_model", [{"ground_truth": "72"}, {"ground_truth": None}], "row 1 has no"),
+        ("reward_model", ['{"ground_truth": "72"}'] * 2, "'reward_model' .* is a string"),
+        ("extra_info", ["{}"] * 2, "'extra_info' .* is a string"),
+        ("reward_model", [{"ground_truth": '{"tests": 3}'}] * 2, "row 0 .*cannot be read"),
+    ],
+)
+def test_rows_without_what_a_reward_needs_are_refused(
+    rows: Path, column: str, values: list[Any] | None, says: str
+) -> None:
+    frame = pd.read_parquet(rows).drop(columns=column)
+    frame = frame if values is None else frame.assign(**{column: values})
+    frame.to_parquet(rows)
+    with pytest.raises(UserError, match=says):
+        check_reward_functions(config_of(rows, "reward_correct"))
+    if column == "reward_model" and not isinstance((values or [None])[0], str):  # no other reward needs it
+        check_reward_functions(config_of(rows, "reward_format"))
+
+
+RAISED, TIMED_OUT = RewardFailure("ValueError: no good", "Traceback: here"), RewardFailure("too long", timed_out=True)
+
+
+def check(guard: RewardGuard, step: int, failures: Sequence[RewardFailure | None]) -> None:
+    """A step whose samples have these failures of the reward `near`, while `far` never fails."""
+    rewards = [Reward({"near": 0.0, "far": 1.0}, {} if each is None else {"near": each}) for each in failures]
+    guard.check(step, [sample("text", "7")] * len(rewards), rewards)
+
+
+@pytest.fixture
+def guard(one_rank: None) -> RewardGuard:
+    return RewardGuard(["far", "near"], lambda sample: f"an answer to {sample.prompt.sample_id}", "cpu")
+
+
+def test_a_failing_function_is_reported_once(guard: RewardGuard, capsys: pytest.CaptureFixture[str]) -> None:
+    check(guard, 1, [None, None])
+    for step in (2, 3):
+        check(guard, step, [None, RAISED, RAISED])
+    shown = capsys.readouterr().err
+    assert shown.count("warning") == shown.count("Traceback: here") == 1
+    assert "step 2: the reward near failed on 2 of 3 samples" in shown and "an answer to s" in shown
+
+
+@pytest.mark.parametrize("failures", [[RAISED, RAISED], [TIMED_OUT, RAISED]])
+def test_a_function_that_fails_on_every_sample_stops_the_run(guard: RewardGuard, failures: list[RewardFailure]) -> None:
+    with pytest.raises(UserError, match="step 1: the reward near failed on all 2 samples .ValueError|too long"):
+        check(guard, 1, failures)
+
+
+def test_time_outs_alone_stop_the_run_after_some_steps_in_a_row(guard: RewardGuard) -> None:
+    for step in range(1, TIMED_OUT_STEPS):
+        check(guard, step, [TIMED_OUT] * 2)
+    check(guard, TIMED_OUT_STEPS, [TIMED_OUT, None])  # not in a row
+    for step in range(1, TIMED_OUT_STEPS):
+        check(guard, step, [TIMED_OUT] * 2)
+    with pytest.raises(UserError, match="near timed out on every sample of 3 steps in a row.*time_limit_s"):
+        check(guard, 9, [TIMED_OUT] * 2)
+
+
+def test_a_measurement_reports_and_stops_nothing(guard: RewardGuard, capsys: pytest.CaptureFixture[str]) -> None:
+    guard.report("measurement at step 0", [sample("text", "7")], [Reward({}, {"near": RAISED})])
+    assert "measurement at step 0: the reward near failed on 1 of 1 samples" in capsys.readouterr().err
