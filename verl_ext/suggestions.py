@@ -217,7 +217,8 @@ def meant_key(typed: str, known: Collection[str]) -> str | None:
             return found
     same_end = [key for key in known if key.rpartition(".")[2] == parts[-1]]
     if same_end:
-        return max(same_end, key=lambda key: difflib.SequenceMatcher(None, key, name).ratio())
+        near = difflib.get_close_matches(name, known, n=1, cutoff=CUTOFF)
+        return max([*near, *same_end], key=lambda key: difflib.SequenceMatcher(None, key, name).ratio())
     names = {key: key for key in known}
     if len(parts) == 1:
         names = {key.rpartition(".")[2]: key for key in known} | names
