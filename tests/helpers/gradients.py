@@ -29,8 +29,10 @@ def multi_turn(quickstart: Path) -> pd.DataFrame:
     return pd.DataFrame({"messages": [sum(chats[4 * i : 4 * i + 1 + i % 4], []) for i in range(16)]})
 
 
-def assert_ways_agree(data: pd.DataFrame, quickstart: Path, directory: Path, ways: Iterable[str] = ()) -> None:
-    """One and two ranks find the same in each of the ways.
+def assert_ways_agree(
+    data: pd.DataFrame, quickstart: Path, directory: Path, ways: Iterable[str] = ()
+) -> dict[str, bool]:
+    """One and two ranks find the same in each of the ways; returns which of the ways pack samples.
 
     Args:
         data: the chats.
@@ -53,6 +55,9 @@ def assert_ways_agree(data: pd.DataFrame, quickstart: Path, directory: Path, way
             for name, gradient in reference["gradients"].items():
                 error = (result["gradients"][name] - gradient).norm() / gradient.norm()
                 assert error < 1e-5, (num_ranks, way, name)
+    packing = [{way: result["packs"] for way, result in found.items()} for found in results.values()]
+    assert packing[0] == packing[1]
+    return packing[0]
 
 
 def measured(num_ranks: int, quickstart: Path, directory: Path, *ways: str) -> dict[str, Any]:

@@ -7,12 +7,85 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+    from transformers import (
+        PretrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        PreTrainedTokenizerFast,
+        Qwen2ForCausalLM,
+    )
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+SHAPE = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 1024},
+}
+OLD_SHAPE = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+FALCON_SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+HEAD = {**SHAPE, "head_dim": 16}
+WINDOW = {"sliding_window": 32}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+JAMBA = {
+    **{"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+    **{"use_mamba_kernels": False, "num_experts_per_tok": 2},
+}
+MIXED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+PACKING_FAMILIES: dict[str, tuple[str, dict]] = {
+    "llama": ("llama", SHAPE),
+    "qwen2": ("qwen2", SHAPE),
+    "qwen3": ("qwen3", HEAD),
+    "gemma3": ("gemma3_text", {**HEAD, **MIXED, "query_pre_attn_scalar": 16}),
+    "gpt_neox": ("gpt_neox", {name: size for name, size in SHAPE.items() if name != "num_key_value_heads"}),
+    "phi3": ("phi3", SHAPE),
+    "olmo2": ("olmo2", SHAPE),
+    "starcoder2": ("starcoder2", {**SHAPE, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
+    "mistral with a window": ("mistral", {**SHAPE, **WINDOW}),
+    "smollm3": ("smollm3", {**SHAPE, "num_hidden_layers": 4}),
+    "mixtral": ("mixtral", {**SHAPE, "num_local_experts": 4}),
+    "qwen3_moe": ("qwen3_moe", {**HEAD, **EXPERTS, "num_experts": 4}),
+    "granite": ("granite", SHAPE),
+}
+PADDING_FAMILIES: dict[str, tuple[str, dict]] = {
+    "gemma2": ("gemma2", {**HEAD, **WINDOW, "query_pre_attn_scalar": 16}),
+    "falcon": ("falcon", FALCON_SHAPE),
+    "falcon with alibi": ("falcon", {**FALCON_SHAPE, "alibi": True}),
+    "gpt2": ("gpt2", {**OLD_SHAPE, **NO_DROPOUT}),
+    "bloom": ("bloom", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "gpt_oss": ("gpt_oss", {**HEAD, **MIXED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mamba": ("mamba", {"hidden_size": 64, "num_hidden_layers": 2}),
+    "jamba": ("jamba", {**SHAPE, **JAMBA}),
+}
+"""Model type and settings of tiny models whose samples can be packed into one row, and of others."""
+
+
+def family_config(name: str, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The configuration of a model of `PACKING_FAMILIES` or `PADDING_FAMILIES`."""
+    from transformers import AutoConfig
+
+    model_type, settings = {**PACKING_FAMILIES, **PADDING_FAMILIES}[name]
+    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    return AutoConfig.for_model(model_type, **settings, vocab_size=len(tokenizer), **tokens)
+
+
+def write_family(name: str, quickstart: Path, directory: Path) -> Path:
+    """A copy of the quickstart's directory whose `model/` is of another family, with random weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(family_config(name, tokenizer))
+    directory.mkdir()
+    for file in ("train.parquet", "val.parquet"):
+        (directory / file).symlink_to(quickstart / file)
+    save(directory / "model", model, tokenizer)
+    return directory
 
 
 def make_tokenizer(texts: Iterable[str] = ()) -> PreTrainedTokenizerFast:
@@ -93,7 +166,7 @@ def learn(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, answers: 
     torch.set_num_threads(num_threads)
 
 
-def save(directory: Path, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Path:
+def save(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
     """Save an export and return its directory."""
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -8,9 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.helpers.gradients import assert_ways_agree, multi_turn
+from tests.helpers.models import write_family
 
 WAYS = ("plain", "fused", "packed", "packed, few tokens", "packed, 1 sample")
 
 
 def test_packing_micro_batches_and_ranks_change_nothing(quickstart: Path, tmp_path: Path) -> None:
     assert_ways_agree(multi_turn(quickstart), quickstart, tmp_path, WAYS)
+
+
+def test_ranks_agree_on_padding_a_model_that_cannot_pack(quickstart: Path, tmp_path: Path) -> None:
+    """`packed` is the default; GPT-2 fails in the middle of the trial, when some of its layers are gathered."""
+    directory = write_family("gpt2", quickstart, tmp_path / "gpt2")
+    packing = assert_ways_agree(multi_turn(quickstart), directory, tmp_path, ("plain", "packed"))
+    assert packing == {"plain": False, "packed": False}

@@ -33,7 +33,7 @@ if __name__ == "__main__":
         common = (f"data.train_files={data}", "data.max_length=1024", "data.micro_batch_size_per_gpu=4")
         trainer = make_trainer(small_config(quickstart, output.parent / "run", *common, *WAYS[way]))
         loss, gradients = loss_and_gradients(trainer)
-        results[way] = {"loss": loss, "gradients": gradients, "validation": trainer.validate()}
+        results[way] = {"loss": loss, "gradients": gradients, "validation": trainer.validate(), "packs": trainer.packs}
         results[way]["again"] = loss_and_gradients(trainer)[0]  # parameters that stayed gathered must not be stale
     if dist.get_rank() == 0:
         torch.save(results, output)

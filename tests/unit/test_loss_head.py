@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GemmaConfig,
+    GPT2Config,
+    GptOssConfig,
+    MambaConfig,
+    MistralConfig,
+    OpenAIGPTConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
+from tests.helpers.models import write_family
+from tests.helpers.trainer import loss_and_gradients, make_trainer, small_config
 from verl_ext.data.batching import MicroBatch, MicroBatcher, pack
 from verl_ext.errors import UserError
 from verl_ext.trainer import loss_head
-from verl_ext.trainer.forward_check import check_packing, loss_heads_error, trial_samples
+from verl_ext.trainer.forward_check import loss_heads_error, trial_samples, why_not_packed
 from verl_ext.trainer.loss_head import LossHead, install_loss_head
+from verl_ext.trainer.model import attention_of, layer_classes
 from verl_ext.trainer.packed_attention import PACKED_SDPA
 from verl_ext.trainer.token_loss import TokenLoss
 
@@ -103,31 +120,79 @@ def test_packed_samples_are_as_if_alone(name: str) -> None:
         assert torch.allclose(one.grad, other.grad, atol=1e-5)
 
 
-def test_a_model_that_mixes_packed_samples_is_refused() -> None:
+def test_a_model_that_mixes_packed_samples_is_found_out() -> None:
     good = loss_of(model_of("qwen2").eval()).logits
-    check_packing(good, 97, torch.float32, "Good")
+    assert why_not_packed(good, 97, torch.float32) is None
 
     def leaking(micro_batch: MicroBatch) -> torch.Tensor:
         logits = good(micro_batch)
         return logits + logits.cumsum(1) * 0.01
 
-    with pytest.raises(UserError, match="Leaking does not keep packed samples apart: .* set data.packing=false"):
-        check_packing(leaking, 97, torch.float32, "Leaking")
-
-    check_packing(lambda micro_batch: good(micro_batch) * 0, 97, torch.float32, "Fresh")  # its head is all zeros
-
     def narrow(micro_batch: MicroBatch) -> torch.Tensor:
         raise TypeError("forward() got an unexpected keyword argument 'sample_lengths'")
 
-    with pytest.raises(UserError, match="cannot take packed samples .* set data.packing=false"):
-        check_packing(narrow, 97, torch.float32, "Narrow")
+    reasons = {
+        "does not keep packed samples apart": leaking,
+        "does not accept the boundaries": narrow,
+        "cannot be verified": lambda micro_batch: good(micro_batch) * 0,  # a new head, all zeros
+    }
+    for reason, logits_of in reasons.items():
+        assert reason in str(why_not_packed(logits_of, 97, torch.float32))
 
 
-def test_attention_that_sdpa_does_not_have_is_refused() -> None:
-    config = Gemma2Config(**SMALL, attn_logit_softcapping=5.0)
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Gemma2Config(**SMALL, attn_logit_softcapping=5.0), "caps attention scores"),
+        (GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2), "does not pass the boundaries"),
+    ],
+)
+def test_attention_that_cannot_be_packed_is_found_out(config: PretrainedConfig, reason: str) -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_SDPA).float().eval()
-    with pytest.raises(UserError, match="cannot take packed samples .*caps scores.*; set data.packing=false"):
-        check_packing(loss_of(model).logits, 97, torch.float32, "Gemma2ForCausalLM")
+    assert reason in str(why_not_packed(loss_of(model).logits, 97, torch.float32))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("name", "attention"), [("gpt2", "sdpa"), ("gemma2", "eager"), ("mamba", "eager")])
+def test_a_model_that_cannot_pack_trains_as_with_packing_off(
+    name: str, attention: str, quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = write_family(name, quickstart, tmp_path / name)
+    trainers = [
+        make_trainer(small_config(directory, tmp_path, f"data.packing={packing}")) for packing in ("auto", "false")
+    ]
+    assert capsys.readouterr().err.count("Samples are padded instead of packed: ") == 1
+    assert [trainer.model.config._attn_implementation for trainer in trainers] == [attention, attention]
+    (loss, gradients), (padded_loss, padded_gradients) = map(loss_and_gradients, trainers)
+    assert loss == padded_loss
+    for parameter, gradient in gradients.items():
+        assert torch.equal(gradient, padded_gradients[parameter])
+    with pytest.raises(UserError, match="data.packing=true .*data.packing=auto"):
+        make_trainer(small_config(directory, tmp_path, "data.packing=true"))
+
+
+def test_auto_does_not_take_attention_that_leaves_out_a_part_of_the_model() -> None:
+    config = small_config(Path(), Path())
+    found = {
+        name: attention_of(config, made, "cpu", AutoModelForCausalLM)
+        for name, made in {"qwen2": CONFIGS["qwen2"], "gemma2": Gemma2Config(), "gpt_oss": GptOssConfig()}.items()
+    }
+    assert found == {"qwen2": "sdpa", "gemma2": "eager", "gpt_oss": "eager"}
+    config.model.attn_implementation = "sdpa"
+    with pytest.raises(UserError, match="gemma2 .*auto or eager"):
+        attention_of(config, Gemma2Config(), "cpu", AutoModelForCausalLM)
+
+
+def test_layers_inside_others_are_sharded_with_them_and_layers_must_be_known() -> None:
+    with torch.device("meta"):
+        mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2))
+        nameless = AutoModelForCausalLM.from_config(OpenAIGPTConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=2))
+    assert layer_classes(mamba, None) == ["MambaBlock"]
+    assert layer_classes(nameless, "Block") == ["Block"]
+    with pytest.raises(UserError, match="OpenAIGPTLMHeadModel .*transformer_layer_cls_to_wrap .*Block"):
+        layer_classes(nameless, None)
+    with pytest.raises(UserError, match="no module of the class Blok"):
+        layer_classes(nameless, ["Block", "Blok"])
 
 
 def test_a_model_that_changes_its_logits_is_found_out() -> None:

@@ -51,6 +51,7 @@ OF_OTHERS = OF_TEXTS | {  # settings of other stages: the value they must keep i
     "model.attn_implementation": "auto",
     "model.external_lib": None,
     "model.fsdp_config.model_dtype": "fp32",
+    "model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap": None,
     "eval.recipe": None,
 }
 

@@ -123,7 +123,7 @@ def workload_of(config: DictConfig, numel: int, gpus: int, hardware: Hardware, l
         logit_tokens=logit_tokens,
         learnt_tokens=logit_tokens if is_grpo else round(logit_tokens * lengths.learnt_share),
         is_padded=rows > 1 and not lengths.are_equal,
-        is_packed=switch(config, "data.packing"),
+        is_packed=packs(config),
         forward_passes=forward_passes,
         master_bytes=master,
         compute_bytes=compute,
@@ -140,6 +140,12 @@ def switch(config: DictConfig, key: str) -> Any:
     """A setting that the configuration may not have."""
     value = OmegaConf.select(config, key)
     return SWITCHES[key] if value is None else value
+
+
+def packs(config: DictConfig) -> bool:
+    """`data.packing`; auto packs, unless attention is eager: whether the model can do so is found out in training."""
+    setting = switch(config, "data.packing")
+    return config.model.attn_implementation != "eager" if setting == "auto" else bool(setting)
 
 
 def keeps_gathered(config: DictConfig, whole_bytes: int, hardware: Hardware) -> bool:
@@ -195,12 +201,12 @@ def micro_batches(config: DictConfig, samples: int, longest: int, mean: float) -
     budget of `micro_batch_size_per_gpu` samples of the longest where none is given; else the largest micro-batch has
     rows of the longest.
     """
-    budget, packs = switch(config, "data.max_tokens_per_gpu"), switch(config, "data.packing")
+    budget, is_packed = switch(config, "data.max_tokens_per_gpu"), packs(config)
     size = min(config.data.micro_batch_size_per_gpu, samples)
-    if budget is None and not packs:
+    if budget is None and not is_packed:
         return size, longest, math.ceil(samples / size)
     budget = max(budget or size * longest, longest)
     count = math.ceil(samples * mean / budget)
-    if packs:
+    if is_packed:
         return 1, min(budget, samples * longest), count
     return min(budget // longest, samples), longest, count

@@ -31,7 +31,7 @@ WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
 }
 """By stage: keys of others, and the value that they must keep."""
 CHOICES: dict[str, dict[str, Any]] = {
-    "sft": {**checks.CHOICES, **checks.GATHERING},
+    "sft": {**checks.CHOICES, **checks.GATHERING, **sft_check.PACKING},
     "grpo": {**checks.CHOICES, **grpo_check.CHOICES},
     "budget": {**checks.CHOICES, **budget_check.CHOICES},
     "vlm_sft": {**checks.CHOICES, **checks.GATHERING},
@@ -63,6 +63,7 @@ KINDS_OF_NULL = {  # of keys whose default says nothing, and of those that take 
     "latency.file": "path or null",
     "model.adapter": "text or null",
     "model.external_lib": "text or null",
+    "model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap": "text, list or null",
     "model.lora_adapter_path": "path or null",
     "model.partial_pretrain": "text",
     "model.sft_run": "path or null",

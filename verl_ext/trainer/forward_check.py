@@ -5,13 +5,14 @@ No list of architectures says it: a model of a user's own may scale its logits, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 
 from verl_ext.data.batching import MicroBatch, pack
-from verl_ext.errors import UserError
+from verl_ext.trainer.packed_attention import PackingUnsupportedError
 
 LENGTHS = (7, 5, 9)
 """Of the samples that are tried."""
@@ -30,31 +31,31 @@ def trial_samples(vocab_size: int) -> list[dict]:
 
 
 @torch.no_grad()
-def check_packing(logits_of: Forward, vocab_size: int, precision: torch.dtype, name: str) -> None:
-    """Refuse a model whose samples know of each other; collective.
+def why_not_packed(logits_of: Forward, vocab_size: int, precision: torch.dtype) -> str | None:
+    """Why the samples of a micro-batch cannot share a row: what the model does, without its name. Collective.
 
     Args:
         logits_of: gives the logits (1, tokens, vocab) of a packed micro-batch.
         vocab_size: of the model.
         precision: of the forward pass.
-        name: of the model's class.
 
-    Raises:
-        UserError: the logits of packed samples are not those of the samples alone.
+    Returns:
+        None where packed samples have the logits that each has alone.
     """
     samples = trial_samples(vocab_size)
     try:
         alone = torch.cat([logits_of(pack([sample])) for sample in samples], dim=1).float()
         together = logits_of(pack(samples)).float()
-    except (TypeError, ValueError) as error:  # it takes no borders of samples
-        raise UserError(f"{name} cannot take packed samples ({error}); set data.packing=false") from error
+    except PackingUnsupportedError as error:
+        return str(error)
+    except (TypeError, ValueError):  # from the model's own code, which has no parameter for the boundaries
+        return "does not accept the boundaries of packed samples"
     apart, spread = float((together - alone).abs().max()), float(alone.std())
-    # false for logits that are all the same, and for NaN, of which neither says anything of packing
+    if not spread > 0 or not math.isfinite(apart):
+        return "gives logits that are all equal or not finite, so packing cannot be verified"
     if apart > TOLERANCE[precision] * spread:
-        raise UserError(
-            f"{name} does not keep packed samples apart: their logits differ by up to {apart:.2g} from those of the "
-            f"samples alone, which spread by {spread:.2g}; set data.packing=false"
-        )
+        return "does not keep packed samples apart"
+    return None
 
 
 @torch.no_grad()

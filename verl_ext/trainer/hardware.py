@@ -49,8 +49,11 @@ def pick_precision(setting: str, device_name: str) -> torch.dtype:
 
 
 def packs_samples(config: DictConfig) -> bool:
-    """Whether samples are packed into rows; with Ulysses verl's own forward pass takes padded ones."""
-    return config.stage == "sft" and config.data.packing and config.ulysses_sequence_parallel_size == 1
+    """Whether samples are packed into rows, as far as the configuration decides.
+
+    With Ulysses verl's own forward pass takes padded samples.
+    """
+    return config.stage == "sft" and bool(config.data.packing) and config.ulysses_sequence_parallel_size == 1
 
 
 def autocast(precision: torch.dtype, device_name: str) -> Any:

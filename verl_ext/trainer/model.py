@@ -75,18 +75,20 @@ def load_model(
     config: DictConfig, device_mesh: DeviceMesh, device_name: str, auto_class: Any = AutoModelForCausalLM
 ) -> PreTrainedModel:
     """The unsharded model: real weights on rank 0, no memory on the others, which receive theirs when it is sharded."""
-    arguments: dict[str, Any] = {
-        "dtype": PrecisionType.to_dtype(config.model.fsdp_config.model_dtype),
-        "attn_implementation": attention_of(config, device_name),
-        "trust_remote_code": config.model.trust_remote_code,
-    }
     try:
         model_config = load_model_config(config)
+        arguments: dict[str, Any] = {
+            "dtype": PrecisionType.to_dtype(config.model.fsdp_config.model_dtype),
+            "attn_implementation": attention_of(config, model_config, device_name, auto_class),
+            "trust_remote_code": config.model.trust_remote_code,
+        }
         # Tied weights must be real everywhere: two meta tensors that are one parameter come apart on materialising.
         if device_mesh.get_rank() == 0 or model_config.tie_word_embeddings:
             return auto_class.from_pretrained(local_model_path(config), config=model_config, **arguments)
         with init_empty_weights(include_buffers=False):
             return auto_class.from_config(model_config, **arguments)
+    except UserError:
+        raise
     except Exception as error:  # each part of a damaged model raises an exception of its own kind
         first_line = first_line_of(error)
         raise UserError(
@@ -95,15 +97,26 @@ def load_model(
         ) from error
 
 
-def attention_of(config: DictConfig, device_name: str) -> str:
-    """Name of the attention function among those of transformers."""
-    precision = pick_precision(config.model.mixed_precision, device_name)
-    picked = pick_attention(config.model.attn_implementation, device_name, precision)
-    if packs_samples(config) and picked == "sdpa":
-        from verl_ext.trainer.packed_attention import PACKED_SDPA
+def attention_of(config: DictConfig, model_config: PretrainedConfig, device_name: str, auto_class: Any) -> str:
+    """Name of the attention function among those of transformers; auto takes one that the model supports.
 
-        return PACKED_SDPA
-    return picked
+    Raises:
+        UserError: the configured function would ignore a part of the model's attention.
+    """
+    setting, precision = config.model.attn_implementation, pick_precision(config.model.mixed_precision, device_name)
+    picked = pick_attention(setting, device_name, precision)
+    caps_scores = getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None
+    if setting == "sdpa" and caps_scores:  # transformers runs it without the cap, and only warns
+        raise UserError(
+            f"model.attn_implementation=sdpa cannot cap attention scores, which {model_config.model_type} models do; "
+            "set it to auto or eager"
+        )
+    model_class = auto_class._model_mapping.get(type(model_config), None)  # None: the model brings its own code
+    if setting != "auto" or model_class is None:
+        return picked
+    if picked == "flash_attention_2" and not model_class._supports_flash_attn:
+        picked = "sdpa"
+    return "eager" if picked == "sdpa" and (caps_scores or not model_class._supports_sdpa) else picked
 
 
 def compile_blocks(model: PreTrainedModel) -> None:
@@ -138,7 +151,11 @@ def patch_model(model: PreTrainedModel, config: DictConfig) -> None:
 
 
 def shard(model: PreTrainedModel, config: DictConfig, device_mesh: DeviceMesh, device_name: str) -> PreTrainedModel:
-    """Shard in place with FSDP2 and send rank 0's weights to all ranks."""
+    """Shard in place with FSDP2 and send rank 0's weights to all ranks.
+
+    Raises:
+        UserError: see `layer_classes`; on every rank alike.
+    """
     precision = pick_precision(config.model.mixed_precision, device_name)
     offload = CPUOffloadPolicy(pin_memory=device_name != "cpu") if config.model.fsdp_config.cpu_offload else None
     arguments: dict[str, Any] = {"mesh": device_mesh, "reshard_after_forward": True}
@@ -147,6 +164,33 @@ def shard(model: PreTrainedModel, config: DictConfig, device_mesh: DeviceMesh, d
     if offload is not None:
         arguments["offload_policy"] = offload
     full_state = model.state_dict()
-    apply_fsdp2(model, arguments, config.model.fsdp_config)
+    layers = layer_classes(model, config.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap)
+    apply_fsdp2(model, arguments, {"wrap_policy": {"transformer_layer_cls_to_wrap": layers}})
     fsdp2_load_full_state_dict(model, full_state, device_mesh, offload)
     return model
+
+
+def layer_classes(model: PreTrainedModel, configured: Any) -> list[str]:
+    """Names of the classes whose modules FSDP2 shards one by one.
+
+    A module inside another one that is sharded is left to that one: verl's `apply_fsdp2` shards the outer one first,
+    and FSDP2 takes no parameter twice. The layers of Mamba have such modules.
+
+    Args:
+        model: before it is sharded.
+        configured: `wrap_policy.transformer_layer_cls_to_wrap`, a name or a list of names; None takes the model's own.
+
+    Raises:
+        UserError: there is no such module in the model.
+    """
+    key = "model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
+    names = [configured] if isinstance(configured, str) else list(configured or model._no_split_modules or ())
+    chosen = {name: type(module).__name__ for name, module in model.named_modules() if type(module).__name__ in names}
+    outermost = {kind for name, kind in chosen.items() if not any(name.startswith(f"{outer}.") for outer in chosen)}
+    missing = sorted({*names} - {*chosen.values()}) if configured else []
+    if missing or not outermost:
+        what = f"has no module of the class {missing[0]}" if missing else "does not name the layers to shard one by one"
+        lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
+        guess = f", probably {type(max(lists, key=len)[0]).__name__}" if lists else ""
+        raise UserError(f"{type(model).__name__} {what}; set {key} to the class of its layers{guess}")
+    return sorted(outermost)

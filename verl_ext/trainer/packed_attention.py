@@ -13,6 +13,10 @@ PACKED_SDPA = "packed_sdpa"
 """Name of `packed_sdpa` among the attention functions of transformers."""
 
 
+class PackingUnsupportedError(ValueError):
+    """A model's attention cannot run over packed samples; the message is what it does, without its name."""
+
+
 class SampleLengths:
     """Tokens of each sample of a row.
 
@@ -46,7 +50,7 @@ def packed_sdpa(
     value: torch.Tensor,
     attention_mask: None,
     *,
-    sample_lengths: SampleLengths,
+    sample_lengths: SampleLengths | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -62,7 +66,7 @@ def packed_sdpa(
         key: (1, kv_heads, tokens, head_dim).
         value: as `key`.
         attention_mask: none; `sample_lengths` say the same.
-        sample_lengths: of the row.
+        sample_lengths: of the row; None if the model's layers do not pass them on.
         scaling: of the scores.
         dropout: of the weights.
         sliding_window: tokens that one sees, itself included; None for all before it.
@@ -73,10 +77,12 @@ def packed_sdpa(
         The values (1, tokens, heads, head_dim), and no weights.
 
     Raises:
-        ValueError: the model asks for what sdpa has not.
+        PackingUnsupportedError: the model does not pass the samples' lengths, or asks for what sdpa does not have.
     """
+    if sample_lengths is None:
+        raise PackingUnsupportedError("does not pass the boundaries of packed samples to its attention")
     if softcap is not None or s_aux is not None:
-        raise ValueError("its attention caps scores or has sinks, which sdpa cannot do")
+        raise PackingUnsupportedError("caps attention scores or has attention sinks, which sdpa does not support")
     arguments: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     parts = [
         F.scaled_dot_product_attention(q, k, v, **_causal(q.shape[2], sliding_window, query.device), **arguments)

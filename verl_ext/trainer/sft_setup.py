@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import sys
+from functools import cached_property
 
+from peft import PeftModel
 from transformers import PreTrainedModel
 
+from verl_ext.collective import gather_results
 from verl_ext.data.batching import Batcher, MicroBatcher, sample_lengths
 from verl_ext.data.packing import MicroBatchPlan, attention_share
 from verl_ext.data.rows import Rows, TokenRows
+from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn
-from verl_ext.trainer.forward_check import LOSS_TOLERANCE, check_packing, loss_heads_error
+from verl_ext.tell import tell
+from verl_ext.trainer.forward_check import LOSS_TOLERANCE, loss_heads_error, why_not_packed
 from verl_ext.trainer.gathering import Gathering, keeps_gathered
 from verl_ext.trainer.hardware import packs_samples, pick_precision
 from verl_ext.trainer.loop import PipelineTrainer
 from verl_ext.trainer.loss_head import install_loss_head
 from verl_ext.trainer.model import build_model, compile_blocks, load_model_config
+from verl_ext.trainer.packed_attention import PACKED_SDPA
 from verl_ext.trainer.token_loss import TokenLoss
 from verl_ext.trainer.turn_end import stop_at_turn_end
 
@@ -39,9 +45,14 @@ class SFTSetup(PipelineTrainer):
         self.gather_as_asked()
         self.check_forward()
 
+    @cached_property
+    def packs(self) -> bool:
+        """Whether samples are packed into rows; set to false where the model cannot keep them apart."""
+        return packs_samples(self.config)
+
     def make_batcher(self) -> Batcher:
         """See `TrainerSetup.make_batcher`."""
-        return MicroBatcher(self.tokenizer.pad_token_id, packs_samples(self.config))
+        return MicroBatcher(self.tokenizer.pad_token_id, self.packs)
 
     def plan_for(self, dataset: Rows) -> MicroBatchPlan | None:
         """See `TrainerSetup.plan_for`."""
@@ -49,7 +60,7 @@ class SFTSetup(PipelineTrainer):
 
     def plan_by_tokens(self, dataset: Rows) -> MicroBatchPlan:
         """Samples whose tokens fit into a micro-batch together."""
-        data, packs = self.config.data, packs_samples(self.config)
+        data, packs = self.config.data, self.packs
         most = data.max_tokens_per_gpu or (data.micro_batch_size_per_gpu * data.max_length if packs else sys.maxsize)
         most_samples = None if packs or data.max_tokens_per_gpu else data.micro_batch_size_per_gpu
         quadratic = attention_share(load_model_config(self.config).get_text_config().hidden_size)
@@ -80,8 +91,8 @@ class SFTSetup(PipelineTrainer):
         """Have the model itself say whether it can be packed, and whether its loss can be fused; collective."""
         loss, vocab_size = self.token_loss, self.model_config.get_text_config().vocab_size
         self.fsdp_model.eval()
-        if packs_samples(self.config):
-            check_packing(loss.logits, vocab_size, loss.precision, type(self.model).__name__)
+        if self.packs:
+            self.pack_if_possible(vocab_size)
         if loss.head is not None:
             error = loss_heads_error(loss.logits, loss, self.batcher.micro_batch, vocab_size)
             if not error < LOSS_TOLERANCE[loss.precision]:
@@ -89,6 +100,37 @@ class SFTSetup(PipelineTrainer):
                 if self.is_main:
                     warn(f"model.fused_loss is off: it differs by {error:.2g} from the loss of this model's logits")
         self.gathering.release()
+
+    def pack_if_possible(self, vocab_size: int) -> None:
+        """Fall back to padding where the model cannot keep packed samples apart; collective.
+
+        The answer depends on the weights that the run began with, which are loaded before a checkpoint is: a resumed
+        run packs if it did before. The order of the data does not depend on it.
+
+        Raises:
+            UserError: it cannot, and the configuration insists.
+        """
+        model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        attention = model.config._attn_implementation
+        if attention == "sdpa":
+            model.config._attn_implementation = PACKED_SDPA
+        if self.config.model.attn_implementation == "eager":
+            reason = "runs with eager attention, which takes padded samples only"
+        elif attention == "eager":
+            reason = "does not support sdpa, which packing needs here"
+        else:
+            reason = why_not_packed(self.token_loss.logits, vocab_size, self.token_loss.precision)
+        reason = next(filter(None, gather_results(lambda: reason)), None)  # one rank's doubt is every rank's
+        if reason is None:
+            return
+        name = type(model).__name__.removeprefix("FSDP")
+        if self.config.data.packing is True:
+            raise UserError(f"data.packing=true does not work: {name} {reason}; set data.packing=auto")
+        if self.is_main:
+            tell(f"Samples are padded instead of packed: {name} {reason}.", sys.stderr)
+        model.config._attn_implementation = attention
+        self.packs = False
+        self._build_dataloader(self.train_dataset, self.val_dataset)
 
     def validation_plan(self, dataset: Rows) -> MicroBatchPlan:
         """Which samples of the validation set share a forward pass."""
