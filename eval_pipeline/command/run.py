@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from eval_pipeline.command.arguments import add_action, add_recipe
 from eval_pipeline.command.paths import input_path, output_path, where_the_user_stands
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import FAILURES, Commands
+from verl_ext.tell import tell
 
 if TYPE_CHECKING:
     from eval_pipeline.models.checkpoint import Checkpoint
@@ -34,7 +36,9 @@ def register(commands: Commands) -> None:
     parser.add_argument("--checkpoint", type=input_path, metavar="DIR", help="global_step_N or a model directory")
     parser.add_argument("--tier", type=int, choices=(1, 2, 3), default=1, help="data sets up to this tier")
     parser.add_argument("--problems", type=input_path, metavar="FILE", help="a file in the quickstart's format, alone")
-    parser.add_argument("--limit", type=WholeNumber(), help="only the first N problems of each data set")
+    parser.add_argument(
+        "--limit", type=WholeNumber(), help="ask at most N problems of each data set, sampled across its file"
+    )
     parser.add_argument(
         "--output", type=output_path, metavar="DIR", help="where ledger and figures go (default: see below)"
     )
@@ -55,8 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.problems is not None:
         recipe = _only(arguments.problems, recipe)
     if arguments.limit is not None:
-        limited = {name: replace(source, limit=arguments.limit) for name, source in recipe.datasets.items()}
-        recipe = replace(recipe, datasets=limited)
+        recipe = _sampled(recipe, arguments.limit)
     is_trial = arguments.problems is not None or arguments.limit is not None
     session = Session(place_of_checkpoint(checkpoint, arguments.output, is_trial), recipe)
     return evaluate_now(session, checkpoint, arguments.tier)
@@ -78,6 +81,18 @@ def _on_server(checkpoint: Checkpoint | None, recipe: EvalRecipe) -> tuple[Check
     card = ask_for_card(recipe.engine, None if checkpoint is None else checkpoint.export)
     model = checkpoint or served_model(card, where_the_user_stands())
     return model, replace(recipe, engine=replace(recipe.engine, model=card.id))
+
+
+def _sampled(recipe: EvalRecipe, size: int) -> EvalRecipe:
+    """The recipe with a sample of each of its data sets, which the user is told about."""
+    from eval_pipeline.problems.source import SAMPLE_SEED
+
+    tell(
+        f"--limit {size}: each data set is reduced to {size} problems, sampled across its file with seed {SAMPLE_SEED}; "
+        "every checkpoint and every run is asked the same ones",
+        sys.stderr,
+    )
+    return replace(recipe, datasets={name: replace(each, sample=size) for name, each in recipe.datasets.items()})
 
 
 def _only(problems: Path, recipe: EvalRecipe) -> EvalRecipe:

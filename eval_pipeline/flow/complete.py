@@ -54,11 +54,14 @@ def write_result(session: Session, evaluation: Evaluation) -> None:
 
 def _protocol(session: Session, evaluation: Evaluation) -> dict[str, Any]:
     recipe = session.recipe
+    source = asdict(recipe.datasets[evaluation.job.dataset])
+    if source["sample"] is None:
+        del source["sample"]  # or a report would find it missing in evaluations that are older than the field
     return {
         **evaluation.protocol,
         **settings_of(session, evaluation.job.dataset),
         "batch_size": recipe.batch_size,
-        "source": asdict(recipe.datasets[evaluation.job.dataset]),
+        "source": source,
     }
 
 

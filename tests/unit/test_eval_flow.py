@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,3 +116,35 @@ def test_run_takes_the_data_sets_up_to_the_tier_that_is_named(
     with pytest.raises(SystemExit, match="2"):
         main([*words, *([] if tier is None else ["--tier", tier])])
     assert f"tiers up to {tier or 1} name no data set; fill tiers.tier{tier or 1}" in capsys.readouterr().err
+
+
+def test_limit_samples_each_data_set_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A limit of the recipe keeps its meaning."""
+    sessions: list[Session] = []
+    monkeypatch.setattr("eval_pipeline.flow.evaluate.evaluate_now", lambda session, *_: sessions.append(session) or 0)
+    session = session_of(tmp_path)
+    checkpoint = step_10(session)
+    words = ["run", "--checkpoint", str(checkpoint.path), "--recipe", str(tmp_path / "few.yaml")]
+    for more in (["datasets.few.limit=5"], ["datasets.few.limit=5", "--limit", "3"]):
+        with pytest.raises(SystemExit, match="0"):
+            main([*words, *more])
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and "3 problems" in told[0] and "seed" in told[0]
+    limited, sampled = ([problem.problem_id for problem in each.problems("few")] for each in sessions)
+    assert limited == ["p0", "p1", "p2", "p3", "p4"]
+    assert len(sampled) == 3 and set(sampled) < set(limited) and sampled != limited[:3]
+    digests = [[task.digest for task in each.enter(checkpoint, 1)] for each in sessions]
+    assert digests[0] != digests[1]
+    assert "sample" not in source_of(sessions[0]) and source_of(sessions[1])["sample"] == 3
+
+
+def source_of(session: Session) -> dict[str, Any]:
+    """As `metrics.json` names it, of step 10 on the first data set."""
+    job = claimed(session)
+    with session.begin(job, step_10(session)) as evaluation:
+        answer_all(evaluation, num_right=1)
+        write_result(session, evaluation)
+    result = session.place.work_of(job.checkpoint, job.dataset) / "result.json"
+    return json.loads(result.read_text())["protocol"]["few"]["source"]

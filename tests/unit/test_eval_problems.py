@@ -19,6 +19,7 @@ from eval_pipeline.problems.dataset import DatasetSource, load_problems, problem
 from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer
 from eval_pipeline.problems.tolerance import stated_tolerance
 from eval_pipeline.problems.verl_rl import ground_truth_of
+from verl_ext.data.prepare.quickstart.flawed_families import FLAWED_FAMILIES
 from verl_ext.errors import UserError
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -76,6 +77,24 @@ def test_quickstart_problems_are_read_in_order_and_limited(tmp_path: Path) -> No
     assert [(problem.problem_id, problem.family) for problem in problems] == [("p1", None), ("p0", "maths")]
     assert problems[0].tests == FunctionTests("f", ("assert f() == 1",))
     assert load_problems(replace(source, limit=1)) == problems[:1]
+
+
+def test_a_sample_is_spread_across_the_file_and_the_same_every_time(quickstart: Path) -> None:
+    source = DatasetSource("quickstart", "quickstart", str(quickstart / "problems.jsonl"))
+    problems = load_problems(source)
+    samples = {size: load_problems(replace(source, sample=size)) for size in (20, 60, 1000)}
+    assert len(samples[60]) == 60 and samples[1000] == problems
+    assert samples[60] == [problem for problem in problems if problem in samples[60]]
+    assert all(problem in samples[60] for problem in samples[20])
+    flawed = {family.name for family in FLAWED_FAMILIES}
+    shares = [sum(each.family in flawed for each in some) / len(some) for some in (problems, samples[60])]
+    assert shares == pytest.approx([1 / 3, 1 / 3], abs=0.1)
+    first = load_problems(replace(source, limit=60))
+    assert first == problems[:60]
+    digests = [problems_digest(each) for each in (problems, first, samples[20], samples[60])]
+    assert len(set(digests)) == 4
+    assert problems_digest(load_problems(replace(source, sample=60))) == digests[-1]
+    assert load_problems(replace(source, limit=60, sample=60)) == first
 
 
 @pytest.mark.parametrize(
