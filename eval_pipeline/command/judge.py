@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import tempfile
 from collections import Counter
@@ -21,10 +22,20 @@ if TYPE_CHECKING:
     from eval_pipeline.problems.problem import Problem
     from eval_pipeline.recipe.schema import EvalRecipe
 
-TEXT = "Judge answers from a file. Each runs in a sandbox against its problem's tests; no model is loaded."
+TEXT = "Judge answers from a file. Each answer runs in a sandbox against its problem's tests; no model is loaded."
 NOTES = """\
-Answers are JSON Lines with `problem_id` and `answer`, null where there is none; verdicts come out in the same order,
-with `problem_id`, `error_type`, `pass_ratio`, `judge_time`, `num_passed`, `num_tests` and `message`."""
+Answers are JSON Lines with `problem_id` and `answer` (null for a missing answer). Verdicts are written in the same
+order, with `problem_id`, `error_type`, `pass_ratio`, `judge_time`, `num_passed`, `num_tests` and `message`.
+
+A problem's id depends on the format of the problems:
+  quickstart    `problem_id`
+  humaneval     `task_id` or `problem_id`, such as HumanEval/0
+  mbpp          mbpp/ and `task_id`, such as mbpp/2
+  codecontests  `name`, `problem_id`, `task_id` or `id`, the first that is there
+  gsm8k         `id`, `task_id` or `problem_id`; without them gsm8k/ and the row's number, such as gsm8k/1
+  verl          `problem_id` of `extra_info`; without it the row's number, such as 1
+
+Rows are numbered from 1; those of a JSON Lines file by line, blank lines included."""
 
 
 def register(commands: Commands) -> None:
@@ -37,7 +48,7 @@ def register(commands: Commands) -> None:
     problems.add_argument(
         "--problems", type=input_path, metavar="FILE", help="a file of problems, in the format of --format"
     )
-    parser.add_argument("--format", metavar="NAME", help="format of --problems (default: quickstart)")
+    parser.add_argument("--format", metavar="NAME", help="one of those below, or path.py:NAME (default: quickstart)")
     parser.add_argument("--answers", type=input_path, required=True, metavar="FILE", help="JSON Lines of answers")
     parser.add_argument("--output", type=output_path, required=True, metavar="FILE", help="where the verdicts go")
     parser.add_argument("--num-workers", type=WholeNumber(), help="programs run at a time (default: CPUs)")
@@ -137,7 +148,10 @@ def _answer(line: str, where: str, problems: dict) -> tuple[str, str | None]:
         )
     problem_id = str(row["problem_id"])
     if problem_id not in problems:
-        raise UserError(f"{where}: the data set has no problem {problem_id!r}; mend the id or name another data set")
+        near = difflib.get_close_matches(problem_id, problems, n=1)
+        like = f"its ids look like {next(iter(problems))!r}, see `judge --help`"
+        hint = f"did you mean {near[0]!r}?" if near else like
+        raise UserError(f"{where}: the data set has no problem {problem_id!r}; {hint}")
     return problem_id, row["answer"]
 
 

@@ -36,9 +36,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--checkpoint", type=input_path, metavar="DIR", help="global_step_N or a model directory")
     parser.add_argument("--tier", type=int, choices=(1, 2, 3), default=1, help="data sets up to this tier")
     parser.add_argument("--problems", type=input_path, metavar="FILE", help="a file in the quickstart's format, alone")
-    parser.add_argument(
-        "--limit", type=WholeNumber(), help="ask at most N problems of each data set, sampled across its file"
-    )
+    parser.add_argument("--limit", type=WholeNumber(), help="at most N problems of each data set, sampled across it")
     parser.add_argument(
         "--output", type=output_path, metavar="DIR", help="where ledger and figures go (default: see below)"
     )
@@ -88,7 +86,7 @@ def _sampled(recipe: EvalRecipe, size: int) -> EvalRecipe:
     from eval_pipeline.problems.source import SAMPLE_SEED
 
     tell(
-        f"--limit {size}: each data set is reduced to {size} problems, sampled across its file with seed {SAMPLE_SEED}; "
+        f"--limit {size}: at most {size} problems of each data set, sampled across its file with seed {SAMPLE_SEED}; "
         "every checkpoint and every run is asked the same ones",
         sys.stderr,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,9 @@ from eval_pipeline.judge.client import JudgeServer
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.extract import extract_program
+from eval_pipeline.problems.record import Record
 from eval_pipeline.recipe.load import load_recipe
-from tests.helpers import vlms
+from tests.helpers import ROOT, vlms
 from tests.helpers.data import question
 from tests.helpers.grpo import SETTINGS, sample
 from tests.helpers.health_curves import write_run
@@ -94,6 +96,14 @@ def test_the_problem_format_is_loaded_and_judged(tmp_path: Path) -> None:
     assert left.value.code == 0
     rows = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").read_text().splitlines()]
     assert [row["error_type"] for row in rows] == ["success", "wrong_answer", "api_error"]
+
+
+def test_the_page_lists_the_members_of_a_record() -> None:
+    page = (ROOT / "docs/extending.md").read_text()
+    _, _, table = page.partition("| member of `Record` |")
+    listed = re.findall(r"^\| `(\w+)[`(]", table.partition("\n\n")[0], re.MULTILINE)
+    members = {*Record.__dataclass_fields__, *(name for name in vars(Record) if not name.startswith("_"))}
+    assert set(listed) == members and len(listed) == len(members)
 
 
 def test_the_problem_format_becomes_prompts_for_grpo(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ def judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Judge:
     def judge(answers: list[dict], *arguments: str) -> tuple[int, str]:
         (tmp_path / "problems.jsonl").write_text(json.dumps(PROBLEM) + "\n")
         (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
-        problems = () if "--dataset" in arguments else ("--problems", str(tmp_path / "problems.jsonl"))
+        problems = (
+            () if {"--dataset", "--problems"} & {*arguments} else ("--problems", str(tmp_path / "problems.jsonl"))
+        )
         output = () if "--output" in arguments else ("--output", str(tmp_path / "verdicts.jsonl"))
         with pytest.raises(SystemExit) as end:
             main(["judge", "--answers", str(tmp_path / "answers.jsonl"), *problems, *output, *arguments])
@@ -47,6 +49,21 @@ def test_an_answer_that_is_no_text_is_refused(judge: Judge) -> None:
     """The message names its line and the keys."""
     code, error = judge([RIGHT, {"problem_id": "p", "answer": 5}])
     assert code == 2 and "line 2" in error and "`problem_id` and `answer`" in error
+
+
+def test_an_unknown_id_is_refused_with_what_ids_look_like(judge: Judge, tmp_path: Path) -> None:
+    """The nearest one is named, or the first; rows of verl's format are numbered."""
+    code, error = judge([RIGHT, {"problem_id": "pp", "answer": "x"}])
+    assert code == 2 and "line 2" in error and "did you mean 'p'?" in error
+    code, error = judge([{"problem_id": "gsm8k/1", "answer": "x"}])
+    assert code == 2 and "'gsm8k/1'" in error and "look like 'p'" in error and "--help" in error
+    rows = tmp_path / "verl.jsonl"
+    rows.write_text('\n{"prompt": "1 + 1?", "reward_model": {"ground_truth": "2"}}\n')
+    words = ("--problems", str(rows), "--format", "verl", "--output", str(tmp_path / "v.jsonl"))
+    code, error = judge([{"problem_id": "verl/1", "answer": "2"}], *words)
+    assert code == 2 and "look like '2'" in error
+    code, error = judge([{"problem_id": 2, "answer": "2"}], *words)
+    assert code == 0 and json.loads((tmp_path / "v.jsonl").read_text())["error_type"] == "success", error
 
 
 def test_a_format_of_a_known_data_set_is_refused(judge: Judge) -> None:
