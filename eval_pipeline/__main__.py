@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from eval_pipeline.command import adaptive, check, judge, report, retry, run, status, watch
+from eval_pipeline.command.arguments import PROGRAM
 from eval_pipeline.command.paths import input_path
 from verl_ext.command_line import FAILURES, CommandParser, add_commands, clean_exit
 
@@ -13,14 +14,14 @@ from verl_ext.command_line import FAILURES, CommandParser, add_commands, clean_e
 def build_parser() -> CommandParser:
     """The commands with their options and help."""
     parser = CommandParser(
-        prog="python -m eval_pipeline",
-        description="Evaluate checkpoints: vLLM answers, a sandbox judges, the best is chosen.",
+        prog=PROGRAM,
+        description="Evaluate checkpoints: vLLM answers problems, a sandbox judges the answers, the best is chosen.",
         examples=[
-            "python -m eval_pipeline watch checkpoints/rlvr_coding_model/sft_quickstart",
-            "python -m eval_pipeline run --checkpoint models/mine --recipe humaneval",
+            f"{PROGRAM} watch checkpoints/rlvr_coding_model/sft_quickstart",
+            f"{PROGRAM} run --checkpoint models/mine --recipe humaneval",
         ],
-        notes="docs/evaluation.md describes it all.",
-        exit_codes={"0": "done", "1": "a data set failed", **FAILURES},
+        notes="See docs/evaluation.md.",
+        exit_codes={"0": "done", "1": "an evaluation failed", **FAILURES},
     )
     commands = add_commands(parser)
     for command in (watch, run, report, status, retry, judge, check, adaptive):

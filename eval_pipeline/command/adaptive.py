@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from eval_pipeline.adaptive.source import ControllerSource
 
 TEXT = (
-    "Compare a budget controller with baselines on the same questions, by latency. The baselines are all of the model, "
-    "static configurations, a lookup table of them by budget, configurations drawn at random, and an oracle."
+    "Compare a budget controller with baselines on the same questions, by latency. The baselines are the full model, "
+    "static configurations, a lookup table of static configurations by budget, random configurations, and an oracle."
 )
 EXAMPLES = (
     "--checkpoint checkpoints/rlvr_coding_model/controller_quickstart",
     "--checkpoint controller --vlm models/molmoe --questions data/textvqa --num-budgets 4",
 )
 NOTES = """\
-Run it on an idle machine. adaptive.json, adaptive.md, adaptive.npz and pareto.png go to <run>/eval/adaptive_step_N/,
-or to adaptive/ for an export that lies outside of a run."""
+Run it on an idle machine. It writes adaptive.json, adaptive.md, adaptive.npz and pareto.png to
+<run>/eval/adaptive_step_N/, or to adaptive/ for an export that belongs to no run."""
 
 
 def register(commands: Commands) -> None:
@@ -36,36 +36,38 @@ def register(commands: Commands) -> None:
         type=input_path,
         metavar="DIR",
         required=True,
-        help="a controller's export, its global_step_N, or its run (whose newest complete checkpoint is taken)",
+        help="a controller's export, global_step_N, or run directory (its newest complete checkpoint is used)",
     )
     budgets = parser.add_mutually_exclusive_group()
     budgets.add_argument(
         "--budgets", type=Number(), nargs="+", default=[], metavar="MS", help="latency budgets, milliseconds"
     )
-    add_number(budgets, "--num-budgets", 8, "so many, evenly over the controller's range")
-    parser.add_argument("--questions", type=input_path, metavar="FOLDER", help="with train*.parquet and val*.parquet")
-    add_number(parser, "--num-samples", 200, "questions to compare on, of val")
-    add_number(parser, "--num-train", 100, "questions that the lookup table is made on, of train")
-    add_number(parser, "--max-static", 36, "static configurations")
+    add_number(budgets, "--num-budgets", 8, "number of budgets, evenly spaced over the controller's range")
+    parser.add_argument(
+        "--questions", type=input_path, metavar="FOLDER", help="folder of train*.parquet and val*.parquet"
+    )
+    add_number(parser, "--num-samples", 200, "questions of val to compare on")
+    add_number(parser, "--num-train", 100, "questions of train to build the lookup table on")
+    add_number(parser, "--max-static", 36, "largest number of static configurations")
     parser.add_argument(
         "--search-questions",
         type=WholeNumber(0),
         default=48,
-        help="of those for the lookup table, by which static configurations' blocks are chosen one after the other; 0 "
-        "keeps the most important ones by the run's importance file, else the first ones",
+        help="of the lookup table's questions, how many choose the blocks of static configurations one by one; 0 keeps "
+        "the most important blocks by the run's importance file, or the first blocks without one",
     )
-    add_number(parser, "--repeats", 1, "runs of each, of which the median counts")
-    parser.add_argument("--seed", type=WholeNumber(0), default=0, help="of the random configurations")
+    add_number(parser, "--repeats", 1, "runs of each configuration; the median counts")
+    parser.add_argument("--seed", type=WholeNumber(0), default=0, help="seed of the random configurations")
     parser.add_argument(
         "--latency",
         choices=("measured", "model"),
         default="measured",
-        help="as measured, or by the run's latency model, which gives the same each time",
+        help="measure latencies, or compute them with the run's latency model, which is reproducible",
     )
-    parser.add_argument("--vlm", metavar="PATH", help="the vision-language model (default: where training had it)")
+    parser.add_argument("--vlm", metavar="PATH", help="the vision-language model (default: its path in training)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings (Molmo)")
-    parser.add_argument("--adapter", metavar="PLACE:CLASS", help="an adapter of your own, where training had one")
-    parser.add_argument("--output", type=output_path, metavar="DIR", help="where the files go (default: see below)")
+    parser.add_argument("--adapter", metavar="PLACE:CLASS", help="your adapter, if training used one")
+    parser.add_argument("--output", type=output_path, metavar="DIR", help="output directory (default: see below)")
     parser.add_argument("--no-wandb", action="store_true", help="send nothing to W&B")
 
 

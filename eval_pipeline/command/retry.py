@@ -1,4 +1,4 @@
-"""`retry`: makes failed evaluations due again."""
+"""`retry`: re-queues failed evaluations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from eval_pipeline.command.arguments import add_action, add_directory
 from verl_ext.command_line import Commands
 from verl_ext.tell import tell
 
-TEXT = "Make every failed evaluation of a run due again. A `watch` or `run` then takes it up."
+TEXT = "Re-queue every failed evaluation of a run. The next `watch` or `run` repeats it."
 
 
 def register(commands: Commands) -> None:
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     due = Ledger(find_place(arguments.directory).root).retry()
     for job in due:
         reason = (job.error or "").partition("\n")[0]
-        tell(f"{job.checkpoint} on {job.dataset} is due again (it had failed: {reason})")
+        tell(f"Re-queued: {job.checkpoint} on {job.dataset} (failed: {reason})")
     if not due:
-        tell("Nothing has failed, so there is nothing to do again.")
+        tell("No evaluation has failed, so there is nothing to retry.")
     return 0

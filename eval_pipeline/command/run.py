@@ -18,28 +18,31 @@ if TYPE_CHECKING:
     from eval_pipeline.models.checkpoint import Checkpoint
     from eval_pipeline.recipe.schema import EvalRecipe
 
-TEXT = "Evaluate one checkpoint, or any Hugging Face model. Answers that are kept from an interrupted run are used."
+TEXT = "Evaluate one checkpoint, or any Hugging Face model. Answers of an interrupted run are reused."
 EXAMPLES = (
     "--checkpoint checkpoints/rlvr_coding_model/sft_quickstart/global_step_750",
     "--checkpoint models/mine --recipe humaneval sampling.max_tokens=512",
     "--output results --recipe gsm8k engine.kind=openai engine.base_url=http://localhost:8000/v1",
 )
 NOTES = """\
-The figures of a run's checkpoint go to <run>/eval/eval_step_N/, those of another model to eval_<name> beside it.
-With --limit or --problems they are not the run's own figures and go to <run>/eval/trial_step_N/."""
-EXIT_CODES = {"0": "done", "1": "a data set failed", **FAILURES}
+The results of a run's checkpoint go to <run>/eval/eval_step_N/, those of another model to eval_<name> next to it.
+With --limit or --problems they go to <run>/eval/trial_step_N/ and do not affect the choice of the best checkpoint."""
+EXIT_CODES = {"0": "done", "1": "an evaluation failed", **FAILURES}
 
 
 def register(commands: Commands) -> None:
     """Add the command."""
     parser = add_action(commands, "run", TEXT, run, examples=EXAMPLES, notes=NOTES, exit_codes=EXIT_CODES)
     parser.add_argument("--checkpoint", type=input_path, metavar="DIR", help="global_step_N or a model directory")
-    parser.add_argument("--tier", type=int, choices=(1, 2, 3), default=1, help="data sets up to this tier")
-    parser.add_argument("--problems", type=input_path, metavar="FILE", help="a file in the quickstart's format, alone")
-    parser.add_argument("--limit", type=WholeNumber(), help="at most N problems of each data set, sampled across it")
+    parser.add_argument("--tier", type=int, choices=(1, 2, 3), default=1, help="evaluate the data sets of tiers 1 to N")
     parser.add_argument(
-        "--output", type=output_path, metavar="DIR", help="where ledger and figures go (default: see below)"
+        "--problems",
+        type=input_path,
+        metavar="FILE",
+        help="use this file, in the quickstart's format, instead of the recipe's data sets",
     )
+    parser.add_argument("--limit", type=WholeNumber(), help="at most N problems of each data set, sampled across it")
+    parser.add_argument("--output", type=output_path, metavar="DIR", help="output directory (default: see below)")
     add_recipe(parser)
 
 
@@ -67,7 +70,9 @@ def _named(checkpoint: Checkpoint | None) -> Checkpoint:
     from verl_ext.errors import UserError
 
     if checkpoint is None:
-        raise UserError("no model is named; give --checkpoint DIR, or a running server by engine.kind=openai")
+        raise UserError(
+            "no model is named; give --checkpoint DIR, or set engine.kind=openai to evaluate a server's model"
+        )
     return checkpoint
 
 

@@ -17,8 +17,8 @@ from verl_ext.tell import tell
 if TYPE_CHECKING:
     from eval_pipeline.ledger.job import Job
 
-TEXT = "Show every evaluation of a run. State, attempts, who works on it, how long it took, and why it failed."
-EXIT_CODES = {"0": "nothing has failed", "1": "an evaluation has failed", **FAILURES}
+TEXT = "Show every evaluation of a run. Prints its state, attempts, worker, duration, and the error if it failed."
+EXIT_CODES = {"0": "no evaluation has failed", "1": "an evaluation has failed", **FAILURES}
 
 
 def register(commands: Commands) -> None:
@@ -27,7 +27,7 @@ def register(commands: Commands) -> None:
         commands, "status", TEXT, run, examples=["checkpoints/rlvr_coding_model/sft_quickstart"], exit_codes=EXIT_CODES
     )
     add_directory(parser, "directory of a run, or of an evaluation")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, with all times")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line, with all times")
 
 
 def run(arguments: argparse.Namespace) -> int:

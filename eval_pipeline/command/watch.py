@@ -8,12 +8,12 @@ from eval_pipeline.command.arguments import RECIPE_EXAMPLE, add_action, add_dire
 from verl_ext.command_line import FAILURES, Commands
 
 TEXT = (
-    "Evaluate every checkpoint of a run as it appears, and choose the best. Ends when the run has finished and nothing "
-    "is left. Killed and typed again, it goes on where it was; several share the work."
+    "Evaluate every checkpoint of a run as it appears, and choose the best. Ends when the run has finished and every "
+    "checkpoint is evaluated. After a kill, the same command resumes. Several watchers of one run share the work."
 )
 EXIT_CODES = {
     "0": "the run has finished and its checkpoints are evaluated",
-    "1": "a data set failed, or no checkpoint could be evaluated",
+    "1": "an evaluation failed, or there was no checkpoint to evaluate",
     **FAILURES,
 }
 
@@ -29,7 +29,7 @@ def register(commands: Commands) -> None:
         notes=RECIPE_EXAMPLE,
         exit_codes=EXIT_CODES,
     )
-    add_directory(parser, "directory of the training run; it may still be empty")
+    add_directory(parser, "directory of the training run; it may be empty still")
     add_recipe(parser)
 
 

@@ -75,7 +75,9 @@ def open_engine(settings: EngineSettings, export: Path | None) -> Engine:
 
         return OpenAIEngine(settings, export)
     if export is None:
-        raise UserError("engine.kind=vllm needs a model; name a checkpoint, or a running server by engine.kind=openai")
+        raise UserError(
+            "engine.kind=vllm needs a model; name a checkpoint, or set engine.kind=openai to use a running server"
+        )
     from eval_pipeline.engines.vllm_engine import VllmEngine
 
     return VllmEngine(settings, export)

@@ -126,8 +126,8 @@ class Chat:
 
         said = f"{self._server.url} does not answer ({self._server.say(error)})"
         if isinstance(error, openai.APITimeoutError):
-            return f"{said}; an answer may take {self._timeout_s:g} s, which engine.timeout_s says"
-        return f"{said}; ask for less at a time by engine.concurrency" if status_of(error) == 429 else said
+            return f"{said}; an answer may take engine.timeout_s={self._timeout_s:g} seconds, raise it for slow models"
+        return f"{said}; lower engine.concurrency" if status_of(error) == 429 else said
 
 
 def _read(completion: ChatCompletion) -> Answer:
@@ -135,6 +135,6 @@ def _read(completion: ChatCompletion) -> Answer:
 
     # the package hands on any page that a proxy may send in its place
     if not isinstance(completion, ChatCompletion) or not completion.choices or completion.usage is None:
-        raise ValueError("the server's reply has no answer or no count of its tokens")
+        raise ValueError("the server's reply lacks an answer or its token count")
     choice, num_tokens = completion.choices[0], completion.usage.completion_tokens
     return Answer(choice.message.content or "", num_tokens, truncated=choice.finish_reason == "length")

@@ -58,14 +58,14 @@ class OpenAIServer:
             return fitting[0]
         names = ", ".join(map(str, cards[:NUM_LISTED])) or "none"
         if fitting:
-            raise UserError(f"{self.url} serves several models; set engine.model to one that it has: {names}")
+            raise UserError(f"{self.url} serves several models; set engine.model to one of them: {names}")
         if export is not None and any(wanted in (None, card.id) for card in cards):
             raise UserError(
-                f"{self.url} does not say that it serves {export} but {names}; start it with that directory by its "
-                "absolute path, or leave --checkpoint out to evaluate what it has"
+                f"{self.url} serves {names}, not {export}; start it with the absolute path of that directory, or omit "
+                "--checkpoint to evaluate the model that it serves"
             )
         problem = f"does not serve {wanted}" if wanted else "serves no model"
-        raise UserError(f"{self.url} {problem}; set engine.model to one that it has: {names}")
+        raise UserError(f"{self.url} {problem}; set engine.model to one of its models: {names}")
 
     def _cards(self) -> list[ModelCard]:
         import openai
@@ -76,13 +76,13 @@ class OpenAIServer:
             reply = self.client.with_options(timeout=LOOK_S, max_retries=2).models.with_raw_response.list()
             return [ModelCard.of(entry) for entry in json.loads(reply.text)["data"]]
         except openai.APIConnectionError as error:
-            raise UserError(f"no server answers at {self.url}; start it or mend engine.base_url") from error
+            raise UserError(f"no server answers at {self.url}; start it or correct engine.base_url") from error
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-            raise UserError(f"{self.url} refuses the key; put a valid one into the variable {variable}") from error
+            raise UserError(f"{self.url} rejects the key; store a valid one in the variable {variable}") from error
         except (openai.APIError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
-                f"{self.url} does not list its models ({self.say(error)}); mend engine.base_url, which often ends in "
-                "/v1"
+                f"{self.url} does not list its models ({self.say(error)}); correct engine.base_url, which often ends "
+                "in /v1"
             ) from error
 
     def say(self, error: Exception) -> str:
@@ -94,7 +94,7 @@ class OpenAIServer:
 def _key_in(variable: str) -> str:
     key = os.environ.get(variable, "").strip()  # a key that was read from a file ends in a new line
     if not key.isascii() or not key.isprintable():
-        raise UserError(f"the variable {variable} holds characters that no key has; put the key alone into it")
+        raise UserError(f"the variable {variable} holds characters that no key has; store the key alone in it")
     return key
 
 

@@ -47,11 +47,11 @@ class EngineSettings:
     def __post_init__(self) -> None:
         for name in self.vllm:
             if name in OWN_VLLM_ARGUMENTS:
-                raise UserError(f"engine.vllm.{name} has a place elsewhere; {_place_of(name)}")
+                raise UserError(f"engine.vllm.{name} is set elsewhere; {_place_of(name)}")
         # the value is not shown, for it may be a key
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
             raise UserError(
-                "engine.api_key_env is no name of an environment variable; put the key into one, and its name here"
+                "engine.api_key_env is not a variable name; store the key in an environment variable and give its name"
             )
         if self.kind == "openai":
             _require_url(self.base_url)
@@ -64,24 +64,26 @@ class EngineSettings:
         """
         if self.kind == "openai":
             raise UserError(
-                f"{command} loads each model itself and a server has one; leave engine.kind=openai out, or evaluate "
-                "the server's model by `run engine.kind=openai engine.base_url=...`"
+                f"`{command}` loads every model itself, but engine.kind=openai has one model only; remove it or use "
+                "`run engine.kind=openai engine.base_url=...` to evaluate the server's model"
             )
 
 
 def _place_of(name: str) -> str:
     if name == "model":
-        return "the model is the checkpoint that is evaluated"
+        return "the model is the evaluated checkpoint"
     # what stands in a recipe ends up in logs
-    return "put the token into the environment variable HF_TOKEN" if name == "hf_token" else f"set engine.{name}"
+    return "store the token in the environment variable HF_TOKEN" if name == "hf_token" else f"set engine.{name}"
 
 
 def _require_url(url: str | None) -> None:
     try:
         parts = urlsplit(url or "")
     except ValueError as error:
-        raise UserError(f"engine.base_url is no URL ({error}); write one like http://localhost:8000/v1") from error
+        raise UserError(f"engine.base_url is not a URL ({error}); give one such as http://localhost:8000/v1") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError("engine.kind=openai needs the server's URL; set engine.base_url=http://localhost:8000/v1")
     if parts.username or parts.password or parts.query:
-        raise UserError("engine.base_url must hold no credentials; put the key into the variable of engine.api_key_env")
+        raise UserError(
+            "engine.base_url must not hold credentials; store the key in the variable that engine.api_key_env names"
+        )

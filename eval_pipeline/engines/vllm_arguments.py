@@ -28,7 +28,7 @@ def arguments_for(settings: EngineSettings, model: str, on_gpu: bool) -> dict[st
     known = [field.name for field in dataclasses.fields(EngineArgs)]
     for name in settings.vllm:
         if name not in known:
-            raise UserError(f"engine.vllm.{name} is no argument of vllm.LLM; {_advice(name, known)}")
+            raise UserError(f"engine.vllm.{name} is not an argument of vllm.LLM; {_advice(name, known)}")
     wanted = {
         "enforce_eager": not on_gpu,
         "seed": 0,
@@ -50,7 +50,7 @@ def arguments_for(settings: EngineSettings, model: str, on_gpu: bool) -> dict[st
 
 def _advice(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}" if near else "see the fields of vllm.EngineArgs"
+    return f"did you mean {near[0]}?" if near else "see the fields of vllm.EngineArgs"
 
 
 def reason_of(error: Exception) -> str:

@@ -153,13 +153,13 @@ class VllmChild:
     def _hangs(self) -> EngineDied:
         self._end_within(0)
         return EngineDied(
-            f"the vLLM process took no step for {self._silence_s:g} s (engine.timeout_s) and was ended as hung; "
+            f"the vLLM process made no progress for {self._silence_s:g} s (engine.timeout_s) and was killed; "
             f"{self._last_lines()}"
         )
 
     def _last_lines(self) -> str:
         if self._log.closed:  # its owner ended it while another thread read from it
-            return "its owner has ended it"
+            return "it was shut down by its owner"
         self._log.seek(0)
         return "\n".join(["its last lines:", *self._log.read().decode(errors="replace").splitlines()[-NUM_LAST_LINES:]])
 
@@ -174,7 +174,7 @@ def _limit_sending(connection: Connection, seconds: float) -> None:
 
 def _reason(exit_code: int | None) -> str:
     if exit_code is None:
-        return "it cannot be ended"
+        return "it cannot be killed"
     if exit_code == -signal.SIGKILL:
-        return "SIGKILL, perhaps for lack of memory"
+        return "SIGKILL, possibly out of memory"
     return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"

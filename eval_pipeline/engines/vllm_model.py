@@ -66,7 +66,7 @@ class VllmModel:
         except Exception as error:  # vLLM, transformers and safetensors have no exception in common
             traceback.print_exc(file=sys.stderr)
             raise UserError(
-                f"vLLM cannot use {model} ({reason_of(error)}); mend it or the engine's settings"
+                f"vLLM cannot load {model} ({reason_of(error)}); fix the model or the engine settings"
             ) from error
         self._require_template(model)
         self.seconds = {"import_s": imported - started, "load_s": time.monotonic() - imported}
@@ -79,7 +79,7 @@ class VllmModel:
             self._tokens_of("any")
         except (ValueError, TemplateError) as error:
             raise UserError(
-                f"{model} has no chat template that works ({first_line_of(error)}); put one into chat_template.jinja"
+                f"{model} has no working chat template ({first_line_of(error)}); add one as chat_template.jinja"
             ) from error
 
     def _describe(self, device: str, version: str, further: dict[str, Any]) -> dict[str, Any]:

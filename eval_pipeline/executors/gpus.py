@@ -25,6 +25,6 @@ def gpus_for_workers(num_workers: int | None, engine: EngineSettings) -> list[st
     if len(groups) < (num_workers or 1):
         raise UserError(
             f"executor.num_workers={num_workers or 1} with engine.tensor_parallel_size={span} needs "
-            f"{(num_workers or 1) * span} GPUs, but {len(gpus)} are visible; lower one of the two"
+            f"{(num_workers or 1) * span} GPUs, but {len(gpus)} are visible; lower either value"
         )
     return list(groups[: num_workers or len(groups)])

@@ -137,7 +137,7 @@ def _ctrl_c_held_back() -> Iterator[None]:
 
 
 def _words(exitcode: int | None) -> str:
-    return f"signal {-exitcode}, perhaps for lack of memory" if exitcode and exitcode < 0 else f"exit code {exitcode}"
+    return f"signal {-exitcode}, possibly out of memory" if exitcode and exitcode < 0 else f"exit code {exitcode}"
 
 
 def _serve(connection: Connection, recipe: EvalRecipe, devices: str | None) -> None:

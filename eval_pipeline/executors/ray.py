@@ -103,11 +103,11 @@ class RayExecutor(Executor):
             return
         self._workers.remove(worker)
         if was_ready:
-            warn(f"a worker on the Ray cluster is lost, and its work is done again ({worker.death})")
+            warn(f"a worker on the Ray cluster died ({worker.death}); its work is repeated")
             return
         self._num_failed_starts += 1
         if self._num_failed_starts >= MAX_FAILED_STARTS and not any(other.is_ready for other in self._workers):
-            raise UserError(f"no worker can start on the Ray cluster ({worker.death}); mend that on its nodes")
+            raise UserError(f"no worker can start on the Ray cluster ({worker.death}); fix its nodes")
 
     def _look(self) -> None:
         """Bring the number of workers to what is wanted."""
@@ -129,5 +129,5 @@ class RayExecutor(Executor):
         elif time.monotonic() - self._complete_at > PATIENCE_S and not self._has_warned_of_places:
             self._has_warned_of_places = True
             who = f"{num_waiting} of {len(self._workers)} workers" if self._workers else "workers"
-            need = f"{self._gpus} free GPUs on a node" if self._gpus else "a free processor"
-            warn(f"{who} have had no place on the Ray cluster for {PATIENCE_S:.0f} s; each waits for {need}")
+            need = f"{self._gpus} free GPUs on one node" if self._gpus else "a free CPU"
+            warn(f"{who} have waited {PATIENCE_S:.0f} s for resources of the Ray cluster; each needs {need}")

@@ -47,7 +47,7 @@ def connected(address: str | None) -> Iterator[None]:
 def _connect(address: str) -> None:
     if "://" in address:
         raise UserError(
-            f"executor.address={address} is for Ray's client; run the command on a node of the cluster, with host:port"
+            f"executor.address={address} is a Ray Client address; run the command on a cluster node and give host:port"
         )
     try:
         if address != "local":
@@ -55,8 +55,8 @@ def _connect(address: str) -> None:
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"no Ray cluster can be reached at executor.address={address} ({first_line_of(error)}); start "
-            "one by `ray start --head`, or set executor.address to host:port of one that this machine belongs to"
+            f"no Ray cluster can be reached at executor.address={address} ({first_line_of(error)}); start one with "
+            "`ray start --head`, or set executor.address to the host:port of a cluster that this machine belongs to"
         ) from error
 
 
@@ -77,8 +77,8 @@ def gpus_per_worker(engine: EngineSettings) -> int:
         return 0
     if engine.tensor_parallel_size > most:
         raise UserError(
-            f"engine.tensor_parallel_size={engine.tensor_parallel_size} needs as many GPUs in one node, but no node of "
-            f"the Ray cluster has more than {most}; lower it"
+            f"engine.tensor_parallel_size={engine.tensor_parallel_size} needs that many GPUs in one node, but no node "
+            f"of the Ray cluster has more than {most}; lower it"
         )
     return engine.tensor_parallel_size
 

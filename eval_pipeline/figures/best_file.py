@@ -57,7 +57,7 @@ def read_best_checkpoint(run_dir: Path) -> BestCheckpoint:
     """
     path = run_dir / BEST
     if not path.exists():
-        raise UserError(f"{run_dir} has no {BEST}; evaluate the run's checkpoints by `watch` to have it written")
+        raise UserError(f"{run_dir} has no {BEST}; evaluate the run with `watch`, which writes it")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         keys = ("metric", "mode", "settings")
@@ -65,7 +65,9 @@ def read_best_checkpoint(run_dir: Path) -> BestCheckpoint:
             step=int(content["step"]), datasets=tuple(content["datasets"]), **{key: content[key] for key in keys}
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"cannot read {path} ({error!r}); evaluate the run's checkpoints to have it written") from error
+        raise UserError(
+            f"cannot read {path} ({error!r}); delete it and evaluate the run with `watch`, which writes it"
+        ) from error
 
 
 def _content(choice: Choice, evaluated: Sequence[EvaluatedModel]) -> dict[str, Any]:

@@ -100,10 +100,10 @@ def paired_interval(differences: NDArray[np.float64]) -> Interval:
 def _require_same_problems(a: Outcomes, b: Outcomes) -> int:
     strangers = sorted(a.keys() ^ b.keys())
     if strangers or not a:
-        example = f" ({strangers[0]!r} among them)" if strangers else ""
+        example = f", such as {strangers[0]!r}" if strangers else ""
         raise UserError(
-            f"the two evaluations have {len(strangers)} problems that only one of them answered{example} and "
-            f"{len(a.keys() & b.keys())} in common; evaluate both on the same problems"
+            f"{len(strangers)} problems were answered by only one of the two{example}, {len(a.keys() & b.keys())} by "
+            "both; evaluate both on the same problems"
         )
     sizes = {len(kinds) for outcomes in (a, b) for kinds in outcomes.values()}
     if len(sizes) != 1:

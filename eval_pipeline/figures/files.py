@@ -44,7 +44,7 @@ def read_evaluation(directory: Path) -> EvaluatedModel:
     try:
         return EvaluatedModel.of_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"cannot read the figures in {path} ({error!r}); evaluate the model again") from error
+        raise UserError(f"cannot read the results in {path} ({error!r}); evaluate the model again") from error
 
 
 def _summary(model: EvaluatedModel) -> dict[str, Any]:

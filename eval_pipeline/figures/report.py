@@ -80,7 +80,7 @@ def _compare_on(
 ) -> dict[str, Comparison]:
     for model, of_datasets in zip((baseline, best), outcomes):
         if name not in of_datasets:
-            raise UserError(f"{model.label} has no verdicts on {name} on the disk; evaluate it again")
+            raise UserError(f"the verdicts of {model.label} on {name} are missing; evaluate it again")
     try:
         return compare(outcomes[0][name], outcomes[1][name])
     except UserError as error:

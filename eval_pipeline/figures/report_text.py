@@ -45,26 +45,26 @@ def render_report(
         *(f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in plots),
     ]
     if LOSS_PLOT not in plots:
-        blocks.append("There is no plot of the loss against the success rate, because the run has recorded no loss.")
+        blocks.append("There is no plot of the success rate over the loss, because the run recorded no loss.")
     return "\n\n".join(blocks) + "\n"
 
 
-_COMPARED_COLUMNS = ("figure", "base model", "best checkpoint", "difference", "p")
-_COUNTED_COLUMNS = ("problems", "both", "base only", "best only", "neither")
+_COMPARED_COLUMNS = ("metric", "base model", "best checkpoint", "difference", "p")
+_COUNTED_COLUMNS = ("number of problems", "both", "base only", "best only", "neither")
 _READING = (
-    "In brackets are 95 % confidence intervals: Wilson's for rates (with problems as clusters where they have several "
-    "answers), Bonett and Price's for differences. They say how far a figure might be off had other problems of the "
-    "same kind been asked. p is the chance of a difference at least this large between two equally good models."
+    "Brackets hold 95 % confidence intervals: Wilson's for rates (clustered by problem where a problem has several "
+    "answers), Bonett and Price's for differences. They cover the variation over problems of the same kind. p is the "
+    "probability of a difference at least this large if both models were equally good."
 )
 
 
 def _models(baseline: EvaluatedModel, best: EvaluatedModel, num_checkpoints: int, chosen_by: BestCheckpoint) -> str:
     extreme = "largest" if chosen_by.mode == "max" else "smallest"
-    evaluated = "the one evaluated checkpoint" if num_checkpoints == 1 else f"{num_checkpoints} evaluated checkpoints"
+    evaluated = "one evaluated checkpoint" if num_checkpoints == 1 else f"{num_checkpoints} evaluated checkpoints"
     return (
         f"- Base model: `{baseline.label}`, loaded from `{baseline.export}`\n"
-        f"- Best checkpoint: `{best.label}`, loaded from `{best.export}`; of {evaluated} it has the {extreme} "
-        f"`{chosen_by.metric}` on {_listed(chosen_by.datasets)}"
+        f"- Best checkpoint: `{best.label}`, loaded from `{best.export}`; {extreme} `{chosen_by.metric}` on "
+        f"{_listed(chosen_by.datasets)} of {evaluated}"
     )
 
 
@@ -78,18 +78,18 @@ def _caveats(
     chosen_on = [name for name in comparisons if name in chosen_by.datasets]
     if num_checkpoints > 1 and chosen_on:
         yield (
-            f"The checkpoint was chosen by its figures on {_listed(chosen_on)}, so its lead there is in part luck, and "
-            "p is too small; other data sets have no such bias."
+            f"The checkpoint was selected by its results on {_listed(chosen_on)}. Its lead there is therefore biased "
+            "upwards and p is too small; other data sets have no such bias."
         )
     differing = [name for name in comparisons if _conditions(baseline, name) != _conditions(best, name)]
     if differing:
         yield (
-            f"**The two were evaluated under different settings on {_listed(differing)}**, so a difference there may "
-            "come from the settings; they are listed below."
+            f"**The two models were evaluated with different settings on {_listed(differing)}**, so the settings may "
+            "explain a difference there; they are listed below."
         )
     alone = [name for name in {**baseline.datasets, **best.datasets} if name not in comparisons]
     if alone:
-        yield f"Only one of the two was evaluated on {_listed(alone)}, which is left out."
+        yield f"Not compared, because only one of the two models was evaluated on it: {_listed(alone)}."
 
 
 def _dataset(name: str, base: DatasetResult, best: DatasetResult, comparisons: Mapping[str, Comparison]) -> str:
@@ -97,7 +97,7 @@ def _dataset(name: str, base: DatasetResult, best: DatasetResult, comparisons: M
     answers = "one answer" if example.num_samples == 1 else f"{example.num_samples} answers"
     blocks = [
         f"## {name}",
-        f"{example.num_problems} problems, {answers} to each; p by {example.test}.",
+        f"{example.num_problems} problems with {answers} each; p from {example.test}.",
         markdown_table(_COMPARED_COLUMNS, _figure_rows(base, best, comparisons)),
     ]
     if example.num_samples == 1:
@@ -118,7 +118,7 @@ def _figure_rows(
 def _count_rows(comparisons: Mapping[str, Comparison]) -> Iterator[tuple[str, ...]]:
     for metric, comparison in comparisons.items():
         counts = (comparison.both, comparison.only_a, comparison.only_b, comparison.neither)
-        yield (f"that count for `{metric}` ({_listed(COMPARED[metric])})", *map(str, counts))
+        yield (f"counted in `{metric}` ({_listed(COMPARED[metric])})", *map(str, counts))
 
 
 def _difference(comparison: Comparison) -> str:

@@ -90,7 +90,7 @@ def choose_best(
 def _require_known(metric: str, evaluated: Sequence[EvaluatedModel]) -> None:
     known = {name for model in evaluated for result in model.datasets.values() for name in result.figures}
     if known and metric not in known:
-        raise UserError(f"selection.metric is {metric!r}; take one of {', '.join(sorted(known))}")
+        raise UserError(f"selection.metric is {metric!r}; use one of {', '.join(sorted(known))}")
 
 
 def _can_be_chosen(model: EvaluatedModel, settings: Settings) -> bool:

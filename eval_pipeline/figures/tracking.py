@@ -63,7 +63,7 @@ def log_to_wandb(
         with run:
             _log(run, model, qa_rows)
     except Exception as error:  # W&B raises errors of many kinds, and the figures are on the disk already
-        warn(f"W&B did not take the figures ({type(error).__name__}: {error}); they are in metrics.json")
+        warn(f"logging to W&B failed ({type(error).__name__}: {error}); the results are in metrics.json")
 
 
 def _log(run: Run, model: EvaluatedModel, qa_rows: Mapping[str, Sequence[QaRow]]) -> None:

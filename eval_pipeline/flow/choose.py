@@ -45,7 +45,7 @@ class Chooser:
             write_best_checkpoint(place.run_dir, choice, evaluated)
         elif (place.run_dir / BEST).exists() and not self._has_warned:
             self._has_warned = True
-            warn(f"no checkpoint has the figures that the best is chosen by; {BEST} stays as it was")
+            warn(f"no checkpoint has results of the metric that the best one is chosen by; {BEST} is unchanged")
 
     def _settings(self, run_dir: Path) -> dict[str, Any]:
         if not self._leads and (run_dir / BEST).exists():

@@ -31,7 +31,7 @@ def evaluate_now(session: Session, checkpoint: Checkpoint, tier: int) -> int:
     _require_own_place(session, checkpoint)
     tasks = session.enter(checkpoint, tier)
     if not tasks:
-        raise UserError(f"the recipe's tiers up to {tier} name no data set; fill tiers.tier{tier}")
+        raise UserError(f"the recipe's tiers up to {tier} name no data set; set tiers.tier{tier}")
     keys = [task.key for task in tasks]
     session.ledger.retry(only=keys)
     published = work_off(session, _OneModel(session, tasks), Publisher(session, leads=False))
@@ -46,7 +46,7 @@ def _require_own_place(session: Session, checkpoint: Checkpoint) -> None:
     others = {job.checkpoint for job in session.ledger.jobs()} - {checkpoint.label}
     if session.place.one_model and others:
         raise UserError(
-            f"{session.place.root} holds the evaluation of {min(others)}; give another --output for {checkpoint.label}"
+            f"{session.place.root} holds the evaluation of {min(others)}; name another --output for {checkpoint.label}"
         )
 
 
@@ -62,8 +62,8 @@ class _OneModel:
         for task in self._tasks:
             if digests[task.key] != task.digest:
                 raise UserError(
-                    f"another process evaluates {task.checkpoint.label} on {task.dataset} with other settings; "
-                    "wait until it has ended, or give --output DIR to keep the figures apart"
+                    f"another process is evaluating {task.checkpoint.label} on {task.dataset} with other settings; "
+                    "wait until it ends, or name another directory with --output"
                 )
         return self._tasks
 

@@ -49,7 +49,7 @@ def place_of_run(run_dir: Path) -> Place:
         UserError: it is no directory.
     """
     if not run_dir.is_dir():
-        raise UserError(f"{run_dir} is not a directory; name the directory of a run, with its global_step_N in it")
+        raise UserError(f"{run_dir} is not a directory; name the run directory, which holds global_step_N directories")
     return Place(run_dir.resolve() / EVAL_FOLDER, run_dir.resolve())
 
 
@@ -83,4 +83,4 @@ def find_place(directory: Path) -> Place:
     if (path / LEDGER_FILE).is_file():
         is_run = path.name == EVAL_FOLDER
         return Place(path, path.parent if is_run else None, one_model=not is_run)
-    raise UserError(f"{directory} holds no evaluation; name the directory of a run that was evaluated, or its eval/")
+    raise UserError(f"{directory} holds no evaluation; name the directory of an evaluated run, or its eval/")

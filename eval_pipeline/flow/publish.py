@@ -116,7 +116,7 @@ class Publisher:
             return EvaluatedModel.of_json(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"cannot read {path} ({error!r}); delete {self._session.ledger.path} to have all judged anew"
+                f"cannot read {path} ({error!r}); delete {self._session.ledger.path} to judge everything again"
             ) from error
 
 
@@ -137,7 +137,7 @@ def _locked(path: Path, waits: bool = True) -> Iterator[bool]:
     try:
         file = open(path, "a")
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}); make room or mend the directory") from error
+        raise UserError(f"cannot write {path} ({error.strerror}); free disk space or fix the directory") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)

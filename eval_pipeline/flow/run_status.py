@@ -8,9 +8,9 @@ from verl_ext.metrics.notice import warn
 from verl_ext.metrics.run_file import RUN_FILE, load_run
 
 _WAITING = {
-    "waiting": "nobody has started the run in {run_dir} yet; waiting for its first checkpoint (Ctrl-C ends this)",
-    "stopped": "the run was stopped; waiting for it to go on, or Ctrl-C once all is evaluated",
-    "failed": "the run has failed; waiting for it to go on, or Ctrl-C once all is evaluated",
+    "waiting": "the run in {run_dir} has not been started yet; waiting for its first checkpoint (Ctrl-C ends this)",
+    "stopped": "the run was stopped; waiting for it to resume (Ctrl-C ends this)",
+    "failed": "the run has failed; waiting for it to resume (Ctrl-C ends this)",
 }
 
 

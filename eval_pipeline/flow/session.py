@@ -72,7 +72,7 @@ class Session:
         try:
             digests = digests_of(checkpoint, self.digest_of_problems(dataset), self.recipe)
         except (OSError, ValueError) as error:
-            raise UserError(f"{checkpoint.path} cannot be read ({error}); name another checkpoint") from error
+            raise UserError(f"cannot read {checkpoint.path} ({error}); name another checkpoint") from error
         self._digests[checkpoint.label, dataset] = digests
         if self._weights.get(checkpoint.label) != digests.model:
             self._weights[checkpoint.label] = digests.model
@@ -95,7 +95,9 @@ class Session:
         try:
             return Evaluation(job, checkpoint, self.problems(job.dataset), self.recipe, digests, directory)
         except OSError as error:
-            raise UserError(f"cannot write to {directory} ({error.strerror}); make room or mend it") from error
+            raise UserError(
+                f"cannot write to {directory} ({error.strerror}); free disk space or fix the directory"
+            ) from error
 
     def weights_of(self, label: str) -> str:
         """Digest of the weights that an entered checkpoint has now."""
@@ -109,7 +111,7 @@ class Session:
         try:
             if read_evaluation(directory).weights == self._weights[label]:
                 return
-            warn(f"{label} has other weights than its figures in {directory} are of; it is evaluated anew")
+            warn(f"the results in {directory} belong to other weights than {label} has now; evaluating it again")
         except UserError as error:
             warn(str(error))
         for name in (METRICS_FILE, SUMMARY_FILE):

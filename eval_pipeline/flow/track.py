@@ -26,7 +26,7 @@ def track(session: Session, model: EvaluatedModel, directory: Path) -> None:
     try:
         run_id = _run_id(session, model)
     except OSError as error:
-        warn(f"W&B does not get the figures of {model.label}, since the run's id cannot be kept: {error}")
+        warn(f"the results of {model.label} are not logged to W&B, because the run's id cannot be saved: {error}")
         return
     run_config = read_run_config(run_dir)
     log_to_wandb(

@@ -95,7 +95,7 @@ class Watcher:
         best = read_best_checkpoint(self._run_dir).step
         chosen = [checkpoint for checkpoint in checkpoints if checkpoint.step == best]
         if not chosen:
-            warn(f"the best checkpoint, of step {best}, cannot be loaded any more, so tier 3 is left out")
+            warn(f"the best checkpoint, step {best}, can no longer be loaded; tier 3 is skipped")
         return [task for checkpoint in chosen for task in self._session.enter(checkpoint, 3)]
 
     def _give_up_removed(self) -> None:
@@ -107,7 +107,7 @@ class Watcher:
             if step is not None and not (self._run_dir / f"global_step_{step}").exists()
         }
         for label, dataset in self._session.ledger.give_up(missing & self._missing):
-            warn(f"{label} was removed before it was evaluated on {dataset}; raise trainer.max_ckpt_to_keep")
+            warn(f"{label} was removed before its evaluation on {dataset}; raise trainer.max_ckpt_to_keep")
         self._missing = missing
 
 
@@ -124,8 +124,8 @@ def watch(session: Session) -> int:
         UserError: the run's record or a data set cannot be read, or no work can be done at all.
     """
     if not any(session.recipe.tiers.values()):
-        raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; fill tiers.tier1")
-    tell(f"Watching {session.place.of_run}; figures go to {session.place.root}. It ends when the run has finished.")
+        raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; set tiers.tier1")
+    tell(f"Watching {session.place.of_run}; results go to {session.place.root}. Ends when the run has finished.")
     publisher = Publisher(session, leads=True)
     watcher = Watcher(session, publisher)
     work_off(session, watcher, publisher)

@@ -74,9 +74,9 @@ class _Waiting:
         checkpoint, dataset, worker = note
         if is_running:
             how = "" if is_same else " with other settings"
-            warn(f"{checkpoint} on {dataset} is being done by {worker}{how}; waiting for it")
+            warn(f"{worker} is evaluating {checkpoint} on {dataset}{how}; waiting for it")
         elif not is_same:
-            warn(f"{checkpoint} on {dataset} is wanted by another process with other settings; waiting for its end")
+            warn(f"another process has queued {checkpoint} on {dataset} with other settings; waiting until it ends")
         else:
             return
         self._told.add(note)

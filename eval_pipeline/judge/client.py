@@ -42,8 +42,8 @@ def _warn_of_less(isolation: str, reasons: Sequence[str]) -> None:
     if isolation != LEVELS[0]:
         why = reasons[0] if reasons else "bubblewrap is not installed"
         _warn_once(
-            f"answers are judged at isolation {isolation}, since {LEVELS[0]} does not work here ({why}); "
-            f"isolation={LEVELS[0]} refuses to go on without it"
+            f"answers run with isolation={isolation}, because {LEVELS[0]} does not work here ({why}); "
+            f"set isolation={LEVELS[0]} to refuse the fallback"
         )
 
 
@@ -76,9 +76,9 @@ class JudgeServer:
             UserError: there is no such isolation level or package, or the number of workers is not positive.
         """
         if isolation not in ("auto", *LEVELS):
-            raise UserError(f"isolation {isolation!r} does not exist; take auto, {', '.join(LEVELS)}")
+            raise UserError(f"isolation {isolation!r} does not exist; use auto, {', '.join(LEVELS)}")
         if num_workers is not None and num_workers < 1:
-            raise UserError(f"num_workers is {num_workers}; at least one is needed to judge anything")
+            raise UserError(f"num_workers is {num_workers}; it must be at least 1")
         self._wanted = isolation
         self._num_workers = num_workers or len(os.sched_getaffinity(0))
         self._limits = limits or Limits()
@@ -223,8 +223,8 @@ class JudgeServer:
             return JudgeServerError(f"the judge server did not start (exit status {self._process.returncode})")
         found = f" ({'; '.join(reasons)})" if reasons else ""
         if self._wanted != "auto":
-            return UserError(f"isolation {self._wanted} does not work on this machine{found}; take another level")
+            return UserError(f"isolation {self._wanted} does not work on this machine{found}; use another level")
         return UserError(
-            f"neither bwrap nor sandlock works on this machine{found}; ask for `isolation: rlimits` by name, where"
-            " answers are kept from using too much but can read and write whatever this user can"
+            f"neither bwrap nor sandlock works on this machine{found}; fix one of them or set isolation=rlimits, which "
+            "limits resources only: answers can read and write everything that this user can"
         )

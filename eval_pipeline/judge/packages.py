@@ -50,7 +50,7 @@ def _find(name: str, key: str) -> Package:
     try:
         installed = metadata.distribution(name)
     except (metadata.PackageNotFoundError, ValueError) as error:
-        raise UserError(f"{key} names {name!r}, which is not installed; install it or leave it out") from error
+        raise UserError(f"{key} names {name!r}, which is not installed; install or remove it") from error
     files = {str(file) for file in installed.files or ()}
     tops = sorted({file.split("/")[0] for file in files} - {"..", "__pycache__"})
     tops = [top for top in tops if not top.endswith((".dist-info", ".egg-info", ".pth"))]

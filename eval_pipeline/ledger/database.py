@@ -65,5 +65,5 @@ class Database:
             yield
         except (OSError, sqlite3.Error) as error:
             raise UserError(
-                f"cannot use the ledger {self.path} ({first_line_of(error)}); make room, or mend or delete it"
+                f"cannot use the ledger {self.path} ({first_line_of(error)}); free disk space or delete the file"
             ) from error

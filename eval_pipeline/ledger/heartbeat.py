@@ -39,5 +39,5 @@ def _beat(directory: Path, stop: threading.Event) -> None:
             ledger.close()
         except UserError as error:
             if not has_warned:
-                warn(f"{error}; other machines may take this process for dead")
+                warn(f"{error}; other machines may assume that this process is dead")
             has_warned = True

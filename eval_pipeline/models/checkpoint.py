@@ -77,7 +77,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
         path = path.parent
     checkpoint = _locate(path)
     if checkpoint.step is None and not (path / "config.json").is_file() and (steps := list_steps(path)):
-        raise UserError(f"{path} is the directory of a run; name a checkpoint in it, such as {steps[0]}")
+        raise UserError(f"{path} is a run directory; name one of its checkpoints, such as {steps[0]}")
     check_export(checkpoint.own_export)
     return checkpoint
 

@@ -44,5 +44,5 @@ class Discovery:
 
     def _refuse(self, path: Path, problem: str) -> None:
         if self._refused.get(path) != problem and path.exists():
-            warn(f"{path} is not evaluated: {problem}")
+            warn(f"skipping {path}: {problem}")
             self._refused[path] = problem

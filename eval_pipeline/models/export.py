@@ -23,7 +23,9 @@ def check_export(export: Path) -> None:
         UserError: one of them is missing or cannot be read; the message says which.
     """
     if not (export / "config.json").is_file():
-        raise UserError(f"{export} holds no config.json; put hf_model into checkpoint.save_contents, or export it")
+        raise UserError(
+            f"{export} has no config.json; add hf_model to trainer.checkpoint.save_contents, or export the checkpoint"
+        )
     _read_object(export / "config.json")
     _check_weights(export)
     _check_tokenizer(export)
@@ -35,14 +37,12 @@ def _check_weights(export: Path) -> None:
     if not shards:
         from_shards = (export.parent / "fsdp_config.json").exists()
         remedy = (
-            f"make them by `python -m verl_ext.checkpoint export {export.parent}`"
-            if from_shards
-            else "export the model again"
+            f"run `python -m verl_ext.checkpoint export {export.parent}`" if from_shards else "export the model again"
         )
-        raise UserError(f"{export} holds no *.safetensors weights; {remedy}")
+        raise UserError(f"{export} has no *.safetensors weights; {remedy}")
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
-        raise UserError(f"{index} names shards that are missing ({', '.join(missing)}); export the model again")
+        raise UserError(f"{index} names missing shards ({', '.join(missing)}); export the model again")
     for shard in shards:
         _check_shard(shard)
 
@@ -52,7 +52,7 @@ def _shards_of(index: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index} has no weight_map of file names; export the model again")
     if strangers := sorted(name for name in set(weight_map.values()) if Path(name).name != name):
-        raise UserError(f"{index} names {strangers[0]}, which is no file beside it; export the model again")
+        raise UserError(f"{index} names {strangers[0]}, which is not in its directory; export the model again")
     return [index.parent / name for name in sorted(set(weight_map.values()))]
 
 
@@ -68,7 +68,7 @@ def _check_shard(shard: Path) -> None:
             header = json.loads(file.read(min(header_bytes, MAX_HEADER_BYTES)))
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(f"{shard} is no safetensors file ({error}); export the model again") from error
+        raise UserError(f"{shard} is not a safetensors file ({error}); export the model again") from error
     expected = 8 + header_bytes + max(ends, default=0)
     if shard.stat().st_size != expected:
         raise UserError(f"{shard} is {shard.stat().st_size} bytes long, not {expected}; export the model again")
@@ -76,12 +76,14 @@ def _check_shard(shard: Path) -> None:
 
 def _check_tokenizer(export: Path) -> None:
     if not any((export / name).is_file() for name in TOKENIZER_FILES):
-        raise UserError(f"{export} holds no tokenizer; save the tokenizer beside the weights")
+        raise UserError(f"{export} has no tokenizer; save the tokenizer with the weights")
     if (export / "chat_template.jinja").is_file():
         return
     settings = export / "tokenizer_config.json"
     if not settings.is_file() or not _read_object(settings).get("chat_template"):
-        raise UserError(f"{export} has no chat template; save one with the tokenizer, such as its instruct model's")
+        raise UserError(
+            f"{export} has no chat template; save one with the tokenizer, such as that of the instruct model"
+        )
 
 
 def _read_object(path: Path) -> dict[str, object]:

@@ -26,7 +26,7 @@ def held(checkpoint: Checkpoint) -> Iterator[None]:
                 raise UserError(f"{checkpoint.path} has just been removed; name a newer checkpoint") from error
             except OSError as error:
                 warn(
-                    f"{checkpoint.path} takes no lease ({error.strerror}); "
-                    "a training that goes on may remove it meanwhile"
+                    f"cannot lock {checkpoint.path} ({error.strerror}); "
+                    "a running training may remove it during the evaluation"
                 )
         yield

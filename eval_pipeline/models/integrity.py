@@ -36,11 +36,11 @@ def require_whole_export(checkpoint: Checkpoint) -> None:
         damage = damaged_files(checkpoint.path, exported_files(checkpoint))
     except ValueError as error:
         raise UserError(
-            f"{checkpoint.path} is not evaluated ({error}); restore it or name another checkpoint"
+            f"cannot evaluate {checkpoint.path} ({error}); restore it or name another checkpoint"
         ) from error
     for name, problem in damage.items():
         raise UserError(
-            f"{checkpoint.path} is not evaluated, since its file {name} {problem}; "
-            "make the export anew by `python -m verl_ext.checkpoint export "
+            f"cannot evaluate {checkpoint.path}: its file {name} {problem}; "
+            "export it again with `python -m verl_ext.checkpoint export "
             f"{checkpoint.run_dir} --step {checkpoint.step}`"
         )

@@ -59,7 +59,7 @@ def _setting(config: DictConfig, key: str, path: Path) -> str | None:
     try:
         value = OmegaConf.select(config, key)
     except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {key} cannot be read ({error}); write its value there") from error
+        raise UserError(f"{path}: cannot resolve {key} ({error}); write its value there") from error
     if value is not None and not isinstance(value, str):
         raise UserError(f"{path}: {key} is {value!r}; it must be a string")
     return value or None

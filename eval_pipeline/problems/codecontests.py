@@ -47,7 +47,7 @@ def _cases(record: Record) -> tuple[Case, ...]:
         for case in _cases_of(plain, "the row", record):
             cases.setdefault(case.stdin, case)
     if not cases:
-        raise record.error(f"there is no test under {', '.join(TEST_KEYS)} or 'input' and 'output'; add one")
+        raise record.error(f"{', '.join(TEST_KEYS)}, 'input' and 'output' hold no test; add one")
     return tuple(cases.values())
 
 

@@ -41,7 +41,7 @@ def parser_of(format: str, key: str) -> Parser:
         return FORMATS[format]
     if ":" in format:
         return OwnFormat.named(format, key)
-    raise UserError(f"{key} is {format!r}; take one of {', '.join(FORMATS)}, or {FORM}")
+    raise UserError(f"{key} is {format!r}; use one of {', '.join(FORMATS)}, or {FORM}")
 
 
 def load_problems(source: DatasetSource) -> list[Problem]:
@@ -56,10 +56,10 @@ def load_problems(source: DatasetSource) -> list[Problem]:
     for record in read_records(source):
         problem = parse(record)
         if problem.problem_id in problems:
-            raise record.error(f"problem_id {problem.problem_id!r} occurs twice; give every problem its own")
+            raise record.error(f"problem_id {problem.problem_id!r} occurs twice; give every problem a unique id")
         problems[problem.problem_id] = problem
     if not problems:
-        raise UserError(f"{source.path} holds no problems; write one JSON object a line")
+        raise UserError(f"{source.path} holds no problems; write one JSON object per line")
     return list(problems.values())
 
 

@@ -46,9 +46,9 @@ def _preamble(code_prompt: str, name: str, record: Record) -> str:
         # the head may have no docstring, and so no body yet
         definition = find_definition(parse(f"{code_prompt}    ...\n"), name)
     except PARSE_ERRORS as error:
-        raise record.error(f"'prompt' is not the beginning of a python program ({error}); mend it") from error
+        raise record.error(f"'prompt' is not the beginning of a Python program ({error}); correct it") from error
     if definition is None:
-        raise record.error(f"'prompt' does not end with the head of {name!r}; mend 'prompt' or 'entry_point'")
+        raise record.error(f"'prompt' does not end with the head of {name!r}; correct 'prompt' or 'entry_point'")
     lines = code_prompt.split("\n")[: first_line(definition) - 1]
     return "\n".join(lines).strip("\n") + "\n" if any(line.strip() for line in lines) else ""
 
@@ -57,6 +57,6 @@ def _check_test(test: str, record: Record) -> None:
     try:
         tree = parse(test)
     except PARSE_ERRORS as error:
-        raise record.error(f"'test' is not python ({error}); mend it") from error
+        raise record.error(f"'test' is not Python ({error}); correct it") from error
     if find_definition(tree, "check") is None:
         raise record.error("'test' defines no function `check`; write one that takes the function to test")

@@ -51,7 +51,7 @@ def parse_problem(record: Record) -> Problem:
 def _asserts(record: Record) -> list[str]:
     tests = record.texts("test_list")
     if not tests:
-        raise record.error("'test_list' must be a list of at least one python assert statement")
+        raise record.error("'test_list' must be a list of at least one Python assert statement")
     for index, test in enumerate(tests):
         check_assertion(test, f"test_list[{index}]", record)
     return tests
@@ -67,7 +67,7 @@ def _parsed(source: str, what: str, record: Record) -> ast.Module:
     try:
         return parse(source)
     except PARSE_ERRORS as error:
-        raise record.error(f"{what} is not python ({error}); mend it") from error
+        raise record.error(f"{what} is not Python ({error}); correct it") from error
 
 
 def _entry_point(code: ast.Module, asserts: list[str], record: Record) -> str:
@@ -75,5 +75,5 @@ def _entry_point(code: ast.Module, asserts: list[str], record: Record) -> str:
     is_class = defined_names(code)
     called = [name for test in asserts for name in called_names(parse(test)) if name in is_class]
     if not called:
-        raise record.error("no assert of 'test_list' calls a function that 'code' defines; mend one of the two")
+        raise record.error("no assert of 'test_list' calls a function that 'code' defines; correct one of them")
     return min(called, key=lambda name: is_class[name])

@@ -30,7 +30,9 @@ class OwnFormat:
         """
         function = OwnCode.named(text, key).load()
         if not callable(function):
-            raise UserError(f"{key} is {text!r}, which is no function; give one that makes a Problem of a Record")
+            raise UserError(
+                f"{key} is {text!r}, which is not a function; name one that takes a Record and returns a Problem"
+            )
         return cls(function, text)
 
     def __call__(self, record: Record) -> Problem:
@@ -44,18 +46,20 @@ class OwnFormat:
         except UserError:
             raise
         except Exception as error:  # whatever the user's function raises
-            raise record.error(
-                f"{self._name} cannot read it ({one_line(error)}); mend the row or the function"
-            ) from error
+            raise record.error(f"{self._name} failed ({one_line(error)}); correct the row or the function") from error
         return self._checked(problem, record)
 
     def _checked(self, problem: object, record: Record) -> Problem:
         if not isinstance(problem, Problem) or not isinstance(
             problem.tests, FunctionTests | ProgramTests | ReferenceAnswer
         ):
-            raise record.error(f"{self._name} made {type(problem).__name__} of it, which is no Problem with tests")
+            raise record.error(
+                f"{self._name} returned {type(problem).__name__} instead of a Problem with tests; correct the function"
+            )
         for name in ("problem_id", "prompt"):
             value = getattr(problem, name)
             if not isinstance(value, str) or not value.strip():
-                raise record.error(f"{self._name} gave its problem the {name} {value!r}; it must be text")
+                raise record.error(
+                    f"{self._name} returned a Problem whose {name} is {value!r}; it must be a string that is not empty"
+                )
         return problem

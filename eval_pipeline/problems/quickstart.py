@@ -34,7 +34,7 @@ def check_assertion(test: str, key: str, record: Record) -> None:
     try:
         tree = parse(test)
     except PARSE_ERRORS as error:
-        raise record.error(f"{key} is not python ({error}); mend the assert statement") from error
+        raise record.error(f"{key} is not Python ({error}); correct the assert statement") from error
     if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         raise record.error(f"{key} asserts nothing; write an assert statement")
 
@@ -42,7 +42,7 @@ def check_assertion(test: str, key: str, record: Record) -> None:
 def _tests(record: Record) -> tuple[str, ...]:
     tests = record.fields.get("tests")
     if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
-        raise record.error("'tests' must be a list of at least one python assert statement")
+        raise record.error("'tests' must be a list of at least one Python assert statement")
     for index, test in enumerate(record.texts("tests")):
         check_assertion(test, f"tests[{index}]", record)
     return tuple(tests)

@@ -69,7 +69,9 @@ class Record:
         try:
             value.encode()
         except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which no tokenizer takes
-            raise self.error(f"{_either(keys)} is not valid Unicode ({error.reason}); mend the \\u escape") from error
+            raise self.error(
+                f"{_either(keys)} is not valid Unicode ({error.reason}); correct the \\u escape"
+            ) from error
         return value
 
 

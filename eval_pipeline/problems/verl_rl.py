@@ -37,7 +37,7 @@ def _prompt(record: Record) -> str:
         return Record(record.where, record.number, {"prompt": turns[0].get("content")}).text("prompt")
     if isinstance(turns, str):
         return record.text("prompt")
-    raise record.error("'prompt' must be a text or a list of one turn, the user's; an evaluation asks no other")
+    raise record.error("'prompt' must be a string or a list of one user turn; an evaluation supports no other")
 
 
 def read_tests(ground_truth: Any, problem_id: str) -> Tests:
@@ -59,15 +59,15 @@ def read_tests(ground_truth: Any, problem_id: str) -> Tests:
     if not isinstance(fields, dict) and isinstance(ground_truth, (str, int, float)):
         return ReferenceAnswer(str(ground_truth))
     if not isinstance(fields, dict):
-        raise UserError(f"{problem_id} has no reward_model.ground_truth that is a text, a number or tests; give one")
+        raise UserError(f"{problem_id} lacks reward_model.ground_truth; give a string, a number or tests")
     if _is_list_of_text(fields.get("tests")) and isinstance(fields.get("entry_point"), str):
         more = {key: str(fields.get(key) or "") for key in _OF_FUNCTIONS}
         return FunctionTests(fields["entry_point"], tuple(fields["tests"]), **more)
     if _is_program(fields):
         return ProgramTests(tuple(map(Case, fields["inputs"], fields["outputs"])), fields.get("tolerance"))
     raise UserError(
-        f"the tests of {problem_id} (reward_model.ground_truth) cannot be read; give a JSON object with entry_point "
-        "and tests, or with inputs and outputs of the same length"
+        f"cannot read the tests of {problem_id} (reward_model.ground_truth); give a JSON object with entry_point and "
+        "tests, or with inputs and outputs of the same length"
     )
 
 

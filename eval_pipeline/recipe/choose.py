@@ -37,9 +37,7 @@ def recipe_of(run_dir: Path | None) -> str | None:
     """
     name = read_run_config(run_dir).recipe
     if name is not None and (name.endswith((".yaml", ".yml")) or not re.fullmatch(r"[\w.-]+", name)):
-        raise UserError(
-            f"the run's config.yaml names the recipe file {name}; if it is yours, say so with --recipe {name}"
-        )
+        raise UserError(f"the run's config.yaml names the recipe file {name}; if you trust it, add --recipe {name}")
     return name
 
 
@@ -56,7 +54,7 @@ def restricted_to(datasets: Collection[str], recipe: EvalRecipe) -> EvalRecipe:
     tiers = {tier: tuple(name for name in names if name in datasets) for tier, names in recipe.tiers.items()}
     if not any(tiers.values()):
         raise UserError(
-            f"the recipe's tiers name none of the data sets that were evaluated ({', '.join(sorted(datasets))}); name "
-            "the recipe of that evaluation with --recipe"
+            f"the recipe's tiers name none of the evaluated data sets ({', '.join(sorted(datasets))}); name the recipe "
+            "of that evaluation with --recipe"
         )
     return replace(recipe, tiers=tiers)

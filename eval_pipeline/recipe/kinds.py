@@ -69,7 +69,7 @@ def require_kinds(config: Mapping[str, Any]) -> None:
     for key, kind in KINDS.items():
         value = _value_of(config, key)
         if not _is_of(value, kind):
-            shown = "has a value that it cannot take" if key in _MAY_BE_A_KEY else f"is {value!r}"
+            shown = "has an invalid value" if key in _MAY_BE_A_KEY else f"is {value!r}"
             quotes = ", in quotes if it looks like a number" if kind.startswith("text") else ""
             raise UserError(f"{key} {shown}; it must be {kind}{quotes}")
 

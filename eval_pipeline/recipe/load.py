@@ -33,7 +33,7 @@ def load_recipe(name: str | None, overrides: Sequence[str] = ()) -> EvalRecipe:
     try:
         config = as_dict(compose_recipe(name, overrides))
     except OmegaConfBaseException as error:
-        raise UserError(f"the recipe cannot be resolved ({first_line_of(error)}); write the value itself") from error
+        raise UserError(f"cannot resolve the recipe ({first_line_of(error)}); write the value itself") from error
     require_no_secrets(config)
     return EvalRecipe.of(config)
 
@@ -45,14 +45,14 @@ def compose_recipe(name: str | None, overrides: Sequence[str] = ()) -> DictConfi
     try:
         recipe = OmegaConf.load(path)
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"cannot read the recipe {path} ({first_line_of(error)}); mend it") from error
+        raise UserError(f"cannot read the recipe {path} ({first_line_of(error)}); correct the file") from error
     if not isinstance(recipe, DictConfig):
-        raise UserError(f"the recipe {path} is no YAML mapping; write `key: value` lines")
+        raise UserError(f"the recipe {path} is not a YAML mapping; write `key: value` lines")
     merge_known(config, recipe, str(path), NULLABLE)
     apply_overrides(config, list(overrides), NULLABLE)
     added = leaves(config).keys() - leaves(_defaults()).keys()
     if added:  # by +key=value, which makes sense only where something reads the key
-        raise UserError(f"an evaluation has no key {min(added)!r}, and none can be added; leave it out")
+        raise UserError(f"an evaluation recipe has no key {min(added)!r}; remove it")
     return config
 
 

@@ -26,10 +26,10 @@ def require_metric(metric: str, mode: str, num_samples: int) -> None:
     if metric not in known:
         near = difflib.get_close_matches(metric, known, n=1)
         few = "; pass_at_<k> needs sampling.num_samples of k or more" if metric.startswith("pass_at_") else ""
-        choice = f"did you mean {near[0]!r}?" if near and not few else f"take one of {', '.join(known)}"
+        choice = f"did you mean {near[0]!r}?" if near and not few else f"use one of {', '.join(known)}"
         raise UserError(f"selection.metric is {metric!r}, which no evaluation of this recipe has{few}; {choice}")
     if metric.startswith(_COST) and mode == "max":
-        raise UserError(f"selection.metric={metric} is a cost, of which the least is best; set selection.mode=min")
+        raise UserError(f"selection.metric={metric} is a cost, so lower is better; set selection.mode=min")
 
 
 def figure_names(num_samples: int) -> list[str]:

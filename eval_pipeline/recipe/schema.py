@@ -88,7 +88,7 @@ class EvalRecipe:
             unknown = [name for name in names if name not in self.datasets]
             if unknown:
                 known = ", ".join(self.datasets) or "none"
-                raise UserError(f"tiers.tier{tier} names {unknown[0]!r}, which is not in `datasets`; take {known}")
+                raise UserError(f"tiers.tier{tier} names {unknown[0]!r}, which is not in `datasets`; use {known}")
         require_choices(self)
         require_ranges(self)
         find_packages(self.judge_packages)
@@ -111,9 +111,13 @@ def _source(name: str, entry: Any) -> DatasetSource:
         raise UserError(f"datasets.{name} lacks a key; give at least `format` and `path`")
     unknown = entry.keys() - {"format", "path", "split", "subset", "limit"}
     if unknown:
-        raise UserError(f"datasets.{name} has {sorted(unknown)[0]!r}; known are format, path, split, subset, limit")
+        raise UserError(
+            f"datasets.{name} has the unknown key {sorted(unknown)[0]!r}; use format, path, split, subset, limit"
+        )
     if not isinstance(name, str) or not name.replace("_", "").replace("-", "").isalnum():
-        raise UserError(f"datasets has the name {name!r}; take letters, digits, - and _, for files and metrics bear it")
+        raise UserError(
+            f"datasets has the name {name!r}, which becomes part of file names; use letters, digits, - and _"
+        )
     for key, value in entry.items():
         if key != "limit" and not isinstance(value, str) and (value is not None or key in ("format", "path")):
             raise UserError(f"datasets.{name}.{key} is {value!r}; it must be text")

@@ -39,7 +39,7 @@ def require_choices(recipe: EvalRecipe) -> None:
     }
     for key, choices in CHOICES.items():
         if values[key] not in choices:
-            raise UserError(f"{key} is {values[key]!r}; take one of {', '.join(choices)}")
+            raise UserError(f"{key} is {values[key]!r}; use one of {', '.join(choices)}")
     if recipe.selection.dataset is not None and recipe.selection.dataset not in recipe.datasets:
         raise UserError(
             f"selection.dataset is {recipe.selection.dataset!r}, which is not in `datasets`; name one that is"
@@ -66,7 +66,7 @@ def require_ranges(recipe: EvalRecipe) -> None:
             raise UserError(f"{key} is {value!r}; it must be at most 1")
     if recipe.sampling.num_samples > 1 and recipe.sampling.temperature == 0:
         raise UserError(
-            "sampling.num_samples is above 1, and greedy answers are equal; set sampling.temperature above 0"
+            "sampling.num_samples is above 1, but greedy answers are all equal; set sampling.temperature above 0"
         )
 
 

@@ -135,7 +135,7 @@ class Driver:
             try:
                 error = evaluation.handle(event)
             except OSError as failure:
-                error = f"what came of it cannot be written ({failure}); make room"
+                error = f"cannot write the results ({failure}); free disk space"
             if error is not None:
                 self._fail(evaluation, error)
 
@@ -150,14 +150,14 @@ class Driver:
             return
         self._drop(evaluation)
         if not self._ledger.finish(job, seconds):
-            warn(f"{job.checkpoint} on {job.dataset} was taken over by another process, which writes the same figures")
+            warn(f"another process has taken over {job.checkpoint} on {job.dataset}; it writes the same results")
 
     def _still_has(self, evaluation: Evaluation) -> bool:
         """Enter the time spent; leave a job that is another process's by now."""
         job = evaluation.job
         if self._ledger.renew(job, evaluation.seconds):
             return True
-        warn(f"{job.checkpoint} on {job.dataset} is no longer this process's to do and is left")
+        warn(f"another process has taken over {job.checkpoint} on {job.dataset}; skipping it")
         self._drop(evaluation)
         return False
 
@@ -170,8 +170,8 @@ class Driver:
         self._ledger.fail(job, error, seconds)
         attempts = job.attempts + 1
         left = self._ledger.max_attempts - attempts
-        again = f"it is tried again in {self._ledger.pause_s(attempts):.0f} s, {left} times at most"
-        then = again if left > 0 else "it stays failed until `retry`"
+        again = f"next attempt in {self._ledger.pause_s(attempts):.0f} s, {left} left"
+        then = again if left > 0 else "no attempts left; fix the cause and re-queue it with `retry`"
         warn(f"{job.checkpoint} on {job.dataset} failed: {error}; {then}")
 
     def _drop(self, evaluation: Evaluation) -> None:

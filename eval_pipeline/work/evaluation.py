@@ -75,9 +75,9 @@ class Evaluation:
 
     def _tell_begin(self, done: int) -> None:
         """Say what begins, as an engine loads for a while before the first answer."""
-        what = f"Evaluating {self.checkpoint.label} on {self.job.dataset}: {len(self._keys) - done} answers to come"
+        what = f"Evaluating {self.checkpoint.label} on {self.job.dataset}: {len(self._keys) - done} answers left"
         if self.checkpoint.export is not None:
-            what += "; loading the model takes about 15 s, a large one minutes"
+            what += "; loading the model takes about 15 s, minutes for a large one"
         tell(f"{what}.", sys.stderr)
 
     def __enter__(self) -> Evaluation:
@@ -172,7 +172,7 @@ class Evaluation:
     def _lose(self, event: Lost) -> str | None:
         self._losses[event.batch.number] += 1
         if self._losses[event.batch.number] >= MAX_LOSSES:
-            return f"{event.reason}; {MAX_LOSSES} workers have died over the same problems"
+            return f"{event.reason}; {MAX_LOSSES} workers have died while working on the same problems"
         self._under_way.discard(event.batch)
         self._waiting.appendleft(event.batch.number)
         return None

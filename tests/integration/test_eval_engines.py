@@ -115,7 +115,7 @@ def test_the_death_of_the_process_is_reported(export: Path) -> None:
         owner.line(), owner.line()
         [child] = vllm_processes(owner.process)
         child.kill()
-        assert "SIGKILL, perhaps for lack of memory" in owner.line()
+        assert "SIGKILL, possibly out of memory" in owner.line()
         assert "SIGKILL" in owner.line()  # to every further call
 
 
@@ -152,8 +152,8 @@ def misspell(export: Path) -> EngineSettings:
     ("spoil", "message"),
     [
         (break_config, "no-such-model"),
-        (drop_template, "has no chat template that works"),
-        (drop_weights, "vLLM cannot use"),
+        (drop_template, "has no working chat template"),
+        (drop_weights, "vLLM cannot load"),
         (misspell, "engine.vllm.max_num_seq is no argument of vllm.LLM; did you mean max_num_seqs"),
     ],
 )

@@ -205,7 +205,7 @@ def test_a_failure_is_recorded_and_retry_queues_it_again(setup: Setup, repeated:
     (place / "work").unlink()
     (tmp_path / "work").rename(place / "work")
     again = evaluate("retry", place)
-    assert again.returncode == 0 and again.stdout.startswith("step_30 on heart is due again")
+    assert again.returncode == 0 and again.stdout.startswith("Re-queued: step_30 on heart")
     assert "cannot write to" in again.stdout
     assert [(job.state, job.attempts) for job in jobs(place)] == [("pending", 0)]
     assert evaluate("retry", place).stdout.startswith("Nothing has failed")
@@ -340,9 +340,9 @@ def test_answers_of_other_programs_are_judged_in_their_order(judging: tuple[str,
     [
         ('{"problem_id": "add", "answer": "x"}\n{"problem_id": "ad", "answer": "x"}', "line 2: .* no problem 'ad'"),
         ('{"problem_id": "add", "answer": "x"}\n{"problem_id": "add"', "line 2 is not JSON"),
-        ('{"problem_id": "add"}', "line 1 lacks a part; give `problem_id` and `answer` as text"),
-        ('{"problem_id": "add", "answer": 3}', "line 1 lacks a part"),
-        ("[]", "line 1 lacks a part"),
+        ('{"problem_id": "add"}', "line 1 lacks `problem_id` or `answer` as text"),
+        ('{"problem_id": "add", "answer": 3}', "line 1 lacks `problem_id` or `answer`"),
+        ("[]", "line 1 lacks `problem_id` or `answer`"),
         ("\n\n", "holds no answers"),
         (None, "cannot read the answers"),
     ],

@@ -241,7 +241,7 @@ def test_it_reports_what_it_waits_for(tmp_path: Path, words: tuple[str | Path, .
     (tmp_path / "run").mkdir()
     log = tmp_path / "log"
     with started(log, "watch", tmp_path / "run", *words):
-        wait_until(lambda: "nobody has started the run" in log.read_text())
+        wait_until(lambda: "has not been started yet" in log.read_text())
         record = begin_run(tmp_path / "run")
         record.end_attempt("failed", 3, "a rank died")
         wait_until(lambda: "the run has failed; waiting" in log.read_text())

@@ -144,7 +144,7 @@ def test_no_key_is_shown_or_stored(watched: Watched, quickstart: Path, tmp_path:
         watched.run(*command("run", *asked, f"engine.base_url=http://127.0.0.1:{port}/v1"))
     with refusing() as port:
         url = f"engine.base_url=http://127.0.0.1:{port}/v1"
-        assert "refuses the key" in watched.run(*command("run", *asked, url), code=2)
+        assert "rejects the key" in watched.run(*command("run", *asked, url), code=2)
     output = watched.output + visit_monitor(watched, tmp_path / "checkpoints")
     assert b"no-referrer" in output and b"train/loss" in output and b"accepted_at_1" in output
     assert PLANTED not in output

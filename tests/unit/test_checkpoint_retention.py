@@ -250,7 +250,7 @@ def test_evaluation_holds_a_run_s_checkpoint_and_goes_on_without(
     (path / f"lease.{socket.gethostname()}.{os.getpid()}.json.tmp").mkdir()
     with held(checkpoint):
         assert lease_holders(path) == []
-    assert capsys.readouterr().err.count("takes no lease") == 1
+    assert capsys.readouterr().err.count("cannot lock") == 1
     with pytest.raises(UserError, match="has just been removed"):
         with held(replace(checkpoint, path=tmp_path / "global_step_2")):
             pass

@@ -57,7 +57,8 @@ def test_every_command_has_help_with_an_example(module: str) -> None:
     for name in re.findall(r"^    ([a-z0-9]+)(?:  |$)", commands.partition("examples:")[0], re.M):
         subtext = help_of([module, name])
         check_form(subtext)
-        assert subtext.startswith(f"usage: python -m {module} {name} ")
+        typed = "bash eval_pipeline/run.sh" if module == "eval_pipeline" else f"python -m {module}"
+        assert subtext.startswith(f"usage: {typed} {name} ")
 
 
 def test_the_helper_of_another_python_tells_who_starts_it() -> None:

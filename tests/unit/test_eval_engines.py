@@ -223,9 +223,9 @@ def test_a_prompt_that_is_refused_is_an_error_of_its_own(status: int, server: Se
 def test_a_reply_without_an_answer_is_an_error(body: Any, server: Server) -> None:
     server.reply = unless_bad((200, body))
     (answer,) = ask(server, [BAD])
-    assert "no answer" in answer.error
+    assert "lacks an answer" in answer.error
     server.reply = lambda _: (200, body)
-    with pytest.raises(EngineDied, match="no answer"):
+    with pytest.raises(EngineDied, match="lacks an answer"):
         ask(server, [BAD])
 
 
@@ -277,7 +277,7 @@ def hang(release: threading.Event) -> Reply:
 def test_an_answer_takes_so_long_with_all_its_retries_and_no_longer(server: Server) -> None:
     release = threading.Event()
     server.reply = lambda body: hang(release)
-    with pytest.raises(EngineDied, match="APITimeoutError.* may take 0.5 s, which engine.timeout_s says"):
+    with pytest.raises(EngineDied, match="APITimeoutError.*engine.timeout_s=0.5"):
         ask(server, [REQUEST], timeout_s=0.5)
     release.set()
     assert len(server.asked) == 1
@@ -324,8 +324,8 @@ def test_a_url_that_is_no_api(server: Server) -> None:
 @pytest.mark.parametrize(
     ("models", "wanted", "message"),
     [
-        (["a", "b"], None, "serves several models; set engine.model to one that it has: a, b"),
-        (["a", "b"], "c", "does not serve c; set engine.model to one that it has: a, b"),
+        (["a", "b"], None, "several models; set engine.model to .*: a, b"),
+        (["a", "b"], "c", "does not serve c; set engine.model to .*: a, b"),
         ([], None, "serves no model"),
     ],
 )
@@ -348,7 +348,7 @@ def test_a_directory_is_asked_of_the_server_that_loaded_it(server: Server, tmp_p
         server.cards = list
         card = ask_for_card(settings, export)
         assert (card.id, card.root, card.max_model_len) == ("a", loaded, 96)
-        with pytest.raises(UserError, match="does not say that it serves .*/other but a .loaded from .*, b "):
+        with pytest.raises(UserError, match="serves a .loaded from .*, b .*not .*/other; "):
             ask_for_card(settings, other)
     server.models = [{"id": str(export)}]
     assert ask_for_card(settings, export).id == str(export)
@@ -372,9 +372,9 @@ def test_a_server_has_no_checkpoints_to_watch(command: str, tmp_path: Path, caps
     [
         ({"kind": "openai"}, "set engine.base_url=http"),
         ({"kind": "openai", "base_url": "localhost:8000"}, "needs the server's URL"),
-        ({"kind": "openai", "base_url": "http://[::1/v1"}, "is no URL"),
-        ({"kind": "openai", "base_url": "http://me:pass@host/v1"}, "must hold no credentials"),
-        ({"api_key_env": "sk-12345"}, "is no name of an environment variable"),
+        ({"kind": "openai", "base_url": "http://[::1/v1"}, "is not a URL"),
+        ({"kind": "openai", "base_url": "http://me:pass@host/v1"}, "must not hold credentials"),
+        ({"api_key_env": "sk-12345"}, "engine.api_key_env is not a variable name"),
         ({"vllm": {"dtype": "half"}}, "set engine.dtype"),
         ({"vllm": {"hf_token": "hf_12345"}}, "environment variable HF_TOKEN"),
     ],

@@ -115,7 +115,7 @@ def test_run_takes_the_data_sets_up_to_the_tier_that_is_named(
     (tmp_path / "none.yaml").write_text("datasets: {}\n")
     with pytest.raises(SystemExit, match="2"):
         main([*words, *([] if tier is None else ["--tier", tier])])
-    assert f"tiers up to {tier or 1} name no data set; fill tiers.tier{tier or 1}" in capsys.readouterr().err
+    assert f"tiers up to {tier or 1} name no data set; set tiers.tier{tier or 1}" in capsys.readouterr().err
 
 
 def test_limit_samples_each_data_set_and_says_so(

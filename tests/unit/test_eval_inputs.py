@@ -116,7 +116,7 @@ def test_a_missing_directory_and_a_missing_export_are_refused(tmp_path: Path) ->
 
 def test_the_directory_of_a_run_is_no_checkpoint(tmp_path: Path) -> None:
     commit(tmp_path, 3)
-    with pytest.raises(UserError, match=f"directory of a run; name a checkpoint in it, such as {tmp_path}/global_st"):
+    with pytest.raises(UserError, match=f"is a run directory; name .* such as {tmp_path}/global_step_3"):
         find_checkpoint(tmp_path)
 
 
@@ -166,8 +166,8 @@ def test_discovery_finds_complete_checkpoints_and_says_once_what_is_wrong_with_o
         assert [checkpoint.step for checkpoint in discovery.checkpoints()] == [9, 10, 100]
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2
-    assert "global_step_30 is not evaluated: its file model.pt is missing" in told[1] + told[0]
-    assert "global_step_20 is not evaluated: it has no manifest.json" in told[1] + told[0]
+    assert "global_step_30: its file model.pt is missing" in told[1] + told[0]
+    assert "global_step_20: it has no manifest.json" in told[1] + told[0]
     shutil.rmtree(tmp_path / "global_step_9")
     commit(tmp_path, 110)
     assert [checkpoint.step for checkpoint in discovery.checkpoints()] == [10, 100, 110]

@@ -13,7 +13,7 @@ from verl_ext.metrics.run_record import RunRecord
 def test_a_run_that_nobody_has_started_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = RunStatus(tmp_path)
     assert not status.has_finished() and not status.has_finished()
-    assert capsys.readouterr().err.count("nobody has started the run") == 1
+    assert capsys.readouterr().err.count("has not been started yet") == 1
 
 
 def test_one_that_its_launcher_starts_is_waited_for_in_silence(

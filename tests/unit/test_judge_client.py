@@ -156,7 +156,7 @@ def test_no_level_that_works_is_a_user_error(monkeypatch: pytest.MonkeyPatch, tm
     )
     monkeypatch.setattr("eval_pipeline.judge.client._ROOT", f"{tmp_path}:{ROOT}")
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match="isolation: rlimits"):
+    with pytest.raises(UserError, match="isolation=rlimits"):
         JudgeServer("auto").__enter__()
     with pytest.raises(UserError, match="isolation bwrap does not work"):
         JudgeServer("bwrap").__enter__()

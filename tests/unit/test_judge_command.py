@@ -75,7 +75,7 @@ def test_a_format_of_a_known_data_set_is_refused(judge: Judge) -> None:
 def test_an_output_that_cannot_be_written_is_refused_first(judge: Judge, tmp_path: Path) -> None:
     """The command refuses it before it reads the answers."""
     (tmp_path / "file").touch()
-    for output, reason in ((tmp_path, "is a directory"), (tmp_path / "file" / "x", "cannot be written")):
+    for output, reason in ((tmp_path, "is a directory"), (tmp_path / "file" / "x", "cannot write")):
         code, error = judge([], "--output", str(output))
         assert code == 2 and reason in error and str(output) in error
 

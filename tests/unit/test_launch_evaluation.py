@@ -188,7 +188,10 @@ def test_a_recipe_that_can_be_used_passes(recipe: Path) -> None:
         ("selection: {metric: accuracy}", "selection.metric is 'accuracy'"),
         ("tiers: {tier1: []}", "name no data set"),
         ("batch_sizes: 3", "batch_size"),
-        ("engine: {kind: openai, base_url: 'http://localhost:1/v1'}", "leave engine.kind=openai out"),
+        (
+            "engine: {kind: openai, base_url: 'http://localhost:1/v1'}",
+            "engine.kind=openai has one model only; remove it",
+        ),
     ],
 )
 def test_what_the_watcher_would_refuse_is_refused_before(recipe: Path, line: str, words: str, in_process: None) -> None:
@@ -212,7 +215,7 @@ def test_a_server_s_model_is_refused_where_somebody_watches_alone(
     server = ["engine.kind=openai", "engine.base_url=http://localhost:1/v1"]
     with pytest.raises(SystemExit, match="0"):
         main(["check", "--recipe", str(recipe), *server])
-    assert "the recipe can be used" in capsys.readouterr().out
+    assert "The recipe is valid" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main(["check", "--watch", "--recipe", str(recipe), *server])
     assert "watch loads each model itself" in capsys.readouterr().err
