@@ -25,7 +25,7 @@ from verl_ext.controller.calibration import machine_name
 from verl_ext.controller.latency_source import LatencySource, MeasuredLatency
 from verl_ext.metrics.notice import warn
 from verl_ext.own_code import OwnCode
-from verl_ext.summary import tell_summary
+from verl_ext.summary import tell_summary, typed_path
 from verl_ext.tell import tell
 
 
@@ -92,7 +92,8 @@ def evaluate(source: ControllerSource, settings: Settings, output: Path, wandb: 
     about = about_evaluation(source, subject, settings, config, comparison)
     write_comparison(output, comparison, subject.space, about, source)
     tell(console_text(comparison))
-    tell_summary(f"Finished: comparison of {source.label}", {"page": output / TABLE_FILE, "figures": output})
+    rows = {"report": typed_path(output / TABLE_FILE), "results": typed_path(output)}
+    tell_summary(f"Finished: comparison of {source.label}", rows)
     if wandb:
         track(comparison, about, source, output)
 

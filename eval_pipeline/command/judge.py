@@ -14,7 +14,7 @@ from eval_pipeline.command.arguments import add_action, add_overrides
 from eval_pipeline.command.paths import input_path, output_path
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import Commands
-from verl_ext.summary import tell_summary
+from verl_ext.summary import tell_summary, typed_path
 
 if TYPE_CHECKING:
     from eval_pipeline.judge.submission import Submission
@@ -77,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
         isolation = judge.isolation
     write_lines(arguments.output, [_row(id_, verdict) for (id_, _), verdict in zip(rows, verdicts, strict=True)])
     counts = Counter(verdict.error_type for verdict in verdicts)
-    facts: dict[str, object] = {**dict(counts.most_common()), "isolation": isolation, "verdicts": arguments.output}
+    facts: dict[str, object] = {**dict(counts.most_common()), "isolation": isolation}
+    facts["verdicts"] = typed_path(arguments.output)
     tell_summary(f"Judged: {len(verdicts)} answers", facts)
     return 0
 

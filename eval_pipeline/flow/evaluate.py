@@ -10,7 +10,7 @@ from eval_pipeline.flow.work_off import work_off
 from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.work.driver import Task
 from verl_ext.errors import UserError
-from verl_ext.summary import tell_summary
+from verl_ext.summary import tell_summary, typed_path
 
 
 def evaluate_now(session: Session, checkpoint: Checkpoint, tier: int) -> int:
@@ -35,11 +35,14 @@ def evaluate_now(session: Session, checkpoint: Checkpoint, tier: int) -> int:
     keys = [task.key for task in tasks]
     session.ledger.retry(only=keys)
     published = work_off(session, _OneModel(session, tasks), Publisher(session, leads=False))
-    failed = any(job.state == "failed" for job in session.ledger.jobs() if (job.checkpoint, job.dataset) in keys)
-    if not failed and checkpoint.label not in published:
+    failed = [job for job in session.ledger.jobs() if job.state == "failed" and job.key in keys]
+    if failed:
+        reasons = {job.dataset: (job.error or "").partition("\n")[0] for job in failed}
+        tell_summary(f"Failed: evaluation of {checkpoint.label}", reasons)
+    elif checkpoint.label not in published:
         directory = session.place.directory_of(checkpoint.label)
-        tell_summary(f"Evaluated already: {checkpoint.label}", {"figures": directory})
-    return int(failed)
+        tell_summary(f"Evaluated already: {checkpoint.label}", {"results": typed_path(directory)})
+    return int(bool(failed))
 
 
 def _require_own_place(session: Session, checkpoint: Checkpoint) -> None:

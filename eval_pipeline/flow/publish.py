@@ -20,7 +20,7 @@ from eval_pipeline.flow.track import track
 from eval_pipeline.ledger.job import Job
 from eval_pipeline.work.driver import Task
 from verl_ext.errors import UserError
-from verl_ext.summary import tell_summary
+from verl_ext.summary import tell_summary, typed_path
 
 LOCK_FILE = "publish.lock"
 TRACK_LOCK_FILE = "track.lock"
@@ -83,7 +83,8 @@ class Publisher:
             model = _merge(results)
             write_evaluation(directory, model)
             self._chooser.choose()
-            tell_summary(f"Evaluated: {label}", {"figures": directory}, table=format_table(model.datasets))
+            results = {"results": typed_path(directory)}
+            tell_summary(f"Evaluated: {label}", results, table=format_table(model.datasets))
             ledger.published.mark(label, _digest(jobs))
         return True
 

@@ -11,6 +11,7 @@ from eval_pipeline.flow.publish import Publisher
 from eval_pipeline.flow.run_status import RunStatus
 from eval_pipeline.flow.session import Session
 from eval_pipeline.flow.work_off import work_off
+from eval_pipeline.ledger.job import Job
 from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.models.discover import Discovery
 from eval_pipeline.models.run_config import read_run_config
@@ -20,6 +21,9 @@ from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn
 from verl_ext.summary import tell_next, tell_summary, typed_path, typed_script
 from verl_ext.tell import tell
+
+MAX_NAMED = 5
+"""Most failed evaluations that the summary names."""
 
 
 class Watcher:
@@ -125,18 +129,19 @@ def watch(session: Session) -> int:
     """
     if not any(session.recipe.tiers.values()):
         raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; set tiers.tier1")
-    tell(f"Watching {session.place.of_run}; results go to {session.place.root}. Ends when the run has finished.")
+    run_dir, results = typed_path(session.place.of_run), typed_path(session.place.root)
+    tell(f"Watching {run_dir}; results go to {results}. Ends when the run has finished.")
     publisher = Publisher(session, leads=True)
     watcher = Watcher(session, publisher)
     work_off(session, watcher, publisher)
     if not watcher.wanted:
         warn("the run has finished without a checkpoint that can be evaluated; set trainer.save_freq and export.every")
-    failed = {(job.checkpoint, job.dataset) for job in session.ledger.jobs() if job.state == "failed"} & watcher.wanted
-    _tell_end(session, len(failed), len(watcher.wanted))
+    failed = [job for job in session.ledger.jobs() if job.state == "failed" and job.key in watcher.wanted]
+    _tell_end(session, failed, len(watcher.wanted))
     return int(not watcher.wanted or bool(failed))
 
 
-def _tell_end(session: Session, num_failed: int, num_wanted: int) -> None:
+def _tell_end(session: Session, failed: Sequence[Job], num_wanted: int) -> None:
     run_dir, best = session.place.of_run, None
     run, script = typed_path(run_dir), typed_script("eval_pipeline/run.sh")
     then: list[list[str]] = []
@@ -144,10 +149,13 @@ def _tell_end(session: Session, num_failed: int, num_wanted: int) -> None:
         chosen, base = read_best_checkpoint(run_dir), read_run_config(run_dir).base
         best = f"global_step_{chosen.step}, by {chosen.metric} on {', '.join(chosen.datasets)}"
         then = [[*script, "report", run, "--baseline", base]] if base and Path(base, "config.json").is_file() else []
-    failures = f"{num_failed} of {num_wanted} evaluations" if num_failed else None
-    if failures:
+    failures = None
+    if failed:
+        names = [f"{job.checkpoint} on {job.dataset}" for job in failed[:MAX_NAMED]]
+        more = [f"{len(failed) - MAX_NAMED} more"] if len(failed) > MAX_NAMED else []
+        failures = f"{len(failed)} of {num_wanted} evaluations: {', '.join(names + more)}"
         then = [[*script, command, run] for command in ("status", "retry", "watch")]
-    rows = {"best checkpoint": best, "failed": failures, "figures": typed_path(session.place.root)}
+    rows = {"best checkpoint": best, "failed": failures, "results": typed_path(session.place.root)}
     tell_summary(f"Finished: evaluation of {run_dir.name}", rows)
     tell_next(then)
 

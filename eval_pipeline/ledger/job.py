@@ -45,6 +45,11 @@ class Job:
     error: str | None
 
     @property
+    def key(self) -> tuple[str, str]:
+        """Checkpoint and data set, of which the ledger has one row."""
+        return self.checkpoint, self.dataset
+
+    @property
     def has_ended(self) -> bool:
         """Done or given up."""
         return self.state in ("done", "failed")

@@ -158,7 +158,7 @@ def test_watching_an_evaluated_run_again_does_nothing(followed: Followed) -> Non
     process = evaluate("watch", followed.run_dir, "--recipe", recipe, "--no-wandb", "sampling.max_tokens=60")
     assert process.returncode == 1  # step 25 has failed
     assert "Evaluated: " not in process.stdout
-    assert re.search(r"^  failed +\d+ of \d+ evaluations$", process.stdout, re.MULTILINE)
+    assert re.search(r"^  failed +\d+ of \d+ evaluations: step_25 on \w+", process.stdout, re.MULTILINE)
     assert f"Next: bash eval_pipeline/run.sh status {followed.run_dir}\n" in process.stdout
     assert {path: path.read_bytes() for path in followed.run_dir.rglob("*.json*")} == before
 

@@ -12,10 +12,11 @@ import pytest
 from eval_pipeline.__main__ import main
 from eval_pipeline.engines.answer import Answer
 from eval_pipeline.flow.complete import write_result
+from eval_pipeline.flow.evaluate import evaluate_now
 from eval_pipeline.flow.place import place_of_run
 from eval_pipeline.flow.publish import Publisher
 from eval_pipeline.flow.session import Session
-from eval_pipeline.flow.watch import Watcher
+from eval_pipeline.flow.watch import Watcher, watch
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.ledger.job import Job
 from eval_pipeline.models.checkpoint import Checkpoint, find_checkpoint
@@ -148,3 +149,28 @@ def source_of(session: Session) -> dict[str, Any]:
         write_result(session, evaluation)
     result = session.place.work_of(job.checkpoint, job.dataset) / "result.json"
     return json.loads(result.read_text())["protocol"]["few"]["source"]
+
+
+def test_a_failed_evaluation_is_named_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a `watch`, of which many are counted, and of a `run`."""
+
+    def fail_all(session: Session, agenda: Any, *_: Any) -> set[str]:
+        for task in agenda.tasks():
+            if job := session.ledger.claim([(*task.key, task.digest)]):
+                session.ledger.fail(job, "the engine broke\nbecause of that", {})
+        return set()
+
+    for module in ("watch", "evaluate"):
+        monkeypatch.setattr(f"eval_pipeline.flow.{module}.work_off", fail_all)
+    session = session_of(tmp_path, "max_attempts=1", "tier2_every=1")
+    assert watch(session) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "Finished: evaluation of run" in lines
+    [failed] = [line.split() for line in lines if line.startswith("  failed ")]
+    assert failed[1:4] == ["8", "of", "8"] and "3 more" in " ".join(failed) and "step_10 on few" in " ".join(failed)
+    assert [line.split()[-2] for line in lines[-3:]] == ["status", "retry", "watch"]
+    assert evaluate_now(session, step_10(session), 1) == 1
+    first, reason = capsys.readouterr().out.splitlines()
+    assert first == "Failed: evaluation of step_10" and reason.split() == ["few", "the", "engine", "broke"]
