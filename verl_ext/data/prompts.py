@@ -56,9 +56,7 @@ class PromptDataset(Rows):
         if not kept:
             raise UserError(f"no prompt of {', '.join(names)} is left; raise data.max_prompt_length")
         if len(kept) < len(items) and progress:
-            tell(
-                f"{len(items) - len(kept)} of {len(items)} prompts are longer than data.max_prompt_length and skipped"
-            )
+            tell(f"{len(items) - len(kept)} of {len(items)} prompts are longer than data.max_prompt_length and skipped")
         self._rows = [{**item, "row": number} for number, item in enumerate(_named_apart(kept))]
 
     def __len__(self) -> int:
