@@ -43,4 +43,4 @@ def run(arguments: argparse.Namespace) -> int:
     place = place_of_run(arguments.directory)
     recipe = choose_recipe(arguments, place.run_dir)
     recipe.engine.require_own_model("watch")
-    return watch(Session(place, recipe))
+    return watch(Session(place, recipe), arguments.recipe)

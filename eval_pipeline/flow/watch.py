@@ -115,11 +115,12 @@ class Watcher:
         self._missing = missing
 
 
-def watch(session: Session) -> int:
+def watch(session: Session, recipe_name: str | None = None) -> int:
     """Evaluate a run's checkpoints until it has finished and nothing is left.
 
     Args:
         session: of a run's place.
+        recipe_name: `--recipe` as it was typed, which the next commands need too.
 
     Returns:
         0, or 1 when a data set failed or there was no checkpoint to evaluate.
@@ -137,24 +138,25 @@ def watch(session: Session) -> int:
     if not watcher.wanted:
         warn("the run has finished without a checkpoint that can be evaluated; set trainer.save_freq and export.every")
     failed = [job for job in session.ledger.jobs() if job.state == "failed" and job.key in watcher.wanted]
-    _tell_end(session, failed, len(watcher.wanted))
+    _tell_end(session, failed, len(watcher.wanted), ["--recipe", recipe_name] if recipe_name else [])
     return int(not watcher.wanted or bool(failed))
 
 
-def _tell_end(session: Session, failed: Sequence[Job], num_wanted: int) -> None:
+def _tell_end(session: Session, failed: Sequence[Job], num_wanted: int, recipe: Sequence[str]) -> None:
     run_dir, best = session.place.of_run, None
     run, script = typed_path(run_dir), typed_script("eval_pipeline/run.sh")
     then: list[list[str]] = []
     if (run_dir / BEST).exists():
         chosen, base = read_best_checkpoint(run_dir), read_run_config(run_dir).base
         best = f"global_step_{chosen.step}, by {chosen.metric} on {', '.join(chosen.datasets)}"
-        then = [[*script, "report", run, "--baseline", base]] if base and Path(base, "config.json").is_file() else []
+        if base and Path(base, "config.json").is_file():
+            then = [[*script, "report", run, "--baseline", base, *recipe]]
     failures = None
     if failed:
         names = [f"{job.checkpoint} on {job.dataset}" for job in failed[:MAX_NAMED]]
         more = [f"{len(failed) - MAX_NAMED} more"] if len(failed) > MAX_NAMED else []
         failures = f"{len(failed)} of {num_wanted} evaluations: {', '.join(names + more)}"
-        then = [[*script, command, run] for command in ("status", "retry", "watch")]
+        then = [[*script, "status", run], [*script, "retry", run], [*script, "watch", run, *recipe]]
     rows = {"best checkpoint": best, "failed": failures, "results": typed_path(session.place.root)}
     tell_summary(f"Finished: evaluation of {run_dir.name}", rows)
     tell_next(then)

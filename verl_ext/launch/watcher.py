@@ -11,6 +11,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from verl_ext.checkpoint.retention import read_choice
 from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from verl_ext.launch.restarts import FIRST_PAUSE_S, pause_before
 from verl_ext.launch.stop import StopRequest, StopSignals
@@ -59,7 +60,7 @@ class Watcher:
         """
         log = typed_path(self._run_dir / LOG)
         if self._thread.is_alive():
-            tell(f"Evaluating the remaining checkpoints; {log} shows the progress.")
+            tell(f"Waiting for the evaluation of every checkpoint; {log} shows the progress.")
         try:
             with signals.raising():
                 while self._thread.is_alive():
@@ -70,6 +71,9 @@ class Watcher:
         if self._exit_code:
             self._tell_failure()
         else:
+            best, _ = read_choice(self._run_dir)
+            results = typed_path(self._run_dir / LOG.parent)
+            tell(f"Evaluation finished: results are in {results}" + (f", the best is {best.name}" if best else ""))
             tell_next(next_after_evaluation(self._config))
         return 0
 
