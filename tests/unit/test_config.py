@@ -126,6 +126,7 @@ def test_a_recipe_file_with_an_unknown_key_names_the_file(tmp_path: Path) -> Non
         ("optim.lr_scheduler_type", "cosine", "set optim.lr_scheduler"),
         ("trainer.checkpoint.save_contents", ["optimizer"], "lacks 'model'"),
         ("trainer.checkpoint.save_contents", ["model", "weights"], "weights"),
+        ("trainer.checkpoint.load_contents", ["modle"], "modle"),
         ("data.micro_batch_size", 4, "micro_batch_size_per_gpu"),
         ("data.train_max_samples", 0, "at least 1, or -1 for all"),
         ("data.num_workers", 100_000, "between 0 and 256"),

@@ -148,10 +148,11 @@ def require_positive(key: str, value: object, otherwise: str = "") -> None:
 def check_save_contents(config: DictConfig) -> None:
     """Known names only, and the weights among them; without optimizer or extra state a resume starts those anew."""
     known = {"model", "optimizer", "extra", "hf_model"}
-    contents = set(config.trainer.checkpoint.save_contents)
-    if contents - known:
-        raise UserError(f"trainer.checkpoint.save_contents names {sorted(contents - known)}; known are {sorted(known)}")
-    if "model" not in contents:
+    for key in ("save_contents", "load_contents"):
+        contents = set(config.trainer.checkpoint[key])
+        if contents - known:
+            raise UserError(f"trainer.checkpoint.{key} names {sorted(contents - known)}; known are {sorted(known)}")
+    if "model" not in config.trainer.checkpoint.save_contents:
         raise UserError(
             "trainer.checkpoint.save_contents lacks 'model'; a checkpoint without weights cannot be resumed"
         )
