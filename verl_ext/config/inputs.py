@@ -14,7 +14,6 @@ from omegaconf import DictConfig, ListConfig
 
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_code import require_no_code_in
-from verl_ext.own_code import find_file
 
 ORIGIN_KEY = "converted_from"
 """Column of converted data files: file and row that a row was converted from, for messages."""
@@ -69,23 +68,6 @@ def check_weights(model: Path) -> None:
                 f"{model.absolute()} lacks {missing[0]}, one of {len(missing)} missing files of {index.name}; "
                 "download or copy the model again"
             )
-
-
-def chat_template_text(setting: str) -> str:
-    """The template that `data.chat_template` gives as a Jinja file or as its text.
-
-    Raises:
-        UserError: there is no such file, or it cannot be read.
-    """
-    if "{" in setting:
-        return setting
-    path = find_file(setting, "data.chat_template")
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"data.chat_template names {path}, which cannot be read ({first_line_of(error)}); give a Jinja file"
-        ) from error
 
 
 def check_own_chat_template(config: DictConfig) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
+from verl_ext.data.training_templates import NAMES, comparable, marks_generation, read_chat_template
 from verl_ext.errors import UserError
 
 Message = Mapping[str, Any]
@@ -31,18 +32,13 @@ class ChatTemplate:
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
             raise UserError(
-                "the tokenizer has no chat template; set data.chat_template to a Jinja file, "
-                "or take the instruct variant of the model"
+                f"the tokenizer has no chat template; set data.chat_template to one of {', '.join(NAMES)}, or to a "
+                "Jinja file, or take the instruct variant of the model"
             )
         if not self.tokenizer.is_fast:
             raise UserError(
                 "the tokenizer is a slow one without character offsets; convert it to a tokenizer.json first"
             )
-
-    @property
-    def marks_generation(self) -> bool:
-        """Whether the template itself marks assistant turns with `{% generation %}`."""
-        return re.search(r"\{%-?\s*generation\b", str(self.tokenizer.chat_template)) is not None
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, **columns: Any) -> str:
         """The text of a chat; with `prompt` it ends where the assistant would begin to write."""
@@ -62,8 +58,6 @@ class ChatTemplate:
             token included; or, for a chat that the template refuses or renders differently once later turns follow, a
             `UserError` (returned, so that the caller can name the row).
         """
-        if self.marks_generation:
-            return [self._guarded(self._encode_marked, chat, more) for chat, more in zip(chats, columns)]
         rendered = [self._guarded(self._text_and_spans, chat, more) for chat, more in zip(chats, columns)]
         texts = ["" if isinstance(item, UserError) else item[0] for item in rendered]
         tokens = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
@@ -86,13 +80,15 @@ class ChatTemplate:
         except UserError as error:
             return error
 
-    def _encode_marked(self, messages: Sequence[Message], **columns: Any) -> tuple[list[int], list[int]]:
-        encoded = self.tokenizer.apply_chat_template(
-            list(messages), return_dict=True, return_assistant_tokens_mask=True, **{**self.kwargs, **columns}
-        )
-        return encoded["input_ids"], encoded["assistant_masks"]
-
     def _text_and_spans(self, messages: Sequence[Message], **columns: Any) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a chat, and which characters of it the assistant writes: the marked ones, if there are marks."""
+        template = self.tokenizer.get_chat_template(tools=columns.get("tools"))
+        if marks_generation(template):
+            arguments = {**self.tokenizer.special_tokens_map, **self.kwargs, **columns}
+            [text], [marked] = render_jinja_template(
+                [list(messages)], chat_template=template, return_assistant_tokens_mask=True, **arguments
+            )
+            return text, marked
         text, spans = self.render(messages, **columns), []
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -100,12 +96,50 @@ class ChatTemplate:
                 after = self.render(messages[: i + 1], **columns) if i + 1 < len(messages) else text
                 if not (after.startswith(before) and text.startswith(after)):
                     raise UserError(
-                        f"the chat template renders turn {i} differently once later turns follow; set "
-                        "data.chat_template to one that marks assistant turns with {% generation %}, or split the chat"
+                        f"the chat template renders turn {i} differently once later turns follow; {self._advice()}"
                     )
                 # The line break that templates put behind the end-of-turn token is never sampled, so not learnt.
                 spans.append((len(before), max(len(before), len(after.rstrip()))))
         return text, spans
+
+    def _advice(self) -> str:
+        """What to set in the place of a template that changes earlier turns."""
+        template = self.tokenizer.get_chat_template()
+        like = [
+            name for name in NAMES if renders_alike(self.tokenizer, template, read_chat_template(name), self.kwargs)
+        ]
+        if like:
+            return f"set data.chat_template={like[0]}, which renders every turn as this template renders the last one"
+        return (
+            "set data.chat_template to a Jinja file that marks assistant turns with {% generation %}, or to one of "
+            f"{', '.join(NAMES)}, or split the chat"
+        )
+
+
+def renders_alike(
+    tokenizer: PreTrainedTokenizerBase, one: str, other: str, kwargs: Mapping[str, Any], *, whole: bool = True
+) -> bool:
+    """Whether two templates agree on chats of one round, with and without a system turn.
+
+    Args:
+        tokenizer: whose special tokens they may name.
+        one: a template.
+        other: a template.
+        kwargs: `data.apply_chat_template_kwargs`.
+        whole: compare the answer too, not only the prompt.
+    """
+    chat = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "3"}]
+    chats = [chat, [{"role": "system", "content": "Be brief."}, *chat]]
+    rendered = []
+    for template in (one, other):
+        options = {"tokenize": False, "chat_template": template, **kwargs}
+        try:
+            prompts = [tokenizer.apply_chat_template(c[:-1], add_generation_prompt=True, **options) for c in chats]
+            texts = [tokenizer.apply_chat_template(c, **options) for c in chats] if whole else []
+        except TemplateError:
+            return False
+        rendered.append([comparable(text) for text in prompts + texts])
+    return rendered[0] == rendered[1]
 
 
 def loss_mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_ext.config.inputs import chat_template_text, parse_chat_template
+from verl_ext.config.inputs import parse_chat_template
 from verl_ext.config.plain import as_dict
+from verl_ext.data.training_templates import read_chat_template
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.gpus import visible_gpus
 from verl_ext.metrics.recorder import require_known_backends
@@ -29,7 +30,7 @@ def check_components(config: DictConfig) -> None:
     check_optional_packages(config)
     check_device(config.trainer)
     if config.data.chat_template is not None:
-        parse_chat_template(chat_template_text(config.data.chat_template))
+        parse_chat_template(read_chat_template(str(config.data.chat_template)))
     library = config.model.external_lib
     if library is not None and not is_module(str(library)):
         raise UserError(f"model.external_lib names the module '{library}', which is not installed; correct its name")

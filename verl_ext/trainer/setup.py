@@ -18,6 +18,7 @@ from verl_ext.checkpoint.layout import step_of
 from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.stock import is_stock
+from verl_ext.collective import on_every_rank
 from verl_ext.config.digest import config_digest
 from verl_ext.config.plain import as_dict
 from verl_ext.data.batching import Groups
@@ -34,6 +35,7 @@ from verl_ext.trainer.model import build_model
 from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
 from verl_ext.trainer.resume import checkpoint_to_resume, data_state_after_verl
 from verl_ext.trainer.stop_signals import ignore_stop_signals
+from verl_ext.trainer.tokenizer import tokenizer_of_exports
 
 
 def verls_config(config: DictConfig) -> DictConfig:
@@ -101,7 +103,8 @@ class TrainerSetup(FSDPSFTTrainer):
     @cached_property
     def processing_class(self) -> ProcessorMixin | PreTrainedTokenizerBase:
         """What exports have beside the model."""
-        return self.tokenizer
+        config, tokenizer, tells = self.recorded_config, self.tokenizer, self.is_main
+        return on_every_rank(lambda: tokenizer_of_exports(config, tokenizer, tells))
 
     @abstractmethod
     def make_batcher(self) -> Callable[[list[Any]], Any]:

@@ -2,33 +2,71 @@
 
 from __future__ import annotations
 
+import sys
+
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 from verl.utils import hf_tokenizer
 
-from verl_ext.config.inputs import chat_template_text
+from verl_ext.config.plain import as_dict
+from verl_ext.data.template import renders_alike
+from verl_ext.data.training_templates import NAMES, read_chat_template, without_marks
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_code import require_no_code
+from verl_ext.tell import tell
 from verl_ext.trainer.model import local_model_path
 
 
 def load_tokenizer(config: DictConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.partial_pretrain`; `data.chat_template` (a Jinja file or its text) replaces its own.
+    """The tokenizer of `model.partial_pretrain`, with the template of `data.chat_template` in the place of its own.
 
     Raises:
-        UserError: the tokenizer cannot be loaded, the model asks for code to be run, or there is no template file.
+        UserError: the tokenizer cannot be loaded, the model asks for code to be run, or there is no such template.
     """
+    tokenizer = _own_tokenizer(config)
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(str(config.data.chat_template))
+    return tokenizer
+
+
+def tokenizer_of_exports(
+    config: DictConfig, tokenizer: PreTrainedTokenizerBase, tells: bool = False
+) -> PreTrainedTokenizerBase:
+    """What exports get: the tokenizer of the training, but not a template of ours that is only for training.
+
+    They keep the model's own template if it renders prompts as the training template does; otherwise they get the
+    training template without its marks, which not every server knows.
+
+    Args:
+        config: the configuration as the user gave it.
+        tokenizer: of `load_tokenizer`.
+        tells: whether this rank tells the user about the second case.
+    """
+    name = config.data.chat_template
+    if name not in NAMES:
+        return tokenizer
+    exported, training = _own_tokenizer(config), read_chat_template(name)
+    kwargs = as_dict(config.data.apply_chat_template_kwargs)
+    if exported.chat_template:
+        if renders_alike(exported, exported.get_chat_template(), training, kwargs, whole=False):
+            return exported
+        why = "renders prompts differently"
+    else:
+        why = "does not exist"
+    if tells:
+        tell(f"Exports get {name} as their chat template, since the model's own one {why}.", sys.stderr)
+    exported.chat_template = without_marks(training)
+    return exported
+
+
+def _own_tokenizer(config: DictConfig) -> PreTrainedTokenizerBase:
     path, trusted = local_model_path(config), config.model.trust_remote_code
     require_no_code(path, trusted)
     try:
-        tokenizer = hf_tokenizer(path, trust_remote_code=trusted)
+        return hf_tokenizer(path, trust_remote_code=trusted)
     except Exception as error:  # a damaged tokenizer.json raises a bare Exception
         first_line = first_line_of(error)
         raise UserError(
             f"the tokenizer of {config.model.partial_pretrain} cannot be loaded ({first_line}); "
             "give a local model directory, or see to the name and the network"
         ) from error
-    template = config.data.chat_template
-    if template is not None:
-        tokenizer.chat_template = chat_template_text(template)
-    return tokenizer
