@@ -103,7 +103,7 @@ class TrainerSetup(FSDPSFTTrainer):
     @cached_property
     def processing_class(self) -> ProcessorMixin | PreTrainedTokenizerBase:
         """What exports have beside the model."""
-        config, tokenizer, tells = self.recorded_config, self.tokenizer, self.is_main
+        config, tokenizer, tells = self.recorded_config, self.tokenizer, self.device_mesh.get_rank() == 0
         return on_every_rank(lambda: tokenizer_of_exports(config, tokenizer, tells))
 
     @abstractmethod

@@ -110,17 +110,18 @@ class SFTSetup(PipelineTrainer):
         Raises:
             UserError: it cannot, and the configuration insists.
         """
-        model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        model: PreTrainedModel = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         attention = model.config._attn_implementation
         if attention == "sdpa":
             model.config._attn_implementation = PACKED_SDPA
+        reason: str | None
         if self.config.model.attn_implementation == "eager":
             reason = "runs with eager attention, which takes padded samples only"
         elif attention == "eager":
             reason = "does not support sdpa, which packing needs here"
         else:
             reason = why_not_packed(self.token_loss.logits, vocab_size, self.token_loss.precision)
-        reason = next(filter(None, gather_results(lambda: reason)), None)  # one rank's doubt is every rank's
+        reason = next(filter(None, gather_results(lambda: reason)), None)  # the same on every rank
         if reason is None:
             return
         name = type(model).__name__.removeprefix("FSDP")
