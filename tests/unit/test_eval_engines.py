@@ -353,7 +353,7 @@ def test_a_directory_is_asked_of_the_server_that_loaded_it(server: Server, tmp_p
     server.models = [{"id": str(export)}]
     assert ask_for_card(settings, export).id == str(export)
     server.models = [{"id": "a", "root": "huggingface"}]  # wherever the server was started
-    with pytest.raises(UserError, match="by its absolute path"):
+    with pytest.raises(UserError, match="the absolute path"):
         ask_for_card(settings, export)
 
 
@@ -363,7 +363,7 @@ def test_a_server_has_no_checkpoints_to_watch(command: str, tmp_path: Path, caps
     with pytest.raises(SystemExit) as left:
         main([command, str(tmp_path), *further, "engine.kind=openai", "engine.base_url=http://127.0.0.1:9/v1"])
     assert left.value.code == 2
-    assert f"{command} loads each model itself and a server has one" in capsys.readouterr().err
+    assert f"`{command}` loads every model itself" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

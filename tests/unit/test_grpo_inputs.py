@@ -66,7 +66,7 @@ def test_good_settings(quickstart: Path, tmp_path: Path) -> None:
         ("reward.functions=[code_test]", "did you mean code_tests"),
         ("reward.functions=[]", "is empty"),
         ("reward.functions=[nothing.py:f]", "does not exist"),
-        (f"reward.functions=[{__file__}:f]", "cannot be loaded .*has no 'f'"),
+        (f"reward.functions=[{__file__}:f]", "has no 'f'; it has"),
         ("reward.functions=[nothing.at_all:f]", "'nothing.at_all', which is not found"),
         ("reward.functions=[json:lods]", "json has no 'lods'; it has .*loads"),
         ("reward.packages=[numpyy]", "reward.packages names 'numpyy', which is not installed"),

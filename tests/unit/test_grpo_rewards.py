@@ -217,7 +217,8 @@ def test_tests_that_cannot_be_read_cost_their_sample(opened: TextEnvironment) ->
     good, bad = opened.collect()
     assert good.parts == {"code_tests": 1, "exec_success": 1, "tag_count_reward": 0.25} and good.failures == {}
     assert bad.parts == {"code_tests": 0, "exec_success": 0, "tag_count_reward": 0.25}
-    assert {*bad.failures} == {"code_tests", "exec_success"} and "cannot be read" in bad.failures["code_tests"].reason
+    assert {*bad.failures} == {"code_tests", "exec_success"}
+    assert "cannot read the tests" in bad.failures["code_tests"].reason
     assert good.finished > 0
 
 

@@ -172,7 +172,7 @@ def test_a_file_that_hangs_is_refused(rows: Path, tmp_path: Path, monkeypatch: p
         ("reward_model", [{"ground_truth": "72"}, {"ground_truth": None}], "row 1 has no"),
         ("reward_model", ['{"ground_truth": "72"}'] * 2, "'reward_model' .* is a string"),
         ("extra_info", ["{}"] * 2, "'extra_info' .* is a string"),
-        ("reward_model", [{"ground_truth": '{"tests": 3}'}] * 2, "row 0 .*cannot be read"),
+        ("reward_model", [{"ground_truth": '{"tests": 3}'}] * 2, "cannot read the tests .*row 0"),
     ],
 )
 def test_rows_without_what_a_reward_needs_are_refused(

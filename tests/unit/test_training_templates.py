@@ -16,7 +16,7 @@ from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.data.template import ChatTemplate
 from verl_ext.data.training_templates import NAMES, read_chat_template, without_marks
 from verl_ext.errors import UserError
-from verl_ext.launch.configure import check_stage
+from verl_ext.launch.component_check import check_components
 
 Pieces = list[tuple[str, bool]]
 """Texts that follow one another, and whether each is learned."""
@@ -276,11 +276,11 @@ def test_a_template_is_named_by_a_file_or_a_name_that_the_launcher_checks(quicks
     path.write_text("{{ messages }}")
     assert read_chat_template(str(path)) == read_chat_template("{{ messages }}")
     for name in NAMES:
-        check_stage(small_config(quickstart, tmp_path, f"data.chat_template={name}"), 1)
+        check_components(small_config(quickstart, tmp_path, f"data.chat_template={name}"))
     with pytest.raises(UserError, match="'qwen3_trainig', .*did you mean qwen3_training.*qwen2.5_training"):
-        check_stage(small_config(quickstart, tmp_path, "data.chat_template=qwen3_trainig"), 1)
+        check_components(small_config(quickstart, tmp_path, "data.chat_template=qwen3_trainig"))
     with pytest.raises(UserError, match="/nowhere.jinja, which does not exist"):
-        check_stage(small_config(quickstart, tmp_path, "data.chat_template=/nowhere.jinja"), 1)
+        check_components(small_config(quickstart, tmp_path, "data.chat_template=/nowhere.jinja"))
     path.write_bytes(b"{\xff}")
     with pytest.raises(UserError, match="mine.jinja, which cannot be read"):
         read_chat_template(str(path))

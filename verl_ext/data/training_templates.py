@@ -14,6 +14,7 @@ from verl_ext.own_code import find_file
 
 DIRECTORY = Path(__file__).with_name("templates")
 NAMES = tuple(sorted(path.stem for path in DIRECTORY.glob("*.jinja")))
+SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
 _MARK = re.compile(r"\{%([-+]?)\s*((?:end)?generation)\s*([-+]?)%\}")
 
 
@@ -27,7 +28,7 @@ def read_chat_template(setting: str) -> str:
         return setting
     if setting in NAMES:
         path = DIRECTORY / f"{setting}.jinja"
-    elif "/" in setting or Path(setting).suffix in (".jinja", ".jinja2", ".j2", ".txt"):
+    elif "/" in setting or Path(setting).suffix in SUFFIXES or Path(setting).is_file():
         path = find_file(setting, "data.chat_template")
     else:
         near = difflib.get_close_matches(setting, NAMES, n=1)
