@@ -76,7 +76,7 @@ class ChatTemplate:
             KeyError,
             IndexError,
         ) as error:  # a template can raise any of them
-            return UserError(f"the chat template refuses it ({error}); mend the row or set data.chat_template")
+            return UserError(f"the chat template refuses it ({error}); fix the row, or set another data.chat_template")
         except UserError as error:
             return error
 

@@ -50,11 +50,11 @@ def tokenizer_of_exports(
     if exported.chat_template:
         if renders_alike(exported, exported.get_chat_template(), training, kwargs, whole=False):
             return exported
-        why = "renders prompts differently"
+        why = "the model's own one renders prompts differently"
     else:
-        why = "does not exist"
+        why = "the model has none"
     if tells:
-        tell(f"Exports get {name} as their chat template, since the model's own one {why}.", sys.stderr)
+        tell(f"Exports get {name} as their chat template, because {why}.", sys.stderr)
     exported.chat_template = without_marks(training)
     return exported
 
