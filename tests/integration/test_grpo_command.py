@@ -55,10 +55,10 @@ def test_every_specified_metric_is_logged(grpo_run: GRPORun, shared: Path) -> No
         assert (row["weights/bytes"] > 1e6) == (step % 2 == 0)
     assert any(rows[step]["train/grad_norm"] > 0 for step in rows if step)
     assert not [name for step in (0, 2, 4) for name in EVALUATED if name not in rows[step]]
-    printed = (shared / "grpo_run.out").read_text()
-    assert all(
-        f"step {step}/4 | eval reward {rows[step]['eval/reward_total_mean']:.3f} | " in printed for step in (0, 2, 4)
-    )
+    for path in (shared / "grpo_run.out", grpo_run.run_dir / "train.log"):
+        assert f"step 4/4 | loss {rows[4]['train/loss']:.4f} | reward " in (shown := path.read_text())
+        for step in (0, 2, 4):
+            assert f"step {step}/4 | eval reward {rows[step]['eval/reward_total_mean']:.3f} | " in shown
     export = json.loads((grpo_run.run_dir / "global_step_4" / "huggingface" / "config.json").read_text())
     assert export["dtype"] == "float32"  # the precision of training on a CPU
 

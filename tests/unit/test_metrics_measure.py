@@ -97,22 +97,21 @@ def shown(*rows: Row, total_steps: int = 2000) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("metrics", "middle", "total_steps", "eta"),
+    ("metrics", "middle", "step", "total_steps", "step_s", "eta"),
     [
-        (GRPO_ROW, "length 1234 | KL 0.0000", 2000, "31:40:00"),
-        ({**GRPO_ROW, "train/kl": 0.0123}, "length 1234 | KL 0.0123", 2000, "31:40:00"),
-        (BUDGET_ROW, "acc 0.500 | latency 212.5 ms", 201, "1:40:00"),
+        (GRPO_ROW, "length 1234 | KL 0.0000", 1000, 2000, 114.0, "31:40:00"),
+        ({**GRPO_ROW, "train/kl": 0.0123}, "length 1234 | KL 0.0123", 1000, 2000, 114.0, "31:40:00"),
+        (BUDGET_ROW, "acc 0.500 | latency 212.5 ms", 100, 200, 60.0, "1:40:00"),
     ],
     ids=["grpo", "with a reference model", "budget"],
 )
 def test_lines_on_rewards_show_what_is_learnt_and_fit_a_terminal(
-    metrics: dict[str, float], middle: str, total_steps: int, eta: str
+    metrics: dict[str, float], middle: str, step: int, total_steps: int, step_s: float, eta: str
 ) -> None:
-    first = total_steps - 1000 if total_steps > 1000 else total_steps - 101
-    rows = Row(first - 1, 1, 0.0, metrics), Row(first, 1, 114.0 if total_steps > 1000 else 6000 / 101, metrics)
+    rows = Row(step - 1, 1, 0.0, metrics), Row(step, 1, step_s, metrics)
     *_, line = shown(*rows, total_steps=total_steps)
     parts = f"loss -0.0105 | reward -0.400 | {middle} | lr 2.00e-05 | grad norm 1.363"
-    assert line == f"step {first}/{total_steps} | {parts} | ETA {eta}" and len(line) <= 120
+    assert line == f"step {step}/{total_steps} | {parts} | ETA {eta}" and len(line) <= 120
 
 
 def test_a_measurement_has_a_line_of_its_own() -> None:

@@ -90,7 +90,7 @@ def test_events_and_epochs_outlive_a_sink_that_fails(tmp_path, capsys, monkeypat
 
     monkeypatch.setattr(LogFile, "write_event", fail)
     monkeypatch.setattr(EpochTables, "write_epoch", fail)
-    recorder = make_recorder(tmp_path, "console", log_every=1, by_epoch=True)
+    recorder = make_recorder(tmp_path, "console", log_every=1, by_epoch=True, log_file=True)
     recorder.log_event(Event(3, "loss_rising", "warning", "the loss rises"))
     recorder.log_event(Event(4, "loss_rising", "alarm", "it rises on"))
     recorder.log_epoch("Train", dict.fromkeys(COLUMNS, 1.0))

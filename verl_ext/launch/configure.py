@@ -99,8 +99,10 @@ def check_settings(config: DictConfig) -> None:
         check_sft(config)
     elif config.stage == "grpo":
         from verl_ext.launch.grpo_check import check_grpo
+        from verl_ext.launch.reward_functions import check_reward_functions
 
         check_grpo(config, world_size)
+        check_reward_functions(config)
     elif config.stage == "budget":
         from verl_ext.launch.budget_check import check_budget
 

@@ -46,7 +46,7 @@ def check_reward_functions(config: DictConfig) -> None:
         check_columns(Path(name).expanduser(), judged)
     where, answer = trial_answer([Path(name).expanduser() for name in train])
     if judged is not None:
-        tests_of(answer)
+        tests_of(answer)  # refuses tests that cannot be read
     for reward in wanted:
         if reward.own is not None:
             try_on_row(reward.own, answer, where, config.reward.time_limit_s)
@@ -92,7 +92,7 @@ def check_columns(path: Path, judged: str | None) -> None:
         raise UserError(f"the column 'reward_model' of {path} has no field 'ground_truth', {needs}")
     row = 0
     with reading_parquet(path), parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(columns=["reward_model.ground_truth"]):
+        for batch in file.iter_batches(1024, columns=["reward_model.ground_truth"]):
             truths = compute.struct_field(batch.column(0), "ground_truth")
             missing = compute.index(compute.is_null(truths, nan_is_null=True), True).as_py()
             if missing >= 0:
@@ -108,7 +108,7 @@ def trial_answer(paths: list[Path]) -> tuple[str, RewardedAnswer]:
     path, row = next((path, row) for path in paths if (row := first_row(path)) is not None)
     where = f"{path} row 0"
     truth: Any = RewardedAnswer.to_prompt(where, row, "", 1).ground_truth
-    text = str(truth) if isinstance(truth, str | int | float) and str(truth) else "This is a completion."
+    text = str(truth) if isinstance(truth, str | int | float) and str(truth).strip() else "This is a completion."
     return where, RewardedAnswer.to_prompt(where, row, text, len(text.split()))
 
 

@@ -45,6 +45,7 @@ class MetricsRecorder:
         total_steps: int,
         log_every: int = 10,
         by_epoch: bool = False,
+        log_file: bool = False,
     ) -> None:
         """Open everything.
 
@@ -57,8 +58,9 @@ class MetricsRecorder:
             config: the resolved configuration, shown by the trackers.
             total_steps: optimizer steps of the whole run.
             log_every: steps between two console lines.
-            by_epoch: the CSV tables have a row for each epoch, from `log_epoch`, and what the console shows is also
-                written to `train.log`; otherwise they have a row for each step.
+            by_epoch: the CSV tables have a row for each epoch, from `log_epoch`; otherwise they have a row for each
+                step.
+            log_file: what the console shows is also written to `train.log`.
 
         Raises:
             UserError: a backend is unknown, `log_every` is below 1, or `metrics.jsonl` cannot be written.
@@ -69,11 +71,9 @@ class MetricsRecorder:
         self._samples = RecordsFile(run_dir / SAMPLES_FILE, attempt)
         self._events = RecordsFile(run_dir / EVENTS_FILE, attempt)
         self._sinks: list[Sink] = []
-        if by_epoch:
-            self._add("csv", partial(EpochTables, run_dir))
+        self._add("csv", partial(EpochTables if by_epoch else CsvHistory, run_dir))
+        if log_file:
             self._add("log file", partial(LogFile, run_dir / LOG_FILE, total_steps=total_steps, log_every=log_every))
-        else:
-            self._add("csv", partial(CsvHistory, run_dir))
         if "console" in backends:
             self._sinks.append(ConsoleLines(total_steps=total_steps, log_every=log_every))
         if "tensorboard" in backends:

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.collective import on_rank_zero
 from verl_ext.config.plain import as_dict
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError, one_line
+from verl_ext.health.facts import REWARDED
 from verl_ext.health.findings import Finding
 from verl_ext.health.watch import HealthWatch
 from verl_ext.metrics.atomic import replace_file
@@ -80,6 +81,7 @@ class Attempt:
             total_steps=self.total_steps,
             log_every=self.config.trainer.log_every,
             by_epoch=self.config.stage == "budget",
+            log_file=self.config.stage in REWARDED,
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
