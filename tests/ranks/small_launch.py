@@ -26,11 +26,12 @@ if __name__ == "__main__":
         "n_gpus_per_node": 2,
         "nnodes": int(os.environ.get("NNODES", "1")),
         "preemption": {"grace_s": float(grace_s)},
-        "checkpoint": {"load_contents": ["model", "optimizer", "extra"]},
+        "checkpoint": {"save_contents": ["model"], "load_contents": ["model", "optimizer", "extra"]},
+        "total_epochs": 1,
+        "total_training_steps": None,
     }
-    config = OmegaConf.create(
-        {"stage": "sft", "recipe": "small", "data": {}, "trainer": trainer, "eval": {"watch": False}}
-    )
+    others = {"data": {}, "model": {"partial_pretrain": "org/name"}, "eval": {"watch": False}}
+    config = OmegaConf.create({"stage": "sft", "recipe": "small", "trainer": trainer, **others})
     sys.exit(
         stoppable(
             lambda signals: run_to_the_end(

@@ -69,7 +69,7 @@ def report_stop(stopped: Stopped, config: DictConfig, record: RunRecord | None) 
         last_step = attempt["last_step"]
         if request is None:
             reason = attempt["exit_reason"]  # rank 0 knows what the ranks were asked
-        elif last_step is not None:
+        elif last_step is not None and not request.was_too_slow:
             reason += f" after step {last_step}"
     if request is not None and request.was_too_slow:
         tell(f"error: {reason}; {next_start(config)}. Raise trainer.preemption.grace_s to allow more time", sys.stderr)
@@ -94,7 +94,7 @@ def why(stopped: Stopped, grace_s: float) -> str:
         return "stopped by a signal to a rank"
     if request.was_too_slow:
         limit = f"trainer.preemption.grace_s={grace_s:g} s"
-        return f"killed because saving took longer than {limit} after {request.signal.name}"
+        return f"killed after {request.signal.name} because saving took longer than {limit}"
     if request.second is not None:
         return f"stopped immediately by a second signal ({request.second.name})"
     return f"stopped by {request.signal.name}"
