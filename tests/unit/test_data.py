@@ -39,6 +39,12 @@ MARKED_TEMPLATE = (
     "{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
 )
 
+TOOLS_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 
 @pytest.fixture
 def tokenizer(quickstart: Path) -> PreTrainedTokenizerBase:
@@ -129,6 +135,25 @@ def test_text_parts_are_joined(tokenizer: PreTrainedTokenizerBase, tmp_path: Pat
     dataset = write_and_read([{"messages": [{"role": "user", "content": parts}, CHAT[1]]}], tokenizer, tmp_path)
     whole = dataset_of([{"messages": CHAT[:2]}], tokenizer, tmp_path)
     assert dataset[0]["input_ids"].tolist() == whole[0]["input_ids"].tolist()
+
+
+@pytest.mark.parametrize("arguments", [{"x": "a"}, '{"x": "a"}'])
+def test_arguments_of_tool_calls_are_rendered_as_an_object(
+    arguments: Any, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """As JSON text they would be encoded twice; a template that does not know tool calls would lose them."""
+    calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+    rows = [{"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": calls}]}]
+    with pytest.raises(UserError, match="row 0 cannot be used: it has tool_calls.*data.chat_template"):
+        dataset_of(rows, tokenizer, tmp_path)
+    tokenizer.chat_template = TOOLS_TEMPLATE
+    assert learnt(dataset_of(rows, tokenizer, tmp_path), tokenizer) == 'f({"x": "a"})<|im_end|>'
+
+
+def test_a_converted_row_is_named_by_its_origin(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    rows = [{"messages": CHAT, "converted_from": "mine.jsonl row 7"}]
+    with pytest.raises(UserError, match=r"mine\.jsonl row 7 \(.*rows\.parquet row 0\) cannot be used"):
+        dataset_of(rows, tokenizer, tmp_path, "data.max_length=40")
 
 
 def test_white_space_is_learnt_also_where_the_tokenizer_trims_its_offsets(

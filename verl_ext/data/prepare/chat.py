@@ -6,6 +6,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -85,29 +86,37 @@ def _group(problem_id: object, index: int) -> str:
 def _read_conversations(arguments: argparse.Namespace, counts: Counter[str]) -> Iterator[Row]:
     keys = ColumnKeys(arguments.messages_key, arguments.prompt_key, arguments.response_key, tuple(arguments.metadata))
     for name in arguments.input:
-        path, layout, notes = Path(name), None, Counter[str]()
-        for number, value in progress_bar(read_rows(path), desc=f"reading {path.name}", unit="rows"):
+        path, notes = Path(name), Counter[str]()
+        layout, numbered = _find_layout(path, keys)
+        for number, value in progress_bar(numbered, desc=f"reading {path.name}", unit="rows"):
             counts["read"] += 1
             try:
-                layout = layout or _told_layout(path, value, keys)
-                row = to_conversation(require_object(value), layout, keys, notes)
+                row = require_object(value)
+                conversation = to_conversation(row, layout or detect_layout(row, keys), keys, notes)
             except BadRow as error:
                 if not arguments.skip_bad:
                     fix = error.fix or f"correct it, or skip such rows by `{COMMAND} --skip-bad`"
                     raise UserError(f"{path} row {number}: {error}; {fix}") from error
                 counts["bad"] += 1
                 continue
-            yield {**row, ORIGIN_KEY: f"{path.name} row {number}"}
+            yield {**conversation, ORIGIN_KEY: f"{path.name} row {number}"}
         for note, count in notes.items():
             tell(f"{path}: {note} in {count} rows")
 
 
-def _told_layout(path: Path, value: Any, keys: ColumnKeys) -> Layout:
-    """The layout of a file by its first row that has one."""
-    row = require_object(value)
-    layout = detect_layout(row, keys)
-    tell(f"{path}: {layout.describe(row)}")
-    return layout
+def _find_layout(path: Path, keys: ColumnKeys) -> tuple[Layout | None, Iterator[tuple[int, Any]]]:
+    """Tell the layout of a file by its first row that has one; returns it with all rows."""
+    seen, numbered = [], read_rows(path)
+    for item in numbered:
+        seen.append(item)
+        try:
+            row = require_object(item[1])
+            layout = detect_layout(row, keys)
+        except BadRow:
+            continue
+        tell(f"{path}: {layout.describe(row)}")
+        return layout, chain(seen, numbered)
+    return None, iter(seen)
 
 
 def _keep(rows: list[Row], arguments: argparse.Namespace, counts: Counter[str]) -> list[Row]:

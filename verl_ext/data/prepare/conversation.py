@@ -73,7 +73,7 @@ class Layout:
 
     def describe(self, row: Row) -> str:
         """Name and columns, as the first row of a file has them."""
-        present = [name for name in (self.columns[0], *self.optional, *self.columns[1:]) if row.get(name) is not None]
+        present = [name for name in (self.columns[0], *self.optional, *self.columns[1:]) if name in row]
         return f"{self.name} layout ({', '.join(present)})"
 
 
