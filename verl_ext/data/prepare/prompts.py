@@ -81,7 +81,7 @@ def to_prompt(row: Row, prompt_key: str, source: str, number: int, notes: Counte
     reward_model = _object(row, "reward_model") or ({} if answer_key is None else {"ground_truth": row[answer_key]})
     if reward_model and reward_model.get("ground_truth") is None:
         raise BadRow("its reward_model has no ground_truth", "give the right answer or tests, or no reward_model")
-    found = {
+    found: Row = {
         "data_source": str(row.get("data_source") or source),
         "prompt": _turns(row[prompt_key], None if system_key is None else row[system_key], notes),
         "extra_info": _extra_info(row, {prompt_key, answer_key, system_key, *KEPT}, f"{source}/{number}"),
