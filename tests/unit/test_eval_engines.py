@@ -353,7 +353,7 @@ def test_a_directory_is_asked_of_the_server_that_loaded_it(server: Server, tmp_p
     server.models = [{"id": str(export)}]
     assert ask_for_card(settings, export).id == str(export)
     server.models = [{"id": "a", "root": "huggingface"}]  # wherever the server was started
-    with pytest.raises(UserError, match="the absolute path"):
+    with pytest.raises(UserError, match="absolute path"):
         ask_for_card(settings, export)
 
 

@@ -218,7 +218,7 @@ def test_a_server_s_model_is_refused_where_somebody_watches_alone(
     assert "The recipe is valid" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main(["check", "--watch", "--recipe", str(recipe), *server])
-    assert "loads every model itself" in capsys.readouterr().err
+    assert "`watch` loads every model itself" in capsys.readouterr().err
 
 
 def test_gpus_count_for_an_engine_that_takes_some(recipe: Path, three_gpus: None, in_process: None) -> None:
