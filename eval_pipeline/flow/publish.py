@@ -83,8 +83,8 @@ class Publisher:
             model = _merge(results)
             write_evaluation(directory, model)
             self._chooser.choose()
-            results = {"results": typed_path(directory)}
-            tell_summary(f"Evaluated: {label}", results, table=format_table(model.datasets))
+            rows = {"results": typed_path(directory)}
+            tell_summary(f"Evaluated: {label}", rows, table=format_table(model.datasets))
             ledger.published.mark(label, _digest(jobs))
         return True
 
