@@ -66,7 +66,7 @@ def test_duplicates_are_dropped_but_not_other_answers(tmp_path: Path) -> None:
     assert counts["duplicate"] == 1
 
 
-@pytest.mark.parametrize("text", ["1\n\n7\n", '{"problem_id": 1}\n{"problem_id": "7"}\n'])
+@pytest.mark.parametrize("text", ["1\n\n7\n", '\ufeff{"problem_id": 1, "text": "\u2028"}\r\n{"problem_id": "7"}\n'])
 def test_excluded_ids_are_dropped(tmp_path: Path, text: str) -> None:
     (tmp_path / "held.txt").write_text(text)
     rows = [{"messages": chat(f"q{index}"), "problem_id": index} for index in range(10)]

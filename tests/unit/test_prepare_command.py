@@ -67,6 +67,13 @@ def test_a_preparation_that_fails_leaves_no_stamp(arguments: list[str], tmp_path
     assert not is_prepared(arguments)
 
 
+def test_a_preparation_that_is_refused_leaves_no_directory(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("no json\n")
+    with pytest.raises(UserError, match="row 1"):
+        prepare(arguments)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_stamp_cut_short_is_no_stamp(arguments: list[str], tmp_path: Path) -> None:
     prepare(arguments)
     stamp = tmp_path / "out" / "prepared.json"

@@ -74,7 +74,7 @@ def convert_own_files(config: DictConfig, overrides: Sequence[str]) -> list[str]
 
 def is_raw(name: str) -> bool:
     """Whether a data file has to be converted before it can be read."""
-    return name.lower().endswith(SUFFIXES)
+    return name.lower().endswith(SUFFIXES) and "://" not in name
 
 
 def sets_val_files(config: DictConfig, overrides: Sequence[str]) -> bool:
@@ -139,10 +139,12 @@ def add_conversion(config: DictConfig, names: list[str], options: list[str], val
 def existing_file(name: str) -> Path:
     """A data file by its path from the repository, or else from where the command was typed."""
     path = Path(name).expanduser()
-    for candidate in (path, Path(os.environ.get("VERL_EXT_CALLED_FROM", ".")) / path):
-        if candidate.is_file():
-            return candidate
-    raise UserError(f"the data file {path.absolute()} does not exist; correct its path")
+    folders = list(dict.fromkeys([Path.cwd(), Path(os.environ.get("VERL_EXT_CALLED_FROM", ".")).absolute()]))
+    for folder in folders:
+        if (folder / path).is_file():
+            return path if folder == Path.cwd() else folder / path
+    tried = " or ".join(str(folder / path) for folder in (folders[:1] if path.is_absolute() else folders))
+    raise UserError(f"there is no data file {tried}; correct its path")
 
 
 def digest_of(command: str, paths: Sequence[Path], words: Sequence[str]) -> str:

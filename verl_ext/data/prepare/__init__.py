@@ -8,6 +8,7 @@ The launcher prepares what a recipe names before training starts, with the words
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from verl_ext.data.prepare import stamp
@@ -50,9 +51,17 @@ def prepare(arguments: list[str], *, is_typed: bool = False) -> None:
         tell(f"Nothing to do: {parsed.output} is prepared already; --force prepares it again.")
         return
     # Before the work, so that an output that cannot be written to does not show itself only after it.
-    make_directory(Path(parsed.output))
+    output = Path(parsed.output)
+    is_new = not output.exists()
+    make_directory(output)
     stamp.remove(parsed.output)
-    prepared = command.run(parsed)
+    try:
+        prepared = command.run(parsed)
+    except BaseException:
+        if is_new:
+            with suppress(OSError):  # something is in it by now
+                output.rmdir()
+        raise
     stamp.write(parsed, command.VERSION, prepared)
     files = dict.fromkeys(name.partition("/")[0] + "/" * ("/" in name) for name in prepared.files)
     rows = {**prepared.counts, "files": ", ".join(files)}

@@ -26,7 +26,8 @@ METADATA = re.compile(
     r"(.*_)?(id|ids|idx|index|uuid|uid|hash|url|uri|link|date|time|timestamp|created|created_at|source|sources|dataset|"
     r"origin|split|category|categories|topic|topics|subject|domain|field|task|type|kind|family|level|difficulty|grade|"
     r"language|lang|locale|license|tag|tags|keywords|label|labels|name|file|filename|path|version|model|generator|"
-    r"author|annotator|quality|score|scores|rating|status|metadata|meta|extra_info|ability)"
+    r"author|annotator|quality|score|scores|rating|status|metadata|meta|extra_info|ability)",
+    re.IGNORECASE,
 )
 """Columns of text that describe a conversation and are no part of it."""
 
