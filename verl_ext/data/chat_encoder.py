@@ -18,7 +18,7 @@ from verl_ext.data.template import ChatTemplate, Encoded, Message
 from verl_ext.errors import UserError
 
 ASSISTANTS_OWN = ("tool_calls", "reasoning_content", "thinking")
-"""What an assistant's turn may hold beside its content, where the template renders it."""
+"""Keys of an assistant turn, other than its content, that hold text which the model wrote."""
 Tokens = tuple[np.ndarray, np.ndarray]
 """Token ids (seq,) int32, and 1 for each that is learnt (seq,) uint8."""
 

@@ -1,4 +1,4 @@
-"""Data of the user's in JSON or CSV: has them converted before training, and lets the run read what comes of it."""
+"""Plans the conversion of JSON and CSV data files, and points the configuration at the converted ones."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ CONVERTERS = {"sft": "chat", "grpo": "prompts"}
 def convert_own_files(config: DictConfig, overrides: Sequence[str]) -> list[str]:
     """Replace JSON and CSV files among the data by the parquet files that they are converted to.
 
-    The commands that convert them go to the beginning of `prepare`, from where the launcher runs those whose output is
-    missing. Each writes into a directory of its own under `data/`, named by the first file and a digest of contents
-    and settings. Nothing is written here.
+    The commands that convert them are prepended to `prepare`, from which the launcher runs those whose output is
+    missing. Each writes into its own directory under `data/`, named after the first file and a digest of contents and
+    settings. This function writes nothing.
 
     Args:
         config: the resolved configuration; it is changed.

@@ -43,7 +43,7 @@ def prepare_inputs(config: DictConfig) -> None:
 def needed_commands(config: DictConfig) -> list[str]:
     """The commands of `prepare` whose `--output` holds a path that the configuration or its evaluation recipe names.
 
-    With data or a model of the user's the others would make what nobody reads.
+    A user who gives other data or another model does not need the rest.
     """
     settings = {key: value for key, value in as_dict(config).items() if key != "prepare"}
     named = {_absolute(text) for text in _texts(settings)}
@@ -53,8 +53,8 @@ def needed_commands(config: DictConfig) -> list[str]:
         named |= {_absolute(text) for text in _texts(as_dict(evaluation, resolve=False))}
     needed = [command for command, output in outputs.items() if _holds(output, named)]
     for command in outputs:
-        if command not in needed:
-            tell(f"Not prepared, as no key of this configuration names its output: {command}")
+        if command not in needed and not is_prepared(shlex.split(command)):
+            tell(f"Not preparing what this configuration does not use: {command}")
     return needed
 
 

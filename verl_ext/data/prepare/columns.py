@@ -18,8 +18,7 @@ def encode_unfaithful_columns(rows: list[Row]) -> list[Row]:
         rows: the samples; they are not changed.
 
     Returns:
-        Rows with nested values of such columns as JSON text, numbers beside text as text, and all other columns as
-        they were.
+        The rows; in such columns nested values are JSON text and numbers are text. Other columns are unchanged.
     """
     names = dict.fromkeys(name for row in rows for name in row if name != "messages")
     columns = {name: [row.get(name) for row in rows] for name in names}

@@ -14,7 +14,7 @@ from verl_ext.data.prepare.turns import BadRow, from_json, is_sharegpt, to_turns
 
 MESSAGES_KEYS = ("messages", "conversation", "conversations")
 INPUT_KEYS = ("input", "context")
-"""Beside `instruction`: what it is about."""
+"""Columns that continue an `instruction`."""
 PROMPT_KEYS = ("prompt", "instruction", "question", "query", "input")
 RESPONSE_KEYS = ("response", "completion", "answer", "output")
 SYSTEM_KEYS = ("system", "system_prompt")
@@ -29,7 +29,7 @@ METADATA = re.compile(
     r"author|annotator|quality|score|scores|rating|status|metadata|meta|extra_info|ability)",
     re.IGNORECASE,
 )
-"""Columns of text that describe a conversation and are no part of it."""
+"""Columns of text that describe a conversation and are not part of it."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class ColumnKeys:
     """Names of the columns to read; a name that is None is found among the usual ones.
 
     Attributes:
-        messages: of the turns.
-        prompt: of the user's text.
-        response: of the assistant's.
-        metadata: further columns of text that are no part of the conversation.
+        messages: column of the turns.
+        prompt: column of the user's text.
+        response: column of the assistant's text.
+        metadata: columns of text that are not part of the conversation.
     """
 
     messages: str | None = None
@@ -58,7 +58,7 @@ class Layout:
         messages: column of the turns; None for a pair of columns.
         prompt: column of the user's text or turns.
         response: column of the assistant's text or turns.
-        optional: columns that a row may have beside.
+        optional: further columns that a row may have.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Layout:
 
 
 def detect_layout(row: Row, keys: ColumnKeys) -> Layout:
-    """Find out how a row holds its conversation.
+    """Detect how a row holds its conversation.
 
     Raises:
         BadRow: a named column is missing, or no usual ones are there.
@@ -119,8 +119,7 @@ def to_conversation(row: Row, layout: Layout, keys: ColumnKeys, notes: Counter[s
         The row with `messages` in place of the columns that held the conversation.
 
     Raises:
-        BadRow: the row has another layout, a turn is malformed, no assistant turn is there to learn from, or text of
-            the row is in no turn.
+        BadRow: the row has another layout, a malformed turn, no assistant turn, or text that is in no turn.
     """
     _check_layout(row, layout, keys)
     messages = to_turns(_extract(row, layout), notes)
@@ -199,7 +198,7 @@ def _begins_with(turns: list[Any], texts: set[str]) -> bool:
 
 
 def _prompt(row: Row, layout: Layout) -> list[Any]:
-    """The user's turns; an instruction and its input are one, with a blank line between them."""
+    """The user's turns; instruction and input are joined by a blank line."""
     further = [name for name in INPUT_KEYS if name in layout.optional and _has_text(row.get(name))]
     prompt = row[layout.prompt]
     if not further:
@@ -240,7 +239,7 @@ def _tools(value: Any) -> list[Any] | None:
 
 
 def _refuse_lost_text(rest: Row, used: list[Any], messages: list[Row], metadata: Collection[str]) -> None:
-    """Refuse other columns of text that say something which no turn says."""
+    """Refuse columns of text that is in no turn, unless they are metadata."""
     for name, value in rest.items():
         if name in metadata or not (_has_text(value) or (name in MEDIA_KEYS and value)):
             continue
@@ -261,7 +260,7 @@ def _has_text(value: Any) -> bool:
 
 
 def _is_repeated(value: Any, used: list[Any], messages: list[Row]) -> bool:
-    """Whether a text occurs in a turn, or is the whole row once more, as the column `text` of Alpaca's own file."""
+    """Whether a text occurs in a turn, or repeats the whole row, as the column `text` of the original Alpaca data."""
     if not isinstance(value, str):
         return False
     contents = [message["content"] or "" for message in messages]

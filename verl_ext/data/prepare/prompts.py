@@ -157,7 +157,7 @@ def _object(row: Row, name: str) -> Row:
 
 
 def _unified(rows: list[Row]) -> list[Row]:
-    """The rows with right answers, and each member of `extra_info`, of one type, which a column of parquet has."""
+    """The rows with one type for all right answers, and for each member of `extra_info`, as parquet requires."""
     members = dict.fromkeys(name for row in rows for name in row["extra_info"])
     as_text = {name for name in members if not _is_uniform([row["extra_info"].get(name) for row in rows])}
     answers_as_text = not _is_uniform([row.get("reward_model", {}).get("ground_truth") for row in rows])
@@ -178,7 +178,7 @@ def to_text(value: Any) -> str:
 
 
 def _is_uniform(values: list[Any]) -> bool:
-    """Whether a column of parquet gives these values back: all are text, or numbers, or lists of one of them."""
+    """Whether parquet returns these values unchanged: all are text, or numbers, or lists of one of these."""
     kinds = {_kind(value) for value in values if value is not None}
     return len(kinds) <= 1 and not any(kind.endswith("object") for kind in kinds)
 

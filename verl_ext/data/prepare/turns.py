@@ -17,7 +17,7 @@ SHAREGPT_ROLES = {
     **{"observation": "tool", "function_response": "tool"},
 }
 TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "id", "index")
-"""What a turn may hold. Of the rest, what is not null is refused: it is text, or says what not to train on."""
+"""Keys of a turn. Others that are not null are refused: they hold text, or exclude the turn from training."""
 
 
 class BadRow(Exception):
@@ -54,7 +54,7 @@ def to_turns(value: Any, notes: Counter[str]) -> list[Row]:
     if DEVELOPER in roles:
         if "system" in roles:
             raise BadRow("it has both system and developer turns", "merge them into one system turn")
-        # Templates know no developer: Qwen's leave such a turn out, others show a role that the model never saw.
+        # Chat templates do not know the role: Qwen's omit such a turn, ChatML's show a role that the model never saw.
         notes["developer turns became system turns"] += 1
         checked = [{**turn, "role": "system"} if turn["role"] == DEVELOPER else turn for turn in checked]
     return checked
