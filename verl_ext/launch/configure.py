@@ -99,10 +99,8 @@ def check_settings(config: DictConfig) -> None:
         check_sft(config)
     elif config.stage == "grpo":
         from verl_ext.launch.grpo_check import check_grpo
-        from verl_ext.launch.reward_functions import check_reward_functions
 
         check_grpo(config, world_size)
-        check_reward_functions(config)
     elif config.stage == "budget":
         from verl_ext.launch.budget_check import check_budget
 
@@ -114,7 +112,7 @@ def check_settings(config: DictConfig) -> None:
 
 
 def check_inputs(config: DictConfig) -> None:
-    """Refuse a model, data and a run directory that cannot be used, once the recipe's data are prepared.
+    """Refuse a model, data and reward functions that cannot be used, once the recipe's data are prepared.
 
     Raises:
         UserError: the first of them and how to fix it.
