@@ -53,8 +53,8 @@ def register(commands: Commands) -> None:
         "--search-questions",
         type=WholeNumber(0),
         default=48,
-        help="of the lookup table's questions, how many choose the blocks of static configurations one by one; 0 keeps "
-        "the most important blocks by the run's importance file, or the first blocks without one",
+        help="how many of the --num-train questions are used to choose the blocks of static configurations; 0 keeps "
+        "the most important blocks according to the run's importance file, or the first blocks without one",
     )
     add_number(parser, "--repeats", 1, "runs of each configuration; the median counts")
     parser.add_argument("--seed", type=WholeNumber(0), default=0, help="seed of the random configurations")
@@ -68,7 +68,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings (Molmo)")
     parser.add_argument("--adapter", metavar="PLACE:CLASS", help="your adapter, if training used one")
     parser.add_argument("--output", type=output_path, metavar="DIR", help="output directory (default: see below)")
-    parser.add_argument("--no-wandb", action="store_true", help="send nothing to W&B")
+    parser.add_argument("--no-wandb", action="store_true", help="do not log to W&B")
 
 
 def add_number(parser: argparse._ActionsContainer, name: str, default: int, text: str) -> None:

@@ -8,7 +8,7 @@ from eval_pipeline.command.arguments import add_action, add_directory
 from verl_ext.command_line import Commands
 from verl_ext.tell import tell
 
-TEXT = "Re-queue every failed evaluation of a run. The next `watch` or `run` repeats it."
+TEXT = "Re-queue every failed evaluation of a run. The next `watch` or `run` evaluates them again."
 
 
 def register(commands: Commands) -> None:

@@ -34,7 +34,7 @@ def register(commands: Commands) -> None:
     """Add the command."""
     parser = add_action(commands, "run", TEXT, run, examples=EXAMPLES, notes=NOTES, exit_codes=EXIT_CODES)
     parser.add_argument("--checkpoint", type=input_path, metavar="DIR", help="global_step_N or a model directory")
-    parser.add_argument("--tier", type=int, choices=(1, 2, 3), default=1, help="evaluate the data sets of tiers 1 to N")
+    parser.add_argument("--tier", type=int, choices=(1, 2, 3), default=1, help="last tier of data sets to evaluate")
     parser.add_argument(
         "--problems",
         type=input_path,

@@ -29,7 +29,7 @@ def register(commands: Commands) -> None:
         notes=RECIPE_EXAMPLE,
         exit_codes=EXIT_CODES,
     )
-    add_directory(parser, "directory of the training run; it may be empty still")
+    add_directory(parser, "directory of the training run; it may still be empty")
     add_recipe(parser)
 
 
