@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from omegaconf import DictConfig
 
 from verl_ext.config.compose import compose_config
+from verl_ext.errors import UserError
 from verl_ext.grpo.loss import LossSettings
 from verl_ext.grpo.rewards.environment import RewardSettings
 from verl_ext.grpo.rollout.completion import Sampling
 from verl_ext.grpo.rollout.vllm_engine import VllmSettings
+from verl_ext.launch.grpo_check import check_values as check_grpo_values
 from verl_ext.trainer import grpo_settings
 
 
@@ -42,6 +46,21 @@ def test_the_rewards() -> None:
     lengths = ["reward.length_buffer=7", "data.max_response_length=80"]
     expected = RewardSettings("rlimits", ["numpy", "pandas"], 2, 3, 400, 6, 5, 80, 7)
     assert grpo_settings.reward_settings(config_with(*limits, *others, *lengths)) == expected
+
+
+@pytest.mark.parametrize(
+    ("functions", "buffer", "is_refused"),
+    [
+        ("reward_format", 64, False),
+        ("length_penalty*0.5", 64, True),
+        ("length_penalty", 8, False),
+        ("reward_format", 0, True),
+    ],
+)
+def test_the_buffer_must_fit_where_the_penalty_is_wanted(functions: str, buffer: int, is_refused: bool) -> None:
+    words = [f"reward.functions=[{functions}]", f"reward.length_buffer={buffer}", "data.max_response_length=32"]
+    with pytest.raises(UserError, match="reward.length_buffer") if is_refused else nullcontext():
+        check_grpo_values(config_with(*words))
 
 
 def test_how_completions_are_drawn() -> None:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from verl_ext.config.checks import GATHERING, check_choices, check_ranges, check_without_effect
 from verl_ext.errors import UserError
-from verl_ext.grpo.rewards.registry import wanted_rewards
+from verl_ext.grpo.rewards.registry import LENGTH_PENALTY, wanted_rewards
 from verl_ext.launch import reward_check
 
 _KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
@@ -81,7 +81,11 @@ def check_values(config: DictConfig) -> None:
     """Single values, and settings of other stages."""
     check_choices(config, CHOICES)
     check_ranges(config, RANGES)
-    check_ranges(config, {"reward.length_buffer": (1, config.data.max_response_length)})
+    # of use to length_penalty alone: short answers to other rewards need no buffer below their length
+    penalised = any(
+        each.own is None and each.name == LENGTH_PENALTY for each in wanted_rewards(config.reward.functions)
+    )
+    check_ranges(config, {"reward.length_buffer": (1, config.data.max_response_length if penalised else math.inf)})
     check_without_effect(config, OF_CHATS, "in this stage, whose data are prompts")
     if config.trainer.test_freq != config.data.eval_every_steps:
         raise UserError("trainer.test_freq is data.eval_every_steps in this stage; set that instead")
