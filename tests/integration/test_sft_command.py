@@ -52,7 +52,7 @@ def test_run_leaves_the_documented_files(whole: tuple[SFTRun, str]) -> None:
     assert list((run.run_dir / "tensorboard").iterdir())
     assert len(list((run.run_dir / "wandb").glob("offline-run-*"))) == 1
     assert "val/loss" in output
-    assert "-m eval_pipeline watch" in output
+    assert f"eval_pipeline/run.sh watch {run.run_dir}\n" in output and "warning" not in output
     record = run.record()
     assert (record["status"], record["total_steps"]) == ("finished", NUM_STEPS)
     assert record["attempts"][0]["world_size"] == 2

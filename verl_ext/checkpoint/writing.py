@@ -136,6 +136,6 @@ def naming(path: Path, what: str = "the checkpoint could not be saved") -> Itera
     except OSError as error:
         where = error.filename or path
         raise UserError(
-            f"{what} ({where}: {error.strerror}); make room or mend the directory, then type the same command again: "
-            "every earlier checkpoint is as it was"
+            f"{what} ({where}: {error.strerror}); make room or make the directory writable, then type the same "
+            "command again: every earlier checkpoint is as it was"
         ) from error

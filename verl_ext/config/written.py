@@ -23,7 +23,9 @@ def load_written(path: Path) -> DictConfig:
     try:
         config = OmegaConf.load(path)
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{path} cannot be read ({first_line_of(error)}); mend it, or work on a copy of it") from error
+        raise UserError(
+            f"{path} cannot be read ({first_line_of(error)}); correct it, or work on a copy of it"
+        ) from error
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} is no YAML mapping; put the run's resolved configuration there")
     for text in _texts(OmegaConf.to_container(config, resolve=False)):

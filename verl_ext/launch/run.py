@@ -111,7 +111,7 @@ class Launch:
             self.record.end_if_running("failed", failure.message)
         checkpoint = checkpoint_that_suits(self.next_config())
         self.mark_waiting()
-        tell(f"{failure.message}; {plan}, from {'step 0' if checkpoint is None else checkpoint.name}")
+        tell(f"{failure.message}; {plan} from {'step 0' if checkpoint is None else checkpoint.name}")
 
     @contextmanager
     def refusing(self) -> Iterator[None]:

@@ -52,7 +52,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}); make room or mend the directory") from error
+        raise UserError(f"cannot write {path} ({error.strerror}); make room or make the directory writable") from error
 
 
 def drop_torn_tail(path: Path, is_complete: Callable[[bytes], bool]) -> None:

@@ -61,7 +61,7 @@ def write_run(path: Path, run: dict[str, Any]) -> None:
         replace_file(path, [json.dumps(run, indent=2) + "\n"])
     except OSError as error:
         raise UserError(
-            f"cannot write the run record {path} ({error.strerror}); make room or mend the directory"
+            f"cannot write the run record {path} ({error.strerror}); make room or make the directory writable"
         ) from error
 
 
