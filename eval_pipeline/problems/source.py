@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import heapq
 import importlib.util
 import json
@@ -12,8 +13,6 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from eval_pipeline.problems.record import Record
 from verl_ext.errors import UserError, first_line_of
@@ -65,8 +64,8 @@ def sample_of(records: Iterable[Record], size: int) -> list[Record]:
     larger sample contains every smaller one.
     """
 
-    def rank(record: Record) -> int:
-        return xxhash.xxh3_64_intdigest(str(record.number).encode(), seed=SAMPLE_SEED)
+    def rank(record: Record) -> bytes:
+        return hashlib.blake2b(str(record.number).encode(), salt=SAMPLE_SEED.to_bytes(8, "big")).digest()
 
     return sorted(heapq.nsmallest(size, records, key=rank), key=lambda record: record.number)
 

@@ -67,8 +67,12 @@ def test_the_helper_of_another_python_tells_who_starts_it() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_has_help_and_makes_no_environment_for_it(script: str, tmp_path: Path) -> None:
-    # an interpreter that is none: only what needs packages would call it
-    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "VERL_EXT_PYTHON": str(tmp_path / "none")}
+    bare = tmp_path / "bin" / "python3"  # without any package
+    bare.parent.mkdir()
+    bare.write_text(f'#!/bin/sh\nexec {Path(sys.executable).resolve()} -S "$@"\n')
+    bare.chmod(0o755)
+    # VERL_EXT_PYTHON is not an interpreter: only what needs packages would call it
+    environment = {"PATH": f"{bare.parent}:/usr/bin:/bin", "VERL_EXT_PYTHON": str(tmp_path / "none")}
     done = subprocess.run(["bash", ROOT / script, "--help"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
     check_form(done.stdout)
