@@ -125,7 +125,7 @@ def test_a_process_that_hangs_is_killed(export: Path) -> None:
         [child] = vllm_processes(owner.process)
         child.suspend()
         message = owner.line()
-        assert "4 s" in message and "engine.timeout_s" in message and "hung" in message
+        assert "4 s" in message and "engine.timeout_s" in message
         assert not alive([child])
 
 
@@ -154,7 +154,7 @@ def misspell(export: Path) -> EngineSettings:
         (break_config, "no-such-model"),
         (drop_template, "has no working chat template"),
         (drop_weights, "vLLM cannot load"),
-        (misspell, "engine.vllm.max_num_seq is no argument of vllm.LLM; did you mean max_num_seqs"),
+        (misspell, "engine.vllm.max_num_seq is not an argument of vllm.LLM; did you mean max_num_seqs"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused(

@@ -140,7 +140,7 @@ def test_work_of_a_killed_node_is_repeated_on_another(
         assert run.num_answers < NUM_PROBLEMS
         printed = run.finish()
     assert result_in(run.output) == undisturbed
-    assert len(run.warnings) == 1 and "is lost" in run.warnings[0]
+    assert len(run.warnings) == 1 and "died" in run.warnings[0]
     assert printed.startswith("Evaluated: model\n")  # and nothing that Ray prints
     assert [(job.state, job.attempts) for job in jobs(run.output)] == [("done", 0)]
     wait_gone(on_node)

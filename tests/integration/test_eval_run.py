@@ -208,7 +208,7 @@ def test_a_failure_is_recorded_and_retry_queues_it_again(setup: Setup, repeated:
     assert again.returncode == 0 and again.stdout.startswith("Re-queued: step_30 on heart")
     assert "cannot write to" in again.stdout
     assert [(job.state, job.attempts) for job in jobs(place)] == [("pending", 0)]
-    assert evaluate("retry", place).stdout.startswith("Nothing has failed")
+    assert evaluate("retry", place).stdout.startswith("No evaluation has failed")
     assert evaluate(*run).returncode == 0  # all answers and verdicts are kept
     (row,) = statuses(place)
     assert (row["state"], row["error"]) == ("done", None) and row["seconds"]["active_s"] >= 0
