@@ -1,10 +1,11 @@
-"""Campaign: SmolLM2 from its package becomes a model that transformers loads and that ends its turns."""
+"""Campaign: SmolLM2 from its package answers, ends its turns, and learns from the rewards of docs/grpo.md."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.helpers.commands import python
+from tests.helpers.commands import TrainingRun, python
+from tests.helpers.docs import GRPOExample
 
 
 def test_model_answers_and_ends_its_turn(tmp_path: Path) -> None:
@@ -27,3 +28,17 @@ def test_model_answers_and_ends_its_turn(tmp_path: Path) -> None:
     assert "Paris" in tokenizer.decode(answer)
     assert answer[-1] == tokenizer.eos_token_id == model.config.eos_token_id
     assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_the_example_of_the_grpo_page_raises_the_reward(tmp_path: Path) -> None:
+    """As the page shows; it takes some minutes."""
+    example, repository = GRPOExample(), tmp_path / "repository"
+    example.copy_to(repository)
+    done = python("verl_ext.data.prepare", *example.make_model[3:], cwd=repository)
+    assert done.returncode == 0, done.stderr
+    run = TrainingRun(example.train, example.run_dir(repository), imports="vllm", cwd=repository)
+    run.finish()
+    rows = run.rows()
+    measured = [row["eval/reward_total_mean"] for row in rows if "eval/reward_total_mean" in row]
+    lengths = [row["train/seq_completion_len_mean"] for row in rows if "train/loss" in row]
+    assert measured[-1] > 2 * measured[0] and lengths[-1] < lengths[0] / 2

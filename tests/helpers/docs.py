@@ -1,7 +1,41 @@
-"""The documentation's pages."""
+"""The documentation's pages, and the example that one of them begins with."""
 
 from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
 
 from tests.helpers import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+"""The documentation's pages."""
+STEPS = re.compile(r"^step \d+/\d+ \| loss .*$", re.MULTILINE)
+"""Lines on training steps, as a run prints them."""
+
+
+class GRPOExample:
+    """What a reader copies from the beginning of docs/grpo.md: files, and the two commands."""
+
+    def __init__(self) -> None:
+        page = (ROOT / "docs/grpo.md").read_text()
+        section = page.partition("\n## Your own prompts")[2].partition("\n## ")[0]
+        self.files = dict(re.findall(r"`(\w+\.\w+)` has [^`]*\n\n```\w+\n(.*?)```", section, re.DOTALL))
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+        [commands] = [text.replace("\\\n", " ") for language, text in blocks if language == "bash"]
+        self.make_model, self.train = map(shlex.split, commands.splitlines())
+        self.settings = dict(word.split("=", 1) for word in self.train if "=" in word)
+        [self.printed] = [text for language, text in blocks if not language]
+
+    def copy_to(self, directory: Path) -> None:
+        """Set up a clone that has no data and no checkpoints, by links to everything else, and save the files in it."""
+        directory.mkdir()
+        for path in ROOT.iterdir():
+            if path.name not in ("data", "checkpoints") and not path.name.startswith("."):
+                (directory / path.name).symlink_to(path)
+        for name, text in self.files.items():
+            (directory / name).write_text(text)
+
+    def run_dir(self, directory: Path) -> Path:
+        """Where the run writes, in such a clone."""
+        return directory / "checkpoints/grpo" / self.settings["trainer.experiment_name"]

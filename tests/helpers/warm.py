@@ -100,13 +100,15 @@ def _warm_options(words: list[str], options: dict[str, Any]) -> tuple[list[str],
     if options.keys() - {"cwd", "env", "stdin", "stdout", "stderr", "text", "start_new_session"}:
         return None
     environment = dict(os.environ if options.get("env") is None else options["env"])
-    if words[0] == "bash" and words[1] in SCRIPTS:
+    typed = Path(os.fspath(options.get("cwd") or os.getcwd()), words[1])
+    script = str(typed.resolve())  # also by a link, in another place than the repository
+    if words[0] == "bash" and script in SCRIPTS:
         if environment.get("VERL_EXT_PYTHON") != sys.executable or {"--help", "-h"} & set(words):
             return None
         environment["VERL_EXT_CALLED_FROM"] = os.fspath(options.get("cwd") or os.getcwd())
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
-        words = [sys.executable, "-m", *SCRIPTS[words[1]], *words[2:]]
-        options = {**options, "cwd": ROOT}
+        words = [sys.executable, "-m", *SCRIPTS[script], *words[2:]]
+        options = {**options, "cwd": typed.parents[len(Path(script).relative_to(ROOT).parts) - 1]}
     module = module_of(words)
     if module is None or not FORKED.fullmatch(module):
         return None
