@@ -15,7 +15,8 @@ def build_parser() -> CommandParser:
     """The commands with their options and help."""
     parser = CommandParser(
         prog=PROGRAM,
-        description="Evaluate checkpoints: vLLM answers problems, a sandbox judges the answers, the best is chosen.",
+        description="Evaluate checkpoints: vLLM answers problems, a sandbox judges the answers, and the best "
+        "checkpoint is chosen.",
         examples=[
             f"{PROGRAM} watch checkpoints/rlvr_coding_model/sft_quickstart",
             f"{PROGRAM} run --checkpoint models/mine --recipe humaneval",

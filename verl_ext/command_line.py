@@ -153,7 +153,11 @@ def process_words(module: str, text: str, started_by: str, *names: str) -> list[
 def add_commands(parser: CommandParser, *, required: bool = True) -> Commands:
     """What `add_command` adds to; the command that was typed is the argument `command`."""
     return parser.add_subparsers(
-        dest="command", required=required, metavar="COMMAND", title="commands", description="each has --help"
+        dest="command",
+        required=required,
+        metavar="COMMAND",
+        title="commands",
+        description="run COMMAND --help for its options",
     )
 
 

@@ -30,8 +30,8 @@ def _tell_of_missing_package(kind: type[BaseException], error: BaseException, tr
         sys.__excepthook__(kind, error, traceback)
         return
     print(
-        f"error: {sys.executable} has no package {name}; use .venv/bin/python, which `bash run_sft.sh` makes, or a "
-        "Python with the packages of requirements/",
+        f"error: {sys.executable} has no package {name}; use .venv/bin/python, which `bash run_sft.sh` creates, or a "
+        "Python with the packages in requirements/",
         file=sys.stderr,
     )
     raise SystemExit(2)

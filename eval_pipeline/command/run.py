@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from eval_pipeline.models.checkpoint import Checkpoint
     from eval_pipeline.recipe.schema import EvalRecipe
 
-TEXT = "Evaluate one checkpoint, or any Hugging Face model. Answers of an interrupted run are reused."
+TEXT = "Evaluate one checkpoint, or any Hugging Face model. Answers from an interrupted run are reused."
 EXAMPLES = (
     "--checkpoint checkpoints/rlvr_coding_model/sft_quickstart/global_step_750",
     "--checkpoint models/mine --recipe humaneval sampling.max_tokens=512",
@@ -41,7 +41,7 @@ def register(commands: Commands) -> None:
         metavar="FILE",
         help="use this file, in the quickstart's format, instead of the recipe's data sets",
     )
-    parser.add_argument("--limit", type=WholeNumber(), help="at most N problems of each data set, sampled across it")
+    parser.add_argument("--limit", type=WholeNumber(), help="at most N problems per data set, sampled across it")
     parser.add_argument("--output", type=output_path, metavar="DIR", help="output directory (default: see below)")
     add_recipe(parser)
 

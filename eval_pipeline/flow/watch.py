@@ -131,7 +131,7 @@ def watch(session: Session, recipe_name: str | None = None) -> int:
     if not any(session.recipe.tiers.values()):
         raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; set tiers.tier1")
     run_dir, results = typed_path(session.place.of_run), typed_path(session.place.root)
-    tell(f"Watching {run_dir}; results go to {results}. Ends when the run has finished.")
+    tell(f"Watching {run_dir} until the run has finished. Results go to {results}.")
     publisher = Publisher(session, leads=True)
     watcher = Watcher(session, publisher)
     work_off(session, watcher, publisher)

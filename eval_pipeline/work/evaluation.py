@@ -75,9 +75,9 @@ class Evaluation:
 
     def _tell_begin(self, done: int) -> None:
         """Say what begins, as an engine loads for a while before the first answer."""
-        what = f"Evaluating {self.checkpoint.label} on {self.job.dataset}: {len(self._keys) - done} answers left"
+        what = f"Evaluating {self.checkpoint.label} on {self.job.dataset}: {len(self._keys) - done} answers to go"
         if self.checkpoint.export is not None:
-            what += "; loading the model takes about 15 s, minutes for a large one"
+            what += "; loading the model takes about 15 s, or a few minutes if it is large"
         tell(f"{what}.", sys.stderr)
 
     def __enter__(self) -> Evaluation:

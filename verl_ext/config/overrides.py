@@ -131,7 +131,7 @@ def set_known(config: DictConfig, key: str, value: Any, source: str, nullable: C
     if isinstance(value, dict) and value and key not in OPEN_MAPPINGS:
         return merge_known(config, nested(key, value), source, nullable)
     if key not in known and not key.startswith(tuple(f"{open_key}." for open_key in OPEN_MAPPINGS)):
-        raise UserError(f"{source} sets '{key}', which is no configuration key; {suggestion(key, list(known))}")
+        raise UserError(f"{source} sets '{key}', which is not a configuration key; {suggestion(key, list(known))}")
     if value is None and key in known and key not in nullable:
         raise UserError(
             f"{source} sets '{key}' to null, but it needs a value; leave it out for the default {known[key]!r}"

@@ -15,10 +15,10 @@ EXAMPLES = {"sft": "qwen2.5_coder_7b", "grpo": "qwen2.5_coder_7b_code"}
 """A recipe of each stage that needs several GPUs."""
 EXIT_CODES = {
     "0": "the run is finished",
-    "1": "a rank failed (see its traceback); the same command resumes from the last checkpoint",
+    "1": "a rank crashed (see its traceback); the same command resumes from the last checkpoint",
     "2": "bad input; the message says how to fix it",
-    "3": "stopped by a rule of health.stop_on after saving a checkpoint; the same command resumes from it",
-    "75": "stopped by SIGTERM, SIGUSR1, SIGINT or SIGHUP, or before trainer.preemption.deadline; run the command again",
+    "3": "stopped by a health rule in health.stop_on after saving a checkpoint; the same command resumes from it",
+    "75": "stopped by SIGTERM, SIGUSR1, SIGINT or SIGHUP, or before trainer.preemption.deadline; rerun to resume",
     "128 + N": "stopped immediately by a second signal N, such as 130 for a second Ctrl-C",
 }
 
@@ -66,8 +66,8 @@ def make_parser(stage: str) -> CommandParser:
         metavar="K",
         type=WholeNumber(0),
         default=0,
-        help="restart after a crash, first after 5 s and then after twice as long each time, at most 300 s; give up "
-        "after K restarts in a row without a new checkpoint; bad input and a stop never restart",
+        help="restart the ranks after a crash, with a delay that starts at 5 s and doubles up to 300 s; give up after "
+        "K restarts in a row without a new checkpoint; no restart after bad input or a requested stop",
     )
     parser.add_argument(
         "--trace", action="store_true", help="write a timeline of each rank to trace/, as JSON for Perfetto"

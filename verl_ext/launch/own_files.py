@@ -63,7 +63,7 @@ def convert_own_files(config: DictConfig, overrides: Sequence[str]) -> list[str]
         sentences.append(f"{TRAIN}: {', '.join(train)} is converted to {config.data.train_files}")
         if splits:
             config.data.val_files = f"{output}/{VAL_NAME}"
-            sentences[0] += f"; {VAL} is not set, so {VAL_FRACTION:.0%} of the rows are kept for validation"
+            sentences[0] += f"; {VAL} is not set, so {VAL_FRACTION:.0%} of the rows are held out for validation"
     if raw[VAL]:
         output = add_conversion(config, val, options, 1)
         config.data.val_files = f"{output}/{VAL_NAME}"

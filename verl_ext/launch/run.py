@@ -157,7 +157,7 @@ def tell_that_it_starts(config: DictConfig) -> None:
     ranks = config.trainer.n_gpus_per_node
     tell(
         f"Starting {config.trainer.experiment_name} ({config.stage}) on {ranks} rank{'s' * (ranks > 1)}. "
-        "Expect the first step after about 15 s, or after some minutes with a large model."
+        "Expect the first step in about 15 s, or a few minutes for a large model."
     )
 
 

@@ -16,7 +16,7 @@ CHECKED_RATES = 10
 """Steps whose learning rate is compared with the schedule."""
 
 
-@rule(NORM, advice="lower optim.lr or optim.clip_grad when the loss suffers too", into=GRADIENT)
+@rule(NORM, advice="if the loss is affected too, lower optim.lr or optim.clip_grad", into=GRADIENT)
 def grad_norm_range(history: History, facts: Facts, limits: Limits) -> Seen | None:
     """The usual gradient norm is outside the range that is common for such runs."""
     recent = history.series(NORM).recent(limits.window)
@@ -24,7 +24,7 @@ def grad_norm_range(history: History, facts: Facts, limits: Limits) -> Seen | No
         return None
     told = f"the gradient norm is about {np.median(recent):.3g}"
     usual = limits.grad_norm_min <= np.median(recent) <= limits.grad_norm_max
-    return ok(told) if usual else notice(f"{told}, outside {limits.grad_norm_min:g} to {limits.grad_norm_max:g}")
+    return ok(told) if usual else notice(f"{told}, not in [{limits.grad_norm_min:g}, {limits.grad_norm_max:g}]")
 
 
 @rule(NORM, advice="lower optim.lr and set optim.clip_grad", into=GRADIENT)
