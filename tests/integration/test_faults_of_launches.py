@@ -17,7 +17,13 @@ IN_THE_SECOND_SAVE = Hold("verl_ext.checkpoint.save", "write_manifest", "global_
 def test_a_mistake_leaves_a_finished_run_as_it_was(sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> None:
     run = SFTRun(quickstart, Path(shutil.copytree(sft_run.run_dir, tmp_path / "run")))
     before = tree_of(run.run_dir)
-    for mistake, fact in {"trainer.logger=[wanbd]": "'wandb'", "data.chat_template=no.jinja": "no.jinja"}.items():
+    mistakes = {
+        "trainer.logger=[wanbd]": "'wandb'",
+        "data.chat_template=no.jinja": "no.jinja",
+        "optim.lr=0.5": "optim.lr from",  # it would train nothing, and config.yaml would claim it
+        "trainer.total_training_steps=2": "trainer.total_training_steps from",
+    }
+    for mistake, fact in mistakes.items():
         refused = run.start(mistake)
         assert refused.returncode == 2 and fact in refused.stderr and refused.stderr.count("error: ") == 1
         assert tree_of(run.run_dir) == before

@@ -23,6 +23,7 @@ from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.component_check import check_components
 from verl_ext.launch.configure import check_config, check_inputs, check_run_directory, configure
 from verl_ext.launch.outcome import describe
+from verl_ext.launch.run import may_be_longer
 from verl_ext.launch.torchrun import torchrun_options
 from verl_ext.metrics.recorder import verl_backends
 
@@ -231,3 +232,19 @@ def test_backends_are_those_of_verl() -> None:
     from verl.utils.tracking import Tracking
 
     assert verl_backends() == Tracking.supported_backend
+
+
+@pytest.mark.parametrize(
+    ("changes", "longer"),
+    [
+        ({"optim.lr": 1}, False),
+        ({"trainer.total_epochs": 3}, True),
+        ({"trainer.total_epochs": 1}, False),
+        ({"data.train_batch_size": 8}, True),
+        ({"trainer.total_training_steps": 11}, True),
+        ({"trainer.total_training_steps": 10, "trainer.total_epochs": 9}, False),
+    ],
+)
+def test_settings_that_may_add_steps_to_a_finished_run(changes: dict[str, int], longer: bool) -> None:
+    former = {"trainer.total_epochs": 2, "trainer.total_training_steps": None}
+    assert may_be_longer(changes.keys(), former, {**former, **changes}, steps_done=10) == longer

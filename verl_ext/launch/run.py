@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
 from verl_ext.checkpoint.layout import read_tracker, what_is_wrong
 from verl_ext.checkpoint.lock import exclusive
-from verl_ext.config.digest import config_digest
+from verl_ext.config.digest import NOT_IDENTITY, config_digest
 from verl_ext.config.inputs import untrained_loss
+from verl_ext.config.overrides import flatten
+from verl_ext.config.plain import as_dict
+from verl_ext.config.written import load_written
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import checkpoint_that_suits, make_run_directory
 from verl_ext.launch.grpo_model import holding_model
@@ -27,6 +31,11 @@ from verl_ext.launch.watcher import watching
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.summary import typed_path
 from verl_ext.tell import tell
+
+NOT_ASKED = (*NOT_IDENTITY, "trainer.default_local_dir", "trainer.resume_", "trainer.trace", "recipe", "prepare")
+"""Keys that may differ from those that a finished run was trained with."""
+MOST_SHOWN = 3
+"""Changed keys in a message."""
 
 
 def run_to_the_end(
@@ -61,6 +70,7 @@ def run_to_the_end(
             tell_that_it_is_finished(config)
             with watching(config, leads) as watcher:
                 return watcher.finish(signals)
+        refuse_other_settings(config, record)
         checkpoint_that_suits(config)
         make_run_directory(run_dir)
     with exclusive(run_dir) if leads else nullcontext():
@@ -141,15 +151,56 @@ class Launch:
 
 def is_finished(config: DictConfig, record: RunRecord) -> bool:
     """Whether run.json says that exactly this configuration ran to its end."""
+    return has_finished(config, record) and record.read()["config_digest"] == config_digest(config)
+
+
+def has_finished(config: DictConfig, record: RunRecord) -> bool:
+    """Whether the run that this launch would resume ran to its end, with whatever configuration."""
     try:
         run = record.read()
     except UserError:
         return False  # start_attempt puts a damaged record aside and says so
     trainer = config.trainer
     asked = trainer.resume_mode == "auto" and trainer.resume_from_path is None
-    same = run["status"] == "finished" and run["config_digest"] == config_digest(config)
     tracked, _ = read_tracker(Path(trainer.default_local_dir))
-    return asked and same and tracked is not None and what_is_wrong(tracked) is None
+    return asked and run["status"] == "finished" and tracked is not None and what_is_wrong(tracked) is None
+
+
+def refuse_other_settings(config: DictConfig, record: RunRecord) -> None:
+    """Refuse to start a finished run with settings that it was not trained with, unless they may make it longer.
+
+    Its ranks would train no step, and the run directory would claim the new settings.
+
+    Raises:
+        UserError: the run has finished, and no setting could add a step.
+    """
+    path = Path(config.trainer.default_local_dir) / "config.yaml"
+    if not has_finished(config, record) or not path.is_file():
+        return
+    former, now = (dict(flatten(as_dict(each), "")) for each in (load_written(path), config))
+    changed = {key for key in now.keys() & former.keys() if now[key] != former[key] and not key.startswith(NOT_ASKED)}
+    if not changed or may_be_longer(changed, former, now, record.read()["total_steps"]):
+        return
+    shown = ", ".join(f"{key} from {former[key]} to {now[key]}" for key in sorted(changed)[:MOST_SHOWN])
+    raise UserError(
+        f"{typed_path(path.parent)} is finished, and this command changes {shown}; set trainer.experiment_name to a "
+        "new name to train with these settings, or raise trainer.total_training_steps to train this run longer"
+    )
+
+
+def may_be_longer(changed: Collection[str], former: Mapping[str, Any], now: Mapping[str, Any], steps_done: int) -> bool:
+    """Whether changed settings may add steps to a finished run.
+
+    Args:
+        changed: dotted keys.
+        former: value by key of the finished run.
+        now: the same of this launch.
+        steps_done: of the finished run.
+    """
+    steps, epochs = now["trainer.total_training_steps"], "trainer.total_epochs"
+    if steps is not None:
+        return steps > steps_done
+    return now[epochs] > former[epochs] or any(key.startswith(("data.train", "data.datasets")) for key in changed)
 
 
 def tell_that_it_starts(config: DictConfig) -> None:
