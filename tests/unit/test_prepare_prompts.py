@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,25 @@ def test_a_bad_row_is_named_or_skipped(tmp_path: Path, row: Row, reason: str) ->
     with pytest.raises(UserError, match=rf"mine\.jsonl row 2: .*{reason}"):
         converted(tmp_path, rows)
     assert len(converted(tmp_path, rows, "--skip-bad", "--val-fraction", "0")) == 1
+
+
+@pytest.mark.parametrize(
+    ("answers", "reward"),
+    [
+        ([42, "1,000"], "reward_correct"),
+        ([{"entry_point": "f", "tests": ["f()"]}, {"inputs": ["1"], "outputs": ["2"]}], "code_tests"),
+        (["Paris", "42"], "path.py:function"),
+        ([None, "42"], "path.py:function"),
+    ],
+)
+def test_the_next_command_has_a_reward_that_fits(
+    tmp_path: Path, answers: list[Any], reward: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"q{index}", "answer": a}) for index, a in enumerate(answers)))
+    prepare(["prompts", "--input", str(path), "--output", str(tmp_path / "out")], is_typed=True)
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert {f"reward.functions=[{reward}]", "recipe=custom", "model.partial_pretrain=MODEL"} <= {*words}
 
 
 def test_the_same_prompt_stays_on_one_side(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,28 @@ def test_rows_without_what_a_reward_needs_are_refused(
         check_reward_functions(config_of(rows, "reward_correct"))
     if column == "reward_model" and not isinstance((values or [None])[0], str):  # no other reward needs it
         check_reward_functions(config_of(rows, "reward_format"))
+
+
+@pytest.mark.parametrize(
+    ("truth", "reward", "refused", "warned"),
+    [
+        ("Paris", "code_tests", r"code_tests.*row 0 is 'Paris'.*entry_point.*reward_correct", False),
+        ("72", "exec_success", r"exec_success.*row 0 is '72'", False),
+        ('{"entry_point": "f", "tests": ["assert f(1) == 2"]}', "code_tests", None, False),
+        ("6 * 12 is a product. #### 72", "reward_correct", r"reward_correct.*row 0.*final answer alone", False),
+        ("Paris", "reward_correct", None, True),
+        ("$1,072.50", "reward_correct", None, False),
+    ],
+)
+def test_ground_truths_that_would_give_zeros(
+    rows: Path, truth: str, reward: str, refused: str | None, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frame = pd.read_parquet(rows)
+    frame["reward_model"] = [{"ground_truth": truth}] * 2
+    frame.to_parquet(rows)
+    with pytest.raises(UserError, match=refused) if refused else nullcontext():
+        check_reward_functions(config_of(rows, reward))
+    assert ("<answer>" in capsys.readouterr().err) == warned
 
 
 RAISED, TIMED_OUT = RewardFailure("ValueError: no good", "Traceback: here"), RewardFailure("too long", timed_out=True)

@@ -13,14 +13,17 @@ from omegaconf import DictConfig
 
 from eval_pipeline.judge.client import JudgeServer
 from eval_pipeline.judge.packages import find_packages
+from eval_pipeline.problems.problem import ReferenceAnswer
+from eval_pipeline.problems.reference import is_right
 from verl_ext.config.inputs import file_list, reading_parquet
 from verl_ext.data.parquet import first_row
 from verl_ext.errors import UserError
 from verl_ext.grpo.failure import RewardError
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.custom import START_S, try_function
-from verl_ext.grpo.rewards.judged import tests_of
+from verl_ext.grpo.rewards.judged import OF_TESTS, tests_of
 from verl_ext.grpo.rewards.registry import wanted_rewards
+from verl_ext.metrics.notice import warn
 from verl_ext.own_code import OwnCode
 from verl_ext.tell import tell
 
@@ -45,8 +48,7 @@ def check_reward_functions(config: DictConfig) -> None:
     for name in [*train, *measured]:
         check_columns(Path(name).expanduser(), judged)
     where, answer = trial_answer([Path(name).expanduser() for name in train])
-    if judged is not None:
-        tests_of(answer)  # refuses tests that cannot be read
+    check_ground_truth([reward.name for reward in wanted if reward.by_verdict], answer, where)
     for reward in wanted:
         if reward.own is not None:
             try_on_row(reward.own, answer, where, config.reward.time_limit_s)
@@ -110,6 +112,42 @@ def trial_answer(paths: list[Path]) -> tuple[str, RewardedAnswer]:
     truth: Any = RewardedAnswer.to_prompt(where, row, "", 1).ground_truth
     text = str(truth) if isinstance(truth, str | int | float) and str(truth).strip() else "This is a completion."
     return where, RewardedAnswer.to_prompt(where, row, text, len(text.split()))
+
+
+def check_ground_truth(judged: list[str], answer: RewardedAnswer, where: str) -> None:
+    """Refuse a ground truth with which a reward would be 0 for every completion.
+
+    Args:
+        judged: the rewards that compare answers with the ground truth.
+        answer: to the row that is checked.
+        where: that row.
+
+    Raises:
+        UserError: the ground truth cannot be read, has no tests for a reward that runs tests, or is a text that
+            `reward_correct` never finds in a completion.
+    """
+    tests = tests_of(answer) if judged else None
+    if not isinstance(tests, ReferenceAnswer):
+        return
+    truth = tests.answer
+    shown = repr(truth if len(truth) <= MOST_SHOWN else f"{truth[:MOST_SHOWN]}...")
+    if by_tests := [name for name in judged if name in OF_TESTS]:
+        raise UserError(
+            f"the reward {by_tests[0]} runs tests, but the ground truth of {where} is {shown}, which holds none; give "
+            'tests such as {"entry_point": "f", "tests": ["assert f(1) == 2"]}, or score answers with '
+            "reward.functions=[reward_correct] (numbers) or 'reward.functions=[path.py:function]'"
+        )
+    # GSM8K writes its reasoning before "####"
+    if "####" in truth or not is_right(f"<answer>{truth}</answer>", truth):
+        raise UserError(
+            f"the reward reward_correct cannot compare completions with the ground truth of {where}, {shown}; give the "
+            "final answer alone, such as 72, or use your own function, 'reward.functions=[path.py:function]'"
+        )
+    if not is_right(truth, truth):
+        warn(
+            f"the ground truth of {where} is {shown}, which is not a number; reward_correct finds such an answer only "
+            "inside <answer>...</answer> or \\boxed{...}"
+        )
 
 
 def try_on_row(own: OwnCode, answer: RewardedAnswer, where: str, time_limit_s: float) -> None:

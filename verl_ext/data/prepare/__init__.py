@@ -65,5 +65,5 @@ def prepare(arguments: list[str], *, is_typed: bool = False) -> None:
     stamp.write(parsed, command.VERSION, prepared)
     files = dict.fromkeys(name.partition("/")[0] + "/" * ("/" in name) for name in prepared.files)
     rows = {**prepared.counts, "files": ", ".join(files)}
-    then = command.NEXT.format(output=Path(parsed.output).absolute()) if is_typed else ""
+    then = command.NEXT.format(output=Path(parsed.output).absolute(), **prepared.fields) if is_typed else ""
     tell_summary(f"Prepared: {parsed.output}", rows, then.split())

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from eval_pipeline.problems.problem import ReferenceAnswer
+from eval_pipeline.problems.reference import number_of
+from eval_pipeline.problems.verl_rl import read_tests
 from verl_ext.config.inputs import ORIGIN_KEY
 from verl_ext.data.prepare.conversation import MEDIA_KEYS, SYSTEM_KEYS, require_object
 from verl_ext.data.prepare.files import INPUTS, Row, read_rows
@@ -21,7 +24,10 @@ from verl_ext.tell import tell
 
 HELP = "Turn prompts with their right answers or tests into train.parquet and val.parquet for GRPO."
 EXAMPLE = "prompts --input mine.jsonl --output data/mine"
-NEXT = "bash run_grpo.sh 2 trainer.experiment_name=mine " + FILES_OF_A_RUN
+NEXT = (
+    "bash run_grpo.sh 2 recipe=custom model.partial_pretrain=MODEL reward.functions=[{reward}] "
+    "trainer.experiment_name=mine " + FILES_OF_A_RUN
+)
 VERSION = 1
 COMMAND = "python -m verl_ext.data.prepare prompts"
 ANSWER_KEYS = ("ground_truth", "answer")
@@ -49,7 +55,8 @@ def run(arguments: argparse.Namespace) -> Prepared:
     # The same prompt on both sides of the split would measure memory.
     groups = [json.dumps(row["prompt"], sort_keys=True) for row in rows]
     written = write_split(Path(arguments.output), _unified(rows), groups, arguments.val_fraction, arguments.seed)
-    return Prepared([f"{name}.parquet" for name in written], {**counts, **written})
+    fields = {"reward": _fitting_reward([row.get("reward_model", {}).get("ground_truth") for row in rows])}
+    return Prepared([f"{name}.parquet" for name in written], {**counts, **written}, fields)
 
 
 def to_prompt(row: Row, prompt_key: str, source: str, number: int, notes: Counter[str]) -> Row:
@@ -93,6 +100,18 @@ def to_prompt(row: Row, prompt_key: str, source: str, number: int, notes: Counte
     return found
 
 
+def _fitting_reward(truths: list[Any]) -> str:
+    """The reward to try first with these ground truths: by tests, by a number, or by a function of the user's own."""
+    try:
+        tests = [read_tests(truth, "") for truth in truths]
+    except UserError:  # some are missing, or in a form that only the user's own function reads
+        return "path.py:function"
+    if not any(isinstance(each, ReferenceAnswer) for each in tests):
+        return "code_tests"
+    numbers = all(isinstance(each, ReferenceAnswer) and number_of(each.answer) is not None for each in tests)
+    return "reward_correct" if numbers else "path.py:function"
+
+
 def _require_apart(arguments: argparse.Namespace) -> None:
     written = {(Path(arguments.output) / name).resolve() for name in (TRAIN_NAME, VAL_NAME)}
     for name in arguments.input:
@@ -109,7 +128,7 @@ def _read_prompts(arguments: argparse.Namespace, counts: Counter[str]) -> Iterat
                 row = to_prompt(require_object(value), arguments.prompt_key, path.stem, number, notes)
             except BadRow as error:
                 if not arguments.skip_bad:
-                    fix = error.fix or f"correct it, or skip such rows by `{COMMAND} --skip-bad`"
+                    fix = error.fix or f"correct it, or skip such rows with the option --skip-bad of `{COMMAND}`"
                     raise UserError(f"{path} row {number}: {error}; {fix}") from error
                 counts["bad"] += 1
                 continue

@@ -15,10 +15,17 @@ STAMP_NAME = "prepared.json"
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a command made: files relative to its output directory, and counts to print and to keep."""
+    """What a command made.
+
+    Attributes:
+        files: relative to its output directory.
+        counts: to print and to keep.
+        fields: values of the fields of its `NEXT` other than `output`.
+    """
 
     files: list[str]
     counts: dict[str, float] = field(default_factory=dict)
+    fields: dict[str, str] = field(default_factory=dict)
 
 
 def write(arguments: argparse.Namespace, version: int, prepared: Prepared) -> None:

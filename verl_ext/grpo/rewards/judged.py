@@ -21,6 +21,8 @@ OF_VERDICTS: dict[str, Callable[[Verdict], float]] = {
     "exec_success": lambda verdict: float(verdict.error_type in ("success", "wrong_answer")),
 }
 """By their names in a recipe: the answer is right; share of tests passed; the program ran."""
+OF_TESTS = ("code_tests", "exec_success")
+"""Those that need a ground truth with tests, because they run a program."""
 
 
 def tests_of(answer: RewardedAnswer) -> Tests:
