@@ -285,7 +285,8 @@ PAIR = {"prompt": "p", "response": "r"}
     ("row", "reason"),
     [
         ({**PAIR, "response_2": "other"}, r"'response_2'.*--metadata response_2"),
-        ({**PAIR, "images": [{"path": "x.png"}]}, "'images'"),
+        ({**PAIR, "images": [{"path": "x.png"}]}, "images, and only text"),
+        ({**PAIR, "image": "x.png"}, "image, and only text"),
         ({**PAIR, "rejected": [USER, ASSISTANT]}, "'rejected'"),
         ({**PAIR, "messages": [USER, ASSISTANT]}, "'messages'"),
         ({**PAIR, "system": "s", "system_prompt": "t"}, "'system' differs"),

@@ -95,7 +95,7 @@ def _read_conversations(arguments: argparse.Namespace, counts: Counter[str]) -> 
                 conversation = to_conversation(row, layout or detect_layout(row, keys), keys, notes)
             except BadRow as error:
                 if not arguments.skip_bad:
-                    fix = error.fix or f"correct it, or skip such rows by `{COMMAND} --skip-bad`"
+                    fix = error.fix or f"correct it, or skip such rows with the option --skip-bad of `{COMMAND}`"
                     raise UserError(f"{path} row {number}: {error}; {fix}") from error
                 counts["bad"] += 1
                 continue

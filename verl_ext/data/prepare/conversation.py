@@ -241,13 +241,15 @@ def _tools(value: Any) -> list[Any] | None:
 def _refuse_lost_text(rest: Row, used: list[Any], messages: list[Row], metadata: Collection[str]) -> None:
     """Refuse columns of text that is in no turn, unless they are metadata."""
     for name, value in rest.items():
-        if name in metadata or not (_has_text(value) or (name in MEDIA_KEYS and value)):
+        if name in MEDIA_KEYS and value:
+            raise BadRow(f"it has {name}, and only text can be trained on", "remove the column, or leave out such rows")
+        if name in metadata or not _has_text(value):
             continue
-        if name not in MEDIA_KEYS and (METADATA.fullmatch(name) or _is_repeated(value, used, messages)):
+        if METADATA.fullmatch(name) or _is_repeated(value, used, messages):
             continue
         raise BadRow(
             f"its column {name!r} is not part of the conversation, so its text would not be trained on",
-            f"remove the column, or declare it by `{COMMAND} --metadata {name}`",
+            f"remove the column, or keep it with the option --metadata {name} of `{COMMAND}`",
         )
 
 
