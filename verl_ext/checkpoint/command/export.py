@@ -11,7 +11,7 @@ from verl_ext.checkpoint.layout import step_of
 from verl_ext.command_line import Commands
 from verl_ext.errors import UserError
 from verl_ext.progress import progress_bar
-from verl_ext.summary import tell_summary
+from verl_ext.summary import tell_summary, typed_path, typed_script
 
 TEXT = (
     "Make the Hugging Face model of a checkpoint from its shards. Needs no GPU and no process group, merges LoRA "
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     total = bytes_to_read(checkpoint)
     with progress_bar(total=total, desc="exporting", unit="B") as bar:
         target = rebuild_export(checkpoint, arguments.output, arguments.dtype, arguments.max_shard_gib, bar.update)
-    then = ("python", "-m", "eval_pipeline", "run", "--checkpoint", target)
+    then = [*typed_script("eval_pipeline/run.sh"), "run", "--checkpoint", typed_path(target)]
     tell_summary(f"Exported: {checkpoint.name}", {"model": target, "number type": arguments.dtype}, then)
     return 0
 
