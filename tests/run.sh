@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # usage: bash tests/run.sh [--install] [lint | unit | integration | campaigns | all | coverage [SUITE]] [pytest arguments ...]
 #
-# Runs checks and tests. The default is lint (ruff and mypy), the unit tests and the integration tests: 20 minutes on
-# two cores. Creates .venv first if it is missing, as run_sft.sh does.
+# Runs checks and tests. The default is lint (ruff and mypy), the unit tests and the integration tests: about 10
+# minutes on two cores. Creates .venv first if it is missing, as run_sft.sh does.
 #
 #   unit         tests of single parts, in one process
 #   integration  tests of the commands that users type: real ranks, vLLM, sandbox and browser
