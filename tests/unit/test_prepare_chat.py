@@ -296,7 +296,7 @@ PAIR = {"prompt": "p", "response": "r"}
         ({"messages": [USER, ASSISTANT]}, "OpenAI layout.*prompt/response.*file of their own"),
         ({"prompt": [USER, {"role": "user", "content": [{"type": "image_url"}]}], "response": "r"}, "'image_url'"),
         ({"prompt": [SYSTEM, {**SYSTEM, "role": "developer"}, USER], "response": "r"}, "both system and developer"),
-        ({"prompt": "p", "response": [{**ASSISTANT, "weight": 0}]}, "'weight'"),
+        ({"prompt": "p", "response": [{**ASSISTANT, "weight": 0}]}, "'weight'; drop the row"),
         ({"prompt": [ASSISTANT, USER], "response": "r"}, "begins with the assistant"),
         ({"prompt": "p", "response": [{"role": "assistant", "tool_calls": ["f(x)"]}]}, "tool call"),
         ({**PAIR, "history": "earlier"}, "'history'"),

@@ -99,6 +99,11 @@ def _to_turn(turn: Any, where: str, notes: Counter[str]) -> Row:
         raise BadRow(f"{where} has the role {turn.get('role')!r}, not one of {', '.join((*ROLES, DEVELOPER))}")
     if turn.get("weight") in (1, True):
         del turn["weight"]
+    if "weight" in turn:
+        raise BadRow(
+            f"{where} has the weight {turn['weight']!r}, and training would ignore 'weight'",
+            "drop the row, or end its chat before this turn",
+        )
     unknown = [name for name in turn if name not in TURN_KEYS]
     if unknown:
         raise BadRow(f"{where} has the key {unknown[0]!r}, which training would ignore", "remove the key or the row")
