@@ -206,12 +206,14 @@ def test_data_and_model_are_looked_at_before_torchrun(quickstart: Path, tmp_path
     check_model(with_data(quickstart))
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1 this is not parquet")
+    (tmp_path / "chats.txt").write_text("chats")
     (tmp_path / "config.json").write_text("{")
     for override, names in {
         "data.train_files=/nowhere.parquet": "is not a file",
         f"data.train_files={tmp_path}": "is not a file",
         "data.train_files=s3://bucket/x.parquet": "names the remote file",
-        f"data.train_files={broken}": "not a readable parquet file",
+        f"data.train_files={broken}": "not a readable parquet file.*prepare it again",
+        f"data.train_files={tmp_path}/chats.txt": r"not a readable parquet file.*\.parquet, \.jsonl",
         "data.multiturn.messages_key=chat": "no column 'chat'.*its columns are messages",
         "data.multiturn.enable=false": "no column 'question'",
         "data.train_batch_size=501": "fewer than one global batch",

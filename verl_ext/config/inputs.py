@@ -191,7 +191,10 @@ def reading_parquet(path: Path) -> Iterator[None]:
     try:
         yield
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is not a readable parquet file ({first_line_of(error)}); prepare it again") from error
+        fix = "prepare it again"
+        if path.suffix.lower() != ".parquet":
+            fix = "give a file that ends in .parquet, .jsonl, .json, .csv or .tsv"
+        raise UserError(f"{path} is not a readable parquet file ({first_line_of(error)}); {fix}") from error
 
 
 def check_parquet(path: Path, key: str, config: DictConfig) -> int:
