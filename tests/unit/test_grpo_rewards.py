@@ -154,6 +154,7 @@ def test_wanted_rewards(tmp_path: Path) -> None:
         (["reward_corect"], "did you mean reward_correct"),
         (["qqq"], "take one of"),
         (["code_tests*much"], "no number"),
+        (["/x/rw.py*2"], r"without a function; write /x/rw\.py:FUNCTION"),
         (["code_tests*nan"], "no number"),
         (["code_tests", "code_tests*2"], "twice"),
         (["other=nowhere.py:score"], "does not exist"),

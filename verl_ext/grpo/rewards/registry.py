@@ -71,6 +71,8 @@ def _wanted(entry: str) -> WantedReward:
     path_text, colon, function = name.rpartition(":")
     if not colon:
         near = difflib.get_close_matches(name, NAMES, n=1)
+        if name.endswith(".py"):
+            raise UserError(f"reward.functions names the file '{name}' without a function; write {name}:FUNCTION")
         hint = f"did you mean {near[0]}?" if near else f"take one of {', '.join(NAMES)}, or path.py:function"
         raise UserError(f"reward.functions names '{name}', which does not exist; {hint}")
     given, _, path_text = path_text.rpartition("=")
