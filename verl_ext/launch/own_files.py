@@ -18,6 +18,7 @@ from verl_ext.config.overrides import keys_set_by, leaves
 from verl_ext.config.recipes import find_recipe
 from verl_ext.data.prepare.commands import COMMANDS
 from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME
+from verl_ext.data.prepare.stamp import STAMP_NAME
 from verl_ext.errors import UserError, first_line_of
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
@@ -60,16 +61,25 @@ def convert_own_files(config: DictConfig, overrides: Sequence[str]) -> list[str]
     if raw[TRAIN]:
         output = add_conversion(config, train, options, VAL_FRACTION if splits else 0)
         config.data.train_files = f"{output}/{TRAIN_NAME}"
-        sentences.append(f"{TRAIN}: {', '.join(train)} is converted to {config.data.train_files}")
+        sentences.append(f"{TRAIN}: {', '.join(train)} {conversion_to(config.data.train_files)}")
         if splits:
             config.data.val_files = f"{output}/{VAL_NAME}"
             sentences[0] += f"; {VAL} is not set, so {VAL_FRACTION:.0%} of the rows are held out for validation"
     if raw[VAL]:
         output = add_conversion(config, val, options, 1)
         config.data.val_files = f"{output}/{VAL_NAME}"
-        sentences.append(f"{VAL}: {', '.join(val)} is converted to {config.data.val_files}")
+        sentences.append(f"{VAL}: {', '.join(val)} {conversion_to(config.data.val_files)}")
     read_converted(config)
     return sentences
+
+
+def conversion_to(path: str) -> str:
+    """The predicate of a sentence about a data file whose conversion is `path`."""
+    return (
+        f"is read from {path}, converted earlier"
+        if Path(path).with_name(STAMP_NAME).is_file()
+        else f"is converted to {path}"
+    )
 
 
 def is_raw(name: str) -> bool:
