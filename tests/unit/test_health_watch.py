@@ -37,6 +37,15 @@ def test_a_finding_is_told_once_and_again_when_it_gets_worse() -> None:
     assert told == [(100, "loss_not_falling", Level.WARNING)]
 
 
+@pytest.mark.parametrize(("norm", "says"), [(1e-3, "raise optim.lr"), (60.0, "lower optim.lr")])
+def test_a_gradient_norm_out_of_range_gets_advice_by_its_direction(norm: float, says: str) -> None:
+    history = History()
+    for step in range(1, 101):
+        history.add(step, {"train/grad_norm": norm})
+    found = BY_NAME["grad_norm_range"].find(history, Facts("sft", 1000), Limits())
+    assert found is not None and found.level == Level.NOTICE and says in found.sentence
+
+
 def test_a_finding_is_gone_after_several_calm_checks() -> None:
     watched = watch()
     feed(watched, range(1, 41), loss=2.0, grad_norm=1e-4)

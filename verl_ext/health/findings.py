@@ -27,10 +27,12 @@ class Seen:
     Attributes:
         level: how grave it is.
         message: what was seen, with its figures, without a full stop.
+        advice: what to do about it, if it differs from the rule's advice.
     """
 
     level: Level
     message: str
+    advice: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ def ok(message: str) -> Seen:
     return Seen(Level.OK, message)
 
 
-def notice(message: str) -> Seen:
+def notice(message: str, advice: str | None = None) -> Seen:
     """Worth knowing, and often right as it is."""
-    return Seen(Level.NOTICE, message)
+    return Seen(Level.NOTICE, message, advice)
 
 
 def warning(message: str) -> Seen:

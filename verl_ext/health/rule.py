@@ -37,7 +37,9 @@ class Rule:
     def find(self, history: History, facts: Facts, limits: Limits) -> Finding | None:
         """Check now; None where the rule is not for the stage, or has too little to tell."""
         seen = self.check(history, facts, limits) if facts.stage in self.stages else None
-        return None if seen is None else Finding(self.name, seen.level, seen.message, self.advice, history.step)
+        if seen is None:
+            return None
+        return Finding(self.name, seen.level, seen.message, seen.advice or self.advice, history.step)
 
 
 def rule(*watches: str, advice: str, into: list[Rule], stages: Iterable[str] = EVERY_STAGE) -> Callable[[Check], Check]:

@@ -23,8 +23,10 @@ def grad_norm_range(history: History, facts: Facts, limits: Limits) -> Seen | No
     if len(recent) < limits.window:
         return None
     told = f"the gradient norm is about {np.median(recent):.3g}"
-    usual = limits.grad_norm_min <= np.median(recent) <= limits.grad_norm_max
-    return ok(told) if usual else notice(f"{told}, not in [{limits.grad_norm_min:g}, {limits.grad_norm_max:g}]")
+    if np.median(recent) < limits.grad_norm_min:
+        advice = "if the loss does not fall, raise optim.lr and check that the parameters are trained"
+        return notice(f"{told}, below {limits.grad_norm_min:g}", advice)
+    return notice(f"{told}, above {limits.grad_norm_max:g}") if np.median(recent) > limits.grad_norm_max else ok(told)
 
 
 @rule(NORM, advice="lower optim.lr and set optim.clip_grad", into=GRADIENT)
