@@ -20,8 +20,9 @@ def test_a_mistake_leaves_a_finished_run_as_it_was(sft_run: SFTRun, quickstart: 
     mistakes = {
         "trainer.logger=[wanbd]": "'wandb'",
         "data.chat_template=no.jinja": "no.jinja",
-        "optim.lr=0.5": "optim.lr from",  # it would train nothing, and config.yaml would claim it
-        "trainer.total_training_steps=2": "trainer.total_training_steps from",
+        # it would train nothing, and config.yaml would claim it
+        "optim.lr=0.5": "is finished, and this command changes",
+        "trainer.total_training_steps=2": "is finished, and this command changes",
     }
     for mistake, fact in mistakes.items():
         refused = run.start(mistake)
