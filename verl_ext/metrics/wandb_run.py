@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from verl_ext.errors import one_line
 from verl_ext.metrics.atomic import replace_file
 from verl_ext.metrics.notice import warn
+from verl_ext.summary import typed_path
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -140,7 +141,8 @@ def _init(mode: Mode, settings: dict[str, Any], arguments: dict[str, Any]) -> Ru
 def _announce(run: Run, directory: Path) -> None:
     # W&B itself is silenced; this is the one thing of all it says that a person needs.
     if run.offline:
-        print(f"W&B run {run.id} is offline; upload it with: wandb sync {directory / 'wandb'}/offline-run-*-{run.id}")
+        runs = typed_path(directory / "wandb")
+        print(f"W&B run {run.id} is offline; upload it with: wandb sync {runs}/offline-run-*-{run.id}")
     elif run.url:
         print(f"W&B run {run.id}: {run.url}")
 
