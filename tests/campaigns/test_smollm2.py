@@ -37,7 +37,9 @@ def test_the_example_of_the_grpo_page_raises_the_reward(tmp_path: Path) -> None:
     done = python("verl_ext.data.prepare", *example.make_model[3:], cwd=repository)
     assert done.returncode == 0, done.stderr
     run = TrainingRun(example.train, example.run_dir(repository), imports="vllm", cwd=repository)
-    run.finish()
+    with run.started() as process:
+        output, errors = process.communicate(timeout=1800)  # six minutes on a quiet machine
+    assert process.returncode == 0, output + errors
     rows = run.rows()
     measured = [row["eval/reward_total_mean"] for row in rows if "eval/reward_total_mean" in row]
     lengths = [row["train/seq_completion_len_mean"] for row in rows if "train/loss" in row]

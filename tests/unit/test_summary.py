@@ -71,6 +71,7 @@ RUN = "checkpoints/rlvr_coding_model"
             ["recipe=qwen2.5_coder_7b"],
             [f"watch {RUN}/phase1_sft_qwen7b_coder", "bash run_grpo.sh 2 recipe=qwen2.5_coder_7b_code"],
         ),
+        (["recipe=verl"], []),  # which names no evaluation
         (["recipe=verl", "eval.recipe=mine.yaml"], ["watch checkpoints/gsm8k-sft/test --recipe mine.yaml"]),
         (["recipe=budget_vlm"], ["bash run_grpo.sh 2 recipe=budget_controller"]),
         (

@@ -70,7 +70,9 @@ def next_commands(config: DictConfig) -> list[list[str]]:
         adapter = [] if config.model.adapter is None else ["--adapter", config.model.adapter]
         export = typed_path(checkpoint / EXPORT)
         return [[*typed_script(EVALUATE), "adaptive", "--checkpoint", export, *adapter]]
-    return [with_recipe(config, "watch", typed_path(run_dir)), grpo_command(config)]
+    # without a recipe of its own the run would be asked the default recipe's problems, whatever it was trained on
+    watch = [] if config.eval.recipe is None else with_recipe(config, "watch", typed_path(run_dir))
+    return [watch, grpo_command(config)]
 
 
 def next_after_evaluation(config: DictConfig) -> list[list[str]]:
