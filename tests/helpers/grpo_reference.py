@@ -177,6 +177,7 @@ def assert_engines_follow_weights(kind: str, quickstart: Path, directory: Path) 
                 for temperature in (0.0, 0.8):
                     assert result[f"{engine} {temperature}"] < 1e-4, result
                     assert result[f"{engine} {temperature} repeats"], result
+            assert result["alone 0.0"] and result["alone 0.8"], result
             # the engines use the same random numbers, and their probabilities differ by rounding only
             assert result["same 0.0"] == result["same 0.8"] == 8, result
             assert result["different 0.8"] > 4, "samples of one prompt do not have seeds of their own"

@@ -89,6 +89,9 @@ def main(directory: Path, kind: str, output: Path) -> None:
                 result[f"{name} {temperature} repeats"] = all(
                     found[n].token_ids == again[len(draws) - 1 - n].token_ids for n in found
                 )
+            # rank 0 has nothing to sample, as in a measurement of fewer prompts than ranks
+            alone = dict(hf.draw(draws if dist.get_rank() else [], sampling))
+            result[f"alone {temperature}"] = all(tokens["hf"][n] == alone[n].token_ids for n in alone)
             result[f"same {temperature}"] = sum(a == b for a, b in zip(tokens["vllm"], tokens["hf"]))
             result[f"different {temperature}"] = len({*tokens["vllm"]})
         results.append(result)

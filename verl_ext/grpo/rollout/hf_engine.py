@@ -73,6 +73,8 @@ class HfRollout(RolloutEngine):
             attention_mask=attention_mask,
             past_key_values=self._cache_of_prompts(draws, input_ids, attention_mask),
             logits_processor=LogitsProcessorList([drawing]),
+            # every rank has the whole model, so one with fewer prompts, or none, need not keep up with the others
+            synced_gpus=False,
             # not the model's own settings, which may forbid repetitions and the like
             use_model_defaults=False,
             generation_config=GenerationConfig(
