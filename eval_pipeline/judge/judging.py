@@ -68,9 +68,9 @@ class Worker:
     def _run(self, run: Callable[[], TestResult]) -> TestResult:
         with self.gate.shared():
             result = run()
-        if not result.starved:
+        if not result.doubtful:
             return result
-        # a busy machine must not cost an answer its verdict
+        # neither a busy machine nor a killed process of ours may cost an answer its verdict
         with self.gate.alone():
             return run()
 

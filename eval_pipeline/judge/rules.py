@@ -23,8 +23,9 @@ class TestResult:
     error_type: ErrorType
     message: str
     wall_s: float
-    starved: bool = False
-    """Stopped by the wall clock with processor time left: the machine may have been too busy for it."""
+    doubtful: bool = False
+    """The machine may be the cause: the wall clock stopped the answer while it had processor time left, or the process
+    of the test was killed. Another run decides."""
 
 
 NO_PROGRAM = TestResult("syntax_error", "no program in the answer", 0.0)
@@ -70,9 +71,8 @@ def function_result(report: dict[str, Any], outcome: dict[str, str], limits: Lim
             return TestResult("runtime_error", outcome["message"], wall_s)
         case "died" if wall_s >= min(limits.cpu_s, limits.test_cpu_s):
             return TestResult("timeout", outcome["message"], wall_s)
-    if report["reason"] == "ended":
-        return TestResult("runtime_error", outcome["message"], wall_s)
-    return TestResult("runtime_error", _ending(report), wall_s)
+    message = outcome["message"] if report["reason"] == "ended" else _ending(report)
+    return TestResult("runtime_error", message, wall_s, doubtful=outcome["outcome"] == "died")
 
 
 def program_result(
@@ -104,7 +104,7 @@ def _stopped(report: dict[str, Any], limits: Limits) -> TestResult | None:
     if reason == "cpu":
         return TestResult("timeout", f"more than {limits.cpu_s:g} s of processor time", wall_s)
     if reason == "wall":
-        return TestResult("timeout", f"more than {limits.wall_s:g} s", wall_s, starved=True)
+        return TestResult("timeout", f"more than {limits.wall_s:g} s", wall_s, doubtful=True)
     if reason in ("memory", "processes", "files"):
         return TestResult("runtime_error", f"more {reason} than allowed", wall_s)
     if "syntax_error" in compiling:

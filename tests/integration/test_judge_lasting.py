@@ -18,15 +18,18 @@ from eval_pipeline.judge.submission import Submission
 from tests.helpers.hostile_answers import RIGHT, SCAN_MEMORY_FOR_NAMES, TEST
 from tests.helpers.judge import (
     LASTING_PER_WORKER,
+    RESULT_S,
     check_memory_of_the_next,
     function,
     judged,
     lasting,
+    processes_of,
     script,
     serving,
     until_settled,
     youngest,
 )
+from tests.helpers.processes import wait_until
 
 LIMITS = Limits(cpu_s=20, wall_s=120, memory_mb=512, num_processes=32)
 LEAVES_MUCH = """
@@ -233,6 +236,16 @@ def test_dead_tester_is_replaced(server: JudgeServer) -> None:
     assert until_settled(server, one_less) == one_less
     assert called(server, RIGHT) == ("success", "")
     assert tester not in lasting(server, "tester")
+
+
+def test_a_killed_test_is_run_again(server: JudgeServer) -> None:
+    """The answer did nothing wrong."""
+    assert called(server, RIGHT) == ("success", "")
+    (tester,) = youngest(lasting(server, "tester"))
+    slow = server.submit(function("import time\ndef f(x):\n    time.sleep(1)\n    return 2 * x", TEST))
+    wait_until(lambda: len(processes_of(server)) > LASTING_PER_WORKER["bwrap"])
+    os.kill(tester, signal.SIGKILL)
+    assert slow.result(timeout=RESULT_S).error_type == "success"
 
 
 @pytest.fixture

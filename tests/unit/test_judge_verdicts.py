@@ -219,9 +219,9 @@ def test_a_test_that_hangs_is_not_run_again() -> None:
     limits = Limits(cpu_s=100, wall_s=10)
     report = {"reason": "ended", "compiling": {"compiled": True}, "wall_s": limits.test_cpu_s}
     result = function_result(report, {"outcome": "died", "message": "why"}, limits)
-    assert (result.error_type, result.starved) == ("timeout", False)
+    assert (result.error_type, result.doubtful) == ("timeout", False)
     early = function_result({**report, "wall_s": 1}, {"outcome": "died", "message": "why"}, limits)
-    assert early.error_type == "runtime_error"
+    assert (early.error_type, early.doubtful) == ("runtime_error", True)
 
 
 def test_tolerance(judged: Judged) -> None:
