@@ -177,4 +177,4 @@ def check_type(key: str, old: Any, new: Any, source: str) -> None:
         fits = all(isinstance(item, str) for item in new)
     if not fits:
         shown = masked(f"{key}={new!r}").partition("=")[2]
-        raise UserError(f"{source} sets '{key}' to {shown}, but it must be {kinds[wanted]} (as the default {old!r})")
+        raise UserError(f"{source} sets '{key}' to {shown}, but it must be {kinds[wanted]} (like the default, {old!r})")
