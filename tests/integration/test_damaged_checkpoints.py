@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.checkpoints import copy_checkpoints, flip_byte, truncate
-from tests.helpers.commands import SFTRun, assert_resumes
+from tests.helpers.commands import NUM_STEPS, SFTRun, assert_resumes
 from verl_ext.checkpoint.layout import TRACKER
 
 STEPS = (2, 3, 4)
@@ -66,6 +67,18 @@ def test_damage_is_reported_and_run_resumes(
     assert len(lines) == printed.count("warning: ") == len(warnings), printed
     for line, facts in zip(lines, warnings, strict=True):
         assert all(fact in line for fact in facts), printed
+
+
+def test_tracker_of_a_run_that_was_killed_before_it_was_written(
+    sft_run: SFTRun, quickstart: Path, tmp_path: Path
+) -> None:
+    """The last checkpoint is complete, so that nothing is left to be trained, and the tracker names it then."""
+    run = SFTRun(quickstart, tmp_path / "run", "trainer.save_freq=1")
+    copy_checkpoints(sft_run.run_dir, run.run_dir, NUM_STEPS - 1, NUM_STEPS)
+    (run.run_dir / TRACKER).write_text(str(NUM_STEPS - 1))
+    os.utime(run.run_dir / TRACKER, (0, 0))
+    assert f"Found checkpoint: {run.last_checkpoint}\n" in run.finish().stdout
+    assert run.tracker() == str(NUM_STEPS)
 
 
 def test_run_without_complete_checkpoint_does_not_start_over(run: SFTRun) -> None:

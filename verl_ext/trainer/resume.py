@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from verl_ext.checkpoint.layout import EXPORT, Manifest, step_of
+from verl_ext.checkpoint.commit import point_tracker
+from verl_ext.checkpoint.layout import EXPORT, Manifest, read_tracker, step_of
 from verl_ext.checkpoint.resume import find_checkpoint
 from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.collective import gather_results, on_rank_zero
@@ -48,9 +49,18 @@ def checkpoint_to_resume(config: DictConfig) -> Path | None:
         if not problems:
             break
         damaged[path] = next(f"its file {name} {problem}" for name, problem in sorted(problems.items()))
+    if path is not None:
+        on_rank_zero(lambda: catch_up_tracker(path, Path(trainer.default_local_dir)))
     if path is not None and dist.get_rank() == 0:
         print(f"Found checkpoint: {path.absolute()}", file=sys.__stdout__, flush=True)
     return path
+
+
+def catch_up_tracker(checkpoint: Path, run_dir: Path) -> None:
+    """Point the tracker at a checkpoint that is newer: if it is the last one of the run, no later save would do it."""
+    tracked, step = read_tracker(run_dir)[0], step_of(checkpoint) or 0
+    if checkpoint.parent == run_dir and (tracked is None or (step_of(tracked) or 0) < step):
+        point_tracker(run_dir, step)
 
 
 def verify_together(checkpoint: Path) -> dict[str, str]:
