@@ -20,7 +20,7 @@ class GRPOExample:
     def __init__(self) -> None:
         page = (ROOT / "docs/grpo.md").read_text()
         section = page.partition("\n## Your own prompts")[2].partition("\n## ")[0]
-        self.files = dict(re.findall(r"`(\w+\.\w+)` has [^`]*\n\n```\w+\n(.*?)```", section, re.DOTALL))
+        self.files = dict(re.findall(r"`(\w+\.\w+)` [a-z]+ [^`]*\n\n```\w+\n(.*?)```", section, re.DOTALL))
         blocks = re.findall(r"^```(\w*)\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
         [commands] = [text.replace("\\\n", " ") for language, text in blocks if language == "bash"]
         self.make_model, self.train = map(shlex.split, commands.splitlines())
