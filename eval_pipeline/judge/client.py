@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -30,6 +30,8 @@ from verl_ext.progress import progress_bar
 
 _ROOT = Path(__file__).resolve().parents[2]
 _END_S = 10.0
+_MOST_DEATHS = 5
+"""Of server processes in a row, at the start or without a verdict, before what is pending fails."""
 
 
 @functools.cache
@@ -48,13 +50,28 @@ def _warn_of_less(isolation: str, reasons: Sequence[str]) -> None:
 
 
 class JudgeServerError(RuntimeError):
-    """The judge server ended before it had judged everything."""
+    """The judge server cannot judge an answer: it was closed, or its process dies again and again."""
+
+
+class _DiedAtStart(JudgeServerError):
+    """A process ended before it could judge anything."""
+
+
+@dataclass
+class _Pending:
+    """An answer without a verdict so far."""
+
+    submission: Submission
+    limits: Limits
+    future: Future[Verdict]
+    is_second_try: bool = False
 
 
 class JudgeServer:
     """A small process that owns the sandboxes, so that none is ever forked from one that holds vLLM.
 
-    A context manager; submissions can be handed in from any thread.
+    A context manager; submissions can be handed in from any thread. If the process dies, another one takes its place
+    and judges what is pending again. An answer whose sandbox failed is judged once more too.
     """
 
     def __init__(
@@ -83,10 +100,10 @@ class JudgeServer:
         self._num_workers = num_workers or len(os.sched_getaffinity(0))
         self._limits = limits or Limits()
         self._packages = find_packages(packages)
-        self._futures: dict[int, Future[Verdict]] = {}
+        self._pending: dict[int, _Pending] = {}
         self._lock = threading.Lock()
         self._num_submitted = 0
-        self._ended = False
+        self._is_closed = self._is_down = False
         self.isolation = ""
         """The level in use, known once the context is entered."""
 
@@ -97,8 +114,84 @@ class JudgeServer:
             UserError: the wanted isolation does not work on this machine.
             JudgeServerError: the server does not come up.
         """
+        reasons = self._start_process(self._wanted)
+        if self._wanted == "auto":
+            _warn_of_less(self.isolation, reasons)
+        self._start_reader()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the server with all its sandboxes; what it has not judged by then fails."""
+        with self._lock:
+            self._is_closed = True
+            self._end_process()
+        self._reader.join()
+        self._stdout.close()
+
+    def kill(self) -> None:
+        """Kill its process, also one that neither reads nor answers any more; another one takes its place."""
+        self._process.kill()
+
+    def submit(self, submission: Submission, limits: Limits | None = None) -> Future[Verdict]:
+        """Have one answer judged.
+
+        Args:
+            submission: one with an `error` is an `api_error` at once and goes to no sandbox.
+            limits: what each of its runs may use; None for those of this server.
+
+        Returns:
+            The verdict, some time later; a `JudgeServerError` instead where no server can judge the answer.
+        """
+        future: Future[Verdict] = Future()
+        if submission.error is not None:
+            future.set_result(Verdict("api_error", 0, num_tests_of(submission.tests), submission.error))
+            return future
+        pending = _Pending(submission, limits or self._limits, future)
+        try:
+            with self._lock:
+                self._take(pending)
+        except JudgeServerError as error:
+            future.set_exception(error)
+        return future
+
+    def _take(self, pending: _Pending) -> None:
+        if self._is_closed:
+            raise JudgeServerError("the judge server is closed")
+        if self._is_down:
+            self._restart()
+            self._start_reader()
+        self._num_submitted += 1
+        self._pending[self._num_submitted] = pending
+        self._send(self._num_submitted)
+
+    def judge_all(self, submissions: Iterable[Submission], progress: bool = True) -> list[Verdict]:
+        """Judge all answers; the verdicts are in their order.
+
+        Args:
+            submissions: what to judge.
+            progress: show a bar.
+
+        Returns:
+            The verdicts. An answer that no server could judge is an `api_error`.
+        """
+        futures = [self.submit(submission) for submission in submissions]
+        done = as_completed(futures)
+        for _ in progress_bar(done, total=len(futures), desc="judging", unit="answers", show=progress):
+            pass
+        return [_verdict_or_error(future, submission) for future, submission in zip(futures, submissions, strict=True)]
+
+    def _start_process(self, isolation: str) -> list[str]:
+        """Start a server process; returns why levels before the one in use were not taken."""
+        for _ in range(_MOST_DEATHS - 1):
+            with suppress(_DiedAtStart):
+                return self._start_once(isolation)
+        return self._start_once(isolation)
+
+    def _start_once(self, isolation: str) -> list[str]:
         packages = [asdict(package) for package in self._packages]
-        options = {"isolation": self._wanted, "num_workers": self._num_workers, "packages": packages}
+        options = {"isolation": isolation, "num_workers": self._num_workers, "packages": packages}
         # nothing of the environment is of use to the server, and answers may find a way to look into its process;
         # a session of its own: Ctrl-C in the terminal is for the client, and the server ends with its input
         self._process = subprocess.Popen(
@@ -109,118 +202,104 @@ class JudgeServer:
             start_new_session=True,
         )
         self._stdin, self._stdout = pipes_of(self._process)
-        received = frames.read(self._stdout.fileno())
+        received = None
+        with suppress(frames.FrameError):  # it ended in the middle of the message
+            received = frames.read(self._stdout.fileno())
         if received is None or "refused" in received[0]:
-            self.__exit__(None, None, None)
+            self._end_process()
+            self._close_pipes()
             raise self._refusal(received and received[0]["refused"])
         self.isolation = received[0]["isolation"]
-        if self._wanted == "auto":
-            _warn_of_less(self.isolation, received[0]["reasons"])
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        return self
+        return received[0]["reasons"]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the server with all its sandboxes; what it has not judged by then fails."""
-        with self._lock:
-            self._ended = True
-            with suppress(OSError):  # what a server that has died did not take
-                self._stdin.close()
+    def _close_pipes(self) -> None:
+        with suppress(OSError):  # what is left to be written to a process that has died
+            self._stdin.close()
+        self._stdout.close()
+
+    def _end_process(self) -> None:
+        with suppress(OSError):  # what a server that has died did not take
+            self._stdin.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self.isolation:
-            self._reader.join()
-        self._stdout.close()
 
-    def kill(self) -> None:
-        """End its process at once, also when it neither reads nor answers any more; what waits for it fails."""
-        self._process.kill()
-
-    @property
-    def ended(self) -> bool:
-        """Whether it judges no more: it was closed, or its process has ended."""
-        return self._ended
-
-    def submit(self, submission: Submission, limits: Limits | None = None) -> Future[Verdict]:
-        """Have one answer judged.
-
-        Args:
-            submission: one with an `error` is an `api_error` at once and goes to no sandbox.
-            limits: what each of its runs may use; None for those of this server.
-
-        Returns:
-            The verdict, some time later; a `JudgeServerError` instead when the server ends before.
-        """
-        future: Future[Verdict] = Future()
-        if submission.error is not None:
-            future.set_result(Verdict("api_error", 0, num_tests_of(submission.tests), submission.error))
-            return future
-        message = dump_submission(submission, limits or self._limits)
-        with self._lock:
-            number = self._num_submitted = self._num_submitted + 1
-            self._futures[number] = future
-            taken = not self._ended and self._send({"id": number, **message})
-        if not taken:
-            self._fail_all()
-        return future
-
-    def judge_all(self, submissions: Iterable[Submission], progress: bool = True) -> list[Verdict]:
-        """Judge all answers; the verdicts are in their order.
-
-        Args:
-            submissions: what to judge.
-            progress: show a bar.
-
-        Raises:
-            JudgeServerError: the server ended before all were judged.
-        """
-        futures = [self.submit(submission) for submission in submissions]
-        done = as_completed(futures)
-        for future in progress_bar(done, total=len(futures), desc="judging", unit="answers", show=progress):
-            future.result()
-        return [future.result() for future in futures]
-
-    def _send(self, message: dict[str, object]) -> bool:
-        """Whether the server takes it; it is gone otherwise."""
+    def _restart(self) -> None:
+        """Start another process, at the same level as the first; raises `JudgeServerError`."""
         try:
-            self._stdin.write(frames.pack(message))
-            self._stdin.flush()
-        except OSError:
-            self._ended = True  # whoever notices it first
-            return False
-        return True
+            self._start_process(self.isolation)
+        except (UserError, OSError) as error:
+            raise JudgeServerError(f"the judge server cannot be started again: {error}") from error
+        self._is_down = False
 
-    def _read(self) -> None:
-        try:
-            while (received := frames.read(self._stdout.fileno())) is not None:
-                with self._lock:
-                    future = self._futures.pop(received[0]["id"])
-                if future.set_running_or_notify_cancel():  # else whoever asked has gone
-                    future.set_result(load_verdict(received[0]["verdict"]))
-        except frames.FrameError:
-            pass  # it ended in the middle of a verdict
-        finally:
+    def _start_reader(self) -> None:
+        self._reader = threading.Thread(target=self._serve, daemon=True)
+        self._reader.start()
+
+    def _serve(self) -> None:
+        """Hand out verdicts, and replace a process that dies."""
+        num_deaths = 0
+        while True:
+            num_deaths = 1 if self._hand_out() else num_deaths + 1
+            self._process.kill()  # its output may be broken while it lives
+            status = self._process.wait()
             with self._lock:
-                self._ended = True
-            self._fail_all()
+                try:
+                    self._replace_process(status, num_deaths)
+                except JudgeServerError as error:
+                    failed, self._pending = self._pending, {}
+                    self._is_down = True
+                    failure = error
+                    break
+        for pending in failed.values():  # without the lock, for what waits for a future may submit at once
+            if pending.future.set_running_or_notify_cancel():
+                pending.future.set_exception(failure)
 
-    def _fail_all(self) -> None:
-        """Fail what is waiting; without the lock, for what waits for a future may submit at once."""
+    def _replace_process(self, status: int, num_deaths: int) -> None:
+        """Start another process and send it what is pending."""
+        if self._is_closed:
+            raise JudgeServerError("the judge server was closed before this answer was judged")
+        how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+        if num_deaths == _MOST_DEATHS:
+            raise JudgeServerError(f"the judge server died {num_deaths} times without a verdict ({how})")
+        self._close_pipes()
+        self._restart()
+        warn(f"the judge server died ({how}); a new one judges its {len(self._pending)} pending answers again")
+        for number in self._pending:
+            self._send(number)
+
+    def _hand_out(self) -> bool:
+        """Hand out verdicts until the process ends; returns whether there was one."""
+        found = False
+        with suppress(frames.FrameError):  # it ended in the middle of a verdict
+            while (received := frames.read(self._stdout.fileno())) is not None:
+                found = True
+                self._settle(received[0]["id"], load_verdict(received[0]["verdict"]))
+        return found
+
+    def _settle(self, number: int, verdict: Verdict) -> None:
         with self._lock:
-            waiting, self._futures = self._futures, {}
-        for future in waiting.values():
-            if future.set_running_or_notify_cancel():
-                failure = JudgeServerError("the judge server ended before this answer was judged; run it again")
-                future.set_exception(failure)
+            pending = self._pending[number]
+            if verdict.error_type == "api_error" and not pending.is_second_try:
+                pending.is_second_try = True
+                self._send(number)
+                return
+            del self._pending[number]
+        if pending.future.set_running_or_notify_cancel():  # else whoever asked has gone
+            pending.future.set_result(verdict)
+
+    def _send(self, number: int) -> None:
+        pending = self._pending[number]
+        message = dump_submission(pending.submission, pending.limits)
+        with suppress(OSError):  # the process has died, and the next one is sent what is pending
+            self._stdin.write(frames.pack({"id": number, **message}))
+            self._stdin.flush()
 
     def _refusal(self, reasons: list[str] | None) -> Exception:
         if reasons is None:
-            return JudgeServerError(f"the judge server did not start (exit status {self._process.returncode})")
+            return _DiedAtStart(f"the judge server did not start (exit status {self._process.returncode})")
         found = f" ({'; '.join(reasons)})" if reasons else ""
         if self._wanted != "auto":
             return UserError(f"isolation {self._wanted} does not work on this machine{found}; use another level")
@@ -228,3 +307,10 @@ class JudgeServer:
             f"neither bwrap nor sandlock works on this machine{found}; fix one of them or set isolation=rlimits, which "
             "limits resources only: answers can read and write everything that this user can"
         )
+
+
+def _verdict_or_error(future: Future[Verdict], submission: Submission) -> Verdict:
+    try:
+        return future.result()
+    except JudgeServerError as error:
+        return Verdict("api_error", 0, num_tests_of(submission.tests), str(error))

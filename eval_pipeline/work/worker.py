@@ -38,8 +38,8 @@ class Worker:
         self._engine: Engine | None = None
         self._export: Path | None = None
         self._engine_lock = threading.Lock()
-        self._judge_lock = threading.Lock()
-        self._judge = self._open_judge()
+        self._judge = JudgeServer(recipe.isolation, recipe.judge_workers, recipe.limits, recipe.judge_packages)
+        self._judge.__enter__()
 
     def __enter__(self) -> Worker:
         return self
@@ -66,7 +66,7 @@ class Worker:
             emit(Failed(batch.id, f"{type(error).__name__}: {error}"))
 
     def _work(self, batch: Batch, emit: Emit) -> Finished:
-        judging = _Judging(self._living_judge(), batch, emit)
+        judging = _Judging(self._judge, batch, emit)
         seconds: dict[str, float] = {}
         if batch.answers:
             self._describe(batch, emit)
@@ -77,18 +77,6 @@ class Worker:
                 seconds = self._answer(batch, emit, judging)
         seconds["judge_s"] = judging.wait()
         return Finished(batch.id, seconds)
-
-    def _open_judge(self) -> JudgeServer:
-        recipe = self._recipe
-        return JudgeServer(recipe.isolation, recipe.judge_workers, recipe.limits, recipe.judge_packages).__enter__()
-
-    def _living_judge(self) -> JudgeServer:
-        """The judge server; another one where it has died, as it may when memory runs out."""
-        with self._judge_lock:
-            if self._judge.ended:
-                self._judge.__exit__(None, None, None)
-                self._judge = self._open_judge()
-            return self._judge
 
     def _describe(self, batch: Batch, emit: Emit, **further: object) -> None:
         emit(Described(batch.id, {"isolation": self._judge.isolation, **further}))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -31,7 +35,7 @@ from tests.helpers.hostile_answers import (
     RIGHT,
     TEST,
 )
-from tests.helpers.processes import wait_gone, wait_until
+from tests.helpers.processes import family_of, wait_gone, wait_until, words_of
 from verl_ext.errors import UserError
 
 LEVELS = ("bwrap", "sandlock", "rlimits")
@@ -118,6 +122,48 @@ def until_settled(server: JudgeServer | int, most: int) -> int:
     """Wait until a server has at most so many processes, and return their number: namespaces take time to end."""
     wait_until(lambda: len(processes_of(server)) <= most)
     return len(processes_of(server))
+
+
+@contextlib.contextmanager
+def killing_judges(process: subprocess.Popen[Any], seed: int) -> Iterator[list[int]]:
+    """Kill each judge server that a process or its children have started, at a random moment after its first verdict.
+
+    Args:
+        process: of the command.
+        seed: decides the moments.
+
+    Yields:
+        The numbers of those that were killed so far.
+    """
+    dice, is_over, killed = random.Random(seed), threading.Event(), []
+    first_writes: dict[int, int] = {}
+    moments: dict[int, float] = {}
+
+    def look_at(server: psutil.Process) -> None:
+        num_workers, num_writes = server.num_threads() - 1, server.io_counters().write_count
+        if num_workers == 0:
+            return  # it is still starting
+        # it writes each program to a file before it runs it, and then the verdict
+        if num_writes > first_writes.setdefault(server.pid, num_writes) + num_workers:
+            moment = moments.setdefault(server.pid, time.monotonic() + dice.uniform(0, 0.5))
+            if time.monotonic() >= moment:
+                server.kill()
+                killed.append(server.pid)
+
+    def kill() -> None:
+        while not is_over.wait(0.01):
+            for child in family_of(process):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if child.pid not in killed and "eval_pipeline.judge.server" in words_of(child):
+                        look_at(child)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def start_sleeper(server: JudgeServer) -> Future[Verdict]:

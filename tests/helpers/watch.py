@@ -23,6 +23,7 @@ from tests.helpers.evaluation import (
     started,
     write_recipe,
 )
+from tests.helpers.judge import killing_judges
 from tests.helpers.processes import family_of, wait_gone, wait_until, words_of
 from verl_ext.metrics.run_record import RunRecord
 
@@ -144,7 +145,9 @@ class Killing:
 
 
 def kills_change_nothing(directory: Path, export: Path, phases: Sequence[str], num_problems: int, seed: int) -> None:
-    """Kill a watcher once in each of these phases; in the end the results equal those of an undisturbed evaluation.
+    """Kill a watcher once in each of these phases, and the judge server of the last one several times.
+
+    In the end the results equal those of an undisturbed evaluation.
 
     Args:
         directory: an empty one.
@@ -167,9 +170,12 @@ def kills_change_nothing(directory: Path, export: Path, phases: Sequence[str], n
     killing = Killing(run_dir, num_problems, words, directory / "killed.log", random.Random(seed))
     for number, phase in enumerate(phases, start=1):
         print(f"kill {number:2}: {killing.kill_at(phase)}", flush=True)
-    for evaluated in (run_dir, undisturbed):
-        process = evaluate("watch", evaluated, *options)
-        assert process.returncode == 0, process.stderr
+    with started(directory / "last.log", *words) as process, killing_judges(process, seed) as killed:
+        wait_until(lambda: process.poll() is not None)
+    assert process.returncode == 0, (directory / "last.log").read_text()
+    assert killed, "the last watcher's judge was not killed"
+    process = evaluate("watch", undisturbed, *options)
+    assert process.returncode == 0, process.stderr
     expected, expected_answers, expected_kinds = results_of(undisturbed, num_problems)
     metrics, answers, kinds = results_of(run_dir, num_problems)
     assert (answers, kinds) == (expected_answers, expected_kinds)

@@ -1,4 +1,4 @@
-"""The judge server ends with its client, and its end is an error, never a wait."""
+"""The judge server ends with its client; one that dies is replaced, and nobody waits for it for ever."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from eval_pipeline.judge.client import JudgeServer, JudgeServerError
 from eval_pipeline.judge.levels import Level, candidates
 from eval_pipeline.judge.sandbox import STARTS, Zygote
 from eval_pipeline.judge.submission import Submission
+from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.judge.wire import load_verdict
 from eval_pipeline.problems.problem import FunctionTests
 from tests.helpers import ROOT
-from tests.helpers.judge import check_killed_client, function, processes_of, start_sleeper, until_settled
+from tests.helpers.judge import SLEEPER, check_killed_client, function, processes_of, start_sleeper, until_settled
 from tests.helpers.processes import wait_until
 from verl_ext.errors import UserError
 
@@ -26,16 +28,62 @@ RIGHT = function("def f(x): return x + 1")
 
 
 @pytest.mark.parametrize("isolation", ["auto", "rlimits"])
-def test_killed_server_is_an_error(isolation: str) -> None:
-    """Pending and later submissions fail, and no sandbox is left."""
+def test_a_killed_server_is_replaced(isolation: str) -> None:
+    """Whatever is pending is judged again, and no sandbox is left."""
+    slow = function("import time\ndef f(x):\n    time.sleep(0.2)\n    return x + 1")
+    with JudgeServer(isolation, num_workers=2) as server:
+        level, futures = server.isolation, [server.submit(slow) for _ in range(8)]
+        for left in (7, 5, 3):
+            wait_until(lambda left=left: len(server._pending) <= left)
+            server.kill()
+        assert [future.result(timeout=300).error_type for future in futures] == ["success"] * 8
+        assert server.submit(RIGHT).result(timeout=300).error_type == "success" and server.isolation == level
+    assert until_settled(server, most=0) == 0
+
+
+def kill_until_it_fails(server: JudgeServer, waiting: Future) -> None:
+    """Kill every process of a server that a submission waits for."""
+    while not waiting.done():
+        process = server._process
+        process.kill()
+        wait_until(lambda process=process: waiting.done() or server._process is not process)
+
+
+@pytest.mark.parametrize("isolation", ["auto", "rlimits"])
+def test_a_server_that_dies_without_end_is_an_error(isolation: str) -> None:
+    """What is pending fails; the next submission has another server."""
     with JudgeServer(isolation, num_workers=1) as server:
         waiting = start_sleeper(server)
-        server._process.kill()
-        with pytest.raises(JudgeServerError, match="ended before"):
-            waiting.result(timeout=300)
-        with pytest.raises(JudgeServerError, match="ended before"):
-            server.submit(RIGHT).result(timeout=300)
+        kill_until_it_fails(server, waiting)
+        with pytest.raises(JudgeServerError, match="died 5 times.*signal 9|did not start.*-9"):
+            waiting.result()
+        [verdict] = server.judge_all([RIGHT], progress=False)
+        assert verdict.error_type == "success"
     assert until_settled(server, most=0) == 0
+
+
+def test_all_verdicts_are_kept_where_one_answer_ends_the_server() -> None:
+    """That one is no verdict."""
+    with JudgeServer("rlimits", num_workers=1) as server, ThreadPoolExecutor(1) as threads:
+        judging = threads.submit(server.judge_all, [RIGHT, SLEEPER, RIGHT], progress=False)
+        wait_until(lambda: len(server._pending) == 2)
+        kill_until_it_fails(server, server._pending[2].future)
+        assert [verdict.error_type for verdict in judging.result(timeout=300)] == ["success", "api_error", "api_error"]
+
+
+def test_a_failed_sandbox_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first verdict that is none is dropped, the second one is not."""
+    with JudgeServer("rlimits", num_workers=1) as server:
+        answered: list[str] = []
+
+        def broken(message: dict) -> Verdict:
+            answered.append(message["error_type"])
+            return Verdict("api_error", 0, 1, "broken") if len(answered) != 2 else load_verdict(message)
+
+        monkeypatch.setattr("eval_pipeline.judge.client.load_verdict", broken)
+        assert server.submit(RIGHT).result(timeout=300).error_type == "success"
+        assert server.submit(RIGHT).result(timeout=300).error_type == "api_error"
+        assert answered == ["success"] * 4
 
 
 def test_a_callback_may_submit_after_the_end() -> None:
@@ -44,11 +92,8 @@ def test_a_callback_may_submit_after_the_end() -> None:
     with JudgeServer("rlimits", num_workers=1) as server:
         waiting = start_sleeper(server)
         waiting.add_done_callback(lambda done: again.append(server.submit(RIGHT)))
-        server._process.kill()
-        server._reader.join(timeout=300)
-        with pytest.raises(JudgeServerError, match="ended before"):
-            again[0].result(timeout=300)
-        assert server.ended
+    with pytest.raises(JudgeServerError, match="closed"):
+        again[0].result(timeout=300)
 
 
 def test_a_cancelled_answer_does_not_block_later_ones() -> None:

@@ -7,7 +7,6 @@ from eval_pipeline.problems.problem import FunctionTests, Problem
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.work.batch import Batch, BatchId, Event, Failed, Finished, Verdicted
 from eval_pipeline.work.worker import Worker
-from tests.helpers.processes import wait_until
 
 PROBLEM = Problem("p", "", FunctionTests("f", ("assert f(1) == 2",)))
 RIGHT = Answer("```python\ndef f(x):\n    return x + 1\n```", num_tokens=9, truncated=False)
@@ -27,15 +26,11 @@ def done(worker: Worker, number: int) -> list[Event]:
 
 
 def test_a_judge_server_that_has_died_is_replaced() -> None:
-    """One new server judges all later batches."""
+    """A batch that was under way is judged, and so are later ones."""
     with Worker(load_recipe(None, ["judge.num_workers=1", "judge.isolation=rlimits"])) as worker:
         assert isinstance(done(worker, 0)[-1], Finished)
-        first = worker._judge
-        first._process.kill()
-        wait_until(lambda: first.ended)
+        worker._judge.kill()
         events = done(worker, 1)
         assert [event.verdict.error_type for event in events if isinstance(event, Verdicted)] == ["success"]
         assert isinstance(events[-1], Finished) and not any(isinstance(event, Failed) for event in events)
-        second = worker._judge
-        assert second is not first and isinstance(done(worker, 2)[-1], Finished) and worker._judge is second
-    assert second.ended
+        assert isinstance(done(worker, 2)[-1], Finished)

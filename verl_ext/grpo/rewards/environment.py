@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from eval_pipeline.judge.client import JudgeServer
@@ -155,9 +154,9 @@ class TextEnvironment(Environment):
 
     def _start_judge(self, settings: RewardSettings, num_workers: int) -> Judged:
         limits = Limits(cpu_s=settings.cpu_s, wall_s=settings.wall_s, memory_mb=settings.memory_mb)
-        make_server = partial(JudgeServer, settings.isolation, num_workers, limits, settings.packages)
+        server = JudgeServer(settings.isolation, num_workers, limits, settings.packages)
         # a run that the wall clock stopped is run once more; the rest is what a busy machine may add
-        judged = Judged(make_server, 2 * settings.wall_s + 30)
+        judged = Judged(server, 2 * settings.wall_s + 30)
         self._closing.callback(judged.close)
         return judged
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 
-from eval_pipeline.judge.client import JudgeServer, JudgeServerError
+from eval_pipeline.judge.client import JudgeServer
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.judge.wire import num_tests_of
@@ -37,22 +37,22 @@ def tests_of(answer: RewardedAnswer) -> Tests:
 class Judged:
     """Has answers judged, each once: samples of one prompt often say the same."""
 
-    def __init__(self, make_server: Callable[[], JudgeServer], patience_s: float) -> None:
-        """Start a server; one that dies or gives no verdict any more is replaced by another.
+    def __init__(self, server: JudgeServer, patience_s: float) -> None:
+        """Start a server; one that gives no verdict any more is killed, and its client replaces it.
 
         Args:
-            make_server: makes one.
+            server: not yet started.
             patience_s: the longest that one test may take, and so a server be silent; times the tests of an answer.
 
         Raises:
             UserError: the wanted isolation does not work on this machine.
         """
-        self._make_server, self._patience_s = make_server, patience_s
+        self._patience_s = patience_s
         self._num_verdicts = 0
+        self._most_tests = 1
         self._sender = ThreadPoolExecutor(1)
-        self._server = make_server().__enter__()
+        self._server = server.__enter__()
         self._futures: dict[Submission, Future[Verdict]] = {}
-        self._submissions: dict[Future[Verdict], Submission] = {}
 
     def submit(self, answer: RewardedAnswer) -> Future[Verdict]:
         """The verdict on one answer, some time later; see `verdict`, which also tells why there can be none."""
@@ -62,20 +62,26 @@ class Judged:
         except Exception as error:  # extraction meets whatever a model writes
             return _failed(error)
         if submission not in self._futures:
-            self._futures[submission] = self._submitted(submission)
+            self._futures[submission] = self._handed_in(submission)
+            self._futures[submission].add_done_callback(self._count)
         return self._futures[submission]
 
     def verdict(self, future: Future[Verdict]) -> Verdict:
-        """What `submit` promised; once more by another server where the first one died.
+        """What `submit` promised.
 
         Raises:
             UserError: its tests cannot be read.
             RuntimeError: the judge failed, not the answer.
         """
-        try:
-            verdict = self._awaited(future)
-        except JudgeServerError:
-            verdict = self._awaited(self._submitted(self._submissions[future]))
+        while True:
+            num_verdicts = self._num_verdicts
+            try:
+                verdict = future.result(self._patience_s * self._most_tests)
+                break
+            except FutureTimeout:
+                # silent for longer than a judgement can take
+                if num_verdicts == self._num_verdicts:
+                    self._server.kill()
         if verdict.error_type == "api_error":
             raise RuntimeError(f"the judge failed: {verdict.message}")
         return verdict
@@ -83,50 +89,24 @@ class Judged:
     def forget(self) -> None:
         """No verdict that was promised so far is wanted any more."""
         self._futures.clear()
-        self._submissions.clear()
+        self._most_tests = 1
 
     def close(self) -> None:
         """End the server."""
         self._sender.shutdown()
         self._server.__exit__(None, None, None)
 
-    def _submitted(self, submission: Submission) -> Future[Verdict]:
-        try:
-            future = self._handed_in(submission)
-            future.add_done_callback(self._count)
-        except Exception as error:  # no server comes up any more
-            future = _failed(error)
-        self._submissions[future] = submission
-        return future
-
     def _handed_in(self, submission: Submission) -> Future[Verdict]:
-        server = self._running_server()
-        handing = self._sender.submit(server.submit, submission)
+        self._most_tests = max(self._most_tests, num_tests_of(submission.tests))
+        handing = self._sender.submit(self._server.submit, submission)
         try:
             return handing.result(self._patience_s)
         except FutureTimeout:  # it no longer reads what it is sent
-            server.kill()
+            self._server.kill()
             return handing.result()
 
     def _count(self, future: Future[Verdict]) -> None:
         self._num_verdicts += 1
-
-    def _awaited(self, future: Future[Verdict]) -> Verdict:
-        """The verdict; a `JudgeServerError` when the server has been silent for longer than a judgement can take."""
-        tests = max((num_tests_of(submission.tests) for submission in self._submissions.values()), default=1)
-        while True:
-            num_verdicts = self._num_verdicts
-            try:
-                return future.result(self._patience_s * tests)
-            except FutureTimeout:
-                if num_verdicts == self._num_verdicts:
-                    self._server.kill()  # what waits for it fails
-
-    def _running_server(self) -> JudgeServer:
-        if self._server.ended:
-            self._server.__exit__(None, None, None)
-            self._server = self._make_server().__enter__()
-        return self._server
 
 
 def _failed(error: Exception) -> Future[Verdict]:
