@@ -8,13 +8,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import GRPORun, RecipeRun
+from tests.helpers.commands import GRPORun, RecipeRun, end_of
+from tests.helpers.judge import killing_judges
 
 
 def test_engines_follow_the_weights(quickstart: Path, tmp_path: Path) -> None:
     from tests.helpers.grpo_reference import assert_engines_follow_weights
 
     assert_engines_follow_weights("plain", quickstart, tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_judges_change_nothing(seed: int, grpo_run: GRPORun, quickstart: Path, tmp_path: Path) -> None:
+    """No sample loses its reward, and all figures are those of the undisturbed run."""
+    run = GRPORun(quickstart, tmp_path / "run")
+    with run.started() as process, killing_judges(process, seed) as killed:
+        result = end_of(process)
+    assert result.returncode == 0 and len(killed) > 3, result.stderr
+    kinds = ("train/loss", "train/grad_norm", "train/reward", "train/adv", "eval/reward", "train/samples")
+    expected, found = (
+        [{name: value for name, value in row.items() if name.startswith(kinds)} for row in each.rows()]
+        for each in (grpo_run, run)
+    )
+    assert found == expected and not any(row.get("train/samples_without_reward") for row in found)
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *facts: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.commands import GRPORun, Hold, RecipeRun, SFTRun, TrainingRun, end_of, kill_launcher
+from tests.helpers.judge import killing_judges
 from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.errors import STOPPED_EXIT_CODE
 
@@ -88,14 +89,20 @@ def test_trace_follows_each_sample(grpo_run: GRPORun) -> None:
 
 
 def test_killed_run_resumes_exactly(grpo_run: GRPORun, quickstart: Path, tmp_path: Path) -> None:
-    """Killed before the save of step 4, it repeats steps 3 and 4 with the same losses and rewards, bit for bit."""
+    """Killed before the save of step 4, it repeats steps 3 and 4 with the same losses and rewards, bit for bit.
+
+    Meanwhile its judge servers are killed, and no zero takes the place of a reward.
+    """
     run, hold = GRPORun(quickstart, tmp_path / "run"), tmp_path / "hold"
     hold.mkdir()
     before_the_save = Hold("verl_ext.checkpoint.manager", "CheckpointManager._make_room", "global_step_4")
     with run.held(before_the_save, hold) as held:
         kill_launcher(held.process)
     assert run.tracker() == "2" and run.last_logged() == 4
-    assert f"Found checkpoint: {run.run_dir}/global_step_2\n" in run.finish().stdout
+    with run.started() as process, killing_judges(process, seed=1) as killed:
+        result = end_of(process)
+    assert result.returncode == 0 and killed, result.stderr
+    assert f"Found checkpoint: {run.run_dir}/global_step_2\n" in result.stdout
     expected, found = by_step(grpo_run), by_step(run)
     assert run.record()["status"] == "finished"
     names = ("train/loss", "train/grad_norm", "train/reward_total_mean", "train/entropy", "train/seq_total_len_mean")

@@ -50,6 +50,22 @@ def test_equal_rewards_have_no_advantage() -> None:
     assert verls(rewards, groups, True)[8:].abs().max() > 0.1
 
 
+@pytest.mark.parametrize("divide_by_std", [True, False])
+def test_samples_without_a_reward_are_left_out(divide_by_std: bool) -> None:
+    """The others have the advantages that they would have without them; one alone has none."""
+    rewards, groups = [1.0, None, 0.0, 3.0, None, 5.0, None, None, 2.0, 2.0, None, 2.0], [0] * 4 + [1] * 4 + [2] * 4
+    ours = group_advantages(rewards, groups, divide_by_std)
+    expected = verls([1.0, 0.0, 3.0], [0] * 3, divide_by_std)[:, 0]
+    assert torch.equal(ours.values[[0, 2, 3]], expected) and ours.values.count_nonzero() == 3
+    assert ours.rewarded.tolist() == [reward is not None for reward in rewards]
+    assert ours.num_without_signal == 2
+
+
+def test_no_reward_at_all() -> None:
+    ours = group_advantages([None] * 4, [0, 0, 1, 1], True)
+    assert ours.values.tolist() == [0.0] * 4 and not ours.rewarded.any() and ours.num_without_signal == 2
+
+
 def test_a_group_of_one_is_refused() -> None:
     """It would learn its reward as it is."""
     with pytest.raises(AssertionError, match="one sample"):

@@ -10,21 +10,46 @@ import pytest
 import torch
 
 from tests.helpers.bandit import DECISIONS, Bandit, Machine, prompts
+from verl_ext.grpo.advantages import Advantages
+from verl_ext.grpo.environment import Reward
 from verl_ext.grpo.experience import Collector, Experience, Replacement
+from verl_ext.grpo.failure import RewardFailure
 from verl_ext.grpo.figures import spreads
 from verl_ext.grpo.loss import LossSettings
 from verl_ext.grpo.policy import Prompt
 from verl_ext.grpo.update import Updated, Updater, UpdateSettings
 from verl_ext.metrics.timers import StepTimer
+from verl_ext.trainer.grpo_report import GRPOReport
 
 LOSS = LossSettings(0.2, 0.2, 3.0, "token-mean", DECISIONS)
 ONCE = UpdateSettings(LOSS, 1, 1, 64, None)
 GROUP = 8
 
 
-def collected(bandit: Bandit, rows: Sequence[int], step: int = 1, replacement: Replacement | None = None) -> Experience:
+class BrokenMachine(Machine):
+    """Gives no reward to some samples."""
+
+    def __init__(self, *broken: tuple[int, int]) -> None:
+        """Row of the prompt and number of each such sample."""
+        super().__init__()
+        self._broken = broken
+
+    def collect(self) -> list[Reward]:
+        """See `Environment.collect`."""
+        places = [(sample.prompt.row, sample.number) for sample in self._waiting]
+        failed = Reward({}, {"pay": RewardFailure("broken")})
+        return [failed if place in self._broken else reward for place, reward in zip(places, super().collect())]
+
+
+def collected(
+    bandit: Bandit,
+    rows: Sequence[int],
+    step: int = 1,
+    replacement: Replacement | None = None,
+    machine: Machine | None = None,
+) -> Experience:
     """The experience of one step."""
-    collector = Collector(bandit, Machine(), GROUP, True, StepTimer(), "cpu")
+    collector = Collector(bandit, machine or Machine(), GROUP, True, StepTimer(), "cpu")
     return collector.collect(prompts(*rows), step, replacement)
 
 
@@ -76,6 +101,60 @@ def test_groups_without_signal_are_replaced() -> None:
     asked.clear()
     short = collected(bandit, [0, 25, 1, 30], replacement=Replacement(1, more))
     assert asked == [(1, 2)] and short.num_replaced == 0 and short.advantages.num_without_signal == 2
+
+
+BROKEN = [(0, 1), (0, 6), (4, 3), *((1, number) for number in range(1, GROUP))]
+"""Two samples of a prompt, one of another, and all but one of a third."""
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_a_sample_without_a_reward_is_not_in_the_loss(mode: str) -> None:
+    """The gradient is that of the other samples alone, with all terms of the loss."""
+    loss = replace(LOSS, loss_agg_mode=mode, entropy_coeff=0.1, kl_loss_coef=0.2, kl_loss_type="k3")
+    settings = replace(ONCE, loss=loss, micro_batch_size=5)
+    found, expected = Bandit(6), Bandit(6)
+    for bandit in (found, expected):
+        bandit.first += torch.linspace(-1, 1, 4)
+    experience = collected(found, [0, 1, 4], machine=BrokenMachine(*BROKEN))
+    samples, advantages = experience.samples, experience.advantages
+    kept = [number for number, reward in enumerate(experience.rewards) if reward.total is not None]
+    assert len(kept) == 3 * GROUP - len(BROKEN) and advantages.num_without_signal == 1
+    others = Experience(
+        [samples[number] for number in kept],
+        [experience.rewards[number] for number in kept],
+        Advantages(advantages.values[kept], advantages.rewarded[kept], 1),
+    )
+    losses = [updated(found, experience, settings).loss, updated(expected, others, settings).loss]
+    assert losses[0] == pytest.approx(losses[1]) and losses[0] != 0
+    assert found.scores.grad is not None and expected.scores.grad is not None
+    torch.testing.assert_close(found.scores.grad, expected.scores.grad)
+
+
+def test_a_group_with_one_reward_is_replaced() -> None:
+    """As one without a signal is."""
+    bandit = Bandit(40)
+    replacement = Replacement(1, lambda number, count: prompts(*range(4, 4 + count)))
+    experience = collected(bandit, [0, 1, 5], replacement=replacement, machine=BrokenMachine(*BROKEN))
+    assert [sample.prompt.row for sample in experience.samples[::GROUP]] == [0, 4, 5]
+
+
+def test_figures_of_a_step_with_missing_rewards() -> None:
+    """They are those of the samples with a reward; a step without any has none."""
+    bandit = Bandit(6)
+    machine = BrokenMachine(*BROKEN)
+    report = GRPOReport(bandit, machine, "cpu")
+    experience = collected(bandit, [0, 1, 4], machine=machine)
+    figures = report.figures("train", experience.samples, experience.rewards)
+    totals = [reward.total for reward in experience.rewards if reward.total is not None]
+    assert figures["train/reward_total_mean"] == figures["train/pay_mean"] == pytest.approx(sum(totals) / len(totals))
+    assert figures["train/reward_failures"] == figures["train/samples_without_reward"] == len(BROKEN)
+    shown = {(row["sample_id"], row["number"]): row for row in report.rows(experience, 3 * GROUP)}
+    broken = shown["prompt_0", 1]
+    assert (broken["pay"], broken["reward_total"], broken["advantage"]) == (None, None, 0.0)
+    machine = BrokenMachine(*((0, number) for number in range(GROUP)))
+    experience = collected(bandit, [0], machine=machine)
+    figures = report.figures("train", experience.samples, experience.rewards)
+    assert "train/reward_total_mean" not in figures and figures["train/samples_without_reward"] == GROUP
 
 
 def test_first_update_is_the_policy_gradient() -> None:

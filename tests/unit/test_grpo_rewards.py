@@ -217,7 +217,7 @@ def test_tests_that_cannot_be_read_cost_their_sample(opened: TextEnvironment) ->
         opened.submit(sample("def double(x): return 2 * x\n# <think>", ground_truth))
     good, bad = opened.collect()
     assert good.parts == {"code_tests": 1, "exec_success": 1, "tag_count_reward": 0.25} and good.failures == {}
-    assert bad.parts == {"code_tests": 0, "exec_success": 0, "tag_count_reward": 0.25}
+    assert bad.parts == {"tag_count_reward": 0.25} and bad.total is None
     assert {*bad.failures} == {"code_tests", "exec_success"}
     assert "cannot read the tests" in bad.failures["code_tests"].reason
     assert good.finished > 0
@@ -277,22 +277,23 @@ def test_a_judge_that_hangs_is_replaced(opened: TextEnvironment, monkeypatch: py
 
 @pytest.mark.parametrize("opened", [["TMP/mine.py:score*2"]], indirect=True)
 def test_a_function_of_the_user(opened: TextEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it does to one sample, the others keep their rewards."""
+    """Whatever it does to one sample, the others keep their rewards; a call that times out is repeated once."""
     texts = ("good", "raise", "hang", "die", "none", "nan", "text", "mapping", "again")
-    limits, call = set(), custom._Process.call
+    limits, called, call = set(), [], custom._Process.call
 
     def call_patiently(process: Any, answer: RewardedAnswer, time_limit_s: float) -> float:
         """Only the call that hangs has the short limit, as a busy machine must not cost another one its reward."""
         limits.add(time_limit_s)
+        called.append(answer.text)
         return call(process, answer, time_limit_s if answer.text == "hang" else 300)
 
     monkeypatch.setattr(custom._Process, "call", call_patiently)
     for text in texts:
         opened.submit(sample(text, "0.5", data_source="here", extra_info={"index": 3}))
     rewards = dict(zip(texts, opened.collect()))
-    assert limits == {SETTINGS.time_limit_s}
-    assert {text: reward.parts["score"] for text, reward in rewards.items()} == {
-        **dict.fromkeys(texts, 0.0),
+    assert limits == {SETTINGS.time_limit_s} and sorted(called) == sorted([*texts, "hang"])
+    assert {text: reward.total for text, reward in rewards.items()} == {
+        **dict.fromkeys(texts),
         "good": 17.0,
         "mapping": 0.5,
         "again": 19.0,

@@ -16,7 +16,7 @@ class Reward:
 
     Attributes:
         parts: weighted contribution of each reward function by its name.
-        failures: what kept a function from giving its part, which is 0 then, by its name.
+        failures: what kept a function from giving its part, by its name. A sample with one has no reward.
         finished: moment of `time.perf_counter` when the last part was there; 0 where that is not told.
         figures: what else was measured on the way, by the names in the environment's `figures`.
     """
@@ -27,9 +27,9 @@ class Reward:
     figures: dict[str, float] = field(default_factory=dict)
 
     @property
-    def total(self) -> float:
-        """Their sum."""
-        return sum(self.parts.values())
+    def total(self) -> float | None:
+        """The sum of the parts; None where one is missing, for a failed function says nothing about the sample."""
+        return None if self.failures else sum(self.parts.values())
 
 
 class Environment(ABC):

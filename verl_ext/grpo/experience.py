@@ -114,7 +114,7 @@ class Collector:
     def _flat_groups(self, rewards: list[Reward]) -> list[int]:
         totals = [reward.total for reward in rewards]
         starts = range(0, len(totals), self.group_size)
-        return [start for start in starts if len({*totals[start : start + self.group_size]}) == 1]
+        return [start for start in starts if len({*totals[start : start + self.group_size]} - {None}) < 2]
 
     def _replace(
         self,

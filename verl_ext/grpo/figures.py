@@ -24,7 +24,7 @@ class Spread:
 
 
 def spreads(columns: Mapping[str, Sequence[float]], device: str) -> dict[str, Spread]:
-    """The spread of every column; collective, with the same columns on every rank and at least one value in all."""
+    """The spread of every column that has a value on any rank; collective, with the same columns on every rank."""
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
     for name, values in columns.items():
@@ -34,12 +34,12 @@ def spreads(columns: Mapping[str, Sequence[float]], device: str) -> dict[str, Sp
             f"{name} min": max((-v for v in values), default=-math.inf),
         }
     found = reduce_over_ranks(sums=sums, maxima=maxima, device=device)
-    means = {name: found[f"{name} x"] / found[f"{name} n"] for name in columns}
-    squares = {name: math.fsum((value - means[name]) ** 2 for value in values) for name, values in columns.items()}
+    means = {name: found[f"{name} x"] / found[f"{name} n"] for name in columns if found[f"{name} n"]}
+    squares = {name: math.fsum((value - mean) ** 2 for value in columns[name]) for name, mean in means.items()}
     squares = reduce_over_ranks(sums=squares, device=device)
     return {
         name: Spread(
             means[name], math.sqrt(squares[name] / found[f"{name} n"]), -found[f"{name} min"], found[f"{name} max"]
         )
-        for name in columns
+        for name in means
     }

@@ -119,12 +119,14 @@ class Updater:
         ]
 
     def _micro_batches(self, experience: Experience, numbers: range) -> Iterator[MicroBatch]:
+        advantages = experience.advantages
         ordered = [numbers[place] for place in self._policy.order([experience.samples[number] for number in numbers])]
         for start in range(0, len(ordered), self._settings.micro_batch_size):
             chosen = ordered[start : start + self._settings.micro_batch_size]
             micro_batch = self._policy.collate([experience.samples[number] for number in chosen])
-            values = experience.advantages.values[chosen, None]
-            yield {**micro_batch, "advantages": values.expand(micro_batch["mask"].shape)}
+            values, rewarded = (each[chosen, None] for each in (advantages.values, advantages.rewarded))
+            mask = micro_batch["mask"] * rewarded.to(micro_batch["mask"].dtype)
+            yield {**micro_batch, "mask": mask, "advantages": values.expand(mask.shape)}
 
     @torch.no_grad()
     def _evaluate_beforehand(self, micro_batches: list[MicroBatch]) -> None:

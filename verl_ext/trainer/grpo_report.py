@@ -33,20 +33,24 @@ class GRPOReport:
 
     def figures(self, kind: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, float]:
         """Of rewards and lengths; `kind` is train or eval."""
-        columns = {name: [reward.parts[name] for reward in rewards] for name in self.environment.names}
-        columns["reward_total"] = [reward.total for reward in rewards]
+        columns = {
+            name: [reward.parts[name] for reward in rewards if not reward.failures] for name in self.environment.names
+        }
+        columns["reward_total"] = [reward.total for reward in rewards if reward.total is not None]
         measured = [self.policy.measure(sample) for sample in samples]
         sizes = {name: [figures[name] for figures in measured] for name in self.policy.figures}
         results = {name: [reward.figures[name] for reward in rewards] for name in self.environment.figures}
         found = spreads({**columns, **sizes, **results}, self.device)
-        figures = {f"{name}_mean": found[name].mean for name in columns}
-        figures |= found["reward_total"].named("reward_total", "std", "min", "max")
+        figures = {f"{name}_mean": found[name].mean for name in columns if name in found}
+        if "reward_total" in found:
+            figures |= found["reward_total"].named("reward_total", "std", "min", "max")
         for name in sizes:
             figures |= found[name].named(name, "mean", "max")
         for name in results:
             figures |= found[name].named(name, "mean", "std")
         counts = {
             "reward_failures": sum(len(reward.failures) for reward in rewards),
+            "samples_without_reward": sum(bool(reward.failures) for reward in rewards),
             self.policy.count_name: sum(map(self.policy.num_decisions, samples)),
         }
         figures |= reduce_over_ranks(sums=counts, device=self.device)
@@ -77,7 +81,7 @@ class GRPOReport:
                 "sample_id": sample.prompt.sample_id,
                 "number": sample.number,
                 **self.policy.row(sample),
-                **reward.parts,
+                **{name: reward.parts.get(name) for name in self.environment.names},
                 **reward.figures,
                 "reward_total": reward.total,
                 "advantage": advantage,

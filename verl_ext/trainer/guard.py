@@ -94,9 +94,9 @@ class RewardGuard:
             if dist.get_rank() == 0:
                 more = f"{sample}\n{failure.traceback}".rstrip()
                 warn(
-                    f"{when}: the reward {name} failed on {failed:.0f} of {counts['samples']:.0f} samples, which get 0 "
-                    f"for it: {failure.reason}. Further failures are only counted, in train/reward_failures. This was "
-                    f"{more}"
+                    f"{when}: the reward {name} failed on {failed:.0f} of {counts['samples']:.0f} samples, which "
+                    f"therefore have no reward: {failure.reason}. Further failures are only counted, in "
+                    f"train/reward_failures. This was {more}"
                 )
         return counts
 

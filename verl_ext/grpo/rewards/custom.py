@@ -59,6 +59,15 @@ class CustomReward:
                 process.kill()
 
     def _score(self, answer: RewardedAnswer) -> float:
+        try:
+            return self._score_once(answer)
+        except RewardError as error:
+            if not error.failure.timed_out:
+                raise
+        # the machine, or a service that the function asks, may have been busy
+        return self._score_once(answer)
+
+    def _score_once(self, answer: RewardedAnswer) -> float:
         process = self._idle.get()
         try:
             process = process or _Process(self._own)

@@ -68,7 +68,7 @@ class _Waiting:
 
 
 class TextEnvironment(Environment):
-    """Rewards completions; a function that fails costs its sample that part of the reward, and nothing else."""
+    """Rewards completions; a function that fails costs its sample the reward, and nothing else."""
 
     def __init__(self, wanted: Sequence[WantedReward], settings: RewardSettings, num_ranks_here: int) -> None:
         """Start what the functions need.
@@ -141,9 +141,9 @@ class TextEnvironment(Environment):
             try:
                 values[name] = self._weights[name] * self._value(name, waiting)
             except RewardError as error:
-                values[name], failures[name] = 0.0, error.failure
-            except Exception as error:  # it costs the sample its part, and is reported
-                values[name], failures[name] = 0.0, RewardFailure(f"{error}" or type(error).__name__)
+                failures[name] = error.failure
+            except Exception as error:  # it costs the sample its reward, and is reported
+                failures[name] = RewardFailure(f"{error}" or type(error).__name__)
         return Reward(values, failures, waiting.finished)
 
     def _value(self, name: str, waiting: _Waiting) -> float:

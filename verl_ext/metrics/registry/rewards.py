@@ -18,6 +18,7 @@ def _rewards(kind: str) -> dict[str, Metric]:
     return {
         **_spread(f"{kind}/reward_total", "of the weighted rewards' sums", "mean", "std", "min", "max"),
         f"{kind}/<reward>_mean": Metric("1", "Mean weighted contribution of one reward function.", _SAMPLES),
+        f"{kind}/samples_without_reward": Metric("sample", "Samples left out because a reward function failed.", SUM),
         f"{kind}/reward_failures": Metric("sample", "Reward functions that gave nothing for a sample.", SUM),
         **_spread(f"{kind}/seq_prompt_len", "length of a prompt", "mean", "max", unit="token"),
         **_spread(f"{kind}/seq_completion_len", "length of a completion", "mean", "max", unit="token"),
