@@ -78,7 +78,9 @@ class Turns:
         if len(batches) != 1:
             raise UserError(f"batch_size is {recipe.batch_size}; at least {len(problems)} make all problems one batch")
         by_id = {problem.problem_id: problem for problem in problems}
-        self._batch = Batch(BatchId("model", "humaneval", "", 0), export, by_id, batches[0], recipe.sampling)
+        self._batch = Batch(
+            BatchId("model", "humaneval", "", claim=1, number=0), export, by_id, batches[0], recipe.sampling
+        )
         self._recipe = recipe
         self._answers: dict[Key, Answer] = {}
         self._error_types: dict[str, dict[str, int]] = {}

@@ -16,11 +16,22 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class BatchId:
-    """Which batch of which job."""
+    """Which batch of which claim of a job.
+
+    A worker may still be busy with a batch of an attempt that failed, while the next attempt gives the same batch out.
+
+    Attributes:
+        checkpoint: of the job, as are the next two.
+        dataset: name of the data set.
+        digest: of everything that decides the figures.
+        claim: tells one claim of the job by this process from a later one.
+        number: of the batch, from 0.
+    """
 
     checkpoint: str
     dataset: str
     digest: str
+    claim: int
     number: int
 
 

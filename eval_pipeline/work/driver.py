@@ -130,7 +130,8 @@ class Driver:
 
     def _take_in(self, event: Event) -> None:
         entry = self._active.get((event.batch.checkpoint, event.batch.dataset, event.batch.digest))
-        if entry is not None:  # else it comes from a job that has failed or was lost meanwhile
+        # else it comes from an attempt that has failed or was lost, maybe while the next one is under way
+        if entry is not None and entry[0].claim == event.batch.claim:
             evaluation = entry[0]
             try:
                 error = evaluation.handle(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections import Counter, deque
@@ -36,9 +37,11 @@ from verl_ext.tell import tell
 MAX_LOSSES = 3
 """Workers that may die over one batch before its job has failed: perhaps the batch is what kills them."""
 
+_CLAIMS = itertools.count(1)
+
 
 class Evaluation:
-    """One checkpoint on one data set, from what is on the disk already to the last verdict.
+    """One claim of one checkpoint on one data set, from what is on the disk already to the last verdict.
 
     Args:
         job: claimed by this process.
@@ -47,6 +50,9 @@ class Evaluation:
         recipe: of the evaluation.
         digests: of the job.
         directory: of the job's files.
+
+    Attributes:
+        claim: number of the claim in this process, see `BatchId`.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class Evaluation:
         directory: Path,
     ) -> None:
         self.job, self.checkpoint, self._recipe = job, checkpoint, recipe
+        self.claim = next(_CLAIMS)
         self._problems = {problem.problem_id: problem for problem in problems}
         self._batches = batches_of(problems, recipe.sampling, recipe.batch_size)
         self._keys = [key_of(request) for batch in self._batches for request in batch]
@@ -128,7 +135,7 @@ class Evaluation:
         requests = self._batches[number]
         keys = {key_of(request) for request in requests}
         batch = Batch(
-            id=BatchId(self.job.checkpoint, self.job.dataset, self.job.digest, number),
+            id=BatchId(self.job.checkpoint, self.job.dataset, self.job.digest, self.claim, number),
             export=self.checkpoint.export,
             problems={key[0]: self._problems[key[0]] for key in keys},
             requests=requests,

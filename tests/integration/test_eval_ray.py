@@ -100,7 +100,7 @@ def test_a_worker_that_cannot_judge_reports_it(cluster: Cluster) -> None:
 
     recipe = recipe_for(cluster.address)
     object.__setattr__(recipe, "isolation", "none")  # a level that no node has
-    batch = Batch(BatchId("step_1", "sums", "digest", 0), None, {}, (), Sampling())
+    batch = Batch(BatchId("step_1", "sums", "digest", claim=1, number=0), None, {}, (), Sampling())
     with RayExecutor(recipe) as executor:
         poll_until(lambda: executor.has_room_for(None), executor)
         executor.submit(batch)

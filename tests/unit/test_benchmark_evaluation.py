@@ -75,7 +75,7 @@ def test_another_text_takes_an_answers_place_with_all_else_kept():
 
 
 def test_events_of_a_turn_are_kept():
-    batch, events = BatchId("model", "humaneval", "", 0), Events()
+    batch, events = BatchId("model", "humaneval", "", claim=1, number=0), Events()
     events.take(Answered(batch, ("a", 0), Answer("x", 1, False)))
     events.take(Failed(batch, "no room"))
     assert list(events.answers) == [("a", 0)] and events.failure == "no room"

@@ -14,7 +14,7 @@ RIGHT = Answer("```python\ndef f(x):\n    return x + 1\n```", num_tokens=9, trun
 
 def batch(number: int) -> Batch:
     """An answer that has yet to be judged."""
-    id_ = BatchId("step_1", "data", "digest", number)
+    id_ = BatchId("step_1", "data", "digest", claim=1, number=number)
     return Batch(id_, None, {"p": PROBLEM}, (), Sampling(), answers={("p", 0): RIGHT})
 
 
