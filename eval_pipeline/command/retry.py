@@ -1,14 +1,18 @@
-"""`retry`: re-queues failed evaluations."""
+"""`retry`: re-queues failed and incomplete evaluations."""
 
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 
 from eval_pipeline.command.arguments import add_action, add_directory
 from verl_ext.command_line import Commands
 from verl_ext.tell import tell
 
-TEXT = "Re-queue every failed evaluation of a run. The next `watch` or `run` evaluates them again."
+TEXT = (
+    "Re-queue every evaluation of a run that failed, or that has answers without a verdict. The next `watch` or `run` "
+    "evaluates them again and keeps what was answered and judged."
+)
 
 
 def register(commands: Commands) -> None:
@@ -18,14 +22,25 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Reset the failed jobs and name them."""
+    """Reset the jobs and name them."""
+    from eval_pipeline.figures.files import read_evaluation
     from eval_pipeline.flow.place import find_place
     from eval_pipeline.ledger.ledger import Ledger
+    from verl_ext.errors import UserError
 
-    due = Ledger(find_place(arguments.directory).root).retry()
+    place = find_place(arguments.directory)
+    ledger = Ledger(place.root)
+    incomplete: dict[tuple[str, str], int] = {}
+    for label in dict.fromkeys(job.checkpoint for job in ledger.jobs() if job.state == "done"):
+        with suppress(UserError):  # it is not published yet, which the next `watch` or `run` does
+            published = read_evaluation(place.directory_of(label))
+            incomplete |= {(label, name): num for name, num in published.incomplete.items()}
+    due = ledger.retry(incomplete=incomplete)
     for job in due:
-        reason = (job.error or "").partition("\n")[0]
-        tell(f"Re-queued: {job.checkpoint} on {job.dataset} (failed: {reason})")
+        reason = f"failed: {(job.error or '').partition(chr(10))[0]}"
+        if job.state == "done":
+            reason = f"{incomplete[job.checkpoint, job.dataset]} answers without a verdict"
+        tell(f"Re-queued: {job.checkpoint} on {job.dataset} ({reason})")
     if not due:
-        tell("No evaluation has failed, so there is nothing to retry.")
+        tell("No evaluation has failed or is incomplete, so there is nothing to retry.")
     return 0

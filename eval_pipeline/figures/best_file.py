@@ -80,6 +80,7 @@ def _content(choice: Choice, evaluated: Sequence[EvaluatedModel]) -> dict[str, A
         "value": choice.value,
         "interval": choice.interval,
         "datasets": choice.datasets,
+        "incomplete": {name: num for name, num in choice.best.incomplete.items() if name in choice.datasets},
         "settings": choice.settings,
         "selected_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "checkpoints": [_entry(model, choice) for model in evaluated if model.step is not None],

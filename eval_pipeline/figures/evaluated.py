@@ -33,6 +33,15 @@ class DatasetResult:
     isolation: str
     seconds: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def num_api_errors(self) -> int:
+        """Answers without a verdict, because the engine or the judge failed; the result is incomplete if there are any.
+
+        They count as answers that are not right, so that rates are lower than those of the model.
+        """
+        num_answers = (self.figures["num_problems"] or 0) * (self.figures.get("num_samples") or 1)
+        return round((self.figures.get("api_error_rate") or 0.0) * num_answers)
+
     def rate(self, metric: str) -> float:
         """A figure that has an interval, and so a value."""
         value = self.figures[metric]
@@ -66,8 +75,16 @@ class EvaluatedModel:
         assert self.step is not None
         return self.step
 
+    @property
+    def incomplete(self) -> dict[str, int]:
+        """The data sets with incomplete results, and how many answers have no verdict."""
+        return {name: result.num_api_errors for name, result in self.datasets.items() if result.num_api_errors}
+
     def to_json(self) -> dict[str, Any]:
-        """Content of `metrics.json`: each data set's figures with their intervals, then how they came about."""
+        """Content of `metrics.json`: each data set's figures with their intervals, then how they came about.
+
+        `incomplete` holds the number of answers without a verdict of each data set that has any.
+        """
         results = self.datasets.items()
         return {
             "label": self.label,
@@ -76,6 +93,7 @@ class EvaluatedModel:
             "export": self.export,
             "weights": self.weights,
             "datasets": {name: figures_with_intervals(result) for name, result in results},
+            "incomplete": self.incomplete,
             "tier": {name: result.tier for name, result in results},
             "protocol": {name: dict(result.protocol) for name, result in results},
             "isolation": {name: result.isolation for name, result in results},

@@ -87,6 +87,12 @@ def _caveats(
             f"**The two models were evaluated with different settings on {_listed(differing)}**, so the settings may "
             "explain a difference there; they are listed below."
         )
+    for model in (baseline, best):
+        for name, num in model.incomplete.items():
+            yield (
+                f"**The results of `{model.label}` on `{name}` are incomplete**: {num} answers have no verdict "
+                "(`api_error`) and count as wrong."
+            )
     alone = [name for name in {**baseline.datasets, **best.datasets} if name not in comparisons]
     if alone:
         yield f"Not compared, because only one of the two models was evaluated on it: {_listed(alone)}."

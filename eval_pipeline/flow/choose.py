@@ -43,6 +43,10 @@ class Chooser:
         choice = choose_best(evaluated, settings, selection.metric, selection.mode, selection.dataset)
         if choice is not None:
             write_best_checkpoint(place.run_dir, choice, evaluated)
+            incomplete = [name for name in choice.datasets if name in choice.best.incomplete]
+            if incomplete:
+                on = ", ".join(incomplete)
+                warn(f"{choice.best.label} is the best checkpoint by results that are incomplete on {on}")
         elif (place.run_dir / BEST).exists() and not self._has_warned:
             self._has_warned = True
             warn(f"no checkpoint has results of the metric that the best one is chosen by; {BEST} is unchanged")

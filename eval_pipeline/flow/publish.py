@@ -20,6 +20,7 @@ from eval_pipeline.flow.track import track
 from eval_pipeline.ledger.job import Job
 from eval_pipeline.work.driver import Task
 from verl_ext.errors import UserError
+from verl_ext.metrics.notice import warn
 from verl_ext.summary import tell_summary, typed_path
 
 LOCK_FILE = "publish.lock"
@@ -74,8 +75,9 @@ class Publisher:
         return {label: _digest(its) for label, its in jobs.items()}
 
     def _publish_if_due(self, label: str) -> bool:
-        ledger, directory = self._session.ledger, self._session.place.directory_of(label)
-        with _locked(self._session.place.root / LOCK_FILE):
+        ledger, place = self._session.ledger, self._session.place
+        directory = place.directory_of(label)
+        with _locked(place.root / LOCK_FILE):
             jobs = [job for job in ledger.jobs() if job.checkpoint == label]
             results = self._results(label, jobs)
             if not results or ledger.published.digest(label) == _digest(jobs):
@@ -83,6 +85,12 @@ class Publisher:
             model = _merge(results)
             write_evaluation(directory, model)
             self._chooser.choose()
+            for name, num in model.incomplete.items():
+                warn(
+                    f"{label} on {name} is incomplete: {num} answers have no verdict (api_error) and count as wrong; "
+                    f"fix the cause, type `bash eval_pipeline/run.sh retry {typed_path(place.run_dir or place.root)}`, "
+                    "and evaluate again"
+                )
             rows = {"results": typed_path(directory)}
             tell_summary(f"Evaluated: {label}", rows, table=format_table(model.datasets))
             ledger.published.mark(label, _digest(jobs))

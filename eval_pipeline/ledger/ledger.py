@@ -182,22 +182,33 @@ class Ledger:
                 )
         return gone
 
-    def retry(self, only: Collection[tuple[str, str]] | None = None) -> list[Job]:
+    def retry(
+        self, only: Collection[tuple[str, str]] | None = None, incomplete: Collection[tuple[str, str]] = ()
+    ) -> list[Job]:
         """Make failed jobs, and those that wait for their next attempt, due at once; returns them.
 
         Args:
             only: checkpoint and data set of those that are meant; None means all.
+            incomplete: checkpoint and data set of jobs that are done and due again. Their results are published anew.
         """
         with self._database.transaction() as database:
             jobs = [job for job in self.jobs() if only is None or (job.checkpoint, job.dataset) in only]
-            failed = [job for job in jobs if job.state == "failed" or (job.state == "pending" and job.attempts)]
-            for job in failed:
+            due = [
+                job
+                for job in jobs
+                if job.state == "failed"
+                or (job.state == "pending" and job.attempts)
+                or (job.state == "done" and (job.checkpoint, job.dataset) in incomplete)
+            ]
+            for job in due:
                 database.execute(
                     f"UPDATE jobs SET state='pending', attempts=0, not_before=0, {_FREE} "
                     "WHERE checkpoint=? AND dataset=?",
                     (job.checkpoint, job.dataset),
                 )
-        return failed
+                if job.state == "done":
+                    database.execute("DELETE FROM published WHERE checkpoint=?", (job.checkpoint,))
+        return due
 
     def jobs(self) -> list[Job]:
         """All jobs, in the order in which they were entered."""

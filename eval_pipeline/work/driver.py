@@ -80,7 +80,8 @@ class Driver:
         for event in self._executor.events(WAIT_S):
             self._take_in(event)
         for evaluation in [entry[0] for entry in self._active.values() if entry[0].is_complete]:
-            self._end(evaluation)
+            if not evaluation.try_errors_again():
+                self._end(evaluation)
         self._renew()
 
     def _give_out(self, tasks: Sequence[Task]) -> None:

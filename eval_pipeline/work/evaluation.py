@@ -31,6 +31,7 @@ from eval_pipeline.work.batch import (
 )
 from eval_pipeline.work.digests import Digests
 from eval_pipeline.work.store import Store
+from verl_ext.metrics.notice import warn
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
 
@@ -72,6 +73,7 @@ class Evaluation:
         self._store = Store(directory, digests.answers, digests.verdicts)
         self._waiting = deque(number for number, batch in enumerate(self._batches) if self._lacks_verdicts(batch))
         self._under_way: set[BatchId] = set()
+        self._tried_again: set[int] = set()
         self._losses: Counter[int] = Counter()  # by batch: a node that dies takes many batches at once
         self._begun: float | None = None
         self._seconds_before = job.seconds
@@ -109,6 +111,27 @@ class Evaluation:
         """Whether every answer has its verdict."""
         return not self._waiting and not self._under_way
 
+    def try_errors_again(self) -> bool:
+        """Give out once more what is an `api_error`, since that says nothing about the model; once in each session.
+
+        Returns:
+            Whether there is anything to give out.
+        """
+        failed = {key for key, verdict in self._store.verdicts.items() if verdict.error_type == "api_error"}
+        again = [
+            number
+            for number, batch in enumerate(self._batches)
+            if number not in self._tried_again and not failed.isdisjoint(map(key_of, batch))
+        ]
+        if again:
+            where = f"{self.checkpoint.label} on {self.job.dataset}"
+            warn(f"{len(failed)} answers of {where} have no verdict (api_error); trying them once more")
+            self._bar.update(-len(failed))
+            self._store.drop(failed)
+            self._tried_again.update(again)
+            self._waiting.extend(again)
+        return bool(again)
+
     @property
     def seconds(self) -> dict[str, float]:
         """Wall-clock seconds, former sessions included: of each phase summed over batches, and `active_s` in all.
@@ -133,6 +156,8 @@ class Evaluation:
         """The next batch to give out."""
         number = self._waiting.popleft()
         requests = self._batches[number]
+        if number in self._tried_again:  # only what failed: the batch is not answered whole again for its sake
+            requests = tuple(request for request in requests if key_of(request) not in self._store.verdicts)
         keys = {key_of(request) for request in requests}
         batch = Batch(
             id=BatchId(self.job.checkpoint, self.job.dataset, self.job.digest, self.claim, number),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -38,8 +38,10 @@ class Store:
             directory / f"{name}-{digest[:16]}.jsonl"
             for name, digest in (("answers", answers_digest), ("verdicts", verdicts_digest))
         )
-        self.answers = read_rows(answers, lambda row: Answer(**row))
-        self.verdicts = read_rows(verdicts, lambda row: Verdict(**row))
+        self.answers = read_rows(answers, lambda row: Answer(**row), lambda answer: answer.error is not None)
+        self.verdicts = read_rows(
+            verdicts, lambda row: Verdict(**row), lambda verdict: verdict.error_type == "api_error"
+        )
         self._drop_orphans(verdicts)
         self._answers, self._verdicts = LineWriter(answers), LineWriter(verdicts)
         self._context = {
@@ -76,6 +78,13 @@ class Store:
             self._answers.write(_line(key, asdict(answer)))
             self.answers[key] = answer
 
+    def drop(self, keys: Collection[Key]) -> None:
+        """Forget verdicts that are none, and with them answers that are none; what is added then takes their place."""
+        for key in keys:
+            del self.verdicts[key]
+            if self.answers[key].error is not None:
+                del self.answers[key]
+
     def add_context(self, context: dict[str, Any]) -> None:
         """Keep how answers and verdicts came about; raises as `add_answer`."""
         for name, value in context.items():
@@ -90,8 +99,8 @@ class Store:
             self.verdicts[key] = verdict
 
 
-def read_rows(path: Path, make: Callable[[dict[str, Any]], T]) -> dict[Key, T]:
-    """The rows of a file by key, of two with one key the first; a torn tail is cut off."""
+def read_rows(path: Path, make: Callable[[dict[str, Any]], T], has_failed: Callable[[T], bool]) -> dict[Key, T]:
+    """The rows of a file by key, of several with one key the first that has not failed; a torn tail is cut off."""
     if not path.exists():
         return {}
     drop_torn_tail(path, lambda line: line.endswith(b"\n") and _parse(line) is not None)
@@ -99,7 +108,8 @@ def read_rows(path: Path, make: Callable[[dict[str, Any]], T]) -> dict[Key, T]:
     with open(path, "rb") as file:
         for row in filter(None, map(_parse, file)):
             key = (row.pop("problem_id"), row.pop("sample"))
-            rows.setdefault(key, make(row))
+            if key not in rows or has_failed(rows[key]):
+                rows[key] = make(row)
     return rows
 
 

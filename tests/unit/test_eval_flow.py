@@ -141,6 +141,37 @@ def test_limit_samples_each_data_set_and_says_so(
     assert "sample" not in source_of(sessions[0]) and source_of(sessions[1])["sample"] == 3
 
 
+def test_an_incomplete_result_says_so_and_is_evaluated_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In `metrics.json`, in `best_checkpoint.json` and on the terminal; `retry` makes it due."""
+    session = session_of(tmp_path, "wandb=false")
+    publisher, run_dir = Publisher(session, leads=True), session.place.of_run
+    [task] = session.enter(step_10(session), tier=1)
+    for kinds in (["api_error", *["success"] * 7], ["success"] * NUM_PROBLEMS):
+        job = claimed(session)
+        with session.begin(job, step_10(session)) as evaluation:
+            while evaluation.has_waiting or evaluation.try_errors_again():
+                batch = evaluation.next_batch()
+                evaluation.handle(Described(batch.id, {"isolation": "bwrap", "protocol": {"engine": "none"}}))
+                for request in batch.requests:
+                    kind = kinds[int(request.problem_id[1:])]
+                    evaluation.handle(Answered(batch.id, key_of(request), Answer("def f(): return 1", 5, False)))
+                    evaluation.handle(Verdicted(batch.id, key_of(request), Verdict(kind, int(kind == "success"), 1)))
+                evaluation.handle(Finished(batch.id, {}))
+            write_result(session, evaluation)
+        session.ledger.finish(job, {})
+        assert publisher.publish([task]) == {"step_10"}
+        missing = {"few": 1} if "api_error" in kinds else {}
+        for path in (session.place.directory_of("step_10") / "metrics.json", run_dir / "best_checkpoint.json"):
+            assert json.loads(path.read_text())["incomplete"] == missing
+        said = capsys.readouterr().err
+        assert ("few is incomplete: 1 answers" in said) == ("best checkpoint by results" in said) == bool(missing)
+        with pytest.raises(SystemExit, match="0"):
+            main(["retry", str(run_dir)])
+        assert ("step_10 on few (1 answers without a verdict)" in capsys.readouterr().out) == bool(missing)
+
+
 def source_of(session: Session) -> dict[str, Any]:
     """As `metrics.json` names it, of step 10 on the first data set."""
     job = claimed(session)

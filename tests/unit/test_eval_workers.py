@@ -32,6 +32,7 @@ from eval_pipeline.work.batch import Answered, Batch, BatchId, Described, Event,
 from eval_pipeline.work.digests import Digests
 from eval_pipeline.work.driver import Driver, Task
 from eval_pipeline.work.evaluation import Evaluation
+from eval_pipeline.work.store import Store
 from eval_pipeline.work.worker import Worker
 from tests.helpers.checkpoints import commit
 from tests.helpers.evaluation import HEART, write_recipe
@@ -125,6 +126,45 @@ def test_events_of_a_failed_attempt_do_not_reach_the_next_one(tmp_path: Path, en
     pool.coming = done(second_again)
     setup.driver.turn(setup.tasks)
     assert setup.job.state == "done" and setup.judged == [["success"] * 4]
+
+
+@pytest.mark.parametrize("fails_again", [False, True])
+def test_an_api_error_is_tried_once_more(tmp_path: Path, fails_again: bool) -> None:
+    """Only what failed, the engine or the judge: what was answered and judged is kept."""
+    pool = Pool()
+    setup = Setup(tmp_path, pool)
+    setup.driver.turn(setup.tasks)
+    first, second = pool.batches
+    refused, unjudged = map(key_of, first.requests)
+    no_answer, no_verdict = replace(RIGHT, text="", error="refused"), Verdict("api_error", 0, 1)
+    pool.coming = [
+        Described(first.id, CONTEXT),
+        Answered(first.id, refused, no_answer),
+        Verdicted(first.id, refused, no_verdict),
+        Answered(first.id, unjudged, RIGHT),
+        Verdicted(first.id, unjudged, no_verdict),
+        Finished(first.id, {}),
+        *done(second),
+    ]
+    setup.driver.turn(setup.tasks)
+    assert setup.job.state == "running"
+    setup.driver.turn(setup.tasks)
+    again = pool.batches[2]
+    assert [key_of(request) for request in again.requests] == [refused, unjudged]
+    assert again.answers == {unjudged: RIGHT} and not again.judged
+    verdict = no_verdict if fails_again else Verdict("success", 1, 1)
+    pool.coming = [
+        Answered(again.id, refused, no_answer if fails_again else RIGHT),
+        Verdicted(again.id, refused, verdict),
+        Verdicted(again.id, unjudged, Verdict("success", 1, 1)),
+        Finished(again.id, {}),
+    ]
+    setup.driver.turn(setup.tasks)
+    kinds = ["api_error" if fails_again else "success", *["success"] * 3]
+    assert setup.job.state == "done" and setup.judged == [kinds] and len(pool.batches) == 3
+    with Store(tmp_path / "work", "a" * 32, "v" * 32) as store:  # what another process finds
+        assert [store.verdicts[problem.problem_id, 0].error_type for problem in PROBLEMS] == kinds
+        assert (store.answers[refused].error is None) != fails_again
 
 
 class Workers(Pool):
