@@ -54,6 +54,8 @@ class Publisher:
             UserError: a file cannot be read or written.
         """
         left = {task.checkpoint.label for task in self._session.left_of(tasks)}
+        for label in left & self._seen.keys():
+            del self._seen[label]  # due again, with the digest that it had
         ended = dict.fromkeys(task.checkpoint.label for task in tasks if task.checkpoint.label not in left)
         digests = self._digests()
         new = [label for label in ended if self._seen.get(label) != digests[label]]

@@ -169,6 +169,7 @@ def test_an_incomplete_result_says_so_and_is_evaluated_again(
         assert ("few is incomplete: 1 answers" in said) == ("best checkpoint by results" in said) == bool(missing)
         with pytest.raises(SystemExit, match="0"):
             main(["retry", str(run_dir)])
+        assert publisher.publish([task]) == set()
         assert ("step_10 on few (1 answers without a verdict)" in capsys.readouterr().out) == bool(missing)
 
 
