@@ -6,11 +6,22 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+import regex
+
 from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer, Tests
 from eval_pipeline.problems.record import Record
 from verl_ext.errors import UserError
 
 _OF_FUNCTIONS = ("preamble", "code_prompt")
+_FORM = "give a JSON object with entry_point and tests, or with inputs and outputs of the same length"
+
+_BEGINS_AS_OBJECT = regex.compile(r'[\s\ufeff]*\{\s*"(?:[^"\\]++|\\.)*+(?:"\s*(?::|\Z)|\Z)', regex.DOTALL)
+"""A JSON object up to its first colon, or cut off before that. A set of strings has a comma there."""
+_BEGINS_AS_TESTS = regex.compile(
+    r"""[\s\ufeff\[]*\{\s*["']?(?:entry_point|tests?|test_list|inputs?|outputs?|fn_name|preamble|code_prompt)["']?\s*:"""
+    r"""|\s*\[\s*["']\s*assert\b"""
+)
+"""Tests in another form: as Python writes a dictionary, a list with one object per test, or a list of assertions."""
 
 
 def parse_problem(record: Record) -> Problem:
@@ -45,30 +56,43 @@ def read_tests(ground_truth: Any, problem_id: str) -> Tests:
 
     A mapping, also as JSON, with `entry_point` and `tests` (a list of Python sources; `preamble` and `code_prompt` as
     options) is of a function, one with `inputs` and `outputs` (verl's format for code; `tolerance` as an option) of a
-    program. Any other text or number is the right answer itself.
+    program. Any other text or number is the right answer itself; a JSON string stands for its content.
 
     Raises:
-        UserError: there is none, or a mapping that is neither.
+        UserError: there is none, or it looks like tests and cannot be read as such: every answer would be wrong.
     """
-    fields = ground_truth
-    if isinstance(ground_truth, str):
-        try:
-            fields = json.loads(ground_truth)
-        except ValueError:
-            fields = None
-    if not isinstance(fields, dict) and isinstance(ground_truth, (str, int, float)):
-        return ReferenceAnswer(str(ground_truth))
-    if not isinstance(fields, dict):
+    text = value = ground_truth
+    while isinstance(value, str):
+        text, value = value, _from_json(value, problem_id)
+    if isinstance(value, dict):
+        return _tests_of(value, problem_id)
+    if not isinstance(text, str | int | float) or not str(text).strip():
         raise UserError(f"{problem_id} lacks reward_model.ground_truth; give a string, a number or tests")
+    if _BEGINS_AS_TESTS.match(str(text)):
+        raise UserError(f"cannot read the tests of {problem_id} (reward_model.ground_truth); {_FORM}")
+    return ReferenceAnswer(str(text))
+
+
+def _from_json(text: str, problem_id: str) -> Any:
+    """The value, or None where the text is not JSON; refuses text that was meant to be an object."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if _BEGINS_AS_OBJECT.match(text) or _BEGINS_AS_TESTS.match(text):
+            raise UserError(
+                f"the reward_model.ground_truth of {problem_id} looks like tests but is not valid JSON ({error}); "
+                f"{_FORM}"
+            ) from error
+        return None
+
+
+def _tests_of(fields: Mapping[str, Any], problem_id: str) -> FunctionTests | ProgramTests:
     if _is_list_of_text(fields.get("tests")) and isinstance(fields.get("entry_point"), str):
         more = {key: str(fields.get(key) or "") for key in _OF_FUNCTIONS}
         return FunctionTests(fields["entry_point"], tuple(fields["tests"]), **more)
     if _is_program(fields):
         return ProgramTests(tuple(map(Case, fields["inputs"], fields["outputs"])), fields.get("tolerance"))
-    raise UserError(
-        f"cannot read the tests of {problem_id} (reward_model.ground_truth); give a JSON object with entry_point and "
-        "tests, or with inputs and outputs of the same length"
-    )
+    raise UserError(f"cannot read the tests of {problem_id} (reward_model.ground_truth); {_FORM}")
 
 
 def ground_truth_of(tests: Tests) -> str:

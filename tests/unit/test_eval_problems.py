@@ -18,7 +18,7 @@ import pytest
 from eval_pipeline.problems.dataset import DatasetSource, load_problems, problems_digest
 from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer
 from eval_pipeline.problems.tolerance import stated_tolerance
-from eval_pipeline.problems.verl_rl import ground_truth_of
+from eval_pipeline.problems.verl_rl import ground_truth_of, read_tests
 from verl_ext.data.prepare.quickstart.flawed_families import FLAWED_FAMILIES
 from verl_ext.errors import UserError
 
@@ -66,6 +66,62 @@ def test_a_prompt_of_verls_format_is_a_text_or_the_users_only_turn(tmp_path: Pat
             load(tmp_path, "verl", {**VERL, "prompt": prompt})
     with pytest.raises(UserError, match="line 1"):
         load(tmp_path, "verl", {**VERL, "reward_model": None})
+
+
+F_TESTS = {"entry_point": "f", "tests": ["assert f() == 1"]}
+
+
+def short(value: Any) -> str:
+    """The name of a parameter."""
+    return repr(value)[:30]
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        *((text, text) for text in (r"\{1,2\}", "[0, 1)", "{1, 2}", "[1, 2, 3]", '{"a", "b"}', "{'a': 1}")),
+        *((text, text) for text in ("{x: x > 0}", "{", "[", "null", "1e3", "[" * 100_000, "1" * 5000, 'say "42"')),
+        ('"42"', "42"),
+        (' "Paris" ', "Paris"),
+        (json.dumps(json.dumps("42")), "42"),
+        (42, "42"),
+        (0.5, "0.5"),
+    ],
+    ids=short,
+)
+def test_reference_answers_that_resemble_json(truth: Any, answer: str) -> None:
+    """Sets, intervals, lists, and a JSON string, whose quotes no answer has."""
+    assert read_tests(truth, "p") == ReferenceAnswer(answer)
+
+
+def test_tests_may_be_json_of_json() -> None:
+    wanted = FunctionTests("f", ("assert f() == 1",))
+    for truth in (F_TESTS, json.dumps(F_TESTS), json.dumps(json.dumps(F_TESTS))):
+        assert read_tests(truth, "p") == wanted
+
+
+@pytest.mark.parametrize(
+    ("truth", "says"),
+    [
+        *((json.dumps(F_TESTS)[:length], "not valid JSON") for length in (3, 14, 16, 30, -1)),
+        ("\ufeff" + json.dumps(F_TESTS), "not valid JSON"),
+        (json.dumps(json.dumps(F_TESTS)[:30]), "not valid JSON"),
+        (str(F_TESTS), "not valid JSON"),
+        ("{inputs: ['1'], outputs: ['2']}", "not valid JSON"),
+        ('{"a": ' * 100_000, "not valid JSON"),
+        ('[{"input": "1", "output": "2"}]', "cannot read the tests"),
+        ('["assert f() == 1"]', "cannot read the tests"),
+        ("", "lacks"),
+        (' "" ', "lacks"),
+        (["42"], "lacks"),
+        (None, "lacks"),
+    ],
+    ids=short,
+)
+def test_ground_truths_by_which_every_answer_is_wrong_are_refused(truth: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says) as refused:
+        read_tests(truth, "row 7")
+    assert "row 7" in str(refused.value) and "reward_model.ground_truth" in str(refused.value)
 
 
 def test_quickstart_problems_are_read_in_order_and_limited(tmp_path: Path) -> None:

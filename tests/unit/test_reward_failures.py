@@ -174,6 +174,7 @@ def test_a_file_that_hangs_is_refused(rows: Path, tmp_path: Path, monkeypatch: p
         ("reward_model", ['{"ground_truth": "72"}'] * 2, "'reward_model' .* is a string"),
         ("extra_info", ["{}"] * 2, "'extra_info' .* is a string"),
         ("reward_model", [{"ground_truth": '{"tests": 3}'}] * 2, "cannot read the tests .*row 0"),
+        ("reward_model", [{"ground_truth": "72"}, {"ground_truth": '{"tests": ["a'}], "row 1 .*not valid JSON"),
     ],
 )
 def test_rows_without_what_a_reward_needs_are_refused(
@@ -208,6 +209,14 @@ def test_ground_truths_that_would_give_zeros(
     with pytest.raises(UserError, match=refused) if refused else nullcontext():
         check_reward_functions(config_of(rows, reward))
     assert ("<answer>" in capsys.readouterr().err) == warned
+
+
+def test_a_refused_row_is_named_by_the_file_that_it_was_converted_from(rows: Path) -> None:
+    frame = pd.read_parquet(rows)
+    frame["reward_model"] = [{"ground_truth": truth} for truth in ("72", '{"entry_point": "f"')]
+    frame.assign(converted_from=["mine.jsonl row 1", "mine.jsonl row 2"]).to_parquet(rows)
+    with pytest.raises(UserError, match=r"mine\.jsonl row 2 \(.*rows\.parquet row 1\)"):
+        check_reward_functions(config_of(rows, "reward_correct"))
 
 
 RAISED, TIMED_OUT = RewardFailure("ValueError: no good", "Traceback: here"), RewardFailure("too long", timed_out=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,12 @@ from verl_ext.model_code import require_no_code_in
 
 ORIGIN_KEY = "converted_from"
 """Column of converted data files: file and row that a row was converted from, for messages."""
+
+
+def place_of(name: str, row: int, record: Mapping[str, Any]) -> str:
+    """File and row for a message; of a converted file also those that the row was converted from."""
+    origin = record.get(ORIGIN_KEY)
+    return f"{name} row {row}" if not isinstance(origin, str) else f"{origin} ({name} row {row})"
 
 
 def check_model(config: DictConfig) -> None:

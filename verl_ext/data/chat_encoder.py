@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
-from verl_ext.config.inputs import ORIGIN_KEY
+from verl_ext.config.inputs import place_of
 from verl_ext.config.plain import as_dict
 from verl_ext.data.parquet import plain
 from verl_ext.data.template import ChatTemplate, Encoded, Message
@@ -133,12 +133,6 @@ def decode_arguments(call: Any, turn: int) -> None:
             function["arguments"] = json.loads(function["arguments"] or "{}")
         except ValueError as error:
             raise UserError(f"turn {turn} has a tool call whose arguments are not JSON ({error}); correct it") from None
-
-
-def place_of(name: str, row: int, record: Mapping[str, Any]) -> str:
-    """File and row for a message; of a converted file also those that the row was converted from."""
-    origin = record.get(ORIGIN_KEY)
-    return f"{name} row {row}" if not isinstance(origin, str) else f"{origin} ({name} row {row})"
 
 
 def text_of(content: Any, turn: int) -> str | None:

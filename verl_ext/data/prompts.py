@@ -12,9 +12,8 @@ from jinja2 import TemplateError
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
-from verl_ext.config.inputs import file_list
+from verl_ext.config.inputs import file_list, place_of
 from verl_ext.config.plain import as_dict
-from verl_ext.data.chat_encoder import place_of
 from verl_ext.data.parquet import plain, read_frame
 from verl_ext.data.rows import Rows
 from verl_ext.data.template import ChatTemplate

@@ -15,8 +15,9 @@ from eval_pipeline.judge.client import JudgeServer
 from eval_pipeline.judge.packages import find_packages
 from eval_pipeline.problems.problem import ReferenceAnswer
 from eval_pipeline.problems.reference import is_right
-from verl_ext.config.inputs import file_list, reading_parquet
-from verl_ext.data.parquet import first_row
+from eval_pipeline.problems.verl_rl import read_tests
+from verl_ext.config.inputs import ORIGIN_KEY, file_list, place_of, reading_parquet
+from verl_ext.data.parquet import first_row, plain
 from verl_ext.errors import UserError
 from verl_ext.grpo.failure import RewardError
 from verl_ext.grpo.rewards.answer import RewardedAnswer
@@ -75,9 +76,12 @@ def check_columns(path: Path, judged: str | None) -> None:
     Args:
         path: a parquet file.
         judged: a reward that compares answers with the ground truth; None where no reward does.
+
+    Raises:
+        UserError: a column or a ground truth is missing, or a ground truth cannot be read.
     """
     import pyarrow
-    from pyarrow import compute, parquet
+    from pyarrow import parquet
 
     with reading_parquet(path):
         schema = parquet.read_schema(path)
@@ -92,14 +96,17 @@ def check_columns(path: Path, judged: str | None) -> None:
         raise UserError(f"{path} has no column 'reward_model' with a ground_truth, {needs}")
     if schema.field("reward_model").type.get_field_index("ground_truth") < 0:
         raise UserError(f"the column 'reward_model' of {path} has no field 'ground_truth', {needs}")
+    origin = {ORIGIN_KEY} & {*schema.names}
     row = 0
     with reading_parquet(path), parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(1024, columns=["reward_model.ground_truth"]):
-            truths = compute.struct_field(batch.column(0), "ground_truth")
-            missing = compute.index(compute.is_null(truths, nan_is_null=True), True).as_py()
-            if missing >= 0:
-                raise UserError(f"{path} row {row + missing} has no reward_model.ground_truth, {needs}")
-            row += len(batch)
+        for batch in file.iter_batches(64, columns=["reward_model.ground_truth", *origin]):  # tests may be megabytes
+            for record in map(plain, batch.to_pylist()):
+                where = place_of(str(path), row, record)
+                truth = (record.get("reward_model") or {}).get("ground_truth")
+                if truth is None:
+                    raise UserError(f"{where} has no reward_model.ground_truth, {needs}")
+                read_tests(truth, where)
+                row += 1
 
 
 def trial_answer(paths: list[Path]) -> tuple[str, RewardedAnswer]:
