@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from eval_pipeline.figures.best_file import read_best_checkpoint, write_best_checkpoint
+from eval_pipeline.figures.best_file import BestCheckpoint, read_best_checkpoint, write_best_checkpoint
 from eval_pipeline.figures.evaluated import EvaluatedModel
 from eval_pipeline.figures.files import METRICS_FILE, read_evaluation
-from eval_pipeline.figures.selection import choose_best
+from eval_pipeline.figures.selection import Choice, choose_best
 from eval_pipeline.flow.complete import settings_of
 from eval_pipeline.flow.session import Session
 from verl_ext.checkpoint.layout import BEST
@@ -22,8 +22,8 @@ class Chooser:
 
     Args:
         session: of the place.
-        leads: whether this session's settings are those that checkpoints are compared under; else those of the last
-            choice are, where there was one.
+        leads: whether this session's recipe says how checkpoints are compared. If not, metric, mode and settings of the
+            last choice are kept, where there was one: the next stage of training starts from that file.
     """
 
     def __init__(self, session: Session, leads: bool) -> None:
@@ -36,27 +36,45 @@ class Chooser:
         Raises:
             UserError: the file cannot be read or written.
         """
-        place, selection = self._session.place, self._session.recipe.selection
+        place = self._session.place
         if place.run_dir is None or place.one_model:
             return
-        evaluated, settings = published_models(place.root), self._settings(place.run_dir)
-        choice = choose_best(evaluated, settings, selection.metric, selection.mode, selection.dataset)
+        evaluated, is_chosen = published_models(place.root), (place.run_dir / BEST).exists()
+        if self._leads or not is_chosen:
+            recipe, selection = self._session.recipe, self._session.recipe.selection
+            names = recipe.tiers[1] if selection.dataset is None else (selection.dataset,)
+            settings = {name: settings_of(self._session, name) for name in names}
+            choice = choose_best(evaluated, settings, selection.metric, selection.mode, selection.dataset)
+            why = "no checkpoint has results of the metric that the best one is chosen by"
+        else:
+            last = read_best_checkpoint(place.run_dir)
+            choice = _choose_again(evaluated, last, place.run_dir)
+            how = f"{last.metric} on {', '.join(last.datasets)}"
+            why = f"the new results cannot be compared with those that global_step_{last.step} was chosen by ({how})"
         if choice is not None:
             write_best_checkpoint(place.run_dir, choice, evaluated)
             incomplete = [name for name in choice.datasets if name in choice.best.incomplete]
             if incomplete:
                 on = ", ".join(incomplete)
                 warn(f"{choice.best.label} is the best checkpoint by results that are incomplete on {on}")
-        elif (place.run_dir / BEST).exists() and not self._has_warned:
+        elif is_chosen and not self._has_warned:
             self._has_warned = True
-            warn(f"no checkpoint has results of the metric that the best one is chosen by; {BEST} is unchanged")
+            warn(f"{why}; {BEST} is unchanged")
 
-    def _settings(self, run_dir: Path) -> dict[str, Any]:
-        if not self._leads and (run_dir / BEST).exists():
-            return read_best_checkpoint(run_dir).settings
-        selection = self._session.recipe.selection
-        names = self._session.recipe.tiers[1] if selection.dataset is None else (selection.dataset,)
-        return {name: settings_of(self._session, name) for name in names}
+
+def _choose_again(evaluated: Sequence[EvaluatedModel], last: BestCheckpoint, run_dir: Path) -> Choice | None:
+    """Choose by the rule of the last choice.
+
+    Returns:
+        The choice; None where the last one could not take part in it, or not on all of its data sets.
+    """
+    if not any(last.metric in result.figures for model in evaluated for result in model.datasets.values()):
+        return None
+    choice = choose_best(evaluated, last.settings, last.metric, last.mode)
+    is_there = (run_dir / f"global_step_{last.step}").is_dir()
+    if choice is None or (is_there and choice.values.get(last.step) is None):
+        return None
+    return choice if {*last.datasets} <= {*choice.datasets} else None
 
 
 def published_models(root: Path) -> list[EvaluatedModel]:

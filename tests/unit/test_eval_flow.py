@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ import pytest
 
 from eval_pipeline.__main__ import main
 from eval_pipeline.engines.answer import Answer
+from eval_pipeline.flow.choose import Chooser
 from eval_pipeline.flow.complete import write_result
 from eval_pipeline.flow.evaluate import evaluate_now
 from eval_pipeline.flow.place import place_of_run
 from eval_pipeline.flow.publish import Publisher
 from eval_pipeline.flow.session import Session
 from eval_pipeline.flow.watch import Watcher, watch
-from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.judge.verdict import ErrorType, Verdict
 from eval_pipeline.ledger.job import Job
 from eval_pipeline.models.checkpoint import Checkpoint, find_checkpoint
 from eval_pipeline.recipe.load import load_recipe
@@ -52,20 +54,36 @@ def step_10(session: Session) -> Checkpoint:
     return find_checkpoint(session.place.of_run / "global_step_10")
 
 
-def claimed(session: Session) -> Job:
-    """Step 10 on the first data set."""
-    [task] = session.enter(step_10(session), tier=1)
+def claimed(session: Session, step: int = 10) -> Job:
+    """A checkpoint on the first data set."""
+    [task] = session.enter(find_checkpoint(session.place.of_run / f"global_step_{step}"), tier=1)
     job = session.ledger.claim([(*task.key, task.digest)])
     assert job is not None
     return job
 
 
-def answer_all(evaluation: Evaluation, num_right: int) -> None:
-    """Bring in what a worker would; the first answers are right, and the others wrong."""
+def evaluated(session: Session, step: int, num_right: int, others: ErrorType, leads: bool) -> None:
+    """Evaluate a checkpoint on the first data set and publish that, as `watch` does or else `run`."""
+    job, checkpoint = claimed(session, step), find_checkpoint(session.place.of_run / f"global_step_{step}")
+    with session.begin(job, checkpoint) as evaluation:
+        answer_all(evaluation, num_right, others)
+        write_result(session, evaluation)
+    session.ledger.finish(job, evaluation.seconds)
+    Publisher(session, leads).publish(session.enter(checkpoint, tier=1))
+
+
+def best_of(session: Session) -> dict[str, Any]:
+    """The choice, without the time at which it was made."""
+    content = json.loads((session.place.of_run / "best_checkpoint.json").read_text())
+    return {key: value for key, value in content.items() if key != "selected_at"}
+
+
+def answer_all(evaluation: Evaluation, num_right: int, others: ErrorType = "wrong_answer") -> None:
+    """Bring in what a worker would; the first answers are right, and the others have another verdict."""
     batch = evaluation.next_batch()
     evaluation.handle(Described(batch.id, {"isolation": "bwrap", "protocol": {"engine": "none"}}))
     for number, request in enumerate(batch.requests):
-        verdict = Verdict("success", 1, 1) if number < num_right else Verdict("wrong_answer", 0, 1)
+        verdict = Verdict("success", 1, 1) if number < num_right else Verdict(others, 0, 1)
         evaluation.handle(Answered(batch.id, key_of(request), Answer("def f(): return 1", 5, False)))
         evaluation.handle(Verdicted(batch.id, key_of(request), verdict))
     evaluation.handle(Finished(batch.id, {"generate_s": 1.0, "judge_s": 1.0}))
@@ -171,6 +189,58 @@ def test_an_incomplete_result_says_so_and_is_evaluated_again(
             main(["retry", str(run_dir)])
         assert publisher.publish([task]) == set()
         assert ("step_10 on few (1 answers without a verdict)" in capsys.readouterr().out) == bool(missing)
+
+
+OTHER_RULE = ("selection.metric=accepted_at_1", "selection.mode=min", "selection.dataset=few", "wandb=false")
+
+
+def chosen_run(directory: Path) -> Session:
+    """A run where step 10 runs most often and step 20 is right most often; a watcher chose the first."""
+    session = session_of(directory, "wandb=false")
+    evaluated(session, 10, 2, "wrong_answer", leads=True)
+    evaluated(session, 20, 6, "runtime_error", leads=True)
+    assert best_of(session)["step"] == 10
+    return session
+
+
+def another_session(session: Session, *overrides: str) -> Session:
+    """Of the same run, with its recipe changed."""
+    recipe = load_recipe(str(session.place.of_run.parent / "few.yaml"), overrides)
+    return Session(place_of_run(session.place.of_run), recipe)
+
+
+@pytest.mark.parametrize("rule", [OTHER_RULE, (OTHER_RULE[0], "wandb=false")])
+def test_the_rule_of_a_side_evaluation_changes_no_choice(tmp_path: Path, rule: tuple[str, ...]) -> None:
+    """Its own checkpoint takes part in the choice by the watcher's rule."""
+    watched = chosen_run(tmp_path)
+    before = best_of(watched)
+    session = another_session(watched, *rule)
+    evaluated(session, 30, 3, "runtime_error", leads=False)
+    after = best_of(session)
+    assert [(entry["step"], entry["value"]) for entry in after.pop("checkpoints")] == [(10, 1), (20, 0.75), (30, 0.375)]
+    assert after == {key: value for key, value in before.items() if key != "checkpoints"}
+    evaluated(session, 40, 8, "success", leads=False)
+    assert best_of(session)["step"] == 40  # of equal ones the newer
+    Chooser(another_session(watched, *rule), leads=True).choose()
+    assert best_of(session)["metric"] == "accepted_at_1"  # as a watcher does
+
+
+@pytest.mark.parametrize("override", ["judge.limits.cpu_s=7", "sampling.max_tokens=7", "datasets.few.limit=3"])
+def test_a_side_evaluation_of_the_best_checkpoint_changes_no_choice(
+    tmp_path: Path, override: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched = chosen_run(tmp_path)
+    before = best_of(watched)
+    evaluated(another_session(watched, override, "wandb=false"), 10, 1, "runtime_error", leads=False)
+    assert best_of(watched) == before
+    assert "best_checkpoint.json is unchanged" in capsys.readouterr().err
+
+
+def test_a_best_checkpoint_that_is_gone_makes_room(tmp_path: Path) -> None:
+    watched = chosen_run(tmp_path)
+    shutil.rmtree(watched.place.of_run / "global_step_10")
+    evaluated(another_session(watched, *OTHER_RULE), 30, 3, "runtime_error", leads=False)
+    assert (best_of(watched)["step"], best_of(watched)["metric"]) == (20, "exec_success_rate")
 
 
 def source_of(session: Session) -> dict[str, Any]:
