@@ -36,9 +36,11 @@ def verdict_of(results: Sequence[TestResult], num_tests: int) -> Verdict:
     """The verdict from the tests that were run, in order; those that were not run are not passed.
 
     Args:
-        results: at least one.
+        results: none only where the problem has no tests, which is the data's fault and not the answer's.
         num_tests: of the problem.
     """
+    if not results:
+        return Verdict("api_error", 0, num_tests, "the problem has no tests")
     worst = min((result.error_type for result in results), key=_BY_SEVERITY.index)
     number, first = next((n, result) for n, result in enumerate(results, 1) if result.error_type == worst)
     num_passed = sum(result.error_type == "success" for result in results)

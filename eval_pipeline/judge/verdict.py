@@ -23,5 +23,5 @@ class Verdict:
 
     @property
     def pass_ratio(self) -> float:
-        """Passed tests over all tests, 0 to 1."""
-        return self.num_passed / self.num_tests
+        """Passed tests over all tests, 0 to 1; 0 where there are no tests."""
+        return self.num_passed / self.num_tests if self.num_tests else 0.0

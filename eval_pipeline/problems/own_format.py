@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from eval_pipeline.problems.problem import FunctionTests, Problem, ProgramTests, ReferenceAnswer
+from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer
+from eval_pipeline.problems.python_source import PARSE_ERRORS, parse
 from eval_pipeline.problems.record import Record
 from verl_ext.errors import UserError, one_line
 from verl_ext.own_code import OwnCode
@@ -62,4 +63,47 @@ class OwnFormat:
                 raise record.error(
                     f"{self._name} returned a Problem whose {name} is {value!r}; it must be a string that is not empty"
                 )
+        if (fault := _fault_of(problem.tests)) is not None:
+            raise record.error(
+                f"{self._name} returned the problem {problem.problem_id!r}, {fault}; correct the row or the function"
+            )
         return problem
+
+
+def _fault_of(tests: FunctionTests | ProgramTests | ReferenceAnswer) -> str | None:
+    """Why no answer can be judged by these tests; None where it can. The judge relies on what is checked here."""
+    if isinstance(tests, ReferenceAnswer):
+        return None if _is_text(tests.answer) else f"whose reference answer is {tests.answer!r}, not a non-empty string"
+    own = tests.tests if isinstance(tests, FunctionTests) else tests.cases
+    if not isinstance(own, list | tuple) or not own:
+        return "which has no tests" if not own else f"whose tests are {own!r}, not a tuple"
+    return _fault_of_function(tests) if isinstance(tests, FunctionTests) else _fault_of_program(tests)
+
+
+def _fault_of_function(tests: FunctionTests) -> str | None:
+    if not _is_text(tests.entry_point) or not tests.entry_point.isidentifier():
+        return f"whose entry_point is {tests.entry_point!r}, not the bare name of a function or class"
+    if not isinstance(tests.code_prompt, str):
+        return f"whose code_prompt is {tests.code_prompt!r}, not a string"
+    sources = {"preamble": tests.preamble, **{f"tests[{index}]": test for index, test in enumerate(tests.tests)}}
+    for name, source in sources.items():
+        if not isinstance(source, str) or (name != "preamble" and not source.strip()):
+            return f"whose {name} is {source!r}, not Python source"
+        try:
+            parse(source)
+        except PARSE_ERRORS as error:
+            return f"whose {name} is not Python ({one_line(error)})"
+    return None
+
+
+def _fault_of_program(tests: ProgramTests) -> str | None:
+    for index, case in enumerate(tests.cases):
+        if not isinstance(case, Case) or not isinstance(case.stdin, str) or not isinstance(case.expected, str):
+            return f"whose cases[{index}] is {case!r}, not a Case of two strings"
+    if not isinstance(tests.tolerance, int | float | None):
+        return f"whose tolerance is {tests.tolerance!r}, not a number or None"
+    return None
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())

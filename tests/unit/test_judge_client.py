@@ -18,7 +18,7 @@ from eval_pipeline.judge.sandbox import STARTS, Zygote
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.judge.wire import load_verdict
-from eval_pipeline.problems.problem import FunctionTests
+from eval_pipeline.problems.problem import FunctionTests, ProgramTests
 from tests.helpers import ROOT
 from tests.helpers.judge import SLEEPER, check_killed_client, function, processes_of, start_sleeper, until_settled
 from tests.helpers.processes import wait_until
@@ -94,6 +94,14 @@ def test_a_callback_may_submit_after_the_end() -> None:
         waiting.add_done_callback(lambda done: again.append(server.submit(RIGHT)))
     with pytest.raises(JudgeServerError, match="closed"):
         again[0].result(timeout=300)
+
+
+@pytest.mark.parametrize("tests", [FunctionTests("f", ()), ProgramTests(())])
+def test_a_problem_without_tests_does_not_end_the_server(tests: FunctionTests | ProgramTests) -> None:
+    with JudgeServer("rlimits", num_workers=1) as server:
+        verdicts = server.judge_all([Submission(RIGHT.program, tests), Submission("", tests), RIGHT], progress=False)
+    assert [verdict.error_type for verdict in verdicts] == ["api_error", "syntax_error", "success"]
+    assert [verdict.pass_ratio for verdict in verdicts] == [0, 0, 1]
 
 
 def test_a_cancelled_answer_does_not_block_later_ones() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -186,6 +187,52 @@ def problems_of(mine: Path, format: str, row: str) -> None:
     """Load one row."""
     (mine / "rows.jsonl").write_text(row + "\n")
     load_problems(DatasetSource("d", format, str(mine / "rows.jsonl")))
+
+
+PROBLEMS_FILE = """
+from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer
+def made(record): return Problem("p7", "Write f.", eval(record.fields["tests"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("tests", "says"),
+    [
+        ("FunctionTests('f', ())", "has no tests"),
+        ("FunctionTests('f', None)", "has no tests"),
+        ("ProgramTests(())", "has no tests"),
+        ("FunctionTests('f', 'assert f()')", "tests are 'assert f.*, not a tuple"),
+        ("FunctionTests('f', ('assert f()', 3))", r"tests\[1\] is 3, not Python source"),
+        ("FunctionTests('f', ('',))", r"tests\[0\] is '', not Python source"),
+        ("FunctionTests('f', ('assert f(',))", r"tests\[0\] is not Python .SyntaxError"),
+        ("FunctionTests('f', ('assert f()',), preamble=None)", "preamble is None"),
+        ("FunctionTests('f', ('assert f()',), code_prompt=1)", "code_prompt is 1"),
+        ("FunctionTests('f()', ('assert f()',))", r"entry_point is 'f\(\)'"),
+        ("ProgramTests((Case('1', '2'), Case(1, 2)))", r"cases\[1\] is Case"),
+        ("ProgramTests((('1', '2'),))", r"cases\[0\] is \('1'"),
+        ("ProgramTests((Case('1', '2'),), tolerance='1e-6')", "tolerance is '1e-6'"),
+        ("ReferenceAnswer(42)", "reference answer is 42"),
+        ("ReferenceAnswer(' ')", "reference answer is ' '"),
+    ],
+)
+def test_tests_that_no_answer_can_be_judged_by_are_refused(mine: Path, tests: str, says: str) -> None:
+    """The judge server would end with most of them."""
+    (mine / "made.py").write_text(PROBLEMS_FILE)
+    with pytest.raises(UserError, match=f"line 1: made.py:made returned the problem 'p7', .*{says}.*; correct the row"):
+        problems_of(mine, "made.py:made", json.dumps({"tests": tests}))
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "FunctionTests('f', ['assert f()'], 'import math', 'def f():')",
+        "ProgramTests((Case('', ''),), 1e-6)",
+        "ReferenceAnswer('42')",
+    ],
+)
+def test_tests_of_every_kind_are_taken(mine: Path, tests: str) -> None:
+    (mine / "made.py").write_text(PROBLEMS_FILE)
+    problems_of(mine, "made.py:made", json.dumps({"tests": tests}))
 
 
 def test_a_rule_that_fails_is_a_notice_and_keeps_no_other_from_its_work(mine: Path) -> None:
