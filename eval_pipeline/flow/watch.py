@@ -137,6 +137,10 @@ def watch(session: Session, recipe_name: str | None = None) -> int:
     work_off(session, watcher, publisher)
     if not watcher.wanted:
         warn("the run has finished without a checkpoint that can be evaluated; set trainer.save_freq and export.every")
+    elif not (session.place.of_run / BEST).exists():
+        selection = session.recipe.selection
+        on = "the data sets of tiers.tier1" if selection.dataset is None else selection.dataset
+        warn(f"no best checkpoint was chosen, because none has results of {selection.metric} on {on}")
     failed = [job for job in session.ledger.jobs() if job.state == "failed" and job.key in watcher.wanted]
     _tell_end(session, failed, len(watcher.wanted), ["--recipe", recipe_name] if recipe_name else [])
     return int(not watcher.wanted or bool(failed))

@@ -14,7 +14,7 @@ from eval_pipeline.problems.dataset import parser_of
 from eval_pipeline.problems.source import DatasetSource
 from eval_pipeline.recipe.kinds import require_kinds
 from eval_pipeline.recipe.metric import require_metric
-from eval_pipeline.recipe.values import is_positive_whole, require_choices, require_ranges
+from eval_pipeline.recipe.values import is_positive_whole, require_choice_of_best, require_choices, require_ranges
 from verl_ext.errors import UserError
 
 TIERS = (1, 2, 3)
@@ -69,7 +69,7 @@ class EvalRecipe:
         """From the resolved configuration, as plain mappings."""
         require_kinds(config)
         judge = config["judge"]
-        return EvalRecipe(
+        recipe = EvalRecipe(
             datasets={name: _source(name, entry) for name, entry in config["datasets"].items()},
             tiers={tier: tuple(config["tiers"][f"tier{tier}"]) for tier in TIERS},
             sampling=Sampling(**config["sampling"]),
@@ -82,6 +82,8 @@ class EvalRecipe:
             executor=ExecutorSettings(**config["executor"]),
             **{key: config[key] for key in _PLAIN},
         )
+        require_choice_of_best(recipe)  # here alone: a command may restrict a recipe to data sets of any tier
+        return recipe
 
     def __post_init__(self) -> None:
         for tier, names in self.tiers.items():

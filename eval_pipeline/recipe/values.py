@@ -46,6 +46,27 @@ def require_choices(recipe: EvalRecipe) -> None:
         )
 
 
+def require_choice_of_best(recipe: EvalRecipe) -> None:
+    """Refuse tiers by which a `watch` could never choose a best checkpoint. A recipe without tiers is for `judge`.
+
+    Raises:
+        UserError: what has no results, and how to change that.
+    """
+    chosen_by = recipe.selection.dataset
+    if chosen_by is None:
+        if any(recipe.tiers.values()) and not recipe.tiers[1]:
+            raise UserError(
+                "tiers.tier1 is empty, so no best checkpoint could be chosen; add a data set to it, or set "
+                "selection.dataset to one of tiers.tier2"
+            )
+    elif chosen_by not in (*recipe.tiers[1], *recipe.tiers[2]):
+        why = "tiers.tier3 is evaluated after the choice" if chosen_by in recipe.tiers[3] else "no tier names it"
+        raise UserError(
+            f"selection.dataset is {chosen_by!r}, but {why}, so no best checkpoint could be chosen; add it to "
+            "tiers.tier1 or tiers.tier2, or set selection.dataset to a data set of these"
+        )
+
+
 def require_ranges(recipe: EvalRecipe) -> None:
     """Refuse numbers that cannot work.
 

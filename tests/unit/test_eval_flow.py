@@ -268,7 +268,9 @@ def test_a_failed_evaluation_is_named_at_the_end(
         monkeypatch.setattr(f"eval_pipeline.flow.{module}.work_off", fail_all)
     session = session_of(tmp_path, "max_attempts=1", "tier2_every=1")
     assert watch(session) == 1
-    lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    assert "no best checkpoint was chosen" in printed.err
+    lines = printed.out.splitlines()
     assert "Finished: evaluation of run" in lines
     [failed] = [line.split() for line in lines if line.startswith("  failed ")]
     assert failed[1:4] == ["8", "of", "8"] and "3 more" in " ".join(failed) and "step_10 on few" in " ".join(failed)

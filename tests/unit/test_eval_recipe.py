@@ -178,6 +178,33 @@ def test_what_cannot_work_is_refused_by_its_key(override: str, words: str) -> No
         load_recipe("quickstart", [override])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["selection.dataset=humaneval"], "selection.dataset is 'humaneval', but tiers.tier3"),
+        (["selection.dataset=mbpp", "tiers.tier1=[codecontests_valid]"], "'mbpp', but no tier"),
+        (["tiers.tier1=[]"], "tiers.tier1 is empty"),
+        (["tiers.tier1=[]", "tiers.tier2=[]"], "tiers.tier1 is empty"),
+    ],
+)
+def test_tiers_by_which_nothing_is_best_are_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=f"{words}.*; (add|set)"):
+        load_recipe("phase1", overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["selection.dataset=codecontests_valid_big"],
+        ["selection.dataset=codecontests_valid_big", "tiers.tier1=[]"],
+        ["selection.dataset=mbpp", "tiers.tier3=[mbpp]"],
+        [f"tiers.tier{tier}=[]" for tier in (1, 2, 3)],
+    ],
+)
+def test_tiers_by_which_one_is_best_or_of_a_recipe_for_judging(overrides: list[str]) -> None:
+    assert load_recipe("phase1", overrides).selection.metric == "exec_success_rate"
+
+
 def test_the_value_of_a_key_that_may_be_secret_is_not_shown() -> None:
     for override in ("engine.api_key_env=123456", "engine.base_url=[secret]"):
         with pytest.raises(UserError) as refused:
@@ -227,6 +254,8 @@ def test_the_figures_to_choose_by_are_those_that_an_evaluation_has(num_samples: 
 def test_a_recipe_can_be_restricted_to_data_sets() -> None:
     recipe = restricted_to({"mbpp", "humaneval", "gone"}, load_recipe("phase1"))
     assert recipe.datasets_up_to(3) == [("mbpp", 1), ("humaneval", 3)]
+    chosen_by_another = load_recipe("phase1", ["selection.dataset=mbpp"])
+    assert restricted_to({"humaneval"}, chosen_by_another).datasets_up_to(3) == [("humaneval", 3)]
     with pytest.raises(UserError, match="none of the evaluated data sets .gone.; .* --recipe"):
         restricted_to({"gone"}, recipe)
 
