@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from itertools import zip_longest
 
+_BLOCK_CHARS = 1 << 14
+"""Characters whose tokens are in memory at a time."""
+_TOKEN = re.compile(r"\n|\S+")
+_SPACE = re.compile(r"\s")
 _INTEGER = re.compile(r"([+-]?)([0-9]+)")
 
 
 def outputs_match(actual: str, expected: str, tolerance: float | None) -> bool:
     """Whether two outputs are the same, line by line, white space within a line and blank lines at the end aside.
+
+    Outputs may be megabytes of line breaks, and one process compares for all workers: the comparison ends at the first
+    difference, and its memory does not depend on the number of lines or tokens.
 
     Args:
         actual: what the program printed.
@@ -18,18 +27,32 @@ def outputs_match(actual: str, expected: str, tolerance: float | None) -> bool:
             written as integers: those must be equal, for a count of 10^9 must not be off by 1000. None where all must
             be written the same.
     """
-    actual_lines, expected_lines = _tokens(actual), _tokens(expected)
-    return len(actual_lines) == len(expected_lines) and all(
-        len(ours) == len(theirs) and all(_same(a, b, tolerance) for a, b in zip(ours, theirs))
-        for ours, theirs in zip(actual_lines, expected_lines)
+    actual, expected = actual.rstrip(), expected.rstrip()
+    if actual == expected:
+        return True
+    start = _end_of_same_lines(actual, expected)
+    pairs = zip_longest(_tokens(actual, start), _tokens(expected, start))
+    return all(
+        ours == theirs or (ours and theirs and "\n" not in (ours, theirs) and _same(ours, theirs, tolerance))
+        for ours, theirs in pairs
     )
 
 
-def _tokens(text: str) -> list[list[str]]:
-    lines = [line.split() for line in text.split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+def _end_of_same_lines(actual: str, expected: str) -> int:
+    """Where a line begins before which both are the same text; at most a block and a line before they differ."""
+    start, end = 0, min(len(actual), len(expected))
+    while start < end and actual[start : start + _BLOCK_CHARS] == expected[start : start + _BLOCK_CHARS]:
+        start += _BLOCK_CHARS
+    return actual.rfind("\n", 0, min(start, end)) + 1
+
+
+def _tokens(text: str, start: int) -> Iterator[str]:
+    """The words of a text and its line breaks, in their order."""
+    while start < len(text):
+        space = _SPACE.search(text, start + _BLOCK_CHARS)
+        end = space.start() if space else len(text)
+        yield from _TOKEN.findall(text, start, end)
+        start = end
 
 
 def _same(actual: str, expected: str, tolerance: float | None) -> bool:
