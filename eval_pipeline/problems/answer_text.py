@@ -7,6 +7,8 @@ import re
 from eval_pipeline.problems.fences import LANGUAGES, FencedBlock, fenced_blocks
 
 _BYTE_ORDER_MARK = re.compile("^\ufeff+", re.MULTILINE)
+# not where a string or code in prose names the tag
+_REASONING_END = re.compile(r"(?:</think(?:ing)?>|\[/THINK\])(?![\"'\\]|`(?!``))")
 # MBPP's own prompt asks for code between these (Austin et al. 2021, section 3)
 _MARKER = re.compile(r"^[ \t]*\[(?:(?P<begin>BEGIN)\][ \t]*$|DONE\].*$)", re.MULTILINE)
 
@@ -22,6 +24,12 @@ def clean_text(answer: str) -> str:
     if not first["begin"]:  # the prompt ended with [BEGIN]
         text = f"[BEGIN]\n{text}"
     return _MARKER.sub(lambda marker: "```python" if marker["begin"] else "```", text)
+
+
+def behind_reasoning(text: str) -> str | None:
+    """What follows the last `</think>`; None where there is none."""
+    ends = [end.end() for end in _REASONING_END.finditer(text)]
+    return text[ends[-1] :] if ends else None
 
 
 def code_blocks(text: str) -> list[FencedBlock]:

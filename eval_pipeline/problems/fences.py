@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
+from functools import cached_property
 
 import regex  # unlike `re`, its possessive quantifiers hold in Python 3.10 and before 3.11.5
 
-from eval_pipeline.problems.python_source import parse_or_none
+from eval_pipeline.problems.python_source import MAX_PARSED_CHARS, SourceParser
 from eval_pipeline.problems.triple_quotes import open_quote
 
 PYTHON_TAGS = ("python", "py", "python3", "py3")
@@ -20,11 +21,25 @@ LANGUAGES = frozenset(
 """Tags that begin a block even where another one was left open."""
 MAX_FAILED_READINGS = 8
 """Of one text; after them its blocks end at the first fence. Each reading may go through the whole text."""
+_READING_CHARS = MAX_PARSED_CHARS // 3
+"""Parsed at most while the blocks of a text are told apart; the rest is for what is in them."""
 MAX_CUTS = 4
 """Fences behind code that are tried as the end of a block."""
 
 # models also open a block at the end of a line of prose; a `~~~` block stands on lines of its own
-_OPENING = regex.compile(r"(?:[^`]*+(?P<ticks>`{3,}+)|[ \t]*+(?P<tildes>~{3,}+))[ \t]*+(?P<tag>[\w+#-]*+)[^`]*+")
+_OPENING = regex.compile(
+    r"(?:[^`]*+(?P<ticks>`{3,}+)|[ \t]*+(?P<tildes>~{3,}+))[ \t]*+(?P<tag>[\w+#-]*+)(?P<rest>[^`]*+)"
+)
+# of one line, as in "```python print(1)```"; without a tag it is a name in prose if anything else is on its line
+_ONE_LINE = regex.compile(
+    rf"(?<!`)```(?i:(?P<tag>{'|'.join(PYTHON_TAGS)}))[ \t]++(?P<body>[^`\n]++)```(?!`)"
+    r"|^[ \t]*+```(?P<body>[^`\n]++)```[ \t]*+$",
+    regex.MULTILINE,
+)
+# other text on the line of the fence is a title or the like
+_CODE_ON_OPENING = regex.compile(
+    r"(?:from[ \t]+[\w.]+[ \t]+import\b|import[ \t]+\w|(?:async[ \t]+def|def|class)[ \t]+\w|@\w|\w[\w, ]*[ \t]=[ \t])"
+)
 _CLOSING = regex.compile(r"[ \t]*+(?P<fence>`{3,}+|~{3,}+)(?P<gap>[ \t]*+)(?P<tag>[\w+#-]*+)(?P<rest>.*+)")
 
 
@@ -39,7 +54,7 @@ class FencedBlock:
     closed: bool = True
     """False where the text ends inside the block."""
 
-    @property
+    @cached_property
     def source(self) -> str:
         """The body, moved to the left margin."""
         # `dedent` also empties blank lines, which may be part of a string, so it is left out where nothing is to do
@@ -58,10 +73,17 @@ def fenced_blocks(text: str) -> list[FencedBlock]:
     return _Scan(text.split("\n")).blocks
 
 
+def one_line_blocks(text: str) -> list[FencedBlock]:
+    """The blocks that begin and end on one line, in their order."""
+    return [FencedBlock((found["tag"] or "").lower(), found["body"].strip()) for found in _ONE_LINE.finditer(text)]
+
+
 @dataclass(frozen=True)
 class _Fence:
     mark: str
     tag: str
+    rest: str = ""
+    """What stands behind the tag."""
 
 
 class _Scan:
@@ -70,6 +92,7 @@ class _Scan:
     def __init__(self, lines: list[str]) -> None:
         self._lines = lines
         self._failed_readings = 0
+        self._parser = SourceParser(_READING_CHARS)
         self.blocks: list[FencedBlock] = []
         index, fence = 0, None
         while index < len(lines):
@@ -85,12 +108,19 @@ class _Scan:
         if fence.tag in ("", *PYTHON_TAGS) and self._failed_readings < MAX_FAILED_READINGS:
             end, cut = self._python_end(start, end, fence)
             if cut is not None:
-                self.blocks.append(FencedBlock(fence.tag, _joined([*self._lines[start:end], cut])))
+                self._keep(fence, _joined([*self._lines[start:end], cut]))
                 return end + 1, None
         closed = end < len(self._lines)
-        body = _joined(self._lines[start:end]) if closed else "\n".join(self._lines[start:])
-        self.blocks.append(FencedBlock(fence.tag, body, closed))
+        self._keep(fence, _joined(self._lines[start:end]) if closed else "\n".join(self._lines[start:]), closed)
         return end + 1, _reopened_by(self._lines[end]) if closed else None
+
+    def _keep(self, fence: _Fence, body: str, closed: bool = True) -> None:
+        if fence.tag in PYTHON_TAGS and fence.rest.strip():
+            whole, alone = f"{fence.rest.strip()}\n{body}", FencedBlock("", body).source
+            begins = _CODE_ON_OPENING.match(fence.rest.strip()) or not body.strip() or not self._parser.tree(alone)
+            if begins and self._parser.tree(whole):
+                body = whole
+        self.blocks.append(FencedBlock(fence.tag, body, closed))
 
     def _next_closing(self, start: int, fence: _Fence) -> int:
         lines = self._lines
@@ -121,14 +151,14 @@ class _Scan:
     def _is_python(self, lines: list[str]) -> bool:
         if self._failed_readings >= MAX_FAILED_READINGS:
             return False
-        is_python = parse_or_none(FencedBlock("", _joined(lines)).source) is not None
+        is_python = self._parser.tree(FencedBlock("", _joined(lines)).source) is not None
         self._failed_readings += not is_python
         return is_python
 
 
 def _opened_by(line: str) -> _Fence | None:
     opening = _OPENING.fullmatch(line)
-    return opening and _Fence(opening["ticks"] or opening["tildes"], opening["tag"].lower())
+    return opening and _Fence(opening["ticks"] or opening["tildes"], opening["tag"].lower(), opening["rest"])
 
 
 def _closes(line: str, fence: _Fence) -> bool:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
-from eval_pipeline.problems.python_source import parse_or_none
+from eval_pipeline.problems.python_source import SourceParser, outside_functions
 
 
 def gives_a_value(body: list[ast.stmt]) -> bool:
     """Whether a function with this body returns or yields, functions inside it left aside."""
     kinds = (ast.Return, ast.Yield, ast.YieldFrom)
-    return any(isinstance(node, kinds) for node in _outside_functions(body, ast.ClassDef))
+    return any(isinstance(node, kinds) for node in outside_functions(body, ast.ClassDef))
 
 
 def acts(tree: ast.Module) -> bool:
     """Whether running a module does something: it calls or loops outside its functions."""
     kinds = (ast.Call, ast.For, ast.While)
-    return any(isinstance(node, kinds) for node in _outside_functions(tree.body))
+    return any(isinstance(node, kinds) for node in outside_functions(tree.body))
 
 
 def prints(tree: ast.Module) -> bool:
@@ -29,20 +28,10 @@ def prints(tree: ast.Module) -> bool:
     )
 
 
-def is_blank(source: str) -> bool:
+def is_blank(source: str, parser: SourceParser) -> bool:
     """Whether a source is Python without any statement but constants, as comments, docstrings and `42` are."""
-    tree = parse_or_none(source)
+    tree = parser.tree(source)
     return tree is not None and all(_is_idle(statement) for statement in tree.body)
-
-
-def _outside_functions(body: list[ast.stmt], *also_left: type[ast.AST]) -> Iterator[ast.AST]:
-    inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, *also_left)
-    nodes: list[ast.AST] = list(body)
-    while nodes:
-        node = nodes.pop()
-        yield node
-        if not isinstance(node, inner):
-            nodes.extend(ast.iter_child_nodes(node))
 
 
 def _is_idle(statement: ast.stmt) -> bool:

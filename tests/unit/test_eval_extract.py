@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from eval_pipeline.problems import python_source
 from eval_pipeline.problems.dataset import DatasetSource, load_problems
 from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer
@@ -191,6 +192,100 @@ def test_marks_around_the_code_are_removed(answer: str, problem: Problem, code: 
     assert extract_program(problem, answer.format(code=code)) == code
 
 
+DRAFT = "def add(a, b):\n    return a\n"
+DRAFT_SCRIPT = "n = int(input())\nprint(n)\n"
+THOUGHTS = f"<think>\nFirst\n```python\n{DRAFT}```\n</think>"
+THOUGHTS_OF_SCRIPT = f"<think>\nFirst\n```python\n{DRAFT_SCRIPT}```\n</think>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        (f"{THOUGHTS}\n{ADD}", ADD),
+        (f"{THOUGHTS}\n\nHere it's:\n\n{ADD}\nThat's all.", ADD),
+        # templates may open the block in the prompt
+        (f"{THOUGHTS.removeprefix('<think>')}{ADD}", ADD),
+        (f"{THOUGHTS}```python\n{ADD}```", ADD),
+        (f"{THOUGHTS}\nno:</think>\n{ADD}", ADD),
+        (f"[THINK]\n```python\n{DRAFT}```\n[/THINK]\n{ADD}", ADD),
+        # a final answer that is broken is not mended by a draft, one without the function is
+        (f"{THOUGHTS}\n```python\ndef add(a, b:\n```", "def add(a, b:\n"),
+        (f"{THOUGHTS}\nThat is it.", DRAFT),
+        (f"{THOUGHTS}\n```python\nprint(add(1, 2))\n```", DRAFT),
+        # the tag in code is no end of reasoning
+        (f"```python\nx = '</think>'\n{ADD}```", f"x = '</think>'\n{ADD}"),
+        (f"Not `</think>`:\n```python\n{ADD}```", ADD),
+    ],
+)
+def test_answer_behind_reasoning_wins(answer: str, code: str) -> None:
+    assert extract_program(FUNCTION, answer).strip("\n") == code.strip("\n")
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        (f"{THOUGHTS_OF_SCRIPT}\n{SCRIPT}", SCRIPT),
+        (f"{THOUGHTS_OF_SCRIPT}\nSo:\n\n{SCRIPT}\nThat's all.", SCRIPT),
+        (f"{THOUGHTS_OF_SCRIPT}\n```python\nprint(\n```", "print(\n"),
+        (f"{THOUGHTS_OF_SCRIPT}\nIt prints\n```\n6\n```", DRAFT_SCRIPT),
+        (f"{THOUGHTS_OF_SCRIPT}\nThat is it.", DRAFT_SCRIPT),
+    ],
+)
+def test_program_behind_reasoning_wins(answer: str, code: str) -> None:
+    assert extract_program(PROGRAM, answer).strip("\n") == code.strip("\n")
+
+
+GUARDED = "try:\n    from operator import add\nexcept ImportError:\n    def add(a, b):\n        return a + b\n"
+BY_VERSION = "import sys\nif sys.version_info > (3,):\n    def add(a, b):\n        return a + b\n"
+
+
+@pytest.mark.parametrize("code", [GUARDED, BY_VERSION], ids=["try", "if"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "```python\n{code}```\nUse it:\n```python\nprint(add(1, 2))\n```",
+        "```python\n{code}```\nUse it:\n```python\nfrom solution import add\nprint(add(1, 2))\n```",
+        "Here it's:\n\n{code}\nThat's all.",
+    ],
+)
+def test_definition_inside_a_statement_is_found(answer: str, code: str) -> None:
+    assert extract_program(FUNCTION, answer.format(code=code)).rstrip() == code.rstrip()
+
+
+@pytest.mark.parametrize(
+    ("problem", "answer", "code"),
+    [
+        (PROGRAM, "```python print(1)```", "print(1)"),
+        (PROGRAM, "So: ```Python n = int(input()); print(n)``` is it.", "n = int(input()); print(n)"),
+        (PROGRAM, "```print(1)```\nIt prints\n```\n1\n```", "print(1)"),
+        (FUNCTION, "```python def add(a, b): return a + b```", "def add(a, b): return a + b"),
+        (FUNCTION, "```add = sum```", "add = sum"),
+        # a name in prose
+        (PROGRAM, "Like ```print(1)``` here.", "Like ```print(1)``` here."),
+        (PROGRAM, f"Like ```python print(1)``` here:\n\n{SCRIPT}", SCRIPT),
+        (PROGRAM, "```python print(1)```\n```python\nprint(\n```", "print(\n"),
+        (FUNCTION, f"Like ```python add = sum```:\n\n{ADD}", ADD),
+        # code that begins on the line of the fence, where a title may be
+        (FUNCTION, "```python def add(a, b):\n    return a + b\n```", ADD),
+        (FUNCTION, f"```python import math\n{ADD}```", f"import math\n{ADD}"),
+        (FUNCTION, f"```python add.py\n{ADD}```", ADD),
+        (PROGRAM, "```python n = int(input())\nprint(n)\n```", DRAFT_SCRIPT),
+        (PROGRAM, f"```python {{.numberLines}}\n{SCRIPT}```", SCRIPT),
+    ],
+)
+def test_code_on_the_line_of_a_fence(problem: Problem, answer: str, code: str) -> None:
+    assert extract_program(problem, answer) == code
+
+
+def test_constant_before_the_function_between_prose_is_kept() -> None:
+    assert extract_program(FUNCTION, f"It's so:\n\nMOD = 7\n\n{ADD}\nThat's all.") == f"MOD = 7\n\n{ADD}"
+
+
+def test_block_that_needs_an_import_of_another_is_an_example() -> None:
+    answer = "```python\nimport math\nprint(math.pi)\n```\nor\n```python\nprint(math.e)\n```"
+    assert extract_program(PROGRAM, answer) == "import math\nprint(math.pi)\n"
+
+
 @pytest.mark.parametrize("problem", [FUNCTION, CONTINUABLE, PROGRAM], ids=["function", "continuable", "program"])
 @pytest.mark.parametrize(
     "answer",
@@ -232,6 +327,33 @@ def test_hostile_answer_is_extracted_without_an_error(answer: str) -> None:
     # quadratic time would be minutes or hours for the long ones
     for problem in (FUNCTION, CONTINUABLE, PROGRAM):
         assert isinstance(extract_program(problem, answer), str)
+
+
+@pytest.mark.parametrize("problem", [FUNCTION, CONTINUABLE, PROGRAM], ids=["function", "continuable", "program"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "x = f'" + "{x}" * 50_000 + "'",
+        "x;" * 100_000,
+        "```python\n" + ADD * 5_000,
+        "Hello you:\n\nadd = 1\n" + (ADD * 1_000 + "x y\n") * 10,
+        "".join(f"```python\nx{n} = '''\n```\n'''\n{ADD * 100}x y\n```\n" for n in range(100)),
+        "".join(f"```python\nprint(x{n})\n{ADD * 100}```\n" for n in range(100)),
+    ],
+    ids=lambda answer: repr(answer[:14]),
+)
+def test_little_of_a_hostile_answer_is_parsed(problem: Problem, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing is slow, some sources take quadratic time, and Python's parser holds the interpreter lock meanwhile."""
+    parse, sizes = python_source.parse, []
+    monkeypatch.setattr(python_source, "parse", lambda source: (sizes.append(len(source)), parse(source))[1])
+    extract_program(problem, answer)
+    assert max(sizes, default=0) <= 1 << 15 and sum(sizes) <= 1 << 18
+
+
+def test_end_of_an_endless_answer_is_searched() -> None:
+    thoughts = "<think>\n" + "Hm. " * 500_000
+    assert extract_program(FUNCTION, f"{thoughts}\n</think>\n```python\n{ADD}```") == ADD
+    assert extract_program(PROGRAM, f"{thoughts}\n```python\n{SCRIPT}```") == SCRIPT
 
 
 def test_every_humaneval_solution_is_found_as_a_program_and_as_a_body() -> None:
