@@ -112,14 +112,14 @@ def test_what_cannot_be_loaded_is_one_sentence(mine: Path, text: str, says: str)
     assert "\n" not in str(refused.value)
 
 
-def test_a_reward_in_the_rank_costs_a_failure_its_part_alone(mine: Path) -> None:
+def test_a_reward_in_the_rank_that_fails_costs_its_sample_alone(mine: Path) -> None:
     environment = TextEnvironment(wanted_rewards(["package.mine:score*0.5", "reward_format"]), SETTINGS, 1)
     for text in ("good", "raise", "nan"):
         environment.submit(sample(text, ""))
     good, raised, nan = environment.collect()
     environment.close()
     assert good.parts == {"score": 1.0, "reward_format": 0.0} and not good.failures
-    assert raised.parts["score"] == nan.parts["score"] == 0
+    assert raised.total is nan.total is None and good.total == 1.0
     assert raised.failures["score"].reason == "ZeroDivisionError: division by zero"
     assert "mine.py" in raised.failures["score"].traceback
     assert "nan" in nan.failures["score"].reason and not nan.failures["score"].timed_out
