@@ -10,7 +10,7 @@ from verl_ext.metrics.lines import LineWriter, drop_torn_tail, end_with_newline,
 
 SAMPLES_FILE = "samples.jsonl"
 EVENTS_FILE = "events.jsonl"
-SampleRow = Mapping[str, str | float]
+SampleRow = Mapping[str, str | float | None]
 
 
 class RecordsFile:
