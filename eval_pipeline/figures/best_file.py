@@ -60,14 +60,28 @@ def read_best_checkpoint(run_dir: Path) -> BestCheckpoint:
         raise UserError(f"{run_dir} has no {BEST}; evaluate the run with `watch`, which writes it")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        keys = ("metric", "mode", "settings")
-        return BestCheckpoint(
-            step=int(content["step"]), datasets=tuple(content["datasets"]), **{key: content[key] for key in keys}
+        best = BestCheckpoint(
+            step=content["step"],
+            metric=content["metric"],
+            mode=content["mode"],
+            datasets=tuple(content["datasets"]),
+            settings=content["settings"],
         )
+        _require_types(best)
+        return best
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"cannot read {path} ({error!r}); delete it and evaluate the run with `watch`, which writes it"
         ) from error
+
+
+def _require_types(best: BestCheckpoint) -> None:
+    """Refuse what another version, or a person, may have written; raises `TypeError`."""
+    named = isinstance(best.metric, str) and best.mode in ("max", "min")
+    settings = isinstance(best.settings, dict) and all(isinstance(each, dict) for each in best.settings.values())
+    datasets = best.datasets and all(isinstance(name, str) for name in best.datasets)
+    if not isinstance(best.step, int) or not named or not settings or not datasets:
+        raise TypeError("a value of another kind")
 
 
 def _content(choice: Choice, evaluated: Sequence[EvaluatedModel]) -> dict[str, Any]:

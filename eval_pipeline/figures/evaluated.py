@@ -102,14 +102,20 @@ class EvaluatedModel:
 
     @staticmethod
     def of_json(content: Mapping[str, Any]) -> EvaluatedModel:
-        """Inverse of `to_json`; raises whatever a wrong key or type leads to."""
+        """Inverse of `to_json`.
+
+        Raises:
+            KeyError: a key is missing, as in what another version wrote.
+            TypeError: a value has another type.
+        """
+        names = {key: _typed(content[key], str) for key in ("label", "checkpoint", "export", "weights")}
         return EvaluatedModel(
-            label=content["label"],
-            step=content["step"],
-            checkpoint=Path(content["checkpoint"]),
-            export=content["export"],
-            weights=content["weights"],
-            datasets={name: _result_of(content, name) for name in content["datasets"]},
+            label=names["label"],
+            step=_typed(content["step"], int, type(None)),
+            checkpoint=Path(names["checkpoint"]),
+            export=names["export"],
+            weights=names["weights"],
+            datasets={name: _result_of(content, name) for name in _typed(content["datasets"], dict)},
         )
 
 
@@ -119,7 +125,25 @@ def figures_with_intervals(result: DatasetResult) -> dict[str, Any]:
 
 
 def _result_of(content: Mapping[str, Any], name: str) -> DatasetResult:
-    figures = dict(content["datasets"][name])
-    intervals = {metric: (float(low), float(high)) for metric, (low, high) in figures.pop(_INTERVALS).items()}
-    of_dataset = {key: content[key][name] for key in ("tier", "protocol", "isolation", "seconds")}
-    return DatasetResult(figures, intervals, **of_dataset)
+    figures = dict(_typed(content["datasets"][name], dict))
+    intervals = {
+        metric: (float(low), float(high)) for metric, (low, high) in _typed(figures.pop(_INTERVALS), dict).items()
+    }
+    for value in figures.values():
+        _typed(value, int, float, type(None))
+    if not _typed(figures["num_problems"], int) or not intervals.keys() <= figures.keys():
+        raise TypeError("figures of no problems, or an interval of no figure")
+    return DatasetResult(
+        figures,
+        intervals,
+        tier=_typed(content["tier"][name], int),
+        protocol=_typed(content["protocol"][name], dict),
+        isolation=_typed(content["isolation"][name], str),
+        seconds={phase: _typed(value, int, float) for phase, value in _typed(content["seconds"][name], dict).items()},
+    )
+
+
+def _typed(value: Any, *types: type) -> Any:
+    if not isinstance(value, types):
+        raise TypeError(f"{value!r} is of another type")
+    return value

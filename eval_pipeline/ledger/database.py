@@ -25,7 +25,8 @@ class Database:
         schema: statements that may be run again and again.
 
     Raises:
-        UserError: here and by every method: the file cannot be made, read or written, or is no such database.
+        UserError: here and by every method: the file cannot be made, read or written, or is no such database, or
+            lacks a column of the schema.
     """
 
     def __init__(self, path: Path, schema: str) -> None:
@@ -35,6 +36,13 @@ class Database:
             self._connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
             self._connection.row_factory = sqlite3.Row
             self._connection.executescript(schema)
+            missing = _missing_columns(self._connection, schema)
+        if missing:
+            self._connection.close()
+            raise UserError(
+                f"another version wrote the ledger {path}, which lacks {missing[0]}; delete the file; answers and "
+                "verdicts are stored elsewhere and are reused"
+            )
 
     def close(self) -> None:
         """Close the file."""
@@ -67,3 +75,13 @@ class Database:
             raise UserError(
                 f"cannot use the ledger {self.path} ({first_line_of(error)}); free disk space or delete the file"
             ) from error
+
+
+def _missing_columns(connection: sqlite3.Connection, schema: str) -> list[str]:
+    """Columns that a schema makes and a file does not have, as `table.column`."""
+    empty = sqlite3.connect(":memory:")
+    empty.executescript(schema)
+    query = "SELECT each.name || '.' || column.name FROM sqlite_master AS each, pragma_table_info(each.name) AS column"
+    wanted, found = ([row[0] for row in each.execute(query)] for each in (empty, connection))
+    empty.close()
+    return [name for name in wanted if name not in found]

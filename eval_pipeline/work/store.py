@@ -10,10 +10,11 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from eval_pipeline.engines.answer import Answer
-from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.judge.verdict import ERROR_TYPES, Verdict
 from eval_pipeline.work.batch import Key
 from verl_ext.metrics.atomic import replace_file
 from verl_ext.metrics.lines import LineWriter, drop_torn_tail
+from verl_ext.metrics.notice import warn
 
 T = TypeVar("T")
 
@@ -38,19 +39,32 @@ class Store:
             directory / f"{name}-{digest[:16]}.jsonl"
             for name, digest in (("answers", answers_digest), ("verdicts", verdicts_digest))
         )
-        self.answers = read_rows(answers, lambda row: Answer(**row), lambda answer: answer.error is not None)
-        self.verdicts = read_rows(
-            verdicts, lambda row: Verdict(**row), lambda verdict: verdict.error_type == "api_error"
-        )
-        self._drop_orphans(verdicts)
-        self._answers, self._verdicts = LineWriter(answers), LineWriter(verdicts)
+        self.answers = read_rows(answers, _answer_of, lambda answer: answer.error is not None)
+        self.verdicts = read_rows(verdicts, _verdict_of, lambda verdict: verdict.error_type == "api_error")
         self._context = {
             "protocol": directory / f"protocol-{answers_digest[:16]}.json",
             "isolation": directory / f"isolation-{verdicts_digest[:16]}.json",
         }
-        self.context: dict[str, Any] = {
-            name: json.loads(path.read_text()) for name, path in self._context.items() if path.exists()
-        }
+        self.context: dict[str, Any] = {}
+        self._read_context("protocol", dict, answers, self.answers)
+        self._read_context("isolation", str, verdicts, self.verdicts)
+        self._drop_orphans(verdicts)
+        self._answers, self._verdicts = LineWriter(answers), LineWriter(verdicts)
+
+    def _read_context(self, name: str, kind: type, path: Path, rows: dict[Key, Any]) -> None:
+        """Read how the rows of a file came about; without that they cannot be used, and are discarded."""
+        where = self._context[name]
+        try:
+            value = json.loads(where.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            value = None
+        if isinstance(value, kind):
+            self.context[name] = value
+        elif rows:
+            why = f"{where} is missing or unreadable"
+            warn(f"{why}, so the {len(rows)} rows of {path.name} are discarded and computed again")
+            rows.clear()
+            replace_file(path, ())
 
     def _drop_orphans(self, path: Path) -> None:
         """Take out verdicts whose answer is lost and will be drawn anew; only a crash of the machine leaves such."""
@@ -100,17 +114,57 @@ class Store:
 
 
 def read_rows(path: Path, make: Callable[[dict[str, Any]], T], has_failed: Callable[[T], bool]) -> dict[Key, T]:
-    """The rows of a file by key, of several with one key the first that has not failed; a torn tail is cut off."""
+    """The rows of a file by key, of several with one key the first that has not failed; a torn tail is cut off.
+
+    Args:
+        path: JSON Lines; there may be no such file.
+        make: makes a value of a row without its key. Rows for which it raises `TypeError` or `ValueError`, as those
+            that another version wrote, are skipped with one warning.
+        has_failed: whether a value gives way to a later one.
+    """
     if not path.exists():
         return {}
     drop_torn_tail(path, lambda line: line.endswith(b"\n") and _parse(line) is not None)
     rows: dict[Key, T] = {}
+    num_skipped = 0
     with open(path, "rb") as file:
         for row in filter(None, map(_parse, file)):
-            key = (row.pop("problem_id"), row.pop("sample"))
+            try:
+                key, value = _key_of(row), make(row)
+            except (TypeError, ValueError):
+                num_skipped += 1
+                continue
             if key not in rows or has_failed(rows[key]):
-                rows[key] = make(row)
+                rows[key] = value
+    if num_skipped:
+        warn(f"{path}: skipped {num_skipped} rows that this version cannot read; they are computed again")
     return rows
+
+
+def _key_of(row: dict[str, Any]) -> Key:
+    """The key of a row, which is taken out of it."""
+    problem_id, sample = row.pop("problem_id", None), row.pop("sample", None)
+    if not isinstance(problem_id, str) or not isinstance(sample, int):
+        raise TypeError("a row without its key")
+    return problem_id, sample
+
+
+def _answer_of(row: dict[str, Any]) -> Answer:
+    answer = Answer(**row)
+    numbers = isinstance(answer.num_tokens, int) and isinstance(answer.truncated, bool)
+    if not numbers or not isinstance(answer.text, str) or not isinstance(answer.error, str | None):
+        raise TypeError("a field of another type")
+    return answer
+
+
+def _verdict_of(row: dict[str, Any]) -> Verdict:
+    verdict = Verdict(**row)
+    numbers = all(isinstance(each, int) for each in (verdict.num_passed, verdict.num_tests))
+    if not numbers or not isinstance(verdict.judge_time, int | float) or not isinstance(verdict.message, str):
+        raise TypeError("a field of another type")
+    if verdict.error_type not in ERROR_TYPES:
+        raise ValueError("an error type that this version does not have")
+    return verdict
 
 
 def _line(key: Key, content: dict[str, Any]) -> str:
@@ -118,8 +172,9 @@ def _line(key: Key, content: dict[str, Any]) -> str:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
+    """A row; None for what is left of one that a kill or a crash tore."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and {"problem_id", "sample"} <= row.keys() else None
+    return row if isinstance(row, dict) and row else None

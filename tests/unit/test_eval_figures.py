@@ -385,3 +385,42 @@ def test_the_log_holds_any_text(tmp_path: Path) -> None:
     assert [row["error_type"] for row in rows] == ["success", "wrong_answer", "timeout", "api_error"]
     assert rows[0] == qa_row(FOUR[0]) and rows[0]["prompt"] == SURROGATE and rows[0]["program"] == "program"
     assert os.listdir(path.parent) == [path.name]
+
+
+OTHERS = {
+    "metrics": (
+        ["step", "datasets.x.num_problems", "datasets.x.intervals", "seconds", "tier.x"],
+        {"step": "10", "weights": None, "datasets": ["x"], "datasets.x.accepted_at_1": "0.5", "protocol.x": [],
+         "datasets.x.num_problems": 0, "datasets.x.intervals": 1, "seconds.x": {"judge_s": "1"}, "isolation.x": None},
+    ),
+    "best_checkpoint": (
+        ["step", "metric", "settings", "datasets"],
+        {"step": "10", "mode": "most", "metric": 3, "datasets": [], "datasets ": [["x"]], "settings": [],
+         "settings.x": 1},
+    ),
+}  # fmt: skip
+
+
+def changed(content: dict[str, Any], key: str, *value: Any) -> dict[str, Any]:
+    """A copy with another value at a dotted key, or without the key where there is none."""
+    head, _, rest = key.strip().partition(".")
+    if rest:
+        return {**content, head: changed(content[head], rest, *value)}
+    return {**{name: item for name, item in content.items() if name != head}, **({head: value[0]} if value else {})}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_files_of_another_version_are_refused(name: str, tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, 10, x=result(0.5))
+    write_evaluation(tmp_path, model)
+    write_best_checkpoint(tmp_path, choose_best([model], X), [model])
+    path, read = tmp_path / f"{name}.json", read_evaluation if name == "metrics" else read_best_checkpoint
+    content = json.loads(path.read_text())
+    missing, others = OTHERS[name]
+    gone = [changed(content, key) for key in missing]
+    for each in [*gone, *(changed(content, key, value) for key, value in others.items()), [], 7, None]:
+        path.write_text(json.dumps(each))
+        with pytest.raises(UserError, match="cannot read"):
+            read(tmp_path)
+    path.write_text(json.dumps({**content, "newer": 1}))
+    read(tmp_path)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -392,6 +393,35 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path, content: bytes | No
     path.mkdir() if content is None else path.write_bytes(content)
     with pytest.raises(UserError, match=f"cannot use the ledger {path}"):
         Ledger(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "missing"),
+    [
+        ("ALTER TABLE jobs RENAME COLUMN owner TO wanted_by", "jobs.owner"),
+        ("ALTER TABLE jobs RENAME COLUMN seconds TO phases", "jobs.seconds"),
+        ("DROP TABLE published; CREATE TABLE published (checkpoint TEXT)", "published.digest"),
+    ],
+)
+def test_a_ledger_of_another_version_is_refused(tmp_path: Path, change: str, missing: str) -> None:
+    with closing(Ledger(tmp_path)) as ledger:
+        ledger.add("step_1", "d", 1, "x")
+        path = ledger.path
+    with closing(sqlite3.connect(path)) as database:
+        database.executescript(change)
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=f"{path}, which lacks {missing}; delete the file"):
+        Ledger(tmp_path)
+    assert path.read_bytes() == before
+
+
+def test_a_ledger_with_a_column_more_is_used(tmp_path: Path) -> None:
+    Ledger(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / LEDGER_FILE)) as database:
+        database.executescript("ALTER TABLE jobs ADD COLUMN newer TEXT")
+    with closing(Ledger(tmp_path)) as ledger:
+        ledger.add("step_1", "d", 1, "x")
+        assert ledger.claim([("step_1", "d", "x")]) is not None
 
 
 def test_a_ledger_that_breaks_while_it_is_open_is_told_in_a_sentence(ledger: Ledger) -> None:

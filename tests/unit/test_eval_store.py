@@ -147,6 +147,63 @@ def test_a_line_that_a_crash_has_blotted_out_is_done_again(tmp_path: Path) -> No
         assert list(store.answers) == [KEYS[0], KEYS[2]]
 
 
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("answers", {"finish_reason": "stop"}),  # a field that is not there yet
+        ("answers", {"num_tokens": None}),
+        ("answers", {"text": 3}),
+        ("answers", {"sample": "0"}),
+        ("answers", {"problem_id": ["p1"]}),
+        ("verdicts", {"tests": []}),
+        ("verdicts", {"error_type": "memory"}),
+        ("verdicts", {"num_passed": "1"}),
+        ("verdicts", {"judge_time": None}),
+    ],
+)
+@pytest.mark.parametrize("row", [1, 4])
+def test_a_row_of_another_version_is_skipped_and_made_again(
+    tmp_path: Path, recipe: EvalRecipe, kind: str, change: dict, row: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last row, too, is no torn one."""
+    fill(tmp_path, num_answers=5, num_verdicts=5)
+    path = file_of(tmp_path, kind)
+    lines = path.read_text().splitlines(keepends=True)
+    lines[row] = json.dumps({**json.loads(lines[row]), **change}) + "\n"
+    path.write_text("".join(lines))
+    with evaluation(tmp_path, recipe) as one:
+        [warning] = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+        assert str(path) in warning and "skipped 1 rows" in warning
+        batch = one.next_batch()
+        assert not one.has_waiting
+        missing = batch.requests[0] if row == 4 else batch.requests[1]
+        assert key_of(missing) == KEYS[row] and batch.needs_engine == (kind == "answers")
+        work(one, batch)
+        assert one.is_complete and [each.answer for each in one.judged()] == list(ANSWERS.values())
+    assert lines[row] in path.read_text()  # nothing of another version is removed
+    with evaluation(tmp_path, recipe) as again:
+        assert again.is_complete
+
+
+@pytest.mark.parametrize("kind", ["protocol", "isolation"])
+@pytest.mark.parametrize("content", [None, "", "7", "\x00"])
+def test_rows_of_unknown_origin_are_made_again(
+    tmp_path: Path, recipe: EvalRecipe, kind: str, content: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path, num_answers=5, num_verdicts=5)
+    [path] = tmp_path.glob(f"{kind}-*.json")
+    path.unlink() if content is None else path.write_text(content)
+    with evaluation(tmp_path, recipe) as one:
+        assert "missing or unreadable" in capsys.readouterr().err
+        while one.has_waiting:
+            batch = one.next_batch()
+            assert batch.needs_engine == (kind == "protocol") and not batch.judged
+            work(one, batch)
+        assert one.is_complete and (one.isolation, one.protocol) == ("bwrap", {"engine": "vllm"})
+    with open_store(tmp_path) as store:
+        assert (store.answers, store.verdicts, store.context) == (ANSWERS, VERDICTS, CONTEXT)
+
+
 def test_another_digest_has_other_files(tmp_path: Path) -> None:
     fill(tmp_path, num_answers=5, num_verdicts=5)
     with Store(tmp_path, DIGESTS.answers, "w" * 32) as store:  # only the judge's limits have changed
