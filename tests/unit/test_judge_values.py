@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 INSIDE = Path(__file__).resolve().parents[2] / "eval_pipeline" / "judge" / "inside"
@@ -100,6 +101,16 @@ def test_plain_values_arrive(value: Any, arrives: Any) -> None:
     assert result == arrives and arrives == result
     assert type(result) is type(arrives) or type(result)._fields == type(arrives)._fields
     assert repr(result) == repr(arrives)
+
+
+def test_empty_texts_of_numpy_arrive() -> None:
+    """Their elements have no size."""
+    for value in (np.str_(""), np.bytes_(b""), np.array(""), np.array(["", ""]), np.array([], dtype="U")):
+        result = sent(value)
+        assert type(result) is type(value) and result.shape == value.shape and np.array_equal(result, value)
+    for kind in ("U0", "S0"):
+        result = sent(np.ndarray((2, 3), np.dtype(kind), buffer=b""))
+        assert result.shape == (2, 3) and result.dtype.kind == kind[0] and not any(result.flat)
 
 
 def test_aliases_arrive() -> None:

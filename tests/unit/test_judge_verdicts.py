@@ -52,7 +52,10 @@ FUNCTIONS = {
     "segfault": ("import ctypes\ndef f(x): ctypes.string_at(0)", "runtime_error"),
 }
 
-
+UNLIMITED_STACK = """
+import resource, sys, threading
+resource.setrlimit(resource.RLIMIT_STACK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+"""
 SCRIPTS = {
     "right": ("print(int(input()) + 1)", "success"),
     "stdin": ("import sys\nprint(int(sys.stdin.readline()) + 1)", "success"),
@@ -82,6 +85,23 @@ SCRIPTS = {
         "threading.Thread(target=main).start()",
         "success",
     ),
+    "unlimited stack": (UNLIMITED_STACK + "print(2)", "success"),
+    "unlimited stack of a thread": (
+        UNLIMITED_STACK + "sys.setrecursionlimit(10**7)\nthreading.stack_size(2**27)\n"
+        "def depth(n): return n and 1 + depth(n - 1)\n"
+        "thread = threading.Thread(target=lambda: print(depth(50000) - 49998))\nthread.start()\nthread.join()",
+        "success",
+    ),
+    "stack of 512 MB": ("import resource as r\nr.setrlimit(r.RLIMIT_STACK, [2**29, -1])\nprint(2)", "success"),
+    "other limits that stay": (
+        "import resource as r\nlimits = r.RLIMIT_AS, r.RLIMIT_CPU, r.RLIMIT_NOFILE, r.RLIMIT_FSIZE, r.RLIMIT_CORE\n"
+        "before = [*map(r.getrlimit, limits)]\n"
+        "for limit in limits:\n    r.setrlimit(limit, (-1, -1))\n    r.prlimit(0, limit, (2**60, -1))\n"
+        "assert [*map(r.getrlimit, limits)] == before\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (20, 30))\nassert r.getrlimit(r.RLIMIT_NOFILE) == (20, 30)\nprint(2)",
+        "success",
+    ),
+    "a limit below itself": ("import resource as r\nr.setrlimit(r.RLIMIT_NOFILE, (20, 10))\nprint(2)", "runtime_error"),
     "deep recursion": (
         "import sys\nsys.setrecursionlimit(10**6)\ndef depth(n): return n and 1 + depth(n - 1)\n"
         "print(depth(50000) - 49998)",

@@ -19,6 +19,7 @@ import standard_files
 from answer_peer import AnswerPeer
 from peer import ConversationError, describe
 
+_setrlimit = resource.setrlimit  # before answers get another one (`binding.prepare`)
 _LENGTH = struct.Struct(">Q")
 _ENCODING = ("utf-8", "surrogatepass")
 """Of program and preamble: a program may hold half a character, and is told that it does not compile."""
@@ -43,7 +44,7 @@ def run(limits: list[tuple[int, tuple[int, int]]], kind: str, files: binding.Fil
         is_open = True
         os.chdir(directory)
         for limit in limits:
-            resource.setrlimit(*limit)
+            _setrlimit(*limit)
         binding.confine(place.policy, place.drop_user)
         random.seed(0)
     except BaseException:

@@ -29,7 +29,10 @@ def array(kind: str, shape: tuple[int, ...], data: bytes) -> Any:
 
     if not _KINDS.fullmatch(kind):
         raise ValueError(f"an array of {kind}")
-    return numpy.frombuffer(data, numpy.dtype(kind)).reshape(shape).copy()
+    element = numpy.dtype(kind)
+    if element.itemsize == 0:  # of an empty text, which `frombuffer` refuses
+        return numpy.zeros(shape, element)
+    return numpy.frombuffer(data, element).reshape(shape).copy()
 
 
 def scalar(kind: str, shape: tuple[int, ...], data: bytes) -> Any:

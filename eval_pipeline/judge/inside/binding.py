@@ -6,6 +6,7 @@ What each process does itself it does with all of its memory yet to be copied, s
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import resource
 import signal
@@ -42,9 +43,38 @@ def prepare() -> None:
     # 1 rather than 0, which would not keep the kernel from handing the memory to a program that collects such
     for limit, value in ((resource.RLIMIT_CORE, 1), (resource.RLIMIT_MEMLOCK, 0), (resource.RLIMIT_MSGQUEUE, 0)):
         resource.setrlimit(limit, (value, value))
-    resource.setrlimit(*_lowered(resource.RLIMIT_STACK, _STACK_BYTES))  # of the first thread; it grows only when used
+    # of the first thread; it grows only when used. An answer may raise it: the limit of its memory holds for it too
+    highest = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    resource.setrlimit(resource.RLIMIT_STACK, (_lowered(resource.RLIMIT_STACK, _STACK_BYTES)[1][0], highest))
+    _make_limits_settable()
     _open_standard_streams()
     sys.argv = ["answer.py"]
+
+
+def _make_limits_settable() -> None:
+    """Replace `setrlimit` and `prlimit` in this process: programs ask for unlimited stacks and the like, and stop with
+    an error where they do not get them. They get the most that the kernel lets them have."""
+    set_limit, set_limit_of = resource.setrlimit, resource.prlimit
+
+    @functools.wraps(set_limit)
+    def setrlimit(limit: int, values: Any, /) -> None:
+        set_limit(limit, _allowed(limit, values))
+
+    @functools.wraps(set_limit_of)
+    def prlimit(pid: int, limit: int, values: Any = None, /) -> tuple[int, int]:
+        pid = 0 if pid == os.getpid() else pid  # the filter of system calls knows this process by 0 alone
+        return set_limit_of(pid, limit, *(() if values is None else (_allowed(limit, values),)))
+
+    # a type checker takes functions for constants
+    resource.setrlimit, resource.prlimit = setrlimit, prlimit  # type: ignore[assignment]
+
+
+def _allowed(limit: int, values: Any) -> Any:
+    """Soft and hard limit, neither above the hard one that holds; other values as they are, to be refused as usual."""
+    highest = resource.getrlimit(limit)[1]
+    if highest == resource.RLIM_INFINITY or type(values) not in (tuple, list) or {*map(type, values)} != {int}:
+        return values
+    return tuple(highest if value == resource.RLIM_INFINITY else min(value, highest) for value in values)
 
 
 def _open_standard_streams() -> None:
