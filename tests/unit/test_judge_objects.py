@@ -44,8 +44,254 @@ def set_with(what, parts, attributes):
     values._reduced = lambda kind, value: (what, parts, (None, attributes)) if kind is Mark else reduced(kind, value)
     return Mark()
 """
+SWALLOWS = """
+class Manager:
+    def __enter__(self): return 5
+    def __exit__(self, *error): return True
+def f(x): return Manager()
+"""
+SUPPRESS = """
+class f:
+    def __init__(self, *kinds): self.kinds = kinds
+    def __enter__(self): pass
+    def __exit__(self, kind, error, trace): return kind is not None and issubclass(kind, self.kinds)
+"""
+SUPPRESS_BY_GENERATOR = """
+import contextlib
+@contextlib.contextmanager
+def f(*kinds):
+    try: yield
+    except kinds: pass
+"""
+SUPPRESSED = """
+with f(ValueError): raise ValueError
+with f(ValueError): int('x')
+with f(OSError, ZeroDivisionError): 1 / 0
+try:
+    with f(ValueError): 1 / 0
+except ZeroDivisionError: pass
+else: assert False
+"""
+CALLED = "def g(x):\n    assert x == 6, 'msg'\n    return x\n"
+WRAPS = """
+import functools
+def f(g):
+    @functools.wraps(g)
+    def h(*arguments): return g(*arguments) + 1
+    return h
+"""
+CHANGING = {
+    "float": "[1.0, 2.0]",
+    "int": "[1, 2]",
+    "index": "[1, 2]",
+    "bool": "[True, False]",
+    "len": "[1, 2]",
+    "hash": "[1, 2]",
+    "str": "'ab'",
+    "repr": "'ab'",
+    "complex": "[1j, 2j]",
+    "round": "[1, 2]",
+    "trunc": "[1, 2]",
+    "format": "'ab'",
+    "getitem": "[1, 2]",
+}
+"""Special methods whose result changes with every call, and what they return by turns."""
+CONVERTED = {"index": "range(y)", "format": "f'{y}'", "getitem": "y[0]", "trunc": "math.trunc(y)"}
+GROWS = """
+class f:
+    def __init__(self): self.n = 0
+    def push(self): self.n += 1
+    def __len__(self): return self.n
+    def __bool__(self): return self.n > 0
+    def __float__(self): return float(self.n)
+    def __str__(self): return str(self.n)
+    def __getitem__(self, i): return self.n + i
+    def __setitem__(self, i, n): self.n = n
+    def __iter__(self): return self
+    def __next__(self):
+        self.n -= 1
+        return self.n
+"""
+GROWN = """
+def is_all(s, n): return (len(s), bool(s), float(s), str(s), s[1]) == (n, n > 0, n, str(n), n + 1)
+s = f()
+assert is_all(s, 0)
+s.push()
+assert is_all(s, 1)
+s[0] = 5
+assert is_all(s, 5)
+s.n = 7
+assert is_all(s, 7)
+assert next(s) == 6 and is_all(s, 6)
+"""
+OWN_CLASS = """
+class A:
+    def __init__(self, x, next=None): self.x, self.next = x, next
+    def __eq__(self, other): return self.x == other.x
+    def __hash__(self): return hash(self.x)
+    def __lt__(self, other): return self.x < other.x
+    def __add__(self, other): return A(self.x + other.x)
+    def check(self, x): return self.x == x
+"""
+REVERSE = """
+def f(head):
+    last = None
+    while head: head.next, last, head = last, head, head.next
+    return last
+"""
+
+
+def _changing(name: str) -> tuple[str, str, bool]:
+    program = (
+        f"class Y:\n    n = 0\n    def __{name}__(self, *a):\n        Y.n += 1\n"
+        f"        return {CHANGING[name]}[Y.n % 2]\ndef f(x): return Y()"
+    )
+    converted = CONVERTED.get(name, f"{name}(y)")
+    return program, f"import math\ny = f(1)\nassert {converted} != {converted}", False
+
+
 # program, test, whether it passes
 CASES = {
+    **{f"a __{name}__ that changes": _changing(name) for name in CHANGING},
+    "a root that changes": (
+        _changing("float")[0],
+        "import math\ny = f(1)\nassert math.pow(y, 1) == 2 and math.pow(y, 1) == 1",
+        False,
+    ),
+    "a comparison that changes": (
+        "class Y:\n    n = 0\n    def __eq__(self, other):\n        Y.n += 1\n        return Y.n % 2 == 0\n"
+        "def f(x): return Y()",
+        "y, z = f(1), f(2)\nassert (y == z) != (y == z)",
+        False,
+    ),
+    "an object that grows": (GROWS, GROWN, True),
+    "an assertion swallowed by a with": (SWALLOWS, "with f(1) as y: assert y == 6", False),
+    "an assertion of a function swallowed by a with": (
+        SWALLOWS,
+        "def check(y): assert y == 6\ndef test(f):\n    with f(1) as y:\n        check(y)\ntest(f)",
+        False,
+    ),
+    "an assertion swallowed by a stack": (
+        SWALLOWS,
+        "import contextlib\nwith contextlib.ExitStack() as s:\n    y = s.enter_context(f(1))\n    assert y == 6",
+        False,
+    ),
+    "an assertion skipped by a with": (SWALLOWS, "with f(1) as y: assert y[0] == 6", False),
+    "an assertion of a function skipped by a with": (
+        SWALLOWS,
+        "def check(y): assert y == 6\nwith f(1) as y:\n    check(y[0])",
+        False,
+    ),
+    "an assertion that becomes an error": (
+        SWALLOWS.replace("return True", "raise ValueError"),
+        "try:\n    with f(1) as y: assert y == 6\nexcept ValueError: pass",
+        False,
+    ),
+    "errors that a with may swallow": (SUPPRESS, SUPPRESSED, True),
+    "errors that a generator may swallow": (SUPPRESS_BY_GENERATOR, SUPPRESSED, True),
+    "a with that swallows all": (SWALLOWS, SUPPRESSED, False),
+    "a context manager": (
+        "import contextlib\nlog = []\n@contextlib.contextmanager\ndef f(x):\n    try: yield x + 1\n"
+        "    except KeyError as error:\n        log.append(error.args)\n        raise\n    finally: log.append('end')",
+        "try:\n    with f(1) as y:\n        assert y == 2\n        raise KeyError('k')\nexcept KeyError as e: pass\n"
+        "assert log == [('k',), 'end']",
+        True,
+    ),
+    "an assertion thrown into a generator": (
+        "class f:\n    def __init__(self, x): pass\n    def __iter__(self): return self\n"
+        "    def __next__(self): return 5\n    def throw(self, *error): raise StopIteration\n"
+        "    def close(self): pass",
+        "import contextlib\n@contextlib.contextmanager\ndef manager(): yield from f(1)\n"
+        "with manager() as y: assert y == 6",
+        False,
+    ),
+    "an assertion that a generator swallows": (
+        "def f(x):\n    try: yield 5\n    except BaseException: pass",
+        "import contextlib\nwith contextlib.contextmanager(f)(1) as y: assert y == 6",
+        False,
+    ),
+    "an error thrown into a generator": (
+        "def f():\n    try: yield 1\n    except ValueError as error: yield error.args",
+        "g = f()\nnext(g)\nassert g.throw(ValueError('a')) == ('a',)",
+        True,
+    ),
+    "an assertion in a callback": (
+        "def f(g):\n    try: return g(5)\n    except BaseException: return 6",
+        CALLED + "assert f(g) == 6",
+        False,
+    ),
+    "another error for an assertion in a callback": (
+        "def f(g):\n    try: g(5)\n    except BaseException: raise ValueError",
+        CALLED + "try: f(g)\nexcept ValueError: pass",
+        False,
+    ),
+    "an assertion in an iterator": (
+        "def f(xs):\n    try: list(xs)\n    except BaseException: pass",
+        "def xs():\n    yield 1\n    assert False\nf(xs())",
+        False,
+    ),
+    "an assertion of a callback that the test expects": (
+        "def f(g): return g(5)",
+        CALLED + "try: f(g)\nexcept AssertionError as e: assert e.args == ('msg',)\nelse: assert False",
+        True,
+    ),
+    "an end of the loop over map": (
+        "def f(x): raise StopIteration",
+        "for a, b in zip(map(f, [1, 2]), [2, 3]): assert a == b",
+        False,
+    ),
+    "an end of map in all": ("def f(x): raise StopIteration", "assert all(map(f, [1, 2]))", False),
+    "an end that the test expects": (
+        "def f(x): raise StopIteration",
+        "try: f(1)\nexcept StopIteration: pass\nelse: assert False",
+        True,
+    ),
+    "a generator that is sent to": (
+        "def f():\n    x = yield 1\n    yield x",
+        "def test():\n    yield (yield from f())\ng = test()\nassert (next(g), g.send(5), next(g)) == (1, 5, None)",
+        True,
+    ),
+    "functools.wraps": (
+        WRAPS,
+        "def g(x):\n    'doc'\n    return x\nh = f(g)\n"
+        "assert (h(1), h.__name__, h.__qualname__, h.__doc__) == (2, 'g', 'g', 'doc') and f(lambda x: x)(1) == 2",
+        True,
+    ),
+    "the name of a function": (
+        "def f(g): return g.__name__",
+        "def g(x): return x\nassert f(g) == 'g'",
+        True,
+    ),
+    "no globals of a function": (
+        "def f(g): return any(hasattr(g, name) for name in ('__globals__', '__code__', '__closure__', '__defaults__'))",
+        "def g(x): return x\nassert not f(g)",
+        True,
+    ),
+    "functions in a dict": (
+        "import functools\ndef f(g): return {g: 1}[g], functools.lru_cache(g)(1)",
+        "def g(x): return x\nassert f(g) == (1, 1)",
+        True,
+    ),
+    "objects of the test in a set": (
+        "def f(a, b, c): return len({a, b, c}), a == b, a != c, sorted([c, a])[0] is a, (a + c).x",
+        OWN_CLASS + "assert f(A(1), A(1), A(2)) == (2, True, True, True, 3)",
+        True,
+    ),
+    "a linked list of the test": (
+        REVERSE,
+        OWN_CLASS + "y = f(A(1, A(2)))\nassert (y.x, y.next.x, y.next.next) == (2, 1, None)",
+        True,
+    ),
+    "a class of the test": (
+        "def f(a, A): return isinstance(a, A), isinstance(5, A)",
+        OWN_CLASS + "assert f(A(1), A) == (True, False)",
+        True,
+    ),
+    "a method of the test": (
+        "def f(a):\n    try: a.check = lambda x: True\n    except AttributeError: pass",
+        OWN_CLASS + "a = A(5)\nf(a)\nassert a.check(6)",
+        False,
+    ),
     "the parts of a fraction": (
         SETS + "def f(x): return set_with(values.fraction, (1, 1), {'_numerator': Yes(), '_denominator': Yes()})",
         "assert f(3) > 5 and f(3) < 5",

@@ -21,6 +21,30 @@ class OfAnswer(BaseException):
         return getattr(original, name)
 
 
+def is_of_test(error: Any) -> bool:
+    """Whether this is an assertion of the test's own that has failed."""
+    return isinstance(error, AssertionError) and not isinstance(error, OfAnswer)
+
+
+def description_of(error: BaseException | None) -> tuple[Any, ...]:
+    """How to send an exception to where a statement or a generator handles it: its class, its arguments, and what it
+    is over there. What a failed assertion of the test's says is not for the answer."""
+    if error is None:
+        return (None,)
+    arguments = () if is_of_test(error) else error.args
+    return nearest_known(type(error)), arguments, vars(error).get("original") if isinstance(error, OfAnswer) else None
+
+
+def error_of_description(kind: str | None, arguments: tuple[Any, ...] = (), original: Any = None) -> Any:
+    """The exception that `description_of` was given, or one of the nearest class that is known here."""
+    if kind is None or original is not None:
+        return original
+    try:
+        return known_class(kind)(*arguments)
+    except (TypeError, ValueError):  # its module is not imported here, or it wants other arguments
+        return Exception(*arguments)
+
+
 def known_name(kind: type) -> str | None:
     """The name under which the other side knows a builtin exception class, or one of the standard library."""
     module = kind.__module__

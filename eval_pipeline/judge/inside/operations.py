@@ -7,6 +7,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from errors import error_of_description
+
 
 def _multiplied_by(value: Any, other: Any) -> Any:
     return other * value
@@ -22,8 +24,13 @@ def _enter(value: Any) -> Any:
     return type(value).__enter__(value)
 
 
-def _exit(value: Any, *error: Any) -> Any:
-    return type(value).__exit__(value, *error)
+def _exit(value: Any, *described: Any) -> Any:
+    error = error_of_description(*described)
+    return type(value).__exit__(value, *(None, None, None) if error is None else (type(error), error, None))
+
+
+def _throw(value: Any, *described: Any) -> Any:
+    return value.throw(error_of_description(*described))
 
 
 _BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "xor")
@@ -36,17 +43,35 @@ OF_A_TEST: dict[str, Callable[..., Any]] = {
     "bool": bool,
     "str": str,
     "repr": repr,
+    "hash": hash,
     "getitem": operator.getitem,
+    **{name: vars(operator)[name] for name in _COMPARISONS},
+    **{"isinstance": isinstance, "enter": _enter, "exit": _exit},
 }
 """An answer may use what a test passes, and not look inside: a function's globals hold the test."""
 
+OF_TEST_INSTANCES: dict[str, Callable[..., Any]] = {
+    **{name: vars(operator)[name] for name in (*_BINARY, "neg", "pos", "abs", "invert", "index")},
+    **{"and": operator.and_, "or": operator.or_, "divmod": divmod, "setitem": operator.setitem},
+    **{"delitem": operator.delitem, "int": int, "float": float, "complex": complex, "reversed": reversed},
+    **{"round": round, "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil, "format": format},
+    "rmul": _multiplied_by,
+}
+"""Beside these, what an answer may do with an instance of a class that the test defines."""
+
 OF_AN_ANSWER: dict[str, Callable[..., Any]] = {
     **OF_A_TEST,
-    **{name: vars(operator)[name] for name in (*_BINARY, *_COMPARISONS, "neg", "pos", "abs", "invert", "index")},
-    **{"and": operator.and_, "or": operator.or_, "divmod": divmod, "setitem": operator.setitem},
-    **{"delitem": operator.delitem, "getattr": getattr, "setattr": setattr, "delattr": delattr},
-    **{"hash": hash, "int": int, "float": float, "complex": complex, "reversed": reversed, "round": round},
-    **{"trunc": math.trunc, "floor": math.floor, "ceil": math.ceil, "format": format, "isinstance": isinstance},
-    **{"enter": _enter, "exit": _exit, "rmul": _multiplied_by, "run": _run},
+    **OF_TEST_INSTANCES,
+    **{"getattr": getattr, "setattr": setattr, "delattr": delattr, "throw": _throw, "run": _run},
 }
 """A test may do anything with what an answer defines."""
+
+CONVERSIONS = frozenset(
+    ("bool", "len", "str", "repr", "hash", "format", "int", "float", "complex", "index")
+    + ("round", "trunc", "floor", "ceil", "getitem", *_COMPARISONS)
+)
+"""What gives the same value again, as long as nothing is done to the object."""
+CHANGES = frozenset(
+    ("call", "run", "next", "throw", "setattr", "delattr", "setitem", "delitem", "enter", "exit", "iter", "reversed")
+)
+"""What may change an object."""

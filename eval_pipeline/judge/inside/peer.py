@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aliases import containers_of, restore
-from errors import nearest_known
+from errors import description_of, nearest_known
 from remote import Remote, remote_class, shape_of
 from values import Coroutine, ErrorClass, Handle, Reader, Writer
 
@@ -96,6 +96,14 @@ class Peer:
         """Call a function that lives there; mutable arguments that it changed are changed here too."""
         plain = UNCHANGEABLE.issuperset(map(type, (*arguments, *named.values())))
         return self._request("call", (function, arguments, named), [] if plain else containers_of((arguments, named)))
+
+    def attribute(self, value: Remote, name: str) -> Any:
+        """An attribute of an object that lives there."""
+        return self.request("getattr", value, name)
+
+    def leave(self, manager: Remote, error: BaseException | None) -> Any:
+        """Have a context manager that lives there handle the end of a `with`; returns whether it swallows the error."""
+        return self.request("exit", manager, *description_of(error))
 
     def serve(self) -> None:
         """Serve requests for ever.

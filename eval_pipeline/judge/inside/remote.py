@@ -22,9 +22,9 @@ _BINARY = (
     *("add", "sub", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
     *("lshift", "rshift", "and", "or", "xor"),
 )
-_WITH_ARGUMENTS = ("getitem", "setitem", "delitem", "round", "exit")
+_WITH_ARGUMENTS = ("getitem", "setitem", "delitem", "round")
 _WITH_A_NUMBER = ("mul", "rmul")
-_OPTIONAL = ("call", *_UNARY, *_BINARY, *_WITH_ARGUMENTS, *_WITH_A_NUMBER)
+_OPTIONAL = ("call", "exit", *_UNARY, *_BINARY, *_WITH_ARGUMENTS, *_WITH_A_NUMBER)
 _READABLE_DUNDERS = frozenset(("__name__", "__qualname__"))
 
 
@@ -52,7 +52,7 @@ class Remote:
         """An attribute that it has there."""
         if name.startswith("__") and name.endswith("__") and name not in _READABLE_DUNDERS:
             raise AttributeError(name)
-        return self._peer.request("getattr", self, name)
+        return self._peer.attribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set it there."""
@@ -80,6 +80,10 @@ def _doc(self: Remote) -> Any:
 
 def _call(self: Remote, *arguments: Any, **named: Any) -> Any:
     return self._peer.call(self, arguments, named)
+
+
+def _exit(self: Remote, kind: Any, error: Any, trace: Any) -> Any:
+    return self._peer.leave(self, error)
 
 
 def _forwarding(operation: str) -> Callable[..., Any]:
@@ -112,6 +116,7 @@ def _multiplying(operation: str) -> Callable[..., Any]:
 
 _METHODS: dict[str, Callable[..., Any]] = {
     "call": _call,
+    "exit": _exit,
     **{name: _forwarding(name) for name in (*_UNARY, *_WITH_ARGUMENTS)},
     **{name: _forwarding_between_remotes(name) for name in _BINARY},
     **{name: _multiplying(name) for name in _WITH_A_NUMBER},

@@ -11,18 +11,23 @@ import signal
 import socket
 import sys
 import traceback
+import types
 from typing import Any
 
 import frames
-from errors import ClassesOfAnswer, OfAnswer
-from operations import OF_A_TEST
-from peer import ConversationError, GoneError, Peer, describe
+from errors import ClassesOfAnswer, description_of, is_of_test
+from operations import CHANGES, CONVERSIONS, OF_A_TEST, OF_TEST_INSTANCES
+from peer import UNCHANGEABLE, ConversationError, GoneError, Peer, describe
+from remote import Remote
 from values import Coroutine, ErrorClass, Handle, Reader
 
-_TEST_FILE = "<test>"
+_TEST_FILE, _PREAMBLE_FILE = "<test>", "<preamble>"
 _MESSAGE_CHARS = 500
 _MB = 1 << 20
 _EXTRA_MEMORY_MB = 256
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
+_OF_FUNCTIONS = frozenset(("__name__", "__qualname__", "__doc__"))
+"""What an answer may read of a function or class of the test."""
 _MOST_GROWTH_KB = 32 << 10
 """Of the memory of a process that goes on to the next test."""
 
@@ -91,14 +96,14 @@ def run_test(job: dict[str, Any], compiled: bytes, peer: TesterPeer) -> tuple[st
         "passed", "failed" (by an assertion of its own) or "error", and a message.
     """
     names = Names(peer)
+    peer.sources = {_TEST_FILE: job["test"], _PREAMBLE_FILE: job.get("preamble", "")}
     try:
         preamble, test = marshal.loads(compiled) if compiled else (None, None)
-        exec(preamble or compile(job["preamble"], "<preamble>", "exec", dont_inherit=True), names)
+        exec(preamble or compile(job["preamble"], _PREAMBLE_FILE, "exec", dont_inherit=True), names)
         names[job["entry_point"]] = names.of_answer(job["entry_point"])
         exec(test or compile(job["test"], _TEST_FILE, "exec", dont_inherit=True), names)
     except BaseException as error:
-        failed = isinstance(error, AssertionError) and not isinstance(error, OfAnswer)
-        return "failed" if failed else "error", _message(error, job["test"])
+        return "failed" if is_of_test(error) else "error", _message(error, job["test"])
     return "passed", ""
 
 
@@ -152,7 +157,14 @@ class TesterPeer(Peer):
         super().__init__(connection)
         self.lost: ConversationError | None = None
         """Why the answer cannot be reached any more."""
+        self.sources: dict[str, str] = {}
+        """Test and preamble, by the names of their files."""
         self._classes = ClassesOfAnswer()
+        self._converted: dict[tuple[Any, ...], Any] = {}
+        self._generators_send: Any = None
+        """The `send` of an object of the answer that was asked for last."""
+        self._failed: AssertionError | None = None
+        """Of the test's own, in what the answer has called during the request that is under way."""
 
     def look_up(self, name: str) -> tuple[bool, Any]:
         """Whether the answer defines a name, and what it is."""
@@ -162,14 +174,77 @@ class TesterPeer(Peer):
             raise self.lost
         return reply
 
+    def request(self, operation: str, *arguments: Any) -> Any:
+        """Have the answer do something. An object is the same at every conversion until something is done to it: one
+        that gave another number each time could be the root of a polynomial for a test that converts it twice."""
+        if operation not in CONVERSIONS or not _are_constant(arguments):
+            return super().request(operation, *arguments)
+        key = (operation, *((type(part), id(part) if isinstance(part, Remote) else part) for part in arguments))
+        if key not in self._converted:
+            result = super().request(operation, *arguments)
+            if type(result) not in UNCHANGEABLE:
+                return result
+            self._converted[key] = result
+        return self._converted[key]
+
+    def attribute(self, value: Remote, name: str) -> Any:
+        """An attribute of an object of the answer."""
+        found = super().attribute(value, name)
+        if name != "throw":
+            self._generators_send = found if name == "send" else self._generators_send
+            return found
+
+        def throw(*arguments: Any) -> Any:
+            error = next((part for part in arguments if isinstance(part, BaseException)), None)
+            return found(*arguments) if error is None else self._handed_over("throw", value, error)
+
+        return throw
+
+    def leave(self, manager: Remote, error: BaseException | None) -> Any:
+        """Have a context manager of the answer handle the end of a `with`.
+
+        Returns:
+            Whether it swallows the error, which it may where no assertion of the test is skipped by it.
+        """
+        if error is None:
+            return super().leave(manager, error)
+        may_swallow = not is_of_test(error) and not skips_assertions(sys._getframe(2), self.sources)
+        try:
+            return self._handed_over("exit", manager, error) and may_swallow
+        except ConversationError:
+            raise
+        except BaseException:
+            if may_swallow:
+                raise
+            return False
+
+    def _handed_over(self, operation: str, value: Remote, error: BaseException) -> Any:
+        """Have the answer handle an exception; a failed assertion of the test's stays one."""
+        try:
+            return self.request(operation, value, *description_of(error))
+        finally:
+            if is_of_test(error) and self.lost is None:
+                raise error
+
     def perform(self, operation: str, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
         """Serve one request of the answer."""
+        try:
+            return self._perform(operation, arguments), None
+        except AssertionError as error:
+            if not is_of_test(error):
+                raise
+            self._failed = self._failed or error
+            raise AssertionError from None  # what it says is not for the answer
+
+    def _perform(self, operation: str, arguments: tuple[Any, ...]) -> Any:
         if operation == "call":
             function, positional, named = arguments
-            return function(*positional, **named), None
-        if operation == "getattr":
-            return self._attribute(*arguments), None
-        return OF_A_TEST[operation](*arguments), None
+            return function(*positional, **named)
+        if operation in ("getattr", "setattr", "delattr"):
+            return self._attribute(operation, *arguments)
+        if operation in OF_TEST_INSTANCES and any(map(_is_passable, arguments)):
+            return OF_TEST_INSTANCES[operation](*arguments)
+        return OF_A_TEST[operation](*arguments)
 
     def error_of(self, kind: str, arguments: tuple[Any, ...], original: Any) -> BaseException:
         """An exception of the same class, or of what stands for it, marked as the answer's."""
@@ -201,18 +276,77 @@ class TesterPeer(Peer):
         number = self._classes.number_of(value)
         return super().name_of(value) if number is None else Handle(number, of_sender=False)
 
-    def _attribute(self, value: Any, name: str) -> Any:
-        # functions, generators and modules lead to the test's globals, instances of its own classes are what it passed
-        passable = type(value).__module__ == "test" or type(value) in (io.StringIO, io.BytesIO)
-        if not passable or name.startswith("_"):
+    def _attribute(self, operation: str, value: Any, name: str, *new: Any) -> Any:
+        if operation == "getattr" and name in _OF_FUNCTIONS and isinstance(value, _FUNCTIONS):
+            return getattr(value, name)
+        if not _is_passable(value) or name.startswith("_"):
             raise AttributeError(name)
-        return getattr(value, name)
+        # methods of the test stay its own
+        if operation != "getattr" and (type(value).__module__ != "test" or callable(getattr(type(value), name, None))):
+            raise AttributeError(name)
+        return vars(builtins)[operation](value, name, *new)
 
     def _request(self, operation: str, arguments: tuple[Any, ...], containers: list[Any]) -> Any:
         if self.lost is not None:
             raise self.lost
+        if operation in CHANGES:
+            self._converted.clear()
+        outer, self._failed = self._failed, None
         try:
             return super()._request(operation, arguments, containers)
         except ConversationError as error:
             self.lost = error
             raise
+        except StopIteration as error:
+            if operation in ("next", "throw") or (operation == "call" and arguments[0] is self._generators_send):
+                raise
+            if any("StopIteration" in source for source in self.sources.values()):
+                raise
+            # it would end a loop over `map` without an error, and with it the assertions in the loop
+            raise RuntimeError("the answer raised StopIteration") from error
+        finally:
+            failed, self._failed = self._failed, outer
+            if failed is not None and self.lost is None:
+                raise failed  # whatever the answer has made of it
+
+
+def _are_constant(arguments: tuple[Any, ...]) -> bool:
+    return all(isinstance(part, Remote) or type(part) in UNCHANGEABLE for part in arguments)
+
+
+def _is_passable(value: Any) -> bool:
+    """Whether an answer may read its attributes: functions, generators and modules lead to the test's globals,
+    instances of its own classes are what it passed."""
+    return type(value).__module__ == "test" or type(value) in (io.StringIO, io.BytesIO)
+
+
+def skips_assertions(frame: types.FrameType | None, sources: dict[str, str]) -> bool:
+    """Whether the `with` statement of the test that is about to end has assertions in its body, or calls functions of
+    the test that may have some: an answer that swallows an exception there has passed by what it did not do.
+
+    Args:
+        frame: from where the end is handled; outer ones are looked at until one is of the test.
+        sources: test and preamble, by the names of their files.
+    """
+    import ast  # seldom needed
+
+    while frame is not None and frame.f_code.co_filename not in sources:
+        frame = frame.f_back
+    if frame is None:
+        return True
+    scope, line = {**frame.f_globals, **frame.f_locals}, frame.f_lineno
+    bodies = [
+        node.body
+        for node in ast.walk(ast.parse(sources[frame.f_code.co_filename]))
+        if isinstance(node, ast.With) and node.lineno <= line <= (node.items[-1].context_expr.end_lineno or 0)
+    ]
+    return not bodies or any(_may_assert(node, scope) for body in bodies for part in body for node in ast.walk(part))
+
+
+def _may_assert(node: Any, scope: dict[str, Any]) -> bool:
+    kind, name = type(node).__name__, getattr(getattr(node, "func", None), "attr", "")
+    if kind == "Call" and type(node.func).__name__ == "Name":
+        name = node.func.id
+        if isinstance(scope.get(name), types.FunctionType):
+            return True
+    return kind == "Assert" or (kind == "Call" and name.startswith("assert"))
