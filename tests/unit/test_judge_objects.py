@@ -94,6 +94,7 @@ CHANGING = {
     "trunc": "[1, 2]",
     "format": "'ab'",
     "getitem": "[1, 2]",
+    "abs": "[1, 2]",
 }
 """Special methods whose result changes with every call, and what they return by turns."""
 CONVERTED = {"index": "range(y)", "format": "f'{y}'", "getitem": "y[0]", "trunc": "math.trunc(y)"}
@@ -285,6 +286,18 @@ CASES = {
     "a class of the test": (
         "def f(a, A): return isinstance(a, A), isinstance(5, A)",
         OWN_CLASS + "assert f(A(1), A) == (True, False)",
+        True,
+    ),
+    "a context manager of the test": (
+        "def f(manager):\n    try:\n        with manager as x: assert x == 6\n    except AssertionError: return x + 1",
+        "class A:\n    log = []\n    def __enter__(self): return 5\n"
+        "    def __exit__(self, kind, *error): A.log.append((kind, isinstance(error[0], kind)))\n"
+        "assert f(A()) == 6 and issubclass(A.log[0][0], AssertionError) and A.log[0][1]",
+        True,
+    ),
+    "an assertion of the answer in a generator of the test": (
+        "def f(manager):\n    try:\n        with manager as x: assert x == 6\n    except AssertionError: return x + 1",
+        "import contextlib\n@contextlib.contextmanager\ndef manager(): yield 5\nassert f(manager()) == 6",
         True,
     ),
     "a method of the test": (

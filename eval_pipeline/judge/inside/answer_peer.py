@@ -7,8 +7,8 @@ import types
 from typing import Any
 
 from aliases import containers_of, contains_any
-from errors import known_class, known_name, rows_of
-from operations import OF_AN_ANSWER
+from errors import error_of_description, known_class, known_name, rows_of
+from operations import OF_AN_ANSWER, TAKE_AN_ERROR
 from peer import UNCHANGEABLE, CallError, Peer
 from values import Coroutine, ErrorClass, Handle, TrustingReader
 
@@ -30,6 +30,8 @@ class AnswerPeer(Peer):
             return (arguments[0] in self._namespace, self._namespace.get(arguments[0])), None
         if operation == "call":
             return self._call(*arguments)
+        if operation in TAKE_AN_ERROR:
+            arguments = arguments[0], error_of_description(*arguments[1:])
         return OF_AN_ANSWER[operation](*arguments), None
 
     def _call(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:

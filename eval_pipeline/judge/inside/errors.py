@@ -36,7 +36,7 @@ def description_of(error: BaseException | None) -> tuple[Any, ...]:
 
 
 def error_of_description(kind: str | None, arguments: tuple[Any, ...] = (), original: Any = None) -> Any:
-    """The exception that `description_of` was given, or one of the nearest class that is known here."""
+    """The exception that `description_of` was given, one like it, or None."""
     if kind is None or original is not None:
         return original
     try:

@@ -7,8 +7,6 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from errors import error_of_description
-
 
 def _multiplied_by(value: Any, other: Any) -> Any:
     return other * value
@@ -24,13 +22,12 @@ def _enter(value: Any) -> Any:
     return type(value).__enter__(value)
 
 
-def _exit(value: Any, *described: Any) -> Any:
-    error = error_of_description(*described)
+def _exit(value: Any, error: BaseException | None) -> Any:
     return type(value).__exit__(value, *(None, None, None) if error is None else (type(error), error, None))
 
 
-def _throw(value: Any, *described: Any) -> Any:
-    return value.throw(error_of_description(*described))
+def _throw(value: Any, error: BaseException) -> Any:
+    return value.throw(error)
 
 
 _BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "xor")
@@ -59,6 +56,9 @@ OF_TEST_INSTANCES: dict[str, Callable[..., Any]] = {
 }
 """Beside these, what an answer may do with an instance of a class that the test defines."""
 
+TAKE_AN_ERROR = frozenset(("exit", "throw"))
+"""These are sent with the description of an exception, and done with the exception."""
+
 OF_AN_ANSWER: dict[str, Callable[..., Any]] = {
     **OF_A_TEST,
     **OF_TEST_INSTANCES,
@@ -66,12 +66,9 @@ OF_AN_ANSWER: dict[str, Callable[..., Any]] = {
 }
 """A test may do anything with what an answer defines."""
 
-CONVERSIONS = frozenset(
-    ("bool", "len", "str", "repr", "hash", "format", "int", "float", "complex", "index")
-    + ("round", "trunc", "floor", "ceil", "getitem", *_COMPARISONS)
-)
-"""What gives the same value again, as long as nothing is done to the object."""
 CHANGES = frozenset(
     ("call", "run", "next", "throw", "setattr", "delattr", "setitem", "delitem", "enter", "exit", "iter", "reversed")
 )
 """What may change an object."""
+CONVERSIONS = frozenset({*OF_A_TEST, *OF_TEST_INSTANCES} - CHANGES)
+"""What gives the same value again, as long as nothing is done to the object. An attribute may be a clock's."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import frames
 from errors import ClassesOfAnswer, description_of, is_of_test
-from operations import CHANGES, CONVERSIONS, OF_A_TEST, OF_TEST_INSTANCES
+from operations import CHANGES, CONVERSIONS, OF_A_TEST, OF_TEST_INSTANCES, TAKE_AN_ERROR
 from peer import UNCHANGEABLE, ConversationError, GoneError, Peer, describe
 from remote import Remote
 from values import Coroutine, ErrorClass, Handle, Reader
@@ -242,6 +242,9 @@ class TesterPeer(Peer):
             return function(*positional, **named)
         if operation in ("getattr", "setattr", "delattr"):
             return self._attribute(operation, *arguments)
+        if operation in TAKE_AN_ERROR:
+            value, *described = arguments
+            arguments = value, None if described == [None] else self.error_of(*described)
         if operation in OF_TEST_INSTANCES and any(map(_is_passable, arguments)):
             return OF_TEST_INSTANCES[operation](*arguments)
         return OF_A_TEST[operation](*arguments)
