@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,10 +15,41 @@ from eval_pipeline.judge.judging import Worker
 from eval_pipeline.judge.levels import Level, candidates
 from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.verdict import Verdict
-from tests.helpers.judge import function
+from tests.helpers.judge import function, script
 from verl_ext.errors import UserError
 
 LIMITS = Limits(cpu_s=0.5, wall_s=60)
+CHILD_S = 0.02
+CHILDREN = f"""
+import ctypes, os, signal, time
+{{setup}}
+while True:
+    if os.fork() == 0:
+        end = time.process_time() + {CHILD_S}
+        while time.process_time() < end: pass
+        os.write(1, b"x")
+        os._exit(0)
+    try: os.wait()
+    except ChildProcessError: pass
+"""
+"""Burns processor time in children alone; prints a character for each."""
+WAYS_TO_LOSE_CHILDREN = {
+    "ignores SIGCHLD": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+    # a `struct sigaction` of which only the flags are set, which stand behind the handler and 1024 bits of mask
+    "SA_NOCLDWAIT": "ctypes.CDLL(None).sigaction(17, (ctypes.c_char * 152)(*bytes(136), 2), None)",
+}
+HONEST_CHILDREN = """
+import os, signal, subprocess, sys
+before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for _ in range(40):
+    if os.fork() == 0: os._exit(0)
+while True:
+    try: os.wait()
+    except ChildProcessError: break
+signal.signal(signal.SIGCHLD, before)
+assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+subprocess.run([sys.executable, "-I", "-S", "-c", "print(2)"], check=True)
+"""
 LEVELS = [level for name in ("auto", "rlimits") for level in candidates(name)]
 PROGRAMS = {
     "success": "def f(x): return x + 1",
@@ -54,6 +86,36 @@ def test_every_candidate_judges(number: int, verdicts: list[dict[str, Verdict]])
     if found["success"].error_type == "api_error":
         pytest.skip(f"{LEVELS[number]} does not work on this machine: {found['success'].message}")
     assert {expected: verdict.error_type for expected, verdict in found.items()} == {e: e for e in PROGRAMS}
+
+
+@pytest.fixture(scope="module", params=["bwrap", "sandlock", "rlimits"])
+def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
+    """A worker in this process, at each level by its name."""
+    levels = candidates(request.param)
+    if not levels:
+        pytest.skip(f"{request.param} is not installed")
+    worker = Worker(levels[0], Gate())
+    verdict = worker.judge(function(PROGRAMS["success"]), Limits())
+    if verdict.error_type == "api_error":
+        pytest.skip(f"{request.param} does not work on this machine: {verdict.message}")
+    yield worker
+    worker.close()
+
+
+@pytest.mark.parametrize("way", WAYS_TO_LOSE_CHILDREN)
+def test_time_of_children_that_nobody_waits_for(worker: Worker, way: str) -> None:
+    """It counts: the run ends at its limit, long before the wall clock's, and the children used little more."""
+    limits = Limits(cpu_s=0.5, wall_s=10)
+    with worker._workshop.runs(CHILDREN.format(setup=WAYS_TO_LOSE_CHILDREN[way]), "", limits) as runs:
+        report, output = runs.run_program(b"")
+    assert report["reason"] == "cpu"
+    assert len(output) * CHILD_S < 2 * limits.cpu_s + 1
+
+
+def test_honest_children(worker: Worker) -> None:
+    """A program may try to ignore the end of its children, and may start others."""
+    verdict = worker.judge(script(HONEST_CHILDREN), Limits())
+    assert (verdict.error_type, verdict.message) == ("success", "")
 
 
 def test_a_fallback_is_reported_once(

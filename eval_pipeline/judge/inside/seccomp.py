@@ -2,6 +2,8 @@
 
 Each refusal closes a way around the limits or around the namespaces: memory that no process is charged with, sockets
 (a virtual machine's AF_VSOCK knows no network namespace), more namespaces, a look at or a hand on other processes.
+One call is not refused but left without effect, because honest programs make it: `sigaction` for SIGCHLD. If a parent
+ignores that signal, the kernel adds the processor time of its children to no sum that anybody can read.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ _REFUSED_ON_THE_HOST = {
 }
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE, _CLONE3, _PRLIMIT, _MMAP, _KILL = (56, 220), (435, 435), (302, 261), (9, 222), (62, 129)
-_SOCKETPAIR, _FCNTL = (53, 199), (72, 25)
+_SOCKETPAIR, _FCNTL, _SIGACTION = (53, 199), (72, 25), (13, 134)
+_SIGCHLD = 17
 _KIND_OF_SOCKET, _STREAM, _SET_LEASE = 0xF, 1, 1024
 _NEW_NAMESPACES = 0x7E020080
 _MAP_SHARED_ANONYMOUS = 0x21
@@ -127,6 +130,7 @@ def _rules_of_answers(column: int) -> list[bytes]:
         *_when(_SOCKETPAIR[column], 1, [_step(_AND, _KIND_OF_SOCKET), _step(_EQUAL, _STREAM, 1, 0), _REFUSE]),
         # who holds one makes others wait that open the file
         *_when(_FCNTL[column], 1, [_step(_EQUAL, _SET_LEASE, 0, 1), _REFUSE]),
+        *_when(_SIGACTION[column], 0, [_step(_EQUAL, _SIGCHLD, 0, 5), *_PRETEND_UNLESS_QUERY]),
     ]
 
 
@@ -162,6 +166,12 @@ def _when(number: int, argument: int, steps: list[bytes]) -> list[bytes]:
 
 
 _REFUSE = _step(_RETURN, _ERRNO | errno.EPERM)
+# a null pointer, in two halves, as the second argument asks for the disposition and does not change it
+_PRETEND_UNLESS_QUERY = [
+    *(_step(_LOAD, _ARGUMENTS + 8), _step(_EQUAL, 0, 0, 2)),
+    *(_step(_LOAD, _ARGUMENTS + 12), _step(_EQUAL, 0, 1, 0)),
+    _step(_RETURN, _ERRNO | 0),
+]
 # made once, before any answer is near
 OF_SUPERVISORS = Filter(_filter(_REFUSED_TO_SUPERVISORS, _rules_of_supervisors))
 """Installed once for all supervisors, and so for their answers: what neither has a use for."""
