@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import signal
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from eval_pipeline.judge.inside.census import Census
+from eval_pipeline.judge.inside.directories import remove_tree
 
 _PAUSE_S = 0.0005
 _MOST_S = 10.0
@@ -35,7 +36,9 @@ def end_below(zygote: int) -> None:
 
 
 def remove_directories(zygote: int) -> None:
-    """Remove the temporary directories of a zygote's answers (`HostPlace.fresh_directory`)."""
+    """Remove the temporary directories of a zygote's answers (`HostPlace.fresh_directory`); report what stays."""
     for directory in Path("/tmp").glob(f"judge_{zygote}_*"):
-        # ignoring errors: an answer may have left what resists removal
-        shutil.rmtree(directory, ignore_errors=True)
+        try:
+            remove_tree(str(directory))
+        except OSError as error:
+            print(f"warning: cannot remove {directory} of a judged answer ({error}); remove it", file=sys.stderr)

@@ -78,12 +78,14 @@ class Zygote:
 
     def close(self) -> None:
         """End it with all that it forked."""
-        if self._level.on_host:
-            leftovers.end_below(self._process.pid)
-        self._control.close()
-        self._process.kill()
-        self._process.wait()
-        self._log.close()
+        try:
+            if self._level.on_host:
+                leftovers.end_below(self._process.pid)
+        finally:
+            self._control.close()
+            self._process.kill()
+            self._process.wait()
+            self._log.close()
         if self._level.on_host:
             leftovers.remove_directories(self._process.pid)
 

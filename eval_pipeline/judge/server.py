@@ -11,8 +11,8 @@ import os
 import queue
 import resource
 import select
-import sys
 import threading
+import traceback
 import warnings
 from typing import Any
 
@@ -22,9 +22,11 @@ from eval_pipeline.judge.judging import Worker
 from eval_pipeline.judge.levels import Level, candidates
 from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.packages import Package
+from eval_pipeline.judge.rules import MESSAGE_CHARS
 from eval_pipeline.judge.sandbox import STARTS
 from eval_pipeline.judge.submission import Submission
-from eval_pipeline.judge.wire import dump_verdict, load_submission
+from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.judge.wire import dump_verdict, load_submission, num_tests_of
 from eval_pipeline.problems.problem import FunctionTests
 from verl_ext.command_line import process_words
 
@@ -111,12 +113,26 @@ def _work(jobs: queue.SimpleQueue[dict[str, Any]], level: Level, gate: Gate, out
     worker = Worker(level, gate)
     while True:
         message = jobs.get()
+        num_tests = 1
         try:
-            verdict = worker.judge(*load_submission(message))
-        except BaseException:  # a fault of the judge itself: the client must hear of it rather than wait
-            sys.excepthook(*sys.exc_info())
-            _end(1)
+            submission, limits = load_submission(message)
+            num_tests = max(1, num_tests_of(submission.tests))
+            verdict = worker.judge(submission, limits)
+        except (
+            BaseException
+        ) as error:  # a fault of the judge itself costs the one submission and this worker's sandboxes
+            traceback.print_exc()
+            verdict = Verdict("api_error", 0, num_tests, f"the judge failed: {error!r}"[:MESSAGE_CHARS])
+            _close(worker)
+            worker = Worker(level, gate)
         output.write({"id": message["id"], "verdict": dump_verdict(verdict)})
+
+
+def _close(worker: Worker) -> None:
+    try:
+        worker.close()
+    except BaseException:  # what is left of it ends with this process
+        traceback.print_exc()
 
 
 def _read_jobs(jobs: queue.SimpleQueue[dict[str, Any]], parent: int) -> None:

@@ -88,13 +88,22 @@ FUNCTIONS: dict[str, tuple[str, str]] = {
     ),
     "memory behind a file descriptor": ("import os\nos.memfd_create('x')", "runtime_error"),
     "disk filler": (
-        "import os\nn = 0\nwhile True:\n    n += 1\n    with open(f'/tmp/f{n}', 'wb') as file:\n"
+        "import os\nn = 0\nwhile True:\n    n += 1\n    with open(f'f{n}', 'wb') as file:\n"
         "        file.write(bytes(2**20))",
         "runtime_error",
     ),
     "disk filler with empty files": (
         "n = 0\nwhile True:\n    n += 1\n    open(f'/tmp/f{n}', 'x').close()",
         "runtime_error",
+    ),
+    "files in a directory that it cannot list": (
+        "import os\nos.mkdir('d', 0o300)\nfor n in range(8): open(f'd/{n}', 'wb').write(bytes(2**20))\n" + RIGHT,
+        "runtime_error",
+    ),
+    "nested directories": (
+        "import os\nfor _ in range(1100):\n    os.mkdir('nested', 0o300)\n    os.chdir('nested')\n"
+        "os.mkdir('shut', 0)\n" + RIGHT,
+        "success",
     ),
     "loop in C": ("import itertools, collections\ncollections.deque(itertools.count(), 0)", "timeout"),
     "loop in pow": ("x = pow(3, 10**8)", "timeout"),
@@ -309,7 +318,6 @@ NEED_NAMESPACES = (
     "hidden shared memory",
     "writing outside",
     "symbolic links",
-    "disk filler",
     "disk filler with empty files",
     "memory bomb of many processes",
     "fork bomb",

@@ -6,7 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
+import directories
 import kernel
 import namespaces
 from census import Census
@@ -104,22 +106,14 @@ class HostPlace:
 
     def too_large(self, file_mb: int) -> bool:
         """Whether the files in the directory take more than they may."""
-        blocks = 0
-        for directory, _, names in os.walk(self._directory or "/nowhere"):
-            for name in names:
-                try:
-                    blocks += os.lstat(os.path.join(directory, name)).st_blocks
-                except OSError:  # gone again, or a directory that the answer closed to itself
-                    continue
-        return blocks * 512 > file_mb << 20
+        return directories.usage(self._directory or "/nowhere")[1] > file_mb << 20
 
     def close(self) -> None:
         """Remove the directory."""
-        import shutil
-
         if self._directory is not None:
-            # ignoring errors: an answer may leave what resists removal, and its verdict does not depend on that
-            shutil.rmtree(self._directory, ignore_errors=True)
+            # a verdict does not depend on it, and the server tries again and reports a failure (`leftovers.py`)
+            with suppress(OSError):
+                directories.remove_tree(self._directory)
             self._directory = None
 
 
