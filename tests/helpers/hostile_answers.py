@@ -92,8 +92,13 @@ FUNCTIONS: dict[str, tuple[str, str]] = {
         "        file.write(bytes(2**20))",
         "runtime_error",
     ),
+    "disk filler with deleted files": (
+        "import os, time\nkept = []\nfor n in range(8):\n    kept.append(open(f'f{n}', 'wb', buffering=0))\n"
+        "    os.remove(f'f{n}')\n    kept[-1].write(bytes(2**20))\ntime.sleep(1)\n" + RIGHT,
+        "runtime_error",
+    ),
     "disk filler with empty files": (
-        "n = 0\nwhile True:\n    n += 1\n    open(f'/tmp/f{n}', 'x').close()",
+        "n = 0\nwhile True:\n    n += 1\n    open(f'f{n}', 'x').close()",
         "runtime_error",
     ),
     "files in a directory that it cannot list": (
@@ -318,7 +323,6 @@ NEED_NAMESPACES = (
     "hidden shared memory",
     "writing outside",
     "symbolic links",
-    "disk filler with empty files",
     "memory bomb of many processes",
     "fork bomb",
     "fork bomb that catches",

@@ -27,7 +27,8 @@ TELLING = (
     *("memory bomb", "memory behind a file descriptor", "memory of its parent", "scan of memory"),
     *("daemon", "stop itself", "loop with all signals blocked"),
     *("lease of a file that others open", "datagrams to paths"),
-    *("disk filler", "nested directories"),
+    *("disk filler", "disk filler with deleted files", "disk filler with empty files"),
+    *("files in a directory that it cannot list", "nested directories"),
 )
 """One answer for each kind of memory, process and file access that these levels must contain."""
 SEEDED = random.Random(26).sample([name for name in FUNCTIONS_ON_HOST if name not in TELLING], 3)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -64,6 +66,39 @@ class Census:
     def shared_memory(self) -> int:
         """Bytes resident in all descendants, where pages that several share count once; slower to find out."""
         return sum(map(self._share_of_memory, self.descendants()))
+
+    def deleted_bytes(self) -> int:
+        """Bytes of disk of the files that have no name any more and that descendants hold open."""
+        sizes: dict[tuple[int, int], int] = {}
+        for pid in self.descendants():
+            # a thread may have open files of its own, and the first one may have ended
+            for task in self._names(f"{pid}/task"):
+                sizes.update(self._deleted(f"{pid}/task/{task}/fd"))
+        return sum(sizes.values())
+
+    def _deleted(self, folder: str) -> Iterator[tuple[tuple[int, int], int]]:
+        for name in self._names(folder):
+            try:
+                status = os.stat(f"{folder}/{name}", dir_fd=self.fd)
+                if status.st_nlink == 0 and stat.S_ISREG(status.st_mode):
+                    # what the server has handed on (`judge/sealed.py`) is no file of a disk
+                    if not os.readlink(f"{folder}/{name}", dir_fd=self.fd).startswith("/memfd:"):
+                        yield (status.st_dev, status.st_ino), status.st_blocks * 512
+            except OSError:  # closed meanwhile
+                continue
+
+    def _names(self, folder: str) -> list[str]:
+        """The names in a directory of it; none when its process has ended."""
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.fd)
+        except OSError:
+            return []
+        try:
+            return os.listdir(fd)
+        except OSError:
+            return []
+        finally:
+            os.close(fd)
 
     def _stat(self, name: str) -> list[bytes]:
         size = self._read_into(self._page, f"{name}/stat")

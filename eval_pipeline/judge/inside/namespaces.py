@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import directories
 import kernel
 
 _SCRATCH = ("/tmp", "/dev/shm")
@@ -76,5 +77,5 @@ def refurnish(file_mb: int) -> None:
 
 
 def _mount_scratch(directory: str, file_mb: int) -> None:
-    # nr_inodes: an empty file costs kernel memory too
-    kernel.mount("none", directory, "tmpfs", _PRIVATE, f"size={file_mb}m,nr_inodes=4096,mode=1777")
+    options = f"size={file_mb}m,nr_inodes={directories.MOST_FILES},mode=1777"
+    kernel.mount("none", directory, "tmpfs", _PRIVATE, options)

@@ -105,8 +105,9 @@ class HostPlace:
             time.sleep(_PAUSE_S)
 
     def too_large(self, file_mb: int) -> bool:
-        """Whether the files in the directory take more than they may."""
-        return directories.usage(self._directory or "/nowhere")[1] > file_mb << 20
+        """Whether its files are too many or take more than they may; deleted ones count while they are open."""
+        num_files, num_bytes = directories.usage(self._directory or "/nowhere")
+        return num_files > directories.MOST_FILES or num_bytes + self._census.deleted_bytes() > file_mb << 20
 
     def close(self) -> None:
         """Remove the directory."""

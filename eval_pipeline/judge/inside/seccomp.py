@@ -14,7 +14,7 @@ import os
 import struct
 from collections.abc import Callable, Mapping
 
-from kernel import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, prctl
+from kernel import PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, prctl
 
 # name: (x86_64, aarch64); None where there is no such call
 _REFUSED_TO_SUPERVISORS = {
@@ -86,7 +86,7 @@ _REFUSED_ON_THE_HOST = {
 }
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE, _CLONE3, _PRLIMIT, _MMAP, _KILL = (56, 220), (435, 435), (302, 261), (9, 222), (62, 129)
-_SOCKETPAIR, _FCNTL, _SIGACTION = (53, 199), (72, 25), (13, 134)
+_SOCKETPAIR, _FCNTL, _SIGACTION, _PRCTL = (53, 199), (72, 25), (13, 134), (157, 167)
 _SIGCHLD = 17
 _KIND_OF_SOCKET, _STREAM, _SET_LEASE = 0xF, 1, 1024
 _NEW_NAMESPACES = 0x7E020080
@@ -130,6 +130,8 @@ def _rules_of_answers(column: int) -> list[bytes]:
         *_when(_SOCKETPAIR[column], 1, [_step(_AND, _KIND_OF_SOCKET), _step(_EQUAL, _STREAM, 1, 0), _REFUSE]),
         # who holds one makes others wait that open the file
         *_when(_FCNTL[column], 1, [_step(_EQUAL, _SET_LEASE, 0, 1), _REFUSE]),
+        # the supervisor could not see its open files any more
+        *_when(_PRCTL[column], 0, [_step(_EQUAL, PR_SET_DUMPABLE, 0, 1), _REFUSE]),
         *_when(_SIGACTION[column], 0, [_step(_EQUAL, _SIGCHLD, 0, 5), *_PRETEND_UNLESS_QUERY]),
     ]
 

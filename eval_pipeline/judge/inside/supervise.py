@@ -87,6 +87,8 @@ def _run(
     reason = watch.until_over(pid, parts, control, limits, census, place)
     wall_s = time.monotonic() - started
     status = place.end_all(pid)
+    if reason in ("exited", "ended") and place.too_large(limits["file_mb"]):
+        reason = "files"  # whether or not anybody looked in time
     for part in parts:
         part.finish()
     cpu_s = watch.children_cpu_s() - cpu_s
