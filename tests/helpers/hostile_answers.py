@@ -143,6 +143,7 @@ FUNCTIONS: dict[str, tuple[str, str]] = {
     "memory of its parent": (
         "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
         "assert libc.ptrace(16, os.getppid(), 0, 0) == -1\nassert libc.ptrace(16, 1, 0, 0) == -1\n"
+        "assert libc.prctl(4, 0, 0, 0, 0) == -1\n"  # which would hide its own open files
         "class V(ctypes.Structure): _fields_ = [('b', ctypes.c_void_p), ('n', ctypes.c_size_t)]\n"
         "buffer = ctypes.create_string_buffer(64)\nlocal = V(ctypes.addressof(buffer), 64)\n"
         "for pid in (1, os.getppid(), os.getpid()):\n"
