@@ -66,7 +66,7 @@ def _make_limits_settable() -> None:
         return set_limit_of(pid, limit, *(() if values is None else (_allowed(limit, values),)))
 
     # a type checker takes functions for constants
-    resource.setrlimit, resource.prlimit = setrlimit, prlimit  # type: ignore[assignment]
+    resource.setrlimit, resource.prlimit = setrlimit, prlimit
 
 
 def _allowed(limit: int, values: Any) -> Any:
