@@ -65,7 +65,6 @@ def _make_limits_settable() -> None:
         pid = 0 if pid == os.getpid() else pid  # the filter of system calls knows this process by 0 alone
         return set_limit_of(pid, limit, *(() if values is None else (_allowed(limit, values),)))
 
-    # a type checker takes functions for constants
     resource.setrlimit, resource.prlimit = setrlimit, prlimit
 
 
