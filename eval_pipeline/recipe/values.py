@@ -55,10 +55,8 @@ def require_choice_of_best(recipe: EvalRecipe) -> None:
     chosen_by = recipe.selection.dataset
     if chosen_by is None:
         if any(recipe.tiers.values()) and not recipe.tiers[1]:
-            raise UserError(
-                "tiers.tier1 is empty, so no best checkpoint could be chosen; add a data set to it, or set "
-                "selection.dataset to one of tiers.tier2"
-            )
+            other = ", or set selection.dataset to one of tiers.tier2" if recipe.tiers[2] else ""
+            raise UserError(f"tiers.tier1 is empty, so no best checkpoint could be chosen; add a data set to it{other}")
     elif chosen_by not in (*recipe.tiers[1], *recipe.tiers[2]):
         why = "tiers.tier3 is evaluated after the choice" if chosen_by in recipe.tiers[3] else "no tier names it"
         raise UserError(
