@@ -72,7 +72,7 @@ def test_everything_is_removed(tree: Path) -> None:
 
 def test_usage(tree: Path) -> None:
     """Every file and directory counts, and the disk of each file once."""
-    assert usage(str(tree)) == (0, 0)
+    assert usage(str(tree)) == usage(str(tree / "missing")) == (0, 0)
     assert without_root(lambda: fill(tree))
     assert usage(str(tree)) == (FILLED, 0)
     (tree / "file").write_bytes(bytes(1 << 20))

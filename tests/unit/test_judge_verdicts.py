@@ -92,6 +92,11 @@ SCRIPTS = {
         "thread = threading.Thread(target=lambda: print(depth(50000) - 49998))\nthread.start()\nthread.join()",
         "success",
     ),
+    "threads with stacks as large as the memory": (
+        "import threading\nthreading.stack_size(2**30)\n"
+        "thread = threading.Thread(target=print, args=(2,))\nthread.start()\nthread.join()",
+        "success",
+    ),
     "stack of 512 MB": ("import resource as r\nr.setrlimit(r.RLIMIT_STACK, [2**29, -1])\nprint(2)", "success"),
     "other limits that stay": (
         "import resource as r\nlimits = r.RLIMIT_AS, r.RLIMIT_CPU, r.RLIMIT_NOFILE, r.RLIMIT_FSIZE, r.RLIMIT_CORE\n"

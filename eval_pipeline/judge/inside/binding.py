@@ -5,6 +5,7 @@ What each process does itself it does with all of its memory yet to be copied, s
 
 from __future__ import annotations
 
+import _thread
 import fcntl
 import functools
 import os
@@ -52,9 +53,9 @@ def prepare() -> None:
 
 
 def _make_limits_settable() -> None:
-    """Replace `setrlimit` and `prlimit` in this process: programs ask for unlimited stacks and the like, and stop with
-    an error where they do not get them. They get the most that the kernel lets them have."""
-    set_limit, set_limit_of = resource.setrlimit, resource.prlimit
+    """Replace `setrlimit`, `prlimit` and `stack_size` in this process: programs ask for unlimited stacks and the like,
+    and stop with an error where they do not get them. They get the most that the kernel lets them have."""
+    set_limit, set_limit_of, set_stack_size = resource.setrlimit, resource.prlimit, _thread.stack_size
 
     @functools.wraps(set_limit)
     def setrlimit(limit: int, values: Any, /) -> None:
@@ -65,7 +66,16 @@ def _make_limits_settable() -> None:
         pid = 0 if pid == os.getpid() else pid  # the filter of system calls knows this process by 0 alone
         return set_limit_of(pid, limit, *(() if values is None else (_allowed(limit, values),)))
 
+    @functools.wraps(set_stack_size)
+    def stack_size(size: int = 0, /) -> int:
+        memory = resource.getrlimit(resource.RLIMIT_AS)[0]  # stacks count in full, however little of them is used
+        most = size if memory == resource.RLIM_INFINITY else memory // 4 // _MB * _MB
+        return set_stack_size(min(size, most))
+
     resource.setrlimit, resource.prlimit = setrlimit, prlimit
+    _thread.stack_size = stack_size  # `threading` takes it from there, unless it was imported for the level before
+    if "threading" in sys.modules:
+        vars(sys.modules["threading"])["stack_size"] = stack_size
 
 
 def _allowed(limit: int, values: Any) -> Any:

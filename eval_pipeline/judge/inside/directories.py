@@ -11,6 +11,7 @@ import errno
 import itertools
 import os
 import stat
+from contextlib import suppress
 
 MOST_FILES = 4096
 """Files and directories that an answer may have; an empty one costs kernel memory too."""
@@ -88,7 +89,8 @@ def usage(path: str) -> tuple[int, int]:
     seen: set[int] = set()  # files that have several names
     levels: list[tuple[int, list[str]]] = []  # from the top: the open directory, and the names left to look at
     try:
-        _descend(path, None, levels)
+        with suppress(OSError):  # an answer that may write anywhere can remove the directory itself
+            _descend(path, None, levels)
         while levels and num_files <= MOST_FILES:
             fd, names = levels[-1]
             if not names:
