@@ -116,7 +116,9 @@ def test_two_watchers_do_each_job_once(followed: Followed) -> None:
     assert names == ["step_10", "step_20", "step_20", "step_30"]  # 20 again with its third tier
     assert all("\n  best checkpoint global_step_20, by " in log for log in followed.logs)
     for path in followed.run_dir.glob("eval/eval_*/work/*/*.jsonl"):
-        keys = [row["problem_id"] for row in read_lines(path)]
+        # what is no answer or no verdict is tried once more
+        rows = [row for row in read_lines(path) if not row.get("error", row.get("error_type") == "api_error")]
+        keys = [row["problem_id"] for row in rows]
         assert keys and len(set(keys)) == len(keys), path
     assert {row["attempts"] for key, row in followed.jobs.items() if key[0] != "step_25"} == {0}
     assert not any("Traceback" in log for log in followed.logs)
