@@ -34,6 +34,8 @@ class Census:
         self._page = page
         self.fd = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._own = 0
+        self.counted: list[int] = []
+        """The descendants that `usage` found last."""
 
     def find_self(self) -> None:
         """Learn this process's number in that proc file system, which may be another one than `os.getpid()`."""
@@ -59,6 +61,7 @@ class Census:
     def usage(self) -> Usage:
         """What all living descendants of this process use now."""
         processes = self.descendants()
+        self.counted = list(processes)
         ticks = sum(int(stat[n]) for stat in processes.values() for n in (_UTIME, _STIME, _CUTIME, _CSTIME))
         num_tasks = sum(int(stat[_THREADS]) for stat in processes.values())
         return Usage(num_tasks, sum(map(self._memory, processes)), ticks * _TICK_S)
@@ -68,9 +71,9 @@ class Census:
         return sum(map(self._share_of_memory, self.descendants()))
 
     def deleted_bytes(self) -> int:
-        """Bytes of disk of the files that have no name any more and that descendants hold open."""
+        """Bytes of disk of the files without a name that the counted descendants hold open."""
         sizes: dict[tuple[int, int], int] = {}
-        for pid in self.descendants():
+        for pid in self.counted:
             # a thread may have open files of its own, and the first one may have ended
             for task in self._names(f"{pid}/task"):
                 sizes.update(self._deleted(f"{pid}/task/{task}/fd"))

@@ -94,6 +94,7 @@ class HostPlace:
         process's child, so that without children it has no descendants: only then it is over.
         """
         reaper = _Reaper(first)
+        self._census.counted = []
         while True:
             for pid in self._census.descendants():
                 try:
