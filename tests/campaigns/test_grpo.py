@@ -24,7 +24,7 @@ def test_killed_judges_change_nothing(seed: int, grpo_run: GRPORun, quickstart: 
     run = GRPORun(quickstart, tmp_path / "run")
     with run.started() as process, killing_judges(process, seed) as killed:
         result = end_of(process)
-    assert result.returncode == 0 and len(killed) > 3, result.stderr
+    assert result.returncode == 0 and killed, result.stderr
     kinds = ("train/loss", "train/grad_norm", "train/reward", "train/adv", "eval/reward", "train/samples")
     expected, found = (
         [{name: value for name, value in row.items() if name.startswith(kinds)} for row in each.rows()]
