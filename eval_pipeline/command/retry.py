@@ -37,7 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
             incomplete |= {(label, name): num for name, num in published.incomplete.items()}
     due = ledger.retry(incomplete=incomplete)
     for job in due:
-        reason = f"failed: {(job.error or '').partition(chr(10))[0]}"
+        first_line = (job.error or "").partition("\n")[0]
+        reason = f"failed: {first_line}"
         if job.state == "done":
             reason = f"{incomplete[job.checkpoint, job.dataset]} answers without a verdict"
         tell(f"Re-queued: {job.checkpoint} on {job.dataset} ({reason})")

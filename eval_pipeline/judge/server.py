@@ -118,9 +118,8 @@ def _work(jobs: queue.SimpleQueue[dict[str, Any]], level: Level, gate: Gate, out
             submission, limits = load_submission(message)
             num_tests = max(1, num_tests_of(submission.tests))
             verdict = worker.judge(submission, limits)
-        except (
-            BaseException
-        ) as error:  # a fault of the judge itself costs the one submission and this worker's sandboxes
+        except BaseException as error:
+            # a fault of the judge itself costs this one submission and the worker's sandboxes, not the server
             traceback.print_exc()
             verdict = Verdict("api_error", 0, num_tests, f"the judge failed: {error!r}"[:MESSAGE_CHARS])
             _close(worker)

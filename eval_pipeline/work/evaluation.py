@@ -112,25 +112,22 @@ class Evaluation:
         return not self._waiting and not self._under_way
 
     def try_errors_again(self) -> bool:
-        """Give out once more what is an `api_error`, since that says nothing about the model; once in each session.
+        """Queue every `api_error` once more, because it says nothing about the model; only the first call does so.
 
         Returns:
-            Whether there is anything to give out.
+            Whether anything was queued.
         """
         failed = {key for key, verdict in self._store.verdicts.items() if verdict.error_type == "api_error"}
-        again = [
-            number
-            for number, batch in enumerate(self._batches)
-            if number not in self._tried_again and not failed.isdisjoint(map(key_of, batch))
-        ]
-        if again:
-            where = f"{self.checkpoint.label} on {self.job.dataset}"
-            warn(f"{len(failed)} answers of {where} have no verdict (api_error); trying them once more")
-            self._bar.update(-len(failed))
-            self._store.drop(failed)
-            self._tried_again.update(again)
-            self._waiting.extend(again)
-        return bool(again)
+        if self._tried_again or not failed:
+            return False
+        where = f"{self.checkpoint.label} on {self.job.dataset}"
+        warn(f"{len(failed)} answers of {where} have no verdict (api_error); trying them once more")
+        again = [number for number, batch in enumerate(self._batches) if not failed.isdisjoint(map(key_of, batch))]
+        self._bar.update(-len(failed))
+        self._store.drop(failed)
+        self._tried_again.update(again)
+        self._waiting.extend(again)
+        return True
 
     @property
     def seconds(self) -> dict[str, float]:
