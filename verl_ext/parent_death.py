@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import signal
 
+LAUNCHER_PID = "VERL_EXT_LAUNCHER_PID"
+"""Environment variable of the ranks: the process whose children they are."""
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 _LIBC = ctypes.CDLL(None)  # loaded here, because between fork and exec another thread may hold the loader's lock
 

@@ -259,7 +259,8 @@ def test_a_caller_who_stops_waits_for_nobody(server: Server) -> None:
     server.reply = lambda body: completion("said") if body["messages"][0]["content"] == "first" else hang(release)
     requests = [Request("0", "first"), *(Request(str(i), "never") for i in range(1, 9))]
     num_threads = threading.active_count()
-    settings = EngineSettings(kind="openai", base_url=server.url, concurrency=2)
+    # a thread that reads from the socket while the client closes it may only notice at its time limit
+    settings = EngineSettings(kind="openai", base_url=server.url, concurrency=2, timeout_s=20)
     with open_engine(settings, None) as engine:
         answers = engine.answers(requests, Sampling())
         assert next(answers)[0].problem_id == "0"

@@ -1,13 +1,15 @@
-"""`end_with_parent` ends a process with its parent."""
+"""A process ends with its parent, and a rank with its launcher."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import psutil
 
 from tests.helpers.processes import wait_gone
+from verl_ext.parent_death import LAUNCHER_PID
 
 CHILD = """
 import time
@@ -32,3 +34,11 @@ def test_a_child_does_not_outlive_its_parent() -> None:
     parent.kill()
     parent.wait()
     wait_gone([child])
+
+
+def test_a_rank_whose_launcher_died_while_it_started_ends_at_once() -> None:
+    """It has another parent by then; it must not look for the configuration, nor wait for other ranks."""
+    environment = {**os.environ, LAUNCHER_PID: str(os.getpid() + 1)}
+    command = [sys.executable, "-m", "verl_ext.trainer", "missing.yaml"]
+    rank = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (rank.returncode, rank.stdout, rank.stderr) == (1, "", "")

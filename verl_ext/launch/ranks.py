@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from verl_ext.launch.outcome import Failure, Outcome, RankFailure, Stopped, judg
 from verl_ext.launch.stop import StopSignals
 from verl_ext.launch.torchrun import torchrun
 from verl_ext.metrics.startup import startup
+from verl_ext.parent_death import LAUNCHER_PID
 
 RANK_MODULE = "verl_ext.trainer"
 
@@ -71,6 +73,7 @@ def run_ranks(config: DictConfig, signals: StopSignals, module: str = RANK_MODUL
             thread = RankThread(torchrun(config, module, Path(directory), [str(path)]))
             startup.hand_on(Path(directory))
         keeper = Keeper(module, signals, config.trainer.preemption.grace_s)
+        os.environ[LAUNCHER_PID] = str(os.getpid())
         thread.start()
         keeper.wait(thread)
     if thread.is_alive():  # no rank is left, and nobody can say how they ended

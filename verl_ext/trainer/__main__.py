@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.command_line import process_words
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
 from verl_ext.metrics.startup import process_start, startup
-from verl_ext.parent_death import end_with_parent
+from verl_ext.parent_death import LAUNCHER_PID, end_with_parent
 from verl_ext.quick_imports import quick_imports
 from verl_ext.trainer.stop_signals import end_at_once
 
@@ -41,9 +41,9 @@ def die_with_launcher() -> None:
     torchrun gives each rank a session of its own, so a launcher killed by SIGKILL would leave ranks that go on training
     into a run directory which the next start of the same command takes over.
     """
-    launcher = os.getppid()
+    launcher = int(os.environ.get(LAUNCHER_PID, os.getppid()))
     end_with_parent()
-    if os.getppid() != launcher:  # it died before the kernel was told
+    if os.getppid() != launcher:  # it died before the kernel was told, maybe while this interpreter started
         os._exit(1)
 
 
