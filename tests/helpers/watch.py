@@ -170,10 +170,12 @@ def kills_change_nothing(directory: Path, export: Path, phases: Sequence[str], n
     killing = Killing(run_dir, num_problems, words, directory / "killed.log", random.Random(seed))
     for number, phase in enumerate(phases, start=1):
         print(f"kill {number:2}: {killing.kill_at(phase)}", flush=True)
+    num_left = num_problems - killing.progress()[1]
     with started(directory / "last.log", *words) as process, killing_judges(process, seed) as killed:
         wait_until(lambda: process.poll() is not None)
     assert process.returncode == 0, (directory / "last.log").read_text()
-    assert killed, "the last watcher's judge was not killed"
+    # a judge is killed after its first verdicts; with few left to judge it may end before
+    assert killed or num_left < 16, "the last watcher's judge was not killed"
     process = evaluate("watch", undisturbed, *options)
     assert process.returncode == 0, process.stderr
     expected, expected_answers, expected_kinds = results_of(undisturbed, num_problems)
