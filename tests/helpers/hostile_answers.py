@@ -131,7 +131,8 @@ FUNCTIONS: dict[str, tuple[str, str]] = {
         "success",
     ),
     "limit its parent": (
-        "import resource\nfor limit in range(16):\n  for pid in (1, 2, 3):\n"
+        # of a fresh sandbox one of these would be the answer itself
+        "import os, resource\nfor limit in range(16):\n  for pid in {1, 2, 3} - {os.getpid()}:\n"
         "    try: resource.prlimit(pid, limit, (0, 0))\n    except (OSError, ValueError): pass\n" + RIGHT,
         "success",
     ),
