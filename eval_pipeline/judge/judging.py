@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from eval_pipeline.judge.comparisons import Comparer
 from eval_pipeline.judge.gate import Gate
 from eval_pipeline.judge.levels import Level
 from eval_pipeline.judge.limits import Limits
-from eval_pipeline.judge.references import ReferenceJudge
 from eval_pipeline.judge.rules import MESSAGE_CHARS, NO_PROGRAM, TestResult, function_result, program_result, verdict_of
 from eval_pipeline.judge.runs import Runs
 from eval_pipeline.judge.sandbox import SandboxError
@@ -33,7 +33,7 @@ class Worker:
     def __post_init__(self) -> None:
         """Nothing starts until it is needed."""
         self._workshop = Workshop(self.level)
-        self._references = ReferenceJudge()
+        self._comparer = Comparer()
 
     def judge(self, submission: Submission, limits: Limits) -> Verdict:
         """The verdict; a sandbox that fails is replaced once, then the verdict is `api_error`."""
@@ -48,18 +48,18 @@ class Worker:
     def close(self) -> None:
         """End the sandboxes; the next submission starts new ones."""
         self._workshop.close()
-        self._references.close()
+        self._comparer.close()
 
     def _judge(self, submission: Submission, limits: Limits) -> Verdict:
         if isinstance(submission.tests, ReferenceAnswer):
             with self.gate.shared():
-                return self._references.judge(submission.program, submission.tests.answer, limits)
+                return self._comparer.judge(submission.program, submission.tests.answer, limits)
         if not submission.program:
             return verdict_of([NO_PROGRAM], num_tests_of(submission.tests))
         results = []
         preamble = submission.tests.preamble if isinstance(submission.tests, FunctionTests) else ""
         with self._workshop.runs(submission.program, preamble, limits) as runs:
-            for run in _tests(submission.tests, runs, limits):
+            for run in self._tests(submission.tests, runs, limits):
                 results.append(self._run(run))
                 if results[-1].error_type in ("timeout", "syntax_error"):
                     break  # the tests that are left are not passed
@@ -74,19 +74,21 @@ class Worker:
         with self.gate.alone():
             return run()
 
-
-def _tests(tests: FunctionTests | ProgramTests, runs: Runs, limits: Limits) -> Iterator[Callable[[], TestResult]]:
-    if isinstance(tests, FunctionTests):
-        for test in tests.tests:
-            yield partial(_function_test, tests, test, runs, limits)
-        return
-    for case in tests.cases:
-        yield partial(_program_test, case, tests.tolerance, runs, limits)
+    def _tests(
+        self, tests: FunctionTests | ProgramTests, runs: Runs, limits: Limits
+    ) -> Iterator[Callable[[], TestResult]]:
+        if isinstance(tests, FunctionTests):
+            for test in tests.tests:
+                yield partial(_function_test, tests, test, runs, limits)
+            return
+        match = partial(self._comparer.outputs_match, tolerance=tests.tolerance)
+        for case in tests.cases:
+            yield partial(_program_test, case, match, runs, limits)
 
 
 def _function_test(tests: FunctionTests, test: str, runs: Runs, limits: Limits) -> TestResult:
     return function_result(*runs.run_function_test(tests.preamble, tests.entry_point, test), limits)
 
 
-def _program_test(case: Case, tolerance: float | None, runs: Runs, limits: Limits) -> TestResult:
-    return program_result(*runs.run_program(case.stdin.encode(errors="surrogatepass")), case, tolerance, limits)
+def _program_test(case: Case, match: Callable[[str, str], bool], runs: Runs, limits: Limits) -> TestResult:
+    return program_result(*runs.run_program(case.stdin.encode(errors="surrogatepass")), case, match, limits)

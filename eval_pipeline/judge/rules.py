@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval_pipeline.judge.checker import outputs_match
 from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.verdict import ErrorType, Verdict
 from eval_pipeline.problems.problem import Case
@@ -78,7 +77,11 @@ def function_result(report: dict[str, Any], outcome: dict[str, str], limits: Lim
 
 
 def program_result(
-    report: dict[str, Any], output: bytes, case: Case, tolerance: float | None, limits: Limits
+    report: dict[str, Any],
+    output: bytes,
+    case: Case,
+    match: Callable[[str, str], bool],
+    limits: Limits,
 ) -> TestResult:
     """Judge a run of a program by what it printed.
 
@@ -86,7 +89,7 @@ def program_result(
         report: what the supervisor saw of it.
         output: its standard output, cut off at the limit.
         case: what it should have printed.
-        tolerance: of numbers, see `outputs_match`.
+        match: whether what it printed and what it should have printed are the same.
         limits: what the run might use.
     """
     if (stopped := _stopped(report, limits)) is not None:
@@ -94,7 +97,7 @@ def program_result(
     if report["exit"] != 0:
         return TestResult("runtime_error", _ending(report), report["wall_s"])
     actual = output.decode(errors="replace")
-    if outputs_match(actual, case.expected, tolerance):
+    if match(actual, case.expected):
         return TestResult("success", "", report["wall_s"])
     message = f"printed {_shown(actual)}, expected {_shown(case.expected)}"
     return TestResult("wrong_answer", message, report["wall_s"])

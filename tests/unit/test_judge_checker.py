@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import random
+import signal
 import tracemalloc
+from collections.abc import Iterator
 
 import pytest
 
-from eval_pipeline.judge import checker
+from eval_pipeline.judge import checker, comparisons
 from eval_pipeline.judge.checker import outputs_match
+from eval_pipeline.judge.comparisons import Comparer
+from eval_pipeline.judge.gate import Gate
+from eval_pipeline.judge.judging import Worker
+from eval_pipeline.judge.levels import Level
+from eval_pipeline.judge.limits import Limits
+from eval_pipeline.judge.submission import Submission
+from eval_pipeline.problems.problem import Case, ProgramTests
 
 
 @pytest.mark.parametrize(
@@ -99,3 +108,62 @@ def test_memory_does_not_grow_with_the_output(actual: str, expected: str, match:
         assert tracemalloc.get_traced_memory()[1] < 4 * 2**20
     finally:
         tracemalloc.stop()
+
+
+LONG = "0.5 1 x\n" * 2**15
+
+
+@pytest.fixture
+def comparer() -> Iterator[Comparer]:
+    """One that ends with its test."""
+    comparer = Comparer()
+    yield comparer
+    comparer.close()
+
+
+def test_long_outputs_are_compared_in_another_process(comparer: Comparer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's threads share an interpreter, so that this comparison would stop them all."""
+    monkeypatch.setattr(comparisons, "outputs_match", None)
+    for actual, expected, tolerance, match in (
+        (LONG + "1.0", LONG + "1", 1e-6, True),
+        (LONG + "1.0", LONG + "1", None, False),
+        (LONG + "é\ud800", LONG + " é\ud800\n\n", None, True),
+        (LONG + "é", LONG + "e", 1e-6, False),
+        (LONG, LONG + "x", None, False),
+    ):
+        assert comparer.outputs_match(actual, expected, tolerance) is match
+    assert comparer.judge("The answer is 42.", "42", Limits()).error_type == "success"
+
+
+def test_short_outputs_start_no_process(comparer: Comparer) -> None:
+    """Nor do long ones that are the same, nor those whose comparison ends with the shorter of them."""
+    assert comparer.outputs_match("1.0\n", "1", 1e-6)
+    assert comparer.outputs_match(LONG, LONG + "\n\n", None)
+    assert not comparer.outputs_match(LONG, "0.5 1 y", None)
+    assert comparer._process is None
+
+
+def test_a_comparison_without_an_end_is_no_verdict(comparer: Comparer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the judge's failure, and the next comparison gets a new process."""
+    assert comparer.outputs_match(LONG + "1.0", LONG + "1", 1e-6)
+    monkeypatch.setattr(comparisons, "_OUTPUTS_S", 0.2)
+    assert comparer._process is not None
+    comparer._process.send_signal(signal.SIGSTOP)
+    with pytest.raises(OSError, match="could not be compared"):
+        comparer.outputs_match(LONG + "1.0", LONG + "1", 1e-6)
+    monkeypatch.undo()
+    assert comparer.outputs_match(LONG + "1.0", LONG + "1", 1e-6)
+
+
+def test_a_killed_comparison_is_made_again() -> None:
+    """By the worker, whose verdict is then that of an undisturbed one."""
+    worker = Worker(Level("rlimits"), Gate())
+    submission = Submission(f"print('0.5 1 x\\n' * {2**15} + '1.0')", ProgramTests((Case("", LONG + "1"),), 1e-6))
+    try:
+        assert worker.judge(submission, Limits()).error_type == "success"
+        process = worker._comparer._process
+        assert process is not None
+        process.kill()
+        assert worker.judge(submission, Limits()).error_type == "success"
+    finally:
+        worker.close()

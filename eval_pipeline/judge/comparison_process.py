@@ -1,10 +1,12 @@
-"""Compares answers with references, one after the other, for `references.py`; ends when its input does."""
+"""Makes the comparisons of `comparisons.py`, one after the other; ends when its input does."""
 
 from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
+from eval_pipeline.judge.checker import outputs_match
 from eval_pipeline.judge.inside import frames, kernel
 from eval_pipeline.problems.reference import is_right
 from verl_ext.command_line import process_words
@@ -13,8 +15,8 @@ from verl_ext.command_line import process_words
 def main() -> None:
     """Reply to each question on standard output."""
     process_words(
-        "eval_pipeline.judge.reference_process",
-        "Compares answers with references.",
+        "eval_pipeline.judge.comparison_process",
+        "Compares answers with references, and outputs with expected ones.",
         "python -m eval_pipeline run --checkpoint models/mine --recipe gsm8k",
     )
     # a parser that hangs does not see its input end
@@ -23,10 +25,17 @@ def main() -> None:
     os.dup2(2, 1)  # what a parser prints is no reply
     _reply(replies, {"ready": True})
     while (received := frames.read(0)) is not None:
-        _reply(replies, _judge(received[0]))
+        question, blob = received
+        _reply(replies, _judge_outputs(question, blob) if blob else _judge_answer(question))
 
 
-def _judge(question: dict[str, str]) -> dict[str, object]:
+def _judge_outputs(question: dict[str, Any], blob: bytes) -> dict[str, object]:
+    size = question["size"]
+    actual, expected = (part.decode(errors="surrogatepass") for part in (blob[:size], blob[size:]))
+    return {"right": outputs_match(actual, expected, question["tolerance"])}
+
+
+def _judge_answer(question: dict[str, str]) -> dict[str, object]:
     try:
         right = is_right(question["answer"], question["reference"])
     except (ArithmeticError, ValueError, RecursionError, MemoryError) as error:
