@@ -19,6 +19,7 @@ from eval_pipeline.judge.inside import frames
 from eval_pipeline.judge.levels import LEVELS
 from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.packages import find_packages
+from eval_pipeline.judge.pipes import pipes_of
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.judge.wire import dump_submission, load_verdict, num_tests_of
@@ -200,8 +201,7 @@ class JudgeServer:
             env={**bare_environment(os.environ), "PYTHONPATH": str(_ROOT)},
             start_new_session=True,
         )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._stdin, self._stdout = pipes_of(self._process)
         received = None
         with suppress(frames.FrameError):  # it ended in the middle of the message
             received = frames.read(self._stdout.fileno())
