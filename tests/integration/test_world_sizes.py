@@ -47,6 +47,17 @@ def test_losses_continue_on_another_number_of_ranks(
     assert Manifest.read(run.last_checkpoint).world_size == after
 
 
+def test_losses_continue_after_two_changes_of_the_number_of_ranks(
+    uninterrupted: dict[int, SFTRun], quickstart: Path, tmp_path: Path
+) -> None:
+    """From one rank to two and back: the rounding of both changes is in these losses."""
+    copy_checkpoints(uninterrupted[1].run_dir, tmp_path / "on two", SAVED_AT)
+    on_two = finished(2, quickstart, tmp_path / "on two")
+    copy_checkpoints(on_two.run_dir, tmp_path / "on one", SAVED_AT + 2)
+    losses, expected = finished(1, quickstart, tmp_path / "on one").losses(1), uninterrupted[1].losses(1)
+    assert losses == pytest.approx({step: expected[step] for step in range(SAVED_AT + 3, NUM_STEPS + 1)}, rel=1e-5)
+
+
 def test_background_saves_are_recorded_and_complete(uninterrupted: dict[int, SFTRun]) -> None:
     rows = uninterrupted[2].rows()
     saved = {row["step"] for row in rows if "time/train/save_s" in row}
