@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_vanilla
+from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_vanilla, kl_penalty
 from verl.workers.config import ActorConfig
 
 from verl_ext.grpo.loss import GlobalBatch, LossInputs, LossSettings, micro_batch_loss
+from verl_ext.launch.grpo_check import CHOICES
 
 SETTINGS = LossSettings(0.2, 0.28, 3.0, "token-mean", 16, entropy_coeff=0.01, kl_loss_coef=0.1, kl_loss_type="k3")
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -152,3 +153,23 @@ def test_sums() -> None:
     assert sums["kl"] == pytest.approx(float(((difference.exp() - difference - 1) * inputs.mask).sum()))
     bare = replace(inputs, entropy=None, reference_log_probs=None)
     assert not {"entropy", "kl"} & micro_batch_loss(bare, replace(SETTINGS, entropy_coeff=0.0), whole(bare)).sums.keys()
+
+
+@pytest.mark.parametrize("kind", CHOICES["actor.kl_loss_type"])
+def test_every_kl_estimator(kind: str) -> None:
+    """verl's value, and verl's gradient or, with a trailing +, that of k2."""
+    inputs = random_inputs(4)
+    assert inputs.reference_log_probs is not None
+    settings = replace(SETTINGS, entropy_coeff=0.0, kl_loss_coef=1.0, kl_loss_type=kind)
+    # no advantage: the KL term is the whole loss
+    found = micro_batch_loss(replace(inputs, advantages=inputs.mask * 0), settings, whole(inputs))
+    arguments: Any = inputs.log_probs, inputs.reference_log_probs
+    expected, with_gradient = (
+        kl_penalty(*arguments, name) for name in (kind.strip("+"), "k2" if "+" in kind else kind)
+    )
+    num = inputs.mask.sum()
+    torch.testing.assert_close(found.value, (expected * inputs.mask).sum() / num)
+    assert found.sums["kl"] == pytest.approx(float((expected * inputs.mask).sum().detach()))
+    of_loss = gradient(found.value, inputs)
+    torch.testing.assert_close(of_loss, gradient((with_gradient * inputs.mask).sum() / num, inputs))
+    assert of_loss.count_nonzero() > 0

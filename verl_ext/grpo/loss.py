@@ -24,7 +24,7 @@ class LossSettings:
         loss_scale_factor: what `seq-mean-token-sum-norm` divides a sample's sum by: most decisions of a sample.
         entropy_coeff: weight of the entropy bonus.
         kl_loss_coef: weight of the KL term; 0 for none.
-        kl_loss_type: verl's estimator, such as k1, k2, k3 or low_var_kl.
+        kl_loss_type: see `kl_estimate`.
     """
 
     clip_ratio_low: float
@@ -126,11 +126,33 @@ def micro_batch_loss(inputs: LossInputs, settings: LossSettings, batch: GlobalBa
             bonus = agg_loss(inputs.entropy, inputs.mask, settings.loss_agg_mode, **normalisation)
             value = value - settings.entropy_coeff * bonus
     if inputs.reference_log_probs is not None:
-        # verl asks for FloatTensor, which no tensor is
-        kl = kl_penalty(inputs.log_probs, inputs.reference_log_probs, settings.kl_loss_type)  # type: ignore[arg-type]
+        kl = kl_estimate(inputs.log_probs, inputs.reference_log_probs, settings.kl_loss_type)
         sums["kl"] = float((kl.detach() * inputs.mask).sum())
         value = value + settings.kl_loss_coef * agg_loss(kl, inputs.mask, settings.loss_agg_mode, **normalisation)
     return Loss(value, sums)
+
+
+def kl_estimate(log_probs: torch.Tensor, reference_log_probs: torch.Tensor, kind: str) -> torch.Tensor:
+    """Estimate the KL divergence from the reference at each decision.
+
+    A trailing `+` keeps the estimator's value and takes the gradient of k2, whose expectation is the gradient of the KL
+    divergence. verl documents these names, but its `kl_penalty` passes the `+` on to a function that does not know it.
+
+    Args:
+        log_probs: with gradient.
+        reference_log_probs: by the frozen reference, of the same shape.
+        kind: `actor.kl_loss_type`.
+    """
+
+    def estimate(name: str) -> torch.Tensor:
+        # verl asks for FloatTensor, which no tensor is
+        return kl_penalty(log_probs, reference_log_probs, name)  # type: ignore[arg-type]
+
+    value = estimate(kind.removesuffix("+"))
+    if not kind.endswith("+"):
+        return value
+    surrogate = estimate("k2")
+    return surrogate - surrogate.detach() + value.detach()
 
 
 def _actor_config(settings: LossSettings, normalisation: dict[str, Any]) -> ActorConfig:
