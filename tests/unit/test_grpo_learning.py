@@ -168,7 +168,7 @@ def test_first_update_is_the_policy_gradient() -> None:
     assert bandit.scores.grad is not None
     torch.testing.assert_close(bandit.scores.grad, expected, rtol=1e-6, atol=1e-9)
     assert found.grad_norm == pytest.approx(float(expected.norm()))
-    assert found.maxima["ratio_deviation"] == 0 and found.maxima["rollout_logprob_diff"] < 1e-12
+    assert found.maxima["ratio_deviation"] < 1e-12 and found.maxima["rollout_logprob_diff"] < 1e-12
 
 
 @pytest.mark.parametrize("size", [1, 5, 24])
@@ -208,6 +208,16 @@ def test_importance_weights_correct_another_sampler() -> None:
         updated(corrected, experience, replace(ONCE, correction=("token", threshold)))
         assert plain.scores.grad is not None and corrected.scores.grad is not None
         torch.testing.assert_close(corrected.scores.grad, plain.scores.grad * weight)
+
+
+@pytest.mark.parametrize(("num_epochs", "expected"), [(1, np.expm1(0.5)), (2, 0.0)])
+def test_the_ratio_of_a_single_update_is_to_the_samplers_probabilities(num_epochs: int, expected: float) -> None:
+    """Any other would be 1 by construction. With several updates, it is the ratio of the loss."""
+    bandit = Bandit(6)
+    experience = collected(bandit, [0, 1, 2])
+    shifted = [replace(s, action=(s.action[0], s.action[1] - 0.5)) for s in experience.samples]
+    found = updated(bandit, replace(experience, samples=shifted), replace(ONCE, num_epochs=num_epochs))
+    assert found.maxima["ratio_deviation"] == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("settings", [ONCE, replace(ONCE, num_mini_batches=4, num_epochs=2)])

@@ -180,7 +180,9 @@ class Updater:
             self._count({"rollout_logprob_diff": float(drift.abs().sum())}, float(mask.sum()))
             self._largest("rollout_logprob_diff", drift.abs())
         if is_first:
-            self._largest("ratio_deviation", ((said.values.detach() - old).exp() - 1).abs() * mask)
+            # with one update per step `old` is what the model says now, and its ratio to that is 1
+            before = old if "old_log_probs" in there else there["rollout_log_probs"]
+            self._largest("ratio_deviation", ((said.values.detach() - before).exp() - 1).abs() * mask)
         return loss.value
 
     def _importance(self, drift: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
