@@ -103,6 +103,38 @@ def test_groups_without_signal_are_replaced() -> None:
     assert asked == [(1, 2)] and short.num_replaced == 0 and short.advantages.num_without_signal == 2
 
 
+class ImpreciseMachine(Machine):
+    """Pays all samples of a prompt the same but for float64's last digits."""
+
+    def __init__(self, *rows: int) -> None:
+        """Rows of the prompts."""
+        super().__init__()
+        self._rows = rows
+
+    def collect(self) -> list[Reward]:
+        """See `Environment.collect`."""
+        samples = list(self._waiting)
+        nearly = [Reward({"pay": 0.3 if sample.number % 2 else 0.1 + 0.2}) for sample in samples]
+        assert len({reward.total for reward in nearly}) == 2
+        found = zip(samples, super().collect(), nearly)
+        return [near if sample.prompt.row in self._rows else reward for sample, reward, near in found]
+
+
+def test_rewards_that_only_float64_tells_apart_have_no_signal() -> None:
+    """Their advantages, which are float32, are 0: dynamic sampling replaces such a group."""
+    machine = ImpreciseMachine(0, 1)
+    plain = collected(Bandit(40), [0, 25], machine=machine)
+    assert plain.advantages.num_without_signal == 1 and plain.advantages.values[:GROUP].eq(0).all()
+    asked = []
+
+    def more(number: int, count: int) -> list[Prompt]:
+        asked.append(count)
+        return prompts(1 if number == 1 else 30)  # the first of them is no better
+
+    experience = collected(Bandit(40), [0, 25], replacement=Replacement(2, more), machine=machine)
+    assert asked == [1, 1] and [sample.prompt.row for sample in experience.samples[::GROUP]] == [30, 25]
+
+
 BROKEN = [(0, 1), (0, 6), (4, 3), *((1, number) for number in range(1, GROUP))]
 """Two samples of a prompt, one of another, and all but one of a third."""
 

@@ -25,6 +25,11 @@ class Advantages:
     num_without_signal: int
 
 
+def has_signal(rewards: Sequence[float | None]) -> bool:
+    """Whether the rewards of a group differ in float32, which advantages are computed in; None is no reward."""
+    return len(torch.tensor([reward for reward in rewards if reward is not None], dtype=torch.float32).unique()) > 1
+
+
 def group_advantages(rewards: Sequence[float | None], groups: Sequence[int], divide_by_std: bool) -> Advantages:
     """Reward minus the mean of the group's, divided by the group's standard deviation or not.
 
@@ -42,13 +47,13 @@ def group_advantages(rewards: Sequence[float | None], groups: Sequence[int], div
     known, of_known = torch.tensor([reward for reward in rewards if reward is not None]), index[rewarded]
     values = torch.zeros(len(rewards))
     # the rounding of the mean, divided by a deviation of nearly nothing, would be an advantage
-    has_signal = [len(known[of_known == group].unique()) > 1 for group in range(len(counts))]
+    with_signal = [has_signal(known[of_known == group].tolist()) for group in range(len(counts))]
     if len(known):
         advantages, _ = compute_grpo_outcome_advantage(
             known[:, None], torch.ones(len(known), 1), of_known, norm_adv_by_std_in_grpo=divide_by_std
         )
-        values[torch.from_numpy(rewarded)] = advantages[:, 0] * torch.tensor(has_signal)[torch.from_numpy(of_known)]
-    return Advantages(values, torch.from_numpy(rewarded), has_signal.count(False))
+        values[torch.from_numpy(rewarded)] = advantages[:, 0] * torch.tensor(with_signal)[torch.from_numpy(of_known)]
+    return Advantages(values, torch.from_numpy(rewarded), with_signal.count(False))
 
 
 def _numbered(groups: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from verl_ext.grpo.advantages import Advantages, group_advantages
+from verl_ext.grpo.advantages import Advantages, group_advantages, has_signal
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.policy import Policy, Prompt, Sample
 from verl_ext.metrics.reduce import reduce_over_ranks
@@ -114,7 +114,7 @@ class Collector:
     def _flat_groups(self, rewards: list[Reward]) -> list[int]:
         totals = [reward.total for reward in rewards]
         starts = range(0, len(totals), self.group_size)
-        return [start for start in starts if len({*totals[start : start + self.group_size]} - {None}) < 2]
+        return [start for start in starts if not has_signal(totals[start : start + self.group_size])]
 
     def _replace(
         self,
