@@ -267,6 +267,16 @@ def test_prompts_that_are_refused(
         PromptDataset(str(path), tokenizer, config_with(quickstart, tmp_path).data)
 
 
+@pytest.mark.parametrize("column", ["reward_model", "extra_info"])
+def test_a_column_of_text_is_refused(
+    column: str, quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.parquet"
+    pd.DataFrame({"prompt": ["What is 6 * 12?"], column: ['{"ground_truth": "72"}']}).to_parquet(path)
+    with pytest.raises(UserError, match=f"prompts.parquet row 0 .*'{column}' is a str"):
+        PromptDataset(str(path), tokenizer, config_with(quickstart, tmp_path).data)
+
+
 def test_prompts_that_are_too_long_or_of_one_name(
     quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:

@@ -189,6 +189,18 @@ def test_rows_without_what_a_reward_needs_are_refused(
         check_reward_functions(config_of(rows, "reward_format"))
 
 
+@pytest.mark.parametrize("column", ["reward_model", "extra_info"])
+def test_a_column_of_text_is_refused_in_files_that_are_only_read(rows: Path, column: str) -> None:
+    text = rows.with_name("text.parquet")
+    pd.read_parquet(rows).assign(**{column: ["{}"] * 2}).to_parquet(text)
+    config = config_of(rows, "reward_correct")
+    config.data.val_files, config.data.eval_every_steps = str(text), 0
+    with pytest.raises(UserError, match=f"'{column}' of .*text.parquet is a string"):
+        check_reward_functions(config)
+    pd.read_parquet(rows).drop(columns="reward_model").to_parquet(text)
+    check_reward_functions(config)  # what is not measured needs no ground truth
+
+
 @pytest.mark.parametrize(
     ("truth", "reward", "refused", "warned"),
     [

@@ -71,6 +71,8 @@ class PromptDataset(Rows):
     def _item(self, name: str, row: int, record: dict[str, Any]) -> dict[str, Any] | None:
         """One prompt; None for one that is too long and to be left out."""
         try:
+            extra = _mapping(record, "extra_info")
+            _mapping(record, "reward_model")
             text = self._template.render(_turns(record.get(self._config.prompt_key), self._config), prompt=True)
         except (UserError, TemplateError, TypeError, ValueError) as error:
             raise UserError(f"{place_of(name, row, record)} cannot be used: {error}") from error
@@ -83,7 +85,6 @@ class PromptDataset(Rows):
                 f"{self._config.max_prompt_length}; raise it, or leave such rows out by "
                 "data.filter_overlong_prompts=true"
             )
-        extra = record.get("extra_info") or {}
         sample_id = str(extra.get("problem_id") or f"{Path(name).stem}/{row}")
         return {**record, "sample_id": sample_id, "prompt_ids": ids, "prompt_text": text}
 
@@ -115,6 +116,18 @@ def _named_apart(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _records(name: str) -> list[tuple[int, dict[str, Any]]]:
     return [(row, plain(record)) for row, record in enumerate(read_frame(name).to_dict("records"))]
+
+
+def _mapping(record: dict[str, Any], column: str) -> dict[str, Any]:
+    """A column that holds a mapping, empty where the row has none.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    value = record.get(column)
+    if value is not None and not isinstance(value, dict):
+        raise UserError(f"its column '{column}' is a {type(value).__name__}; write a struct, as verl's RL format has")
+    return value or {}
 
 
 def _turns(prompt: Any, config: DictConfig) -> list[dict[str, Any]]:

@@ -43,11 +43,12 @@ def check_reward_functions(config: DictConfig) -> None:
     """
     wanted = wanted_rewards(list(config.reward.functions))
     judged = next((reward.name for reward in wanted if reward.by_verdict), None)
-    train, measured = file_list(config.data.train_files), []
-    if config.data.eval_every_steps and config.data.eval_split == "test":
-        measured = file_list(config.data.val_files)
-    for name in [*train, *measured]:
+    train, val = file_list(config.data.train_files), file_list(config.data.val_files)
+    is_measured = config.data.eval_every_steps and config.data.eval_split == "test"
+    for name in train:
         check_columns(Path(name).expanduser(), judged)
+    for name in val:  # read in any case
+        check_columns(Path(name).expanduser(), judged if is_measured else None)
     where, answer = trial_answer([Path(name).expanduser() for name in train])
     check_ground_truth([reward.name for reward in wanted if reward.by_verdict], answer, where)
     for reward in wanted:
