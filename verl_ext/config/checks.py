@@ -126,6 +126,14 @@ def check_ranges(config: DictConfig, ranges: Mapping[str, tuple[float, float]]) 
             raise UserError(f"{key} is {value}; it must {bounds}")
 
 
+def check_ascending(config: DictConfig, key: str, may_be_empty: bool = False) -> None:
+    """Refuse a list of anything but ascending whole numbers of at least 1."""
+    values = list(value_of(config, key))
+    are_whole = all(isinstance(value, int) and not isinstance(value, bool) and value >= 1 for value in values)
+    if not are_whole or values != sorted(set(values)) or not (values or may_be_empty):
+        raise UserError(f"{key} is {values}; it must be a list of ascending whole numbers of at least 1")
+
+
 def check_betas(betas: list[Any]) -> None:
     """AdamW's two decay rates, each from 0 to below 1."""
     if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_ext.config.checks import check_choices, check_ranges, check_without_effect, value_of
+from verl_ext.config.checks import check_ascending, check_choices, check_ranges, check_without_effect, value_of
 from verl_ext.errors import UserError
 from verl_ext.launch import reward_check
 from verl_ext.launch.question_check import OF_TEXTS, check_questions
@@ -65,6 +65,13 @@ def check_budget(config: DictConfig) -> None:
     check_choices(config, CHOICES)
     check_ranges(config, RANGES)
     check_without_effect(config, OF_OTHERS, "on a budget controller")
+    check_ascending(config, "controller.tier_sizes")
+    check_ascending(config, "controller.topk_choices", may_be_empty=True)
+    if config.data.eval_batches == 0:
+        raise UserError(
+            "data.eval_batches is 0, but every epoch of this stage ends with a measurement; set it to the number of "
+            "batches to measure, or to -1 for all"
+        )
     if config.trainer.test_freq != config.data.eval_every_steps or config.data.eval_every_steps == 0:
         raise UserError(
             "trainer.test_freq is data.eval_every_steps in this stage; set that to steps, or -1 for every epoch's end"

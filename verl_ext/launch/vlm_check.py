@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from verl_ext.config.checks import (
     GATHERING,
+    check_ascending,
     check_choices,
     check_ranges,
     check_without_effect,
@@ -37,8 +38,11 @@ def check_vlm_sft(config: DictConfig) -> None:
     check_ranges(config, RANGES)
     for key in AT_LEAST_ONE:
         require_positive(key, value_of(config, key))
+    check_ascending(config, "configurations.tier_sizes")
+    check_ascending(config, "configurations.topk_choices", may_be_empty=True)
     weights, sizes = list(config.configurations.tier_weights), list(config.configurations.tier_sizes)
-    if len(weights) != len(sizes) or not all(weight >= 0 for weight in weights) or not sum(weights) > 0:
+    are_numbers = all(isinstance(weight, int | float) and not isinstance(weight, bool) for weight in weights)
+    if len(weights) != len(sizes) or not are_numbers or min(weights) < 0 or not 0 < sum(weights) < math.inf:
         raise UserError(
             f"configurations.tier_weights={weights} must be a number of 0 or more for each of the tiers {sizes}, not "
             "all of them 0"
