@@ -25,10 +25,12 @@ class Bandit(Policy):
         self.scores = torch.nn.Parameter(scores)
         self.first = scores.clone()
         self.versions: list[int] = []
+        self.draws = False
 
     def begin_drawing(self, version: int) -> dict[str, float]:
         """See `Policy.begin_drawing`."""
         self.versions.append(version)
+        self.draws = True
         return {}
 
     @torch.no_grad()
@@ -44,6 +46,7 @@ class Bandit(Policy):
 
     def end_drawing(self) -> None:
         """See `Policy.end_drawing`."""
+        self.draws = False
 
     def collate(self, samples: Sequence[Sample]) -> MicroBatch:
         """See `Policy.collate`."""

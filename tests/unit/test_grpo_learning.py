@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +20,10 @@ from verl_ext.grpo.loss import LossSettings
 from verl_ext.grpo.policy import Prompt
 from verl_ext.grpo.update import Updated, Updater, UpdateSettings
 from verl_ext.metrics.timers import StepTimer
+from verl_ext.trainer.grpo import GRPOTrainer
 from verl_ext.trainer.grpo_report import GRPOReport
+from verl_ext.trainer.preemption import Preemption, Stop
+from verl_ext.trainer.stop_signals import RankSignals
 
 LOSS = LossSettings(0.2, 0.2, 3.0, "token-mean", DECISIONS)
 ONCE = UpdateSettings(LOSS, 1, 1, 64, None)
@@ -250,6 +254,25 @@ def test_the_ratio_of_a_single_update_is_to_the_samplers_probabilities(num_epoch
     shifted = [replace(s, action=(s.action[0], s.action[1] - 0.5)) for s in experience.samples]
     found = updated(bandit, replace(experience, samples=shifted), replace(ONCE, num_epochs=num_epochs))
     assert found.maxima["ratio_deviation"] == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_stop_in_a_validation_ends_drawing_before_the_run_saves(one_rank: None) -> None:
+    """A policy that draws with vLLM gives back the GPU's memory there."""
+    bandit, signals = Bandit(6), RankSignals()
+    trainer = GRPOTrainer.__new__(GRPOTrainer)
+    trainer.policy, trainer.global_step, trainer.preemption = bandit, 3, Preemption(signals, None)
+    trainer.collector = Collector(bandit, Machine(), GROUP, True, StepTimer(), "cpu")
+
+    def batches() -> Iterator[list[Prompt]]:
+        yield prompts(0, 1)
+        assert bandit.draws
+        signals.received = signal.SIGTERM
+        yield prompts(2, 3)
+
+    trainer.measured_prompts = batches  # type: ignore[method-assign]
+    with pytest.raises(Stop, match="SIGTERM"):
+        trainer.validate()
+    assert bandit.versions == [3] and not bandit.draws
 
 
 @pytest.mark.parametrize("settings", [ONCE, replace(ONCE, num_mini_batches=4, num_epochs=2)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,22 @@ class Policy(ABC):
     rate_name = "valid_tokens_per_s"
     """Of the metric that tells how many there are in a second."""
 
+    @contextmanager
+    def drawing(self, version: int) -> Iterator[dict[str, float]]:
+        """Have actions drawn inside, and give back what only drawing needs however that ends; collective.
+
+        Args:
+            version: see `begin_drawing`.
+
+        Yields:
+            What `begin_drawing` returns.
+        """
+        metrics = self.begin_drawing(version)
+        try:
+            yield metrics
+        finally:
+            self.end_drawing()
+
     @abstractmethod
     def begin_drawing(self, version: int) -> dict[str, float]:
         """Have actions drawn by the model as it is now; collective.
@@ -81,7 +98,7 @@ class Policy(ABC):
 
     @abstractmethod
     def draw(self, prompts: Sequence[Prompt], step: int, *, num_samples: int, greedy: bool = False) -> Iterator[Sample]:
-        """Draw actions for each prompt of this rank; between `begin_drawing` and `end_drawing`.
+        """Draw actions for each prompt of this rank; inside `drawing`.
 
         Args:
             prompts: this rank's.

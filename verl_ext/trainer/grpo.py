@@ -126,9 +126,8 @@ class GRPOTrainer(PipelineTrainer):
         lr = self.lr_scheduler.get_last_lr()[0]
         self.fsdp_model.train()
         self.rows_of_step = {row for rows in gather_results(lambda: batch.rows) for row in rows}
-        weights = self.policy.begin_drawing(self.global_step - 1)
-        experience = self.collector.collect(prompts_of(batch.items), self.global_step, self.replacement)
-        self.policy.end_drawing()
+        with self.policy.drawing(self.global_step - 1) as weights:
+            experience = self.collector.collect(prompts_of(batch.items), self.global_step, self.replacement)
         self.reward_guard.check(self.global_step, experience.samples, experience.rewards)
         self.show_samples(experience)
         start = time.perf_counter()
@@ -153,16 +152,15 @@ class GRPOTrainer(PipelineTrainer):
         start = time.perf_counter()
         samples: list[Sample] = []
         rewards: list[Reward] = []
-        self.policy.begin_drawing(self.global_step)
-        for prompts in batches:
-            self.preemption.check()
-            begun = time.perf_counter()
-            more_samples, more_rewards = self.collector.rewarded(prompts, self.global_step, 1, greedy=True)
-            if self.preemption.longest_step_s:  # it may be longer than a step, and stops no run that made none
-                self.preemption.note(step_s=time.perf_counter() - begun)
-            samples += more_samples
-            rewards += more_rewards
-        self.policy.end_drawing()
+        with self.policy.drawing(self.global_step):  # a stop in between leaves the GPU to the save
+            for prompts in batches:
+                self.preemption.check()
+                begun = time.perf_counter()
+                more_samples, more_rewards = self.collector.rewarded(prompts, self.global_step, 1, greedy=True)
+                if self.preemption.longest_step_s:  # it may be longer than a step, and stops no run that made none
+                    self.preemption.note(step_s=time.perf_counter() - begun)
+                samples += more_samples
+                rewards += more_rewards
         self.reward_guard.report(f"measurement at step {self.global_step}", samples, rewards)
         parts = {f"time/eval/{name}_s": seconds for name, seconds in self.timer.pop().items()}
         parts["time/eval/step_s"] = time.perf_counter() - start
