@@ -12,6 +12,7 @@ import torch
 from eval_pipeline.adaptive.source import ControllerSource
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.block_importance import Importance, load_importance
+from verl_ext.controller.calibration import other_machine
 from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.controller.controlled import ControlledModel, load_controller
 from verl_ext.controller.inference import AdaptiveModel
@@ -19,6 +20,7 @@ from verl_ext.controller.latency_model import LATENCY_FILE
 from verl_ext.controller.latency_source import ModelledLatency
 from verl_ext.controller.loading import default_device
 from verl_ext.controller.network import BudgetController
+from verl_ext.metrics.notice import warn
 from verl_ext.own_code import OwnCode
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -119,4 +121,7 @@ def load_latency(source: ControllerSource, config: Mapping[str, Any], adapter: V
     """
     named = config.get("latency", {}).get("file")
     path = (source.run_dir or source.export) / LATENCY_FILE if named is None else Path(named).expanduser()
-    return ModelledLatency.load(path, adapter)
+    latency = ModelledLatency.load(path, adapter)
+    if (doubt := other_machine(latency.model, adapter)) is not None:
+        warn(doubt)
+    return latency

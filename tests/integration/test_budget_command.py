@@ -182,6 +182,8 @@ def test_budgets_that_no_configuration_keeps_are_refused(budget_inputs: Path, tm
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stdout + done.stderr
     [error] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "controller.budgets_ms" in error and "5 ms" in error
+    [warning] = [line for line in done.stderr.splitlines() if "latency model" in line]
+    assert warning.startswith("warning: ") and "'none'" in warning, "the machine in latency.file"
 
 
 def test_latency_model_of_another_model_is_refused(budget_inputs: Path, tmp_path: Path) -> None:

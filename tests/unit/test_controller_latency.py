@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import vlms
+from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.controller.calibration import machine_name, other_machine
 from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.controller.execution import Outcome
 from verl_ext.controller.latency import Latency
@@ -104,11 +107,28 @@ def test_a_model_without_scatter_has_no_percentile(tmp_path: Path) -> None:
         ModelledLatency.load(tmp_path / "old.json", adapter, 95)
 
 
+@pytest.mark.parametrize(
+    ("machine", "is_another"),
+    [
+        (machine_name, False),
+        (lambda adapter: machine_name(adapter).rpartition(", ")[0], False),  # a file of an earlier version
+        (lambda adapter: f"1{machine_name(adapter)}", True),  # another number of threads
+        (lambda adapter: "NVIDIA H100 80GB HBM3", True),
+    ],
+)
+def test_a_latency_model_of_another_machine_is_doubted(machine: Callable[[VLMAdapter], str], is_another: bool) -> None:
+    adapter = adapter_of(*vlms.qwen3_vl_moe(), (256,))
+    doubt = other_machine(replace(model(TRUTH), machine=machine(adapter)), adapter)
+    assert (doubt is not None) == is_another
+    assert doubt is None or all(f"'{name}'" in doubt for name in (machine(adapter), machine_name(adapter)))
+
+
 def test_a_saved_model_predicts_as_before_and_another_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "latency.json"
     model(TRUTH).save(path)
     assert LatencyModel.load(path) == model(TRUTH)
-    for text in ("{", "[]", '{"coefficients": {}, "r2": 1, "machine": "", "model": ""}', '{"other": 1}'):
+    of_no_machine = path.read_text().replace('"a machine"', "null")
+    for text in ("{", "[]", '{"coefficients": {}, "r2": 1, "machine": "", "model": ""}', '{"other": 1}', of_no_machine):
         path.write_text(text)
         with pytest.raises(UserError, match=r"latency.json is no latency model .*calibrate"):
             LatencyModel.load(path)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from tests.helpers import vlms
 from tests.helpers.data import question
@@ -24,6 +26,7 @@ from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.data.questions import ImageQuestion
 from verl_ext.errors import UserError
 from verl_ext.grpo.policy import Prompt
+from verl_ext.trainer.budget_parts import check_budgets
 
 BUDGETS = (5.0, 50.0)
 
@@ -137,6 +140,28 @@ def test_rewards_are_those_of_what_was_run(
         assert reward.figures["budget_violation"] == (reward.figures["latency_ms"] > budget)
         assert (reward.parts["reward_violation"] < 0) == (reward.figures["latency_ms"] > budget)
     assert environment.collect() == []
+
+
+@pytest.mark.parametrize(
+    ("budgets", "says"),
+    [
+        ("budgets_ms=[12.1,40.0]", None),
+        # between what the configuration takes and what it takes with the decision
+        ("budgets_ms=[11.0,40.0]", r"controller.budgets_ms begins at 11 ms, .*12.0 ms.* 2.0 ms.*at 12.6 ms or more"),
+        # the whole model takes 20 ms
+        ("budgets_of_full=[0.55,2.0]", r"controller.budgets_of_full begins at 0.55 \(11.0 ms\).*at 0.63 or more"),
+    ],
+)
+def test_the_least_budget_has_time_for_the_decision(
+    budgets: str, says: str | None, executor: Executor, space: ConfigurationSpace
+) -> None:
+    config, least = OmegaConf.create({"controller": {"budgets_of_full": None}}), space.configuration(0, [True] * 4, 1)
+    config.merge_with_dotlist([f"controller.{budgets}"])
+    name, _, low = budgets.partition("=[")
+    low_ms = float(low.split(",")[0]) * (20.0 if name == "budgets_of_full" else 1.0)
+    questions, latency = [question(n) for n in (50, 51, 52)], Told([10.0, 10.0, 10.0])
+    with pytest.raises(UserError, match=says) if says else nullcontext():
+        check_budgets(config, low_ms, executor, least, questions, latency)
 
 
 def test_an_image_that_is_none_is_told_with_its_name() -> None:

@@ -187,10 +187,15 @@ def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -
     assert (arrays["deciding_ms"] > 0).any()
 
 
-def test_by_the_latency_model_it_comes_to_the_same_each_time(tiny: Path, evaluated: Path, tmp_path: Path) -> None:
+def test_by_the_latency_model_it_comes_to_the_same_each_time(
+    tiny: Path, evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was fitted on the machine `none`, of which a warning tells."""
     by_model = ("--latency", "model", "--num-budgets", "3", "--search-questions", "0")
     options = (*by_model, "--repeats", "2", "--output", tmp_path)
     assert adaptive("--checkpoint", tiny / "run/global_step_2", *options, *SHORT) == 0
+    [warning] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert "latency model" in warning and "'none'" in warning
     one, other = (json.loads((path / "adaptive.json").read_text()) for path in (evaluated, tmp_path))
     assert all(one[part] == other[part] for part in ("rows", "statics", "lookup_table", "pareto_front"))
     arrays = np.load(evaluated / "adaptive.npz")

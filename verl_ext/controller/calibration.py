@@ -7,6 +7,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -146,7 +147,34 @@ def doubts(r2: float) -> str:
 
 
 def machine_name(adapter: VLMAdapter) -> str:
-    """What the figures hold for."""
+    """What latencies hold for: the GPU, or the CPU with torch's number of threads."""
     if adapter.model.device.type == "cuda":
         return torch.cuda.get_device_name(adapter.model.device)
-    return f"{torch.get_num_threads()} threads, {platform.machine()}"
+    parts = [f"{torch.get_num_threads()} threads", platform.machine(), processor_name()]
+    return ", ".join(part for part in parts if part)
+
+
+def processor_name() -> str:
+    """The CPU as Linux names it; empty where it does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def other_machine(model: LatencyModel, adapter: VLMAdapter) -> str | None:
+    """What to warn of if a latency model was fitted on another machine, or with another number of threads.
+
+    Args:
+        model: that is to be used.
+        adapter: of the vision-language model, where it is to be used.
+    """
+    here = machine_name(adapter)
+    if here.startswith(model.machine):  # files of earlier versions lack the processor's name
+        return None
+    threads = "" if adapter.model.device.type == "cuda" else f"OMP_NUM_THREADS={torch.get_num_threads()} "
+    return (
+        f"the latency model was fitted on '{model.machine}' and is used on '{here}', where its milliseconds may be "
+        f"wrong; to fit one here, run `{threads}python -m verl_ext.controller.calibrate`"
+    )

@@ -109,6 +109,8 @@ class LatencyModel:
             found = cls(**json.loads(path.read_text()))
             if {part: tuple(names) for part, names in found.coefficients.items()} != FEATURES:
                 raise ValueError("its coefficients have other names")
+            if not isinstance(found.machine, str):
+                raise TypeError("its machine is not text")
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{path} is no latency model ({error}); make one by `python -m verl_ext.controller.calibrate`"

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_ext.collective import on_every_rank, on_rank_zero
 from verl_ext.controller.block_importance import cheapest
-from verl_ext.controller.calibration import doubts
+from verl_ext.controller.calibration import doubts, other_machine
 from verl_ext.controller.environment import ModelEnvironment
 from verl_ext.controller.latency_source import ModelledLatency
 from verl_ext.controller.policy import ControllerPolicy
@@ -17,6 +17,7 @@ from verl_ext.data.prompts import PromptBatch
 from verl_ext.data.questions import QuestionDataset
 from verl_ext.grpo.loss import LossSettings
 from verl_ext.metrics.epoch_history import EpochSums
+from verl_ext.metrics.notice import warn
 from verl_ext.metrics.reduce import reduce_over_ranks
 from verl_ext.tell import tell
 from verl_ext.trainer.budget_parts import (
@@ -66,9 +67,12 @@ class BudgetControllerTrainer(GRPOTrainer):
         if isinstance(self.latency, ModelledLatency):
             r2 = self.latency.model.r2
             on_rank_zero(lambda: tell(f"latency model: R squared {r2:.3f} on what was not fitted{doubts(r2)}"))
+            if self.is_main and (doubt := other_machine(self.latency.model, self.executor.adapter)) is not None:
+                warn(doubt)
         checked = questions[:CHECKED_QUESTIONS]
         least = cheapest(space, importance_of(config, self.executor.adapter))
-        on_every_rank(lambda: check_budgets(self.budgets_ms[0], self.executor, least, checked, self.latency))
+        low_ms = self.budgets_ms[0]
+        on_every_rank(lambda: check_budgets(config, low_ms, self.executor, least, checked, self.latency))
         scorer = AnswerScorer([*questions, *self.val_dataset.samples])
         return ModelEnvironment(self.executor, space, RewardWeights(**config.reward), scorer, self.latency)
 
