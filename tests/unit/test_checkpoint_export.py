@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from verl.utils.torch_dtypes import PrecisionType
 
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint.command.export import run
+from verl_ext.checkpoint.rebuild import export_dtype_of
+from verl_ext.checkpoint.stock import OURS
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 EVERYTHING = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
@@ -47,3 +51,30 @@ def test_an_export_is_only_as_frequent_as_asked(quickstart: Path, tmp_path: Path
     assert with_weights == {"global_step_2"}
     assert (tmp_path / "global_step_1/huggingface/tokenizer.json").exists()
     assert len(list((tmp_path / "global_step_2/huggingface").glob("model-*-of-*.safetensors"))) > 2
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", "fp32"), ("fp16", "fp16"), ("bf16", "bf16")])
+def test_an_export_made_later_has_the_number_type_of_the_runs_own(
+    dtype: str, expected: str, quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`auto`, which GRPO has, is what training computes in: fp32 on a CPU."""
+    setting = f"trainer.checkpoint.export.dtype={dtype}"
+    make_trainer(small_config(quickstart, tmp_path, SHARDS, setting, "model.mixed_precision=fp32")).save_checkpoint(1)
+    target, options = tmp_path / "model", {"step": None, "max_shard_gib": 1.0}
+    assert run(Namespace(**options, run_dir=tmp_path, output=target, dtype=None)) == 0
+    assert f"{expected}\n" in capsys.readouterr().out
+    stored = {PrecisionType.to_str(tensor.dtype) for tensor in load_file(target / "model.safetensors").values()}
+    named = json.loads((target / "config.json").read_text())["dtype"]
+    assert stored == {expected} and PrecisionType.to_dtype(expected) == getattr(torch, named)
+
+
+def test_an_export_of_a_checkpoint_of_verls_is_bf16(quickstart: Path, tmp_path: Path) -> None:
+    """Its configuration names the number type of the shards."""
+    make_trainer(small_config(quickstart, tmp_path, SHARDS)).save_checkpoint(1)
+    checkpoint = tmp_path / "global_step_1"
+    config = checkpoint / "huggingface/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}))
+    assert export_dtype_of(checkpoint) == "fp32"
+    for name in OURS:
+        (checkpoint / name).unlink()
+    assert export_dtype_of(checkpoint) == "bf16"

@@ -26,6 +26,28 @@ Progress = Callable[[int], None]
 """Told how many more bytes of the shards were read; each is read once for its digest and once for its weights."""
 
 
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""Number types by their names in a model's configuration."""
+
+
+def export_dtype_of(checkpoint: Path) -> str:
+    """The number type of the run's own exports, which every save notes in `huggingface/config.json`.
+
+    Args:
+        checkpoint: a `global_step_N`.
+
+    Returns:
+        bf16, fp16 or fp32; bf16 for a checkpoint that verl wrote, or one without that file.
+    """
+    path = checkpoint / EXPORT / "config.json"
+    if is_stock(checkpoint) or leads_out(path, checkpoint):
+        return "bf16"
+    try:
+        return DTYPES[json.loads(path.read_text())["dtype"]]
+    except (OSError, ValueError, LookupError, TypeError):  # `write_weights` says what is wrong with the file
+        return "bf16"
+
+
 def rebuild_export(
     checkpoint: Path, output: Path | None, dtype: str, max_shard_gib: float, progress: Progress = ignore_progress
 ) -> Path:

@@ -24,7 +24,9 @@ def register(commands: Commands) -> None:
     """Add the command."""
     parser = add_run_command(commands, "export", TEXT, run, more="--step 750 --output models/mine")
     parser.add_argument("--step", type=WholeNumber(0), help="the checkpoint (default: the newest complete one)")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="number type (default: bf16)")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="number type (default: that of the run's own exports)"
+    )
     parser.add_argument("--max-shard-gib", type=Number(), default=5.0, metavar="G", help="of one file (default: 5)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="a new directory (default: into the checkpoint)")
 
@@ -32,13 +34,14 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the export and say where it is."""
     checkpoint = _choose(arguments.run_dir, arguments.step)
-    from verl_ext.checkpoint.rebuild import bytes_to_read, rebuild_export  # here, as torch takes seconds to import
+    # here, as torch takes seconds to import
+    from verl_ext.checkpoint.rebuild import bytes_to_read, export_dtype_of, rebuild_export
 
-    total = bytes_to_read(checkpoint)
+    dtype, total = arguments.dtype or export_dtype_of(checkpoint), bytes_to_read(checkpoint)
     with progress_bar(total=total, desc="exporting", unit="B") as bar:
-        target = rebuild_export(checkpoint, arguments.output, arguments.dtype, arguments.max_shard_gib, bar.update)
+        target = rebuild_export(checkpoint, arguments.output, dtype, arguments.max_shard_gib, bar.update)
     then = [*typed_script("eval_pipeline/run.sh"), "run", "--checkpoint", typed_path(target)]
-    tell_summary(f"Exported: {checkpoint.name}", {"model": target, "number type": arguments.dtype}, then)
+    tell_summary(f"Exported: {checkpoint.name}", {"model": target, "number type": dtype}, then)
     return 0
 
 
