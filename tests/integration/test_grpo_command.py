@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import signal
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.checkpoints import copy_checkpoints
 from tests.helpers.commands import GRPORun, Hold, RecipeRun, SFTRun, TrainingRun, end_of, kill_launcher
 from tests.helpers.judge import killing_judges
 from verl_ext.checkpoint.verify import damaged_files
@@ -142,6 +144,25 @@ def test_stopped_run_with_all_options_resumes_exactly(quickstart: Path, tmp_path
     assert expected[1]["train/kl"] == pytest.approx(0, abs=1e-3) and expected[6]["train/kl"] > 0
     assert "weights/sync_s" not in found[1] and "eval/reward_total_mean" not in found[2]
     assert found[1]["train/rollout_logprob_diff_max"] < 1e-4
+
+
+def test_a_resumed_run_has_the_date_of_its_first_start(grpo_run: GRPORun, quickstart: Path, tmp_path: Path) -> None:
+    """In the prompts of a template that asks for one, whatever the clock says."""
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%Y-%m-%d') }} {{ messages[-1].content }}")
+    options = ("data.max_prompt_length=400", "data.eval_every_steps=0", "trainer.log_samples_every=1")
+    dated = f"data.chat_template={tmp_path}/dated.jinja"
+    run = GRPORun(quickstart, tmp_path / "run", "rollout.engine=hf", dated, *options, "trainer.total_training_steps=3")
+    copy_checkpoints(grpo_run.run_dir, run.run_dir, 2)
+    record = grpo_run.record()
+    first, begun = (
+        datetime.fromisoformat(text).astimezone() for text in (record["first_start"], record["attempts"][0]["start"])
+    )
+    assert timedelta(0) <= begun - first < timedelta(minutes=5)
+    (run.run_dir / "run.json").write_text(json.dumps({**record, "first_start": "2020-07-04T09:30:00"}))
+    run.finish()
+    rows = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
+    assert {(row["step"], row["prompt"].partition(" ")[0]) for row in rows} == {(3, "2020-07-04")}
+    assert run.record()["first_start"] == "2020-07-04T09:30:00"
 
 
 def test_bad_input_is_reported_once(quickstart: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,20 @@ def test_a_column_of_text_is_refused(
     pd.DataFrame({"prompt": ["What is 6 * 12?"], column: ['{"ground_truth": "72"}']}).to_parquet(path)
     with pytest.raises(UserError, match=f"prompts.parquet row 0 .*'{column}' is a str"):
         PromptDataset(str(path), tokenizer, config_with(quickstart, tmp_path).data)
+
+
+def test_a_template_gets_the_date_that_is_asked_for(quickstart: Path, tmp_path: Path) -> None:
+    """By its `strftime_now`, in the place of the clock's."""
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
+    pd.DataFrame({"prompt": ["What day is it?"]}).to_parquet(tmp_path / "prompts.parquet")
+    data = config_with(quickstart, tmp_path).data
+
+    def prompt(now: datetime | None) -> str:
+        return PromptDataset(str(tmp_path / "prompts.parquet"), tokenizer, data, now=now)[0]["prompt_text"]
+
+    assert prompt(datetime(2020, 7, 4, 9, 30)) == "04 Jul 2020: What day is it?"
+    assert datetime.strptime(prompt(None).partition(":")[0], "%d %b %Y") >= datetime(2026, 1, 1)
 
 
 def test_prompts_that_are_too_long_or_of_one_name(

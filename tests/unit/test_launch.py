@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ import pytest
 from omegaconf import DictConfig
 
 from tests.helpers import ROOT
+from tests.helpers.checkpoints import save
 from verl_ext.checkpoint.lock import exclusive
 from verl_ext.errors import UserError
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.component_check import check_components
 from verl_ext.launch.configure import check_config, check_inputs, check_run_directory, configure
 from verl_ext.launch.outcome import describe
-from verl_ext.launch.run import may_be_longer
+from verl_ext.launch.run import first_start, may_be_longer
 from verl_ext.launch.torchrun import torchrun_options
 from verl_ext.metrics.recorder import verl_backends
+from verl_ext.metrics.run_record import RunRecord
 
 
 def test_words_are_a_number_of_processes_and_overrides() -> None:
@@ -248,3 +251,22 @@ def test_backends_are_those_of_verl() -> None:
 def test_settings_that_may_add_steps_to_a_finished_run(changes: dict[str, int], longer: bool) -> None:
     former = {"trainer.total_epochs": 2, "trainer.total_training_steps": None}
     assert may_be_longer(changes.keys(), former, {**former, **changes}, steps_done=10) == longer
+
+
+def test_a_resumed_run_was_first_started_when_its_checkpoints_run_was(quickstart: Path, tmp_path: Path) -> None:
+    """A run that starts at step 0 is started now, though the directory has a record of another."""
+    former, run_dir = datetime(2026, 7, 4, 9, 30), tmp_path / "run"
+
+    def started(*words: str) -> datetime:
+        return first_start(configure(parse_arguments([*words_of_a_launch(quickstart, run_dir), *words])))
+
+    RunRecord(tmp_path / "other").mark_waiting(first_start=former.isoformat())
+    RunRecord(run_dir).mark_waiting(first_start=former.isoformat())
+    assert datetime.now() - started() < timedelta(minutes=1)
+    save(run_dir, 2)
+    assert started() == former
+    assert datetime.now() - started("trainer.resume_mode=disable") < timedelta(minutes=1)
+    (run_dir / "run.json").write_text("damaged")
+    assert datetime.now() - started() < timedelta(minutes=1)
+    path = f"trainer.resume_from_path={save(tmp_path / 'other', 4)}"
+    assert started("trainer.resume_mode=resume_path", path) == former

@@ -156,3 +156,15 @@ def test_reading_a_run_needs_no_torch():
     code = "import sys, verl_ext.metrics.run_record, verl_ext.metrics.names, verl_ext.metrics.recorder\n"
     code += "assert not {'torch', 'wandb', 'verl', 'tensorboard'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def test_the_first_start_is_kept_or_that_of_the_first_attempt(tmp_path):
+    record = RunRecord(tmp_path)
+    assert record.first_start() is None
+    start(record)
+    attempt = datetime.fromisoformat(record.read()["attempts"][0]["start"])
+    assert record.first_start() == attempt.astimezone().replace(tzinfo=None), "a record of an earlier version"
+    record.mark_waiting(first_start="2026-07-04T09:30:00")
+    assert record.first_start() == datetime(2026, 7, 4, 9, 30)
+    record.mark_waiting(first_start=["damaged"])
+    assert record.first_start() == attempt.astimezone().replace(tzinfo=None)

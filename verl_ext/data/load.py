@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -38,14 +39,21 @@ def load_datasets(
 
 
 def load_prompts(
-    config: DictConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False
+    config: DictConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False, now: datetime | None = None
 ) -> tuple[PromptDataset, PromptDataset | None]:
-    """Prompts to learn from and to measure on; the arguments are those of `load_datasets`."""
+    """Prompts to learn from and to measure on; the first arguments are those of `load_datasets`.
+
+    Args:
+        config: the resolved configuration.
+        tokenizer: as loaded for the model.
+        progress: show progress bars (rank 0).
+        now: see `PromptDataset`.
+    """
     data = config.data
-    train = PromptDataset(data.train_files, tokenizer, data, data.train_max_samples, progress)
+    train = PromptDataset(data.train_files, tokenizer, data, data.train_max_samples, progress, now)
     if not file_list(data.val_files):
         return train, None
-    return train, PromptDataset(data.val_files, tokenizer, data, data.val_max_samples, progress)
+    return train, PromptDataset(data.val_files, tokenizer, data, data.val_max_samples, progress, now)
 
 
 def load_questions(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class PromptDataset(Rows):
         config: the `data` section.
         max_samples: take only the first so many rows; -1 takes all.
         progress: show a progress bar on a terminal.
+        now: the time that a chat template with `strftime_now` is given; None for that of the clock.
 
     Raises:
         UserError: a row that is no prompt, or is longer than `data.max_prompt_length`; it names file and row.
@@ -43,9 +45,13 @@ class PromptDataset(Rows):
         config: DictConfig,
         max_samples: int = -1,
         progress: bool = False,
+        now: datetime | None = None,
     ) -> None:
         self._config = config
-        self._template = ChatTemplate(tokenizer, as_dict(config.apply_chat_template_kwargs))
+        kwargs = as_dict(config.apply_chat_template_kwargs)
+        if now is not None and "strftime_now" in str(tokenizer.chat_template):
+            kwargs = {"strftime_now": now.strftime, **kwargs}  # takes the place of transformers' function of that name
+        self._template = ChatTemplate(tokenizer, kwargs)
         names = file_list(parquet_files)
         records = [(name, row, record) for name in names for row, record in _records(name)]
         chosen = records[:max_samples] if max_samples > 0 else records

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,18 @@ class Launch:
                 recipe=self.config.recipe,
                 config_digest=config_digest(self.config),
                 untrained_loss=untrained_loss(str(self.config.model.partial_pretrain)),
+                first_start=first_start(self.next_config()).isoformat(timespec="seconds"),
             )
+
+
+def first_start(config: DictConfig) -> datetime:
+    """Local time at which the run that a launch resumes was first started; now if it starts at step 0."""
+    checkpoint = checkpoint_that_suits(config)
+    try:
+        known = None if checkpoint is None else RunRecord(checkpoint.parent).first_start()
+    except UserError:
+        known = None  # a damaged record is put aside, with a warning
+    return known or datetime.now()
 
 
 def is_finished(config: DictConfig, record: RunRecord) -> bool:

@@ -13,7 +13,9 @@ from verl_ext.metrics.atomic import replace_file
 from verl_ext.metrics.notice import warn
 
 RUN_FILE = "run.json"
-IDENTITY_KEYS = ("project", "experiment", "stage", "recipe", "total_steps", "config_digest", "untrained_loss")
+IDENTITY_KEYS = (
+    "project", "experiment", "stage", "recipe", "total_steps", "config_digest", "untrained_loss", "first_start",
+)  # fmt: skip
 STATUSES = ("waiting", "running", "finished", "stopped", "failed")
 
 _ATTEMPT_KEYS = frozenset({"attempt", "start", "end"})  # those that the code reads

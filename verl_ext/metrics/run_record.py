@@ -12,7 +12,7 @@ from typing import Any
 
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
-from verl_ext.metrics.run_file import IDENTITY_KEYS, RUN_FILE, load_run, set_aside_if_corrupt, write_run
+from verl_ext.metrics.run_file import IDENTITY_KEYS, RUN_FILE, load_run, seconds_of, set_aside_if_corrupt, write_run
 
 END_STATUSES = ("finished", "stopped", "failed")
 LOST = "ended without a word (killed or lost)"
@@ -34,6 +34,20 @@ class RunRecord:
             UserError: the file is not a run record, for example torn by a crash of the disk.
         """
         return load_run(self._path)
+
+    def first_start(self) -> datetime | None:
+        """Local time of the run's first start; None if it was never started, or its record does not say.
+
+        Raises:
+            UserError: see `read`.
+        """
+        run = self.read()
+        # records of earlier versions have the start of the first attempt alone
+        for moment in (run["first_start"], *(attempt["start"] for attempt in run["attempts"][:1])):
+            seconds = seconds_of(moment)
+            if seconds is not None:
+                return datetime.fromtimestamp(seconds)
+        return None
 
     def mark_waiting(self, **identity: Any) -> None:
         """Record that the run is asked for and has not started; earlier attempts stay.

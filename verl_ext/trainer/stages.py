@@ -34,10 +34,10 @@ def load_stage(name: str) -> Stage:
 
         return Stage(BudgetControllerTrainer, load_questions)
     if name == "grpo":
-        from verl_ext.data.load import load_prompts
         from verl_ext.trainer.grpo import GRPOTrainer
+        from verl_ext.trainer.grpo_parts import load_prompts_of_run
 
-        return Stage(GRPOTrainer, load_prompts)
+        return Stage(GRPOTrainer, load_prompts_of_run)
     from verl_ext.data.load import load_datasets
     from verl_ext.trainer.sft import SFTTrainer
 
