@@ -14,12 +14,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl.utils.dataset.sft_dataset import SFTDataset
 
 from tests.helpers.data import CHAT, dataset_of
+from tests.helpers.models import make_tokenizer
 from tests.helpers.trainer import small_config
 from verl_ext.data.batching import MicroBatcher, validation_micro_batches
 from verl_ext.data.chat import ChatDataset
 from verl_ext.data.load import load_dataset
 from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.sampler import GlobalBatchSampler
+from verl_ext.data.template import ChatTemplate
 from verl_ext.errors import UserError
 
 QWEN25_TEMPLATE = (  # the default system prompt is what makes turn-by-turn rendering of this family hard
@@ -38,6 +40,26 @@ MARKED_TEMPLATE = (
     "{% generation %}{% if loop.last %}(thought){% endif %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
 )
+
+LLAMA3_TEMPLATE = (  # as first released: it opens the assistant's turn whether or not a prompt is asked for
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|end_header|>\n\n' + m.content | trim + '<|im_end|>' }}"
+    "{% endfor %}{{ '<|im_start|>assistant<|end_header|>\n\n' }}"
+)
+DEEPSEEK_CODER_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ m.content + '\n' }}"
+    "{% elif m.role == 'user' %}{{ '### Instruction:\n' + m.content + '\n' }}"
+    "{% else %}{{ '### Response:\n' + m.content + '\n<|im_end|>\n' }}{% endif %}{% endfor %}{{ '### Response:\n' }}"
+)
+MISTRAL_TEMPLATE = (  # the prompt is a part of the user's turn
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+END_ONCE_TEMPLATE = MISTRAL_TEMPLATE.replace("<|im_end|>", "{% if loop.last %}<|im_end|>{% endif %}")
+NO_END_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+GLM_TEMPLATE = (  # the next turn's role ends an answer
+    "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|endoftext|>' }}{{ m.content }}{% endfor %}"
+)
+PROMPTED_NO_END_TEMPLATE = NO_END_TEMPLATE + "{% if add_generation_prompt %}assistant:{% endif %}"
 
 TOOLS_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
@@ -78,6 +100,56 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: PreTrained
     with pytest.raises(UserError, match=r"rows.parquet row 0 .*turn 1 differently.*\{% generation %\}"):
         dataset_of([{"messages": CHAT}], tokenizer, tmp_path)
     assert len(dataset_of([{"messages": CHAT[:2]}], tokenizer, tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "has_prompt"),
+    [
+        (LLAMA3_TEMPLATE, "<|im_end|>", True),
+        ("{% set _ = messages[0].role == 'system' or raise_exception('') %}" + LLAMA3_TEMPLATE, "<|im_end|>", True),
+        (DEEPSEEK_CODER_TEMPLATE, "\n<|im_end|>", True),
+        (GLM_TEMPLATE + "<|endoftext|>", "", True),
+        (NO_END_TEMPLATE + "assistant:", "", True),
+        (MISTRAL_TEMPLATE, "<|im_end|>", False),
+        (PROMPTED_NO_END_TEMPLATE, "", False),
+    ],
+)
+def test_a_prompt_that_is_always_written_is_not_learnt(
+    template: str, end: str, has_prompt: bool, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    tokenizer.chat_template = template
+    system = [{"role": "system", "content": "S"}] if "raise_exception" in template else []
+    for chat in (CHAT[:2], CHAT):
+        dataset = dataset_of([{"messages": system + chat}], tokenizer, tmp_path)
+        answers = [turn["content"] + end for turn in chat if turn["role"] == "assistant"]
+        assert learnt(dataset, tokenizer).replace(" def", "def") == "".join(answers)
+    assert bool(ChatTemplate(tokenizer, {}).unconditional_prompt) == has_prompt
+
+
+def test_a_last_turn_that_alone_has_an_end_learns_it(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    tokenizer.chat_template = END_ONCE_TEMPLATE
+    assert learnt(dataset_of([{"messages": CHAT[:2]}], tokenizer, tmp_path), tokenizer).endswith("return x<|im_end|>")
+
+
+def test_an_end_that_cannot_be_told_from_the_prompt_is_refused(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    tokenizer.chat_template = "{% for m in messages %}# {{ m.role }}: {{ m.content }} [END] {% endfor %}# assistant:"
+    with pytest.raises(UserError, match="row 0 cannot be used: .*ends every chat.*data.chat_template"):
+        dataset_of([{"messages": CHAT[:2]}], tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize("trims", [False, True])
+def test_all_bytes_of_a_last_character_are_learnt(trims: bool, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()  # a token for each byte
+    tokenizer.chat_template = PROMPTED_NO_END_TEMPLATE
+    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=trims)
+    rows = [
+        {"messages": [{"role": "user", "content": "été"}, {"role": "assistant", "content": f"a {end}"}]}
+        for end in "é😀"
+    ]
+    dataset = dataset_of(rows, tokenizer, tmp_path)
+    assert [learnt(dataset, tokenizer, index).lstrip() for index in range(2)] == ["a é", "a 😀"]
 
 
 def test_prompt_and_response_columns_learn_the_end_of_turn_and_verl_does_not(

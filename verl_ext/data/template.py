@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
@@ -15,6 +18,15 @@ from verl_ext.errors import UserError
 
 Message = Mapping[str, Any]
 Encoded = tuple[list[int], list[int]] | UserError
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, IndexError)
+"""What rendering a chat can raise: templates refuse rows themselves, and fail on rows that they do not expect."""
+ANSWER = "The sum is 3."
+PROBE = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": ANSWER}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+ADVICE = (
+    "set data.chat_template to a Jinja file that marks assistant turns with {% generation %}, or to one of "
+    f"{', '.join(NAMES)}"
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,53 @@ class ChatTemplate:
             )
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, **columns: Any) -> str:
-        """The text of a chat; with `prompt` it ends where the assistant would begin to write."""
+        """The text of a chat; with `prompt` it ends where the assistant would begin to write.
+
+        Raises:
+            UserError: where the last turn ends cannot be told, see `unconditional_prompt`.
+        """
+        text = self._apply(messages, prompt, columns)
+        always = "" if prompt else self.unconditional_prompt
+        if not always:
+            return text
+        if not text.endswith(always):
+            raise UserError(f"the chat template does not always end with {always!r}; {ADVICE}")
+        return text.removesuffix(always)
+
+    @cached_property
+    def unconditional_prompt(self) -> str:
+        """The generation prompt of a template that ends every chat with it, as the original Llama 3 template does.
+
+        Empty for templates that follow `add_generation_prompt`, and for those whose user turn ends with the prompt.
+
+        Raises:
+            UserError: there is one, but no special token separates an answer from it.
+        """
+        for chat in (PROBE, [SYSTEM, *PROBE]):  # some templates require a system turn
+            with suppress(*TEMPLATE_ERRORS):
+                return self._unconditional_prompt(chat)
+        return ""
+
+    def _unconditional_prompt(self, chat: Sequence[Message]) -> str:
+        text, unanswered = self._apply(chat, False, {}), self._apply(chat[:-1], False, {})
+        longer = self._apply([*chat, {"role": "user", "content": "Thanks."}], False, {})
+        shared, start = len(os.path.commonprefix([text, longer])), text.rfind(ANSWER) + len(ANSWER)
+        follows_flag = ANSWER not in text or text != self._apply(chat, True, {})
+        if follows_flag or not start <= shared < len(text) or not unanswered.endswith(text[shared:]):
+            return ""
+        # Turns of all roles may begin alike, so the prompt may begin before the two texts part.
+        tokens = [(text.find(token, start), token) for token in special_tokens(self.tokenizer)]
+        first = min([(place, place + len(token)) for place, token in tokens if place >= 0], default=(shared, shared))
+        if first[0] < first[1] <= shared:
+            return text[first[1] :].lstrip()
+        if text[start : min(shared, first[0])].strip():
+            raise UserError(
+                f"the chat template ends every chat with {text[start:]!r}, which does not show where an answer ends; "
+                f"{ADVICE}"
+            )
+        return text[start:].lstrip()
+
+    def _apply(self, messages: Sequence[Message], prompt: bool, columns: Mapping[str, Any]) -> str:
         return self.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=prompt, **{**self.kwargs, **columns}
         )
@@ -69,13 +127,7 @@ class ChatTemplate:
     def _guarded(self, function: Callable[..., Any], messages: Sequence[Message], columns: Mapping[str, Any]) -> Any:
         try:
             return function(messages, **columns)
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            KeyError,
-            IndexError,
-        ) as error:  # a template can raise any of them
+        except TEMPLATE_ERRORS as error:
             return UserError(f"the chat template refuses it ({error}); fix the row, or set another data.chat_template")
         except UserError as error:
             return error
@@ -110,10 +162,13 @@ class ChatTemplate:
         ]
         if like:
             return f"set data.chat_template={like[0]}, which renders every turn as this template renders the last one"
-        return (
-            "set data.chat_template to a Jinja file that marks assistant turns with {% generation %}, or to one of "
-            f"{', '.join(NAMES)}, or split the chat"
-        )
+        return f"{ADVICE}, or split the chat"
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The texts of a tokenizer's special tokens."""
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return {*added, *tokenizer.all_special_tokens}
 
 
 def renders_alike(
@@ -145,16 +200,17 @@ def renders_alike(
 def loss_mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
     """1 for each token that overlaps a span of characters.
 
-    A token reaches from the end of the one before it to its own end, since some tokenizers trim white space off the
-    offsets, and a token of white space alone would then cover nothing.
+    A token begins at the end of the one before it, since some tokenizers trim white space off the offsets, and a token
+    of white space alone would then cover nothing; or earlier, with a character of which it holds some of the bytes.
 
     Args:
         offsets: (start, end) of each token in characters, ascending.
         spans: (start, end) of what counts, ascending and disjoint.
     """
     mask, remaining, previous_end = [], list(reversed(spans)), 0
-    for _, end in offsets:
-        while remaining and remaining[-1][1] <= previous_end:
+    for start, end in offsets:
+        begin = min(start, previous_end)
+        while remaining and remaining[-1][1] <= begin:
             remaining.pop()
         mask.append(int(bool(remaining) and end > remaining[-1][0]))
         previous_end = max(previous_end, end)

@@ -25,7 +25,7 @@ from verl_ext.data.tokenised import Tokenised
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
 
-VERSION = 2
+VERSION = 3
 """Of what is made of a row; another one makes every kept file useless."""
 CHUNK = 1000
 """Chats per call of the tokenizer, which is fast only on many at once."""
