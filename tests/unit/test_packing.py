@@ -80,6 +80,18 @@ def test_samples_longer_than_the_budget_are_alone() -> None:
         assert plan.shares(range(4), 2) == [[[3], [0]], [[2], [1]]]
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("long", [[1200], [1001, 3000, 1200]])
+def test_samples_longer_than_the_budget_leave_the_others_packed(long: list[int], num_ranks: int) -> None:
+    lengths = np.array([*long, *([10] * (128 - len(long)))])
+    shares = MicroBatchPlan(lengths, packs=True, max_tokens=1000).shares(range(128), num_ranks)
+    assert all_rows(shares) == list(range(128))
+    groups = [group for share in shares for group in share]
+    assert all(lengths[group].sum() <= 1000 or len(group) == 1 for group in groups)
+    assert len({len(share) for share in shares}) == 1
+    assert len(groups) <= len(long) + 2 + num_ranks - 1  # 1,280 tokens need two micro-batches
+
+
 def test_one_long_sample_weighs_more_than_short_ones_of_as_many_tokens() -> None:
     lengths = np.array([4096, *([256] * 16), *([256] * 4)])
     shares = MicroBatchPlan(lengths, True, 8192, quadratic=attention_share(512)).shares(range(21), 2)

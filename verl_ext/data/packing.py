@@ -42,12 +42,15 @@ class MicroBatchPlan:
         return [[[rows[place] for place in bin_] for bin_ in share] for share in dealt]
 
     def _packed(self, lengths: np.ndarray, num_ranks: int) -> list[list[int]]:
-        """As few micro-batches as hold the samples, filled evenly."""
+        """As few micro-batches as hold the samples, filled evenly; samples over the budget have one each."""
         fewest = len(first_fit_decreasing(lengths, self.max_tokens))
+        fitting = np.flatnonzero(lengths <= self.max_tokens)
+        alone = [[place] for place in np.flatnonzero(lengths > self.max_tokens).tolist()]
+        costs = lengths[fitting] * (1 + self.quadratic * lengths[fitting])
         for num_bins in range(-(-fewest // num_ranks) * num_ranks, len(lengths), num_ranks):
-            bins = fill_evenly(lengths * (1 + self.quadratic * lengths), num_bins)
+            bins = [fitting[bin_].tolist() for bin_ in fill_evenly(costs, num_bins - len(alone))]
             if max(int(lengths[bin_].sum()) for bin_ in bins) <= self.max_tokens:
-                return bins
+                return alone + bins
         return [[place] for place in range(len(lengths))]
 
     def _padded(self, lengths: np.ndarray, num_ranks: int) -> list[list[int]]:
