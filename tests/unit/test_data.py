@@ -260,6 +260,24 @@ def test_a_data_set_class_of_the_users_own_loses_its_padding(
     assert dataset.describe([0]) == "Own rows 0"
 
 
+def test_a_file_without_loss_tokens_is_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rows\.parquet has a token to learn"):
+        dataset_of([{"messages": CHAT}], tokenizer, tmp_path, "data.max_length=1", "data.truncation=left")
+    code = tmp_path / "own.py"
+    code.write_text(
+        "from verl.utils.dataset.sft_dataset import SFTDataset\n"
+        "class Own(SFTDataset):\n"
+        "    def __getitem__(self, item):\n"
+        "        sample = super().__getitem__(item)\n"
+        "        return {**sample, 'loss_mask': sample['loss_mask'] * 0}\n"
+    )
+    pd.DataFrame([{"question": "Write f.", "answer": "return x"}] * 2).to_parquet(tmp_path / "own.parquet")
+    custom = (f"data.custom_cls.path={code}", "data.custom_cls.name=Own")
+    config = small_config(tmp_path, tmp_path, "data.multiturn.enable=false", *custom).data
+    with pytest.raises(UserError, match=r"Own of data\.custom_cls .*own\.parquet"):
+        load_dataset(str(tmp_path / "own.parquet"), config, tokenizer, -1, False)
+
+
 def test_every_rank_count_sees_the_same_global_batches() -> None:
     plan = MicroBatchPlan(np.arange(1, 104), packs=True, max_tokens=120)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,15 @@ def test_verls_validation_drops_samples(
     counted = int(sum(trainer.val_dataset[i]["loss_mask"][1:].sum() for i in range(3)))
     assert trainer.validate()["val/num_loss_tokens"] == counted
     assert isinstance(trainer.train_dataloader, Prefetcher)  # one thread, whose batches are in memory anyway
+
+
+def test_a_validation_does_not_need_the_models_directory(quickstart: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(quickstart / "model", model)
+    trainer = make_trainer(small_config(quickstart, tmp_path, f"model.partial_pretrain={model}"))
+    before = trainer.validate()["val/loss"]
+    shutil.rmtree(model)
+    assert trainer.validate()["val/loss"] == before
 
 
 def test_verl_insists_on_flash_attention(stock: FSDPSFTTrainer) -> None:

@@ -53,8 +53,10 @@ class ChatDataset(TokenRows):
         tokens = tokenise(self.names, ChatEncoder(tokenizer, config), max_samples, token_cache, processes, progress)
         self.tokens, self.lengths = tokens, tokens.lengths
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths)])
-        if not tokens.loss_mask.any():
-            raise UserError(f"no row of {self.names} has a token to learn within data.max_length; raise it")
+        # The first token of a sample is predicted from nothing, so it has no loss.
+        first = tokens.loss_mask[self.offsets[:-1][self.lengths > 0]]
+        if np.count_nonzero(tokens.loss_mask) == np.count_nonzero(first):
+            raise UserError(f"no row of {', '.join(self.names)} has a token to learn within data.max_length; raise it")
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -94,7 +94,13 @@ def load_dataset(
         ) from error
     names = OmegaConf.create(file_list(files))  # verl tells one file from several by this type
     dataset = dataset_class(parquet_files=names, tokenizer=tokenizer, config=config, max_samples=max_samples)
-    return Unpadded(dataset)
+    unpadded = Unpadded(dataset)
+    if not unpadded.has_loss:
+        raise UserError(
+            f"{config.custom_cls.name} of data.custom_cls gives no token to learn for {', '.join(file_list(files))}; "
+            "correct its loss_mask, or raise data.max_length"
+        )
+    return unpadded
 
 
 class Unpadded(TokenRows):
@@ -102,14 +108,19 @@ class Unpadded(TokenRows):
 
     Args:
         dataset: yields `input_ids`, `attention_mask` and `loss_mask`, each (max_length,).
+
+    Attributes:
+        has_loss: whether any token counts in the loss; the first of a sample is predicted from nothing.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self.ends: Counter[int] = Counter()
+        self.has_loss = False
         lengths = []
         for sample in (self[index] for index in range(len(dataset))):
             lengths.append(len(sample["input_ids"]))
+            self.has_loss = self.has_loss or bool(sample["loss_mask"][1:].any())
             self.ends.update(sample["input_ids"][sample["loss_mask"].bool()][-1:].tolist())
         self.lengths = np.array(lengths, dtype=np.int64)
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from verl_ext.collective import gather_results
+from verl_ext.collective import gather_results, on_every_rank
 from verl_ext.data.batching import Batcher, MicroBatcher, sample_lengths
 from verl_ext.data.packing import MicroBatchPlan, attention_share
 from verl_ext.data.rows import Rows, TokenRows
@@ -63,8 +63,17 @@ class SFTSetup(PipelineTrainer):
         data, packs = self.config.data, self.packs
         most = data.max_tokens_per_gpu or (data.micro_batch_size_per_gpu * data.max_length if packs else sys.maxsize)
         most_samples = None if packs or data.max_tokens_per_gpu else data.micro_batch_size_per_gpu
-        quadratic = attention_share(load_model_config(self.config).get_text_config().hidden_size)
-        return MicroBatchPlan(sample_lengths(dataset), packs, most, most_samples, quadratic)
+        return MicroBatchPlan(sample_lengths(dataset), packs, most, most_samples, self.attention_share)
+
+    @cached_property
+    def attention_share(self) -> float:
+        """`MicroBatchPlan.quadratic` of the model.
+
+        Read once, on all ranks together: a validation must not depend on the model's directory, and a rank that failed
+        alone would leave the others waiting in the forward pass.
+        """
+        config = self.config
+        return on_every_rank(lambda: attention_share(load_model_config(config).get_text_config().hidden_size))
 
     def make_model(self) -> PreTrainedModel:
         """See `TrainerSetup.make_model`."""
