@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -82,6 +85,34 @@ def test_a_directory_that_cannot_be_written_costs_the_cache_alone(
     (tmp_path / "file").write_text("")
     assert same(dataset(quickstart, tmp_path / "file"), dataset(quickstart, None))
     assert "cannot be cached" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("free_kib", [0, 20])
+def test_a_full_disk_costs_the_cache_alone(
+    free_kib: int, quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = dataset(quickstart, None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (free_kib * 1024, hard))
+    try:
+        made = dataset(quickstart, tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert same(made, whole)
+    assert "cannot be cached" in capsys.readouterr().err
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_killed_processes_left_is_removed(quickstart: Path, tmp_path: Path) -> None:
+    abandoned, in_use = (tmp_path / f"key.arrow.{number}.tmp" for number in (1, 2))
+    for path in (abandoned, in_use):
+        path.write_text("half")
+    os.utime(abandoned, (0, 0))
+    dataset(quickstart, tmp_path)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".arrow", ".tmp"]
+    assert in_use.exists()
 
 
 @pytest.fixture

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from verl_ext.data.chat_encoder import Tokens
+
+ABANDONED_AFTER_S = 24 * 3600
+"""Age of an unfinished file that nobody is writing any more; other machines may share the directory."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,11 @@ def join(samples: Sequence[Tokens], places: Sequence[tuple[int, int]]) -> Tokeni
 
 
 def write(tokenised: Tokenised, path: Path) -> None:
-    """Write an Arrow file; it is there as a whole or not at all."""
+    """Write an Arrow file; it is there as a whole or not at all, and a failure leaves nothing behind.
+
+    Raises:
+        OSError: the directory is missing, not writable, or full.
+    """
     offsets = pa.array(np.concatenate([[0], np.cumsum(tokenised.lengths)]), type=pa.int64())
     batch = pa.record_batch(
         {
@@ -56,9 +65,24 @@ def write(tokenised: Tokenised, path: Path) -> None:
         }
     )
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    os.replace(unfinished, path)
+    try:
+        with unfinished.open("wb") as sink:
+            with pa.ipc.new_file(sink, batch.schema) as writer:
+                writer.write_batch(batch)
+            sink.flush()
+            os.fsync(sink.fileno())
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    _remove_abandoned(path.parent)
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove what processes left that were killed while they wrote."""
+    for path in directory.glob("*.arrow.*.tmp"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > ABANDONED_AFTER_S:
+                path.unlink()
 
 
 def read(path: Path) -> Tokenised:
