@@ -292,6 +292,17 @@ def test_a_template_gets_the_date_that_is_asked_for(quickstart: Path, tmp_path: 
     assert datetime.strptime(prompt(None).partition(":")[0], "%d %b %Y") >= datetime(2026, 1, 1)
 
 
+def test_text_parts_of_a_prompt_are_joined(
+    quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    parts = [{"type": "text", "text": "Write "}, {"type": "text", "text": "f."}]
+    for name, content in {"parts": parts, "text": "Write f."}.items():
+        pd.DataFrame({"prompt": [[{"role": "user", "content": content}]]}).to_parquet(tmp_path / f"{name}.parquet")
+    data = config_with(quickstart, tmp_path).data
+    joined, text = (PromptDataset(str(tmp_path / f"{name}.parquet"), tokenizer, data) for name in ("parts", "text"))
+    assert joined[0]["prompt_ids"] == text[0]["prompt_ids"]
+
+
 def test_prompts_that_are_too_long_or_of_one_name(
     quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:

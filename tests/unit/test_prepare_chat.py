@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from tests.helpers.data import dataset_of
 from verl_ext.data.prepare import prepare
 from verl_ext.data.prepare.files import read_parquet, write_jsonl, write_parquet
-from verl_ext.data.prepare.lengths import length_percentiles
+from verl_ext.data.prepare.lengths import count_chars, length_percentiles
 from verl_ext.errors import UserError
 
 Row = dict[str, Any]
+ANSWER = {"role": "assistant", "content": "yes"}
 
 
 def chat(question: str, answer: str = "yes") -> list[Row]:
@@ -116,6 +118,97 @@ def test_lengths_are_those_of_a_tokenizer_that_is_given(quickstart: Path, tmp_pa
             run_chat(tmp_path, rows, "--tokenizer", str(tmp_path / name))
 
 
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+TOOLS = (
+    "{% for t in tools or [] %}{% for k in t.function.parameters.keys() %}{{ k }}{% endfor %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for call in m.tool_calls or [] %}"
+    "{% for k, v in call.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endfor %}<|im_end|>\n{% endfor %}"
+)
+
+
+def tokenizer_with(quickstart: Path, directory: Path, template: str) -> Path:
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory / "tokenizer")
+    return directory / "tokenizer"
+
+
+def test_a_row_that_the_template_refuses_is_named_or_skipped(quickstart: Path, tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(quickstart, tmp_path, NO_SYSTEM)
+    rows = [{"messages": chat(f"q{index}")} for index in range(4)]
+    rows[2]["messages"] = [{"role": "system", "content": "S"}, *rows[2]["messages"]]
+    with pytest.raises(UserError, match=r"in\.jsonl row 3: .*no system role.*--skip-bad"):
+        run_chat(tmp_path, rows, "--tokenizer", str(tokenizer))
+    train, val, counts = run_chat(tmp_path, rows, "--tokenizer", str(tokenizer), "--skip-bad")
+    assert len(train + val) == 3 and counts["bad"] == 1
+
+
+def test_lengths_of_calls_are_those_of_training(quickstart: Path, tmp_path: Path) -> None:
+    """Both from a file and from what was made of it, whose tools and arguments are JSON text."""
+    tokenizer = tokenizer_with(quickstart, tmp_path, TOOLS)
+    rows = []
+    for name in ("x", "y", "z"):
+        call = {"type": "function", "function": {"name": "f", "arguments": {name: 1}}}
+        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {name: {"type": "integer"}}}}]
+        rows.append({"messages": [chat(name)[0], answer], "tools": tools})
+    train, _, counts = run_chat(tmp_path, rows, "--tokenizer", str(tokenizer))
+    assert isinstance(train[0]["tools"], str)
+    dataset = dataset_of(train, AutoTokenizer.from_pretrained(tokenizer), tmp_path)
+    assert counts["tokens_max"] == max(dataset.lengths)
+    words = ["chat", "--input", str(tmp_path / "out/train.parquet"), "--tokenizer", str(tokenizer)]
+    prepare([*words, "--val-fraction", "0", "--output", str(tmp_path / "again")])
+    assert json.loads((tmp_path / "again/prepared.json").read_text())["counts"]["tokens_max"] == counts["tokens_max"]
+
+
+def test_changed_input_is_prepared_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "held.txt").write_text("none\n")
+    rows = [{"messages": chat(f"q{index}"), "problem_id": index} for index in range(4)]
+    options = ("--exclude", str(tmp_path / "held.txt"))
+    made = run_chat(tmp_path, rows, *options)
+    assert run_chat(tmp_path, rows, *options) == made  # written again, with the same content
+    assert "Nothing to do" in capsys.readouterr().out
+    assert run_chat(tmp_path, [*rows, {"messages": chat("q"), "problem_id": 4}], *options)[2]["read"] == 5
+    assert "in.jsonl changed" in capsys.readouterr().out
+    (tmp_path / "held.txt").write_text("0\n")
+    assert run_chat(tmp_path, rows, *options)[2]["excluded"] == 1
+    (tmp_path / "in.jsonl").unlink()
+    prepare(["chat", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), *options])
+    assert "Nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, ANSWER],
+        [{"role": "developer", "content": "d"}, {"role": "user", "content": "q"}, ANSWER],
+        [{"role": "user", "content": ""}, {**ANSWER, "reasoning_content": "r"}],
+        [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}],
+        [{"role": "user", "content": "q", "name": "n"}, {**ANSWER, "id": 1, "index": 2}],
+        [ANSWER],
+        [ANSWER, {"role": "user", "content": "q"}],
+        [{"role": "user", "content": "q"}, {**ANSWER, "weight": 0}],
+        [{"role": "user", "content": "q"}, {**ANSWER, "weight": 1}],
+        [{"role": "user", "content": None}, ANSWER],
+        [{"role": "user", "content": "q"}],
+    ],
+)
+def test_what_is_prepared_can_be_trained_on(turns: list[Row], quickstart: Path, tmp_path: Path) -> None:
+    """And what cannot be prepared cannot be trained on either."""
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
+    tokenizer.chat_template = TOOLS + "{# reasoning_content #}"
+    try:
+        [row] = converted(tmp_path, "in.jsonl", json.dumps({"messages": turns}))
+    except UserError:
+        with pytest.raises(UserError, match="row 0 cannot be used"):
+            dataset_of([{"messages": turns}], tokenizer, tmp_path)
+    else:
+        assert len(dataset_of([row], tokenizer, tmp_path)) == 1
+
+
 def test_ids_may_stand_in_another_column(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text('{"name": "n3"}\n')
     rows = [{"messages": chat("q", str(index)), "name": f"n{index // 5}"} for index in range(50)]
@@ -185,9 +278,10 @@ def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
 
 
 def test_lengths_are_told_by_some_that_occur() -> None:
-    rows = [{"messages": [{"role": "user", "content": "x" * count}]} for count in (10, 1, 3, 2, 9, 5, 4, 8, 7, 6)]
-    assert length_percentiles(rows, None) == {"chars_p50": 5, "chars_p90": 9, "chars_p99": 10, "chars_max": 10}
-    assert set(length_percentiles(rows[6:7], None).values()) == {4} and length_percentiles([], None) == {}
+    lengths = [10, 1, 3, 2, 9, 5, 4, 8, 7, 6]
+    assert length_percentiles(lengths, "chars") == {"chars_p50": 5, "chars_p90": 9, "chars_p99": 10, "chars_max": 10}
+    assert set(length_percentiles([4], "chars").values()) == {4} and length_percentiles([], "chars") == {}
+    assert count_chars({"messages": [{"content": "ab"}, {"content": None}, {"content": "c"}]}) == 3
 
 
 @pytest.mark.parametrize("line", ['{"prompt": "\\ud800", "response": "x"}', "[" * 100_000, '{"prompt": '])

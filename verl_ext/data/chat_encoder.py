@@ -107,6 +107,20 @@ def check_chat(messages: Any) -> list[Message]:
     """The turns of a chat with text for content, or a `UserError` that says which turn is wrong."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise UserError("its messages are no list of turns with role and content; prepare the file anew")
+    check_turns(messages)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise UserError("it has no assistant turn; drop the row from the file")
+    if messages[0]["role"] == "assistant":
+        raise UserError("it begins with the assistant; put a user or system turn before it")
+    return messages
+
+
+def check_turns(messages: list[dict[str, Any]]) -> None:
+    """Bring turns, in place, to text for content and objects for the arguments of tool calls.
+
+    Raises:
+        UserError: a turn that cannot be rendered, or that must not be trained on.
+    """
     for turn, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
             raise UserError(f"turn {turn} has no role; give it user, assistant, system or tool")
@@ -115,11 +129,11 @@ def check_chat(messages: Any) -> list[Message]:
             decode_arguments(call, turn)
         if message["content"] is None and not message.get("tool_calls"):
             raise UserError(f"turn {turn} has no content; drop the row from the file")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise UserError("it has no assistant turn; drop the row from the file")
-    if messages[0]["role"] == "assistant":
-        raise UserError("it begins with the assistant; put a user or system turn before it")
-    return messages
+        if message.get("weight") not in (None, 1):
+            raise UserError(
+                f"turn {turn} has the weight {message['weight']}, which training would ignore; drop the row, or end "
+                "its chat before this turn"
+            )
 
 
 def decode_arguments(call: Any, turn: int) -> None:

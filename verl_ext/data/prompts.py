@@ -9,15 +9,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from verl_ext.config.inputs import file_list, place_of
 from verl_ext.config.plain import as_dict
+from verl_ext.data.chat_encoder import check_turns
 from verl_ext.data.parquet import plain, read_frame
 from verl_ext.data.rows import Rows
-from verl_ext.data.template import ChatTemplate
+from verl_ext.data.template import TEMPLATE_ERRORS, ChatTemplate
 from verl_ext.errors import UserError
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
@@ -80,7 +80,7 @@ class PromptDataset(Rows):
             extra = _mapping(record, "extra_info")
             _mapping(record, "reward_model")
             text = self._template.render(_turns(record.get(self._config.prompt_key), self._config), prompt=True)
-        except (UserError, TemplateError, TypeError, ValueError) as error:
+        except (UserError, *TEMPLATE_ERRORS) as error:
             raise UserError(f"{place_of(name, row, record)} cannot be used: {error}") from error
         ids = tuple(self._template.tokenizer(text, add_special_tokens=False)["input_ids"])
         if len(ids) > self._config.max_prompt_length:
@@ -140,7 +140,7 @@ def _turns(prompt: Any, config: DictConfig) -> list[dict[str, Any]]:
     """The turns of a prompt, which may also be a text: the user's only turn.
 
     Raises:
-        UserError: it is neither.
+        UserError: it is neither, or has a turn that cannot be rendered.
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
@@ -150,4 +150,5 @@ def _turns(prompt: Any, config: DictConfig) -> list[dict[str, Any]]:
         )
     if prompt[-1].get("role") == "assistant":
         raise UserError("its last turn is the assistant's; a prompt ends with the user's")
+    check_turns(prompt)
     return prompt

@@ -17,9 +17,10 @@ from verl_ext.config.inputs import file_list
 from verl_ext.config.overrides import keys_set_by, leaves
 from verl_ext.config.recipes import find_recipe
 from verl_ext.data.prepare.commands import COMMANDS
+from verl_ext.data.prepare.files import file_digest
 from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME
 from verl_ext.data.prepare.stamp import STAMP_NAME
-from verl_ext.errors import UserError, first_line_of
+from verl_ext.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 TRAIN, VAL = "data.train_files", "data.val_files"
@@ -162,12 +163,5 @@ def digest_of(command: str, paths: Sequence[Path], words: Sequence[str]) -> str:
     settings = json.dumps([command, COMMANDS[command].VERSION, *words, *(path.name for path in paths)])
     digest = hashlib.sha256(settings.encode())
     for path in paths:
-        content = hashlib.sha256()
-        try:
-            with path.open("rb") as file:
-                while piece := file.read(1 << 22):
-                    content.update(piece)
-        except OSError as error:
-            raise UserError(f"cannot read {path} ({first_line_of(error)}); check its path and permissions") from error
-        digest.update(content.digest())
+        digest.update(bytes.fromhex(file_digest(path)))
     return digest.hexdigest()[:12]

@@ -47,22 +47,26 @@ def prepare(arguments: list[str], *, is_typed: bool = False) -> None:
     """
     parsed = parse_arguments(arguments)
     command = COMMANDS[parsed.command]
-    if not parsed.force and stamp.is_current(parsed, command.VERSION):
+    changed = None if parsed.force else stamp.changed_inputs(parsed, command.VERSION)
+    if changed == []:
         tell(f"Nothing to do: {parsed.output} is prepared already; --force prepares it again.")
         return
+    if changed:
+        tell(f"{', '.join(changed)} changed since {parsed.output} was prepared; preparing it again.")
     # Before the work, so that an output that cannot be written to does not show itself only after it.
     output = Path(parsed.output)
     is_new = not output.exists()
     make_directory(output)
     stamp.remove(parsed.output)
     try:
+        inputs = stamp.input_digests(parsed)  # before they are read: one that changes meanwhile is read again next time
         prepared = command.run(parsed)
     except BaseException:
         if is_new:
             with suppress(OSError):  # something is in it by now
                 output.rmdir()
         raise
-    stamp.write(parsed, command.VERSION, prepared)
+    stamp.write(parsed, command.VERSION, prepared, inputs)
     files = dict.fromkeys(name.partition("/")[0] + "/" * ("/" in name) for name in prepared.files)
     rows = {**prepared.counts, "files": ", ".join(files)}
     then = command.NEXT.format(output=Path(parsed.output).absolute(), **prepared.fields) if is_typed else ""

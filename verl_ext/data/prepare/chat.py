@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from verl_ext.data.prepare.conversation import (
 )
 from verl_ext.data.prepare.exclusion import read_excluded_ids
 from verl_ext.data.prepare.files import INPUTS, Row, read_rows
-from verl_ext.data.prepare.lengths import length_percentiles
+from verl_ext.data.prepare.lengths import count_chars, length_percentiles, token_counter
 from verl_ext.data.prepare.split import FILES_OF_A_RUN, TRAIN_NAME, VAL_NAME, add_split_arguments, write_split
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.data.prepare.turns import BadRow
@@ -63,13 +63,16 @@ def run(arguments: argparse.Namespace) -> Prepared:
     """
     _require_apart(arguments)
     counts: Counter[str] = Counter(read=0, bad=0, excluded=0, duplicate=0)
+    unit, count = (
+        ("chars", count_chars) if arguments.tokenizer is None else ("tokens", token_counter(arguments.tokenizer))
+    )
     rows = _keep(list(_read_conversations(arguments, counts)), arguments, counts)
+    rows, lengths = _measure(rows, count, arguments, counts)
     # Answers to one problem stay on one side of the split: otherwise validation would measure memory.
     groups = [_group(row.get(arguments.id_key), index) for index, row in enumerate(rows)]
-    lengths = length_percentiles(rows, arguments.tokenizer)
     rows = encode_unfaithful_columns(rows)
     written = write_split(Path(arguments.output), rows, groups, arguments.val_fraction, arguments.seed)
-    return Prepared([f"{name}.parquet" for name in written], {**counts, **written, **lengths})
+    return Prepared([f"{name}.parquet" for name in written], {**counts, **written, **length_percentiles(lengths, unit)})
 
 
 def _require_apart(arguments: argparse.Namespace) -> None:
@@ -94,14 +97,34 @@ def _read_conversations(arguments: argparse.Namespace, counts: Counter[str]) -> 
                 row = require_object(value)
                 conversation = to_conversation(row, layout or detect_layout(row, keys), keys, notes)
             except BadRow as error:
-                if not arguments.skip_bad:
-                    fix = error.fix or f"correct it, or skip such rows with the option --skip-bad of `{COMMAND}`"
-                    raise UserError(f"{path} row {number}: {error}; {fix}") from error
-                counts["bad"] += 1
+                _skip(error, f"{path} row {number}", arguments, counts)
                 continue
             yield {**conversation, ORIGIN_KEY: f"{path.name} row {number}"}
         for note, count in notes.items():
             tell(f"{path}: {note} in {count} rows")
+
+
+def _skip(error: BadRow, place: str, arguments: argparse.Namespace, counts: Counter[str]) -> None:
+    """Count a bad row with `--skip-bad`; otherwise raise a `UserError` that names it."""
+    if not arguments.skip_bad:
+        fix = error.fix or f"correct it, or skip such rows with the option --skip-bad of `{COMMAND}`"
+        raise UserError(f"{place}: {error}; {fix}") from error
+    counts["bad"] += 1
+
+
+def _measure(
+    rows: list[Row], count: Callable[[Row], int], arguments: argparse.Namespace, counts: Counter[str]
+) -> tuple[list[Row], list[int]]:
+    """The rows that can be measured, and their lengths."""
+    kept, lengths = [], []
+    for row in progress_bar(rows, desc="measuring lengths", unit="rows"):
+        try:
+            lengths.append(count(row))
+        except BadRow as error:
+            _skip(error, row[ORIGIN_KEY], arguments, counts)
+        else:
+            kept.append(row)
+    return kept, lengths
 
 
 def _find_layout(path: Path, keys: ColumnKeys) -> tuple[Layout | None, Iterator[tuple[int, Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import os
 import re
@@ -61,6 +62,19 @@ def make_directory(path: Path) -> None:
         raise UserError(f"cannot make the directory {path} ({error.strerror}); choose another --output") from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError(f"no permission to write into {path}; choose another --output")
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal digits.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with _reading(path), path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _flush(path: Path) -> None:

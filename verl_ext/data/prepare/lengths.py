@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from verl_ext.data.prepare.files import Row
+from verl_ext.data.prepare.turns import BadRow
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_code import require_no_code
-from verl_ext.progress import progress_bar
 
 PERCENTILES = (50, 90, 99)
 
 
-def length_percentiles(rows: list[Row], tokenizer: str | None) -> dict[str, float]:
-    """Measure whole conversations.
-
-    Args:
-        rows: samples with `messages` and perhaps `tools`.
-        tokenizer: directory of a tokenizer with a chat template; None measures characters of content.
-
-    Returns:
-        The 50th, 90th and 99th percentile and the maximum, named with their unit; nothing for no rows.
-
-    Raises:
-        UserError: the tokenizer is missing or has no chat template.
-    """
-    if not rows:
+def length_percentiles(lengths: Sequence[int], unit: str) -> dict[str, float]:
+    """The 50th, 90th and 99th percentile and the maximum, named with their unit; nothing for no lengths."""
+    if not lengths:
         return {}
     import numpy as np  # here, so that --help need not wait for it
 
-    unit, measure = ("chars", _num_chars) if tokenizer is None else ("tokens", _token_counter(tokenizer))
-    lengths = [measure(row) for row in progress_bar(rows, desc="measuring lengths", unit="rows")]
     found = np.percentile(lengths, PERCENTILES, method="inverted_cdf")  # lengths that occur, and none between two
     named = {f"{unit}_p{percent}": int(length) for percent, length in zip(PERCENTILES, found)}
     return {**named, f"{unit}_max": max(lengths)}
 
 
-def _num_chars(row: Row) -> int:
+def count_chars(row: Row) -> int:
+    """Characters of all turns of a row with `messages`."""
     return sum(len(message.get("content") or "") for message in row["messages"])
 
 
-def _token_counter(directory: str) -> Callable[[Row], int]:
+def token_counter(directory: str) -> Callable[[Row], int]:
+    """A function that counts the tokens of a row with `messages` and perhaps `tools`, rendered as for training.
+
+    The function raises `BadRow` for a row that the chat template refuses.
+
+    Args:
+        directory: of a tokenizer with a chat template.
+
+    Raises:
+        UserError: the tokenizer is missing or has no chat template.
+    """
     from transformers import AutoTokenizer
+
+    from verl_ext.data.chat_encoder import check_chat
+    from verl_ext.data.template import TEMPLATE_ERRORS, ChatTemplate
 
     if not Path(directory).is_dir():
         raise UserError(f"--tokenizer {directory} is not a directory; give one with tokenizer.json in it")
@@ -55,4 +57,17 @@ def _token_counter(directory: str) -> Callable[[Row], int]:
         ) from error
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer in {directory} has no chat template; choose a chat model's directory")
-    return lambda row: len(tokenizer.apply_chat_template(row["messages"], tools=row.get("tools")))
+    template = ChatTemplate(tokenizer, {})
+
+    def count(row: Row) -> int:
+        columns = {"tools": row["tools"]} if row.get("tools") else {}
+        try:
+            text = template.render(check_chat(copy.deepcopy(row["messages"])), **columns)
+        except (UserError, *TEMPLATE_ERRORS) as error:
+            raise BadRow(
+                f"the chat template in {directory} refuses it ({first_line_of(error)})",
+                "correct it, skip such rows with the option --skip-bad, or leave out --tokenizer",
+            ) from error
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return count
