@@ -85,6 +85,29 @@ def test_later_turns_are_as_the_template_writes_them() -> None:
     assert made["loss_mask"][1].sum() == 2
 
 
+REWRITING = vlms.TEMPLATE.replace(
+    "<|im_start|>{{ m.role }}\n",
+    "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}<think></think>{% endif %}",
+)
+TRIMMING = vlms.TEMPLATE.replace("{{ part.text }}", "{{ part.text | trim }}")
+
+
+@pytest.mark.parametrize(("template", "answer"), [(REWRITING, "red"), (TRIMMING, " red")])
+def test_a_template_that_rewrites_earlier_turns_is_refused(
+    template: str, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would repeat the whole chat before the second answer, and learn the first one twice."""
+    first, second = of_one_image(1, 2)
+    chat = ImageChat((replace(first, references=(answer,)), second))
+    batcher().check([chat])
+    monkeypatch.setattr(PROCESSOR, "chat_template", template)
+    with pytest.raises(UserError, match="mine/1.*data.questions_per_chat=1"):
+        batcher().check([ImageChat((first,)), chat])
+    batcher().check([ImageChat((each,)) for each in chat.questions])
+    if template is TRIMMING:
+        batcher().check([ImageChat((first, second))])
+
+
 def test_chats_are_grouped_in_their_order() -> None:
     samples = [{"chat": ImageChat((question(number),)), "row": number} for number in range(12)]
     batch = batcher(size=5)(samples)

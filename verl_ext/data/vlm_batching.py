@@ -5,7 +5,7 @@ The data loader only groups the chats. At which tier a group is seen depends on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import ProcessorMixin
 
 from verl_ext.data.batching import MicroBatch
 from verl_ext.data.image_chats import ImageChat
+from verl_ext.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,16 @@ class VLMBatcher:
             "image_grid_thw": images["image_grid_thw"],
         }
 
+    def check(self, chats: Iterable[ImageChat]) -> None:
+        """Refuse chats that the template cannot continue; a step would find them on one rank alone.
+
+        Raises:
+            UserError: the first of them.
+        """
+        for chat in chats:
+            if len(chat.questions) > 1:
+                self._turns(chat)
+
     def tokens(self, chat: ImageChat, num_image_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids (seq,) of a chat, and 1 for those that are learnt: answers with what ends them."""
         tokenizer = self.processor.tokenizer
@@ -92,13 +103,23 @@ class VLMBatcher:
         return {"shortest_edge": min(least, self.tier_sizes[tier]), "longest_edge": self.tier_sizes[tier]}
 
     def _turns(self, chat: ImageChat) -> list[tuple[str, str]]:
-        """What stands before each answer, from behind what ended the last one; and the answer."""
+        """What stands before each answer, from behind what ended the last one; and the answer.
+
+        Raises:
+            UserError: the template renders earlier turns differently once later turns follow.
+        """
         messages: list[dict[str, Any]] = []
         turns, written = [], ""
         for number, (question, answer) in enumerate(zip(chat.questions, chat.answers, strict=True)):
             parts = [{"type": "text", "text": question.question}]
             messages.append({"role": "user", "content": [{"type": "image"}, *parts] if number == 0 else parts})
             text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            if not text.startswith(written):
+                raise UserError(
+                    f"the chat template does not render the answer to {chat.questions[number - 1].sample_id}, "
+                    f"{chat.answers[number - 1]!r}, as it was given once another question follows; "
+                    "set data.questions_per_chat=1"
+                )
             turns.append((text.removeprefix(written), answer))
             messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
             written = text + answer + self.processor.tokenizer.decode([self.end_token])

@@ -70,12 +70,16 @@ class VLMSFTTrainer(SFTTrainer):
         """See `TrainerSetup.make_batcher`."""
         config, section = self.config, self.config.configurations
         self.processing_class = self.processor = on_every_rank(lambda: load_processor(config))
-        return VLMBatcher(
+        batcher = VLMBatcher(
             self.processor,
             config.data.micro_batch_size_per_gpu,
             tuple(section.tier_sizes),
             self.tokenizer.eos_token_id,
         )
+        datasets = [each for each in (self.train_dataset, self.val_dataset) if isinstance(each, ImageChatDataset)]
+        chats = [chat for dataset in datasets for chat in dataset.chats[self.dp_rank :: self.dp_size]]
+        on_every_rank(lambda: batcher.check(chats))
+        return batcher
 
     def _build_model_optimizer(self) -> None:
         config, section = self.config, self.config.configurations
