@@ -20,6 +20,7 @@ from verl_ext.data.batching import MicroBatcher, validation_micro_batches
 from verl_ext.data.chat import ChatDataset
 from verl_ext.data.load import load_dataset
 from verl_ext.data.packing import MicroBatchPlan
+from verl_ext.data.rows import UniqueIds
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.data.template import ChatTemplate
 from verl_ext.errors import UserError
@@ -276,6 +277,21 @@ def test_a_file_without_loss_tokens_is_refused(tokenizer: PreTrainedTokenizerBas
     config = small_config(tmp_path, tmp_path, "data.multiturn.enable=false", *custom).data
     with pytest.raises(UserError, match=r"Own of data\.custom_cls .*own\.parquet"):
         load_dataset(str(tmp_path / "own.parquet"), config, tokenizer, -1, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["a", "a", "b", "a"], ["a", "a#2", "b", "a#3"]),
+        (["a", "a#2", "a"], ["a", "a#2", "a#3"]),
+        (["a", "a", "a#2"], ["a", "a#2", "a#2#2"]),
+        (["a", "a", "a#2", "a#2", "a#2#2"], ["a", "a#2", "a#2#2", "a#2#3", "a#2#2#2"]),
+    ],
+)
+def test_equal_ids_are_told_apart(given: list[str], expected: list[str]) -> None:
+    unique = UniqueIds()
+    assert [unique(sample_id) for sample_id in given] == expected
+    assert len(set(expected)) == len(expected)
 
 
 def test_every_rank_count_sees_the_same_global_batches() -> None:

@@ -309,14 +309,15 @@ def test_prompts_that_are_too_long_or_of_one_name(
     """Too long ones are left out where that is asked; equal names are told apart, for seeds derive from them."""
     frame = pd.read_parquet(quickstart / "val_prompts.parquet").head(4)
     frame.at[1, "prompt"] = [{"role": "user", "content": "long " * 500}]
-    frame["extra_info"] = [{"problem_id": "same"}] * 4
+    frame["extra_info"] = [*[{"problem_id": "same"}] * 3, {"problem_id": "same#2"}]
     frame.to_parquet(tmp_path / "prompts.parquet")
     files = [f"{tmp_path}/prompts.parquet"] * 2
     with pytest.raises(UserError, match="filter_overlong_prompts=true"):
         PromptDataset(files, tokenizer, config_with(quickstart, tmp_path).data)
     data = config_with(quickstart, tmp_path, "data.filter_overlong_prompts=true").data
     found = PromptDataset(files, tokenizer, data)
-    assert [found[n]["sample_id"] for n in range(len(found))] == ["same", *(f"same#{n}" for n in range(2, 7))]
+    names = ["same", "same#2", "same#2#2", "same#3", "same#4", "same#2#3"]
+    assert [found[n]["sample_id"] for n in range(len(found))] == names
     assert [found[n]["row"] for n in range(6)] == [*range(6)]
     data.max_prompt_length = 1
     with pytest.raises(UserError, match="no prompt of"):

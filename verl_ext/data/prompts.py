@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +15,7 @@ from verl_ext.config.inputs import file_list, place_of
 from verl_ext.config.plain import as_dict
 from verl_ext.data.chat_encoder import check_turns
 from verl_ext.data.parquet import plain, read_frame
-from verl_ext.data.rows import Rows
+from verl_ext.data.rows import Rows, UniqueIds
 from verl_ext.data.template import TEMPLATE_ERRORS, ChatTemplate
 from verl_ext.errors import UserError
 from verl_ext.progress import progress_bar
@@ -62,7 +61,10 @@ class PromptDataset(Rows):
             raise UserError(f"no prompt of {', '.join(names)} is left; raise data.max_prompt_length")
         if len(kept) < len(items) and progress:
             tell(f"{len(items) - len(kept)} of {len(items)} prompts are longer than data.max_prompt_length and skipped")
-        self._rows = [{**item, "row": number} for number, item in enumerate(_named_apart(kept))]
+        unique = UniqueIds()
+        self._rows = [
+            {**item, "row": number, "sample_id": unique(item["sample_id"])} for number, item in enumerate(kept)
+        ]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -109,15 +111,6 @@ class PromptBatch:
     def rows(self) -> list[int]:
         """Number of each in the data set."""
         return [item["row"] for item in self.items]
-
-
-def _named_apart(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The same, no two of one `sample_id`: from the second on they are counted, so that each has seeds of its own."""
-    seen: Counter[str] = Counter()
-    for item in items:
-        name = item["sample_id"]
-        seen[name] += 1
-        yield item if seen[name] == 1 else {**item, "sample_id": f"{name}#{seen[name]}"}
 
 
 def _records(name: str) -> list[tuple[int, dict[str, Any]]]:

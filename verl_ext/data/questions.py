@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 
 from verl_ext.data.question_sources import KNOWN, QuestionSource, records_of
-from verl_ext.data.rows import Rows
+from verl_ext.data.rows import Rows, UniqueIds
 from verl_ext.errors import UserError
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
@@ -102,16 +101,14 @@ class QuestionDataset(Rows):
     def _samples(
         self, sources: Mapping[str, QuestionSource], split: str, suffix: str, progress: bool
     ) -> Iterator[ImageQuestion | UserError]:
-        seen: Counter[str] = Counter()
+        unique = UniqueIds()
         for name, source in sources.items():
             records = records_of(name, source, split)
             bar = progress_bar(records, desc=f"reading {name}", unit="images", show=progress, leave=False)
             for row, record in enumerate(bar):
                 sample = question_of(name, row, record, suffix, source.image_folder)
-                seen[sample.sample_id] += 1
-                again = f"#{seen[sample.sample_id]}" if seen[sample.sample_id] > 1 else ""
                 # by this name results are kept, and splits often number their questions alike
-                named = f"{split}/{sample.sample_id}{again}"
+                named = f"{split}/{unique(sample.sample_id)}"
                 sample = replace(sample, sample_id=named, metric=source.metric_of(name))
                 try:
                     sample.opened()
