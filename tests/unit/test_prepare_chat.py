@@ -175,6 +175,11 @@ def test_changed_input_is_prepared_again(tmp_path: Path, capsys: pytest.CaptureF
     assert "in.jsonl changed" in capsys.readouterr().out
     (tmp_path / "held.txt").write_text("0\n")
     assert run_chat(tmp_path, rows, *options)[2]["excluded"] == 1
+    stamp = tmp_path / "out/prepared.json"
+    stamp.write_text(
+        json.dumps({key: value for key, value in json.loads(stamp.read_text()).items() if key != "inputs"})
+    )
+    assert run_chat(tmp_path, rows[:3], *options)[2]["read"] == 3
     (tmp_path / "in.jsonl").unlink()
     prepare(["chat", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), *options])
     assert "Nothing to do" in capsys.readouterr().out

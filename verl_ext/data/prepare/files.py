@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,20 @@ def make_directory(path: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal digits.
+    """SHA-256 of a file's content, in hexadecimal digits; a launch asks several times and reads the file once.
 
     Raises:
         UserError: it cannot be read.
     """
+    with _reading(path):
+        found = path.stat()
+        return _digest_of(path, found.st_size, found.st_mtime_ns)
+
+
+@cache
+def _digest_of(path: Path, size: int, modified_ns: int) -> str:
     digest = hashlib.sha256()
-    with _reading(path), path.open("rb") as file:
+    with path.open("rb") as file:
         while piece := file.read(1 << 22):
             digest.update(piece)
     return digest.hexdigest()

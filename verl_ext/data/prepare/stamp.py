@@ -93,10 +93,10 @@ def changed_inputs(arguments: argparse.Namespace, version: int) -> list[str] | N
         return None
     if not all((output / name).is_file() for name in content["files"]):
         return None
-    if "inputs" not in content:  # of an older version
+    digests = input_digests(arguments)
+    if digests and "inputs" not in content:  # of a version that kept no digests
         return None
-    known = content["inputs"]
-    return [name for name, digest in input_digests(arguments).items() if known.get(name) != digest]
+    return [name for name, digest in digests.items() if content["inputs"].get(name) != digest]
 
 
 def _identity(arguments: argparse.Namespace, version: int) -> dict[str, Any]:
