@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import shutil
 import sqlite3
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from tests.helpers.monitor import write_record, write_rows
 from verl_ext.errors import UserError
 from verl_ext.monitor.csv_file import csv_lines
+from verl_ext.monitor.page.context import PageContext
 from verl_ext.monitor.store.columns import PACKED_ROWS, Points, unpack
 from verl_ext.monitor.store.database import database_for, open_database
 from verl_ext.monitor.store.ingest import Ingest
@@ -178,7 +181,7 @@ def test_the_database_lies_in_the_users_cache(tmp_path: Path, monkeypatch: pytes
 
 def test_a_database_of_another_version_is_made_anew(tmp_path: Path) -> None:
     old = sqlite3.connect(tmp_path / "old.sqlite")
-    old.executescript("CREATE TABLE runs (id INTEGER); PRAGMA user_version=999")
+    old.executescript("CREATE TABLE runs (id INTEGER PRIMARY KEY AUTOINCREMENT); PRAGMA user_version=999")
     old.close()
     assert count(open_database(tmp_path / "old.sqlite"), "training_logs") == 0
 
@@ -219,6 +222,78 @@ def test_runs_that_go_or_come_anew_leave_nothing_behind(root: Path, connection: 
     shutil.rmtree(run_dir)
     assert ingest.find_runs() == [] and not view.refresh()
     assert [count(connection, table) for table in ("runs", "training_logs", "events", "attempts")] == [0, 0, 0, 0]
+
+
+def test_new_run_never_takes_the_identity_of_a_deleted_one(root: Path, connection: sqlite3.Connection) -> None:
+    """Open pages keep curves, logs and links by the run's id."""
+    write_record(root / "p/old")
+    write_rows(root / "p/old", 1, range(1, 51))
+    [old] = take(connection, root)
+    context = PageContext(connection, root, {})
+    assert context.chosen is not None and context.chosen.standing().step == 50
+    [last_event] = connection.execute("SELECT max(id) FROM events").fetchone()
+    shutil.rmtree(root / "p/old")
+    write_record(root / "p/new")
+    write_rows(root / "p/new", 1, range(1, 4))
+    take(connection, root)  # reads the new run before it forgets the old one
+    shutil.rmtree(root / "p/new")
+    take(connection, root)
+    write_record(root / "p/newest")
+    write_rows(root / "p/newest", 1, range(1, 6))
+    [newest] = take(connection, root)
+    view = context.chosen
+    assert newest > old and view is not None and view.directory == root / "p/newest"
+    assert view.standing().step == 5 and len(view.curve("train/loss").points()[0]) == 5
+    assert connection.execute("SELECT min(id) FROM events").fetchone()[0] > last_event
+
+
+@pytest.mark.parametrize("unreadable", [".", "p", "p/e"])
+def test_directory_that_cannot_be_listed_costs_no_run(
+    unreadable: str,
+    root: Path,
+    connection: sqlite3.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("p/e", "q/e"):
+        write_record(root / name)
+        write_rows(root / name, 1, range(1, 6))
+    [run, other] = take(connection, root)
+    view, scandir = RunView(connection, run, root), os.scandir
+
+    def fail(path: str) -> object:
+        if Path(path) == root / unreadable:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return scandir(path)
+
+    ingest = Ingest(connection, root)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", fail)
+        found = [ingest.find_runs(), ingest.find_runs()]
+    assert found == ([[], []] if unreadable == "." else [[other], [other]])
+    assert view.refresh() is False and view.standing().step == 5 and count(connection, "training_logs") == 10
+    assert capsys.readouterr().err.count(f"{root / unreadable} cannot be listed (Stale file handle)") == 1
+    assert ingest.find_runs() == [run, other]
+    shutil.rmtree(root / "p")
+    assert ingest.find_runs() == [other]
+
+
+def test_root_that_is_gone_for_one_look_costs_no_run(root: Path, connection: sqlite3.Connection) -> None:
+    write_record(root / "p/e")
+    runs = take(connection, root)
+    root.rename(root.with_name("elsewhere"))
+    assert take(connection, root) == [] and count(connection, "runs") == 1
+    root.with_name("elsewhere").rename(root)
+    assert take(connection, root) == runs
+
+
+def test_run_that_can_no_longer_be_read_is_shown_as_last_read(root: Path, connection: sqlite3.Connection) -> None:
+    write_record(root / "p/e")
+    write_rows(root / "p/e", 1, range(1, 6))
+    take(connection, root)
+    (root / "p/e/run.json").write_text('{"status": "finished", "attempts": ["a"]}')
+    take(connection, root)
+    assert count(connection, "runs") == 1 and count(connection, "training_logs") == 5
 
 
 def test_one_bad_run_does_not_hide_the_others(

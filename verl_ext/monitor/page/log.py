@@ -35,6 +35,7 @@ class LogPanel:
     def __init__(self, context: PageContext) -> None:
         self._context, self._last = context, 0
         self._run: int | None = None
+        self._generation = 0
         self._search = ui.input(context.say("Search the log")).props("clearable debounce=300").classes("w-96")
         self._search.props('data-testid="search"').on_value_change(self._find)
         self._log = ui.log(max_lines=LAST_LINES).classes("w-full h-96").props('data-testid="log"')
@@ -50,9 +51,9 @@ class LogPanel:
         self._table.set_visibility(False)
 
     def show(self, view: RunView) -> None:
-        """Add what is new; another run begins anew."""
-        if view.run != self._run:
-            self._run, self._last = view.run, 0
+        """Append new events; another run, or another file in the place of this one's, clears the log first."""
+        if (view.run, generation := view.record["generation"]) != (self._run, self._generation):
+            self._run, self._generation, self._last = view.run, generation, 0
             self._log.clear()
         query = (
             "SELECT * FROM (SELECT * FROM events WHERE run = ? AND id > ? ORDER BY id DESC LIMIT ?) ORDER BY time, id"

@@ -9,10 +9,10 @@ from pathlib import Path
 from verl_ext.cache import users_cache
 from verl_ext.errors import UserError
 
-VERSION = 1
+VERSION = 2
 SCHEMA = """
 CREATE TABLE runs (
-    id INTEGER PRIMARY KEY,
+    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: open pages know a run by its id
     path TEXT NOT NULL UNIQUE,             -- relative to the root
     project TEXT, experiment TEXT, stage TEXT, recipe TEXT,
     status TEXT NOT NULL,
@@ -44,7 +44,7 @@ CREATE TABLE columns (                     -- the same numbers by metric, thousa
     PRIMARY KEY (run, metric, last)
 ) WITHOUT ROWID;
 CREATE TABLE events (
-    id INTEGER PRIMARY KEY,
+    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: an open log asks for ids above the last that it showed
     run INTEGER NOT NULL, time REAL NOT NULL, attempt INTEGER, step INTEGER,
     kind TEXT NOT NULL, text TEXT NOT NULL
 );
@@ -86,6 +86,8 @@ def _ensure_tables(connection: sqlite3.Connection) -> None:
     [version] = connection.execute("PRAGMA user_version").fetchone()
     if version == VERSION:
         return
-    for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+    # `sqlite_...` are SQLite's own tables
+    tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+    for (name,) in connection.execute(tables).fetchall():
         connection.execute(f'DROP TABLE "{name}"')
     connection.executescript(f"{SCHEMA} PRAGMA user_version={VERSION};")

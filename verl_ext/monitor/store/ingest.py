@@ -37,9 +37,17 @@ class Ingest:
         self._told: set[str] = set()
 
     def find_runs(self) -> list[int]:
-        """Look for runs below the root, and read what their `run.json` say; ids. Those that are gone are forgotten."""
+        """Look for runs below the root and read their `run.json`; returns their ids.
+
+        Runs whose directories are gone are forgotten, unless a directory above them cannot be listed: a network disk
+        that fails for one look must not cost the database.
+        """
         ids = []
-        for directory in run_directories(self._root):
+        directories, errors = run_directories(self._root)
+        for error in errors:
+            if error.filename == str(self._root) or not isinstance(error, FileNotFoundError):  # else just deleted
+                self.tell_once(f"{error.filename} cannot be listed ({error.strerror}); its runs are shown as last read")
+        for directory in directories:
             try:
                 with self._connection:
                     if (run := self._take_record(directory)) is not None:
@@ -47,7 +55,7 @@ class Ingest:
                         ids.append(run)
             except Exception as error:  # files of any kind may lie there, and people look at the other runs
                 self.tell_once(f"{directory} cannot be followed: {type(error).__name__}: {error}")
-        self._drop_all_but(ids)
+        self._forget_missing({*directories}, [Path(error.filename) for error in errors])
         return ids
 
     def tell_once(self, message: str) -> None:
@@ -56,13 +64,14 @@ class Ingest:
             self._told.add(message)
             warn(message)
 
-    def _drop_all_but(self, ids: list[int]) -> None:
-        """Forget runs whose directories are gone."""
+    def _forget_missing(self, found: set[Path], unlisted: list[Path]) -> None:
+        """Delete runs whose directories were not found; those below a directory that was not listed may be there."""
         with self._connection:
-            known = [run for (run,) in self._connection.execute("SELECT id FROM runs")]
-            for run in set(known) - set(ids):
-                self._empty(run)
-                self._connection.execute("DELETE FROM runs WHERE id = ?", (run,))
+            for run, path in self._connection.execute("SELECT id, path FROM runs").fetchall():
+                directory = self._root / path
+                if directory not in found and not any(directory.is_relative_to(each) for each in unlisted):
+                    self._empty(run)
+                    self._connection.execute("DELETE FROM runs WHERE id = ?", (run,))
 
     def running(self) -> list[int]:
         """Runs that were running when their records were last read."""
@@ -182,17 +191,18 @@ class Ingest:
             self._connection.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
 
 
-def run_directories(root: Path) -> list[Path]:
-    """Directories below a root that have a `run.json`; one that vanishes meanwhile is left out.
+def run_directories(root: Path) -> tuple[list[Path], list[OSError]]:
+    """Directories below a root that have a `run.json`, and the errors of those that could not be listed.
 
     Checkpoints are not looked into: there are no runs in them, and many files.
     """
-    found = []
-    for directory, below, names in os.walk(root):
+    found: list[Path] = []
+    errors: list[OSError] = []
+    for directory, below, names in os.walk(root, onerror=errors.append):
         below[:] = [name for name in below if not name.startswith(("global_step_", "wandb"))]
         if RUN_FILE in names:
             found.append(Path(directory))
-    return sorted(found)
+    return sorted(found), errors
 
 
 def parse_lines(lines: list[bytes]) -> tuple[list[Row], int]:
