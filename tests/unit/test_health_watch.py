@@ -46,6 +46,24 @@ def test_a_gradient_norm_out_of_range_gets_advice_by_its_direction(norm: float, 
     assert found is not None and found.level == Level.NOTICE and says in found.sentence
 
 
+@pytest.mark.parametrize(
+    ("norms", "level", "share"),
+    [
+        ([300.0] * 8 + [1.0] * 8 + [math.inf] * 4, Level.ALARM, "60%"),
+        ([math.nan] * 4 + [300.0] * 6 + [1.0] * 10, Level.ALARM, "50%"),
+        ([300.0] * 9 + [1.0] * 16 + [math.inf] * 4, Level.WARNING, "20%"),
+        ([1.0] * 30 + [math.inf] * 3, Level.OK, "15%"),
+        ([1.0] * 5 + [math.inf] * 20, Level.ALARM, "100%"),
+    ],
+)
+def test_every_large_gradient_norm_of_the_window_counts(norms: list[float], level: Level, share: str) -> None:
+    history = History()
+    for step, norm in enumerate(norms, start=1):
+        history.add(step, {"train/grad_norm": norm})
+    found = BY_NAME["grad_norm_exploding"].find(history, Facts("sft", 1000), Limits())
+    assert found is not None and found.level == level and found.message.startswith(share)
+
+
 def test_a_finding_is_gone_after_several_calm_checks() -> None:
     watched = watch()
     feed(watched, range(1, 41), loss=2.0, grad_norm=1e-4)

@@ -32,11 +32,11 @@ def grad_norm_range(history: History, facts: Facts, limits: Limits) -> Seen | No
 @rule(NORM, advice="lower optim.lr and set optim.clip_grad", into=GRADIENT)
 def grad_norm_exploding(history: History, facts: Facts, limits: Limits) -> Seen | None:
     """The gradient norm is above 100 for half of the recent steps."""
-    recent = history.series(NORM).recent(limits.window)
     lost = history.num_nonfinite(NORM, limits.window)
+    recent = history.series(NORM).recent(limits.window - lost)  # the series has finite values only
     if len(recent) + lost < limits.window:
         return None
-    large = lost + int((recent[lost:] > limits.grad_norm_alarm).sum())
+    large = lost + int((recent > limits.grad_norm_alarm).sum())
     share = large / limits.window
     told = f"{share:.0%} of the last {limits.window} gradient norms are above {limits.grad_norm_alarm:g} or not finite"
     return alarm(told) if share >= 0.5 else warning(told) if share >= 0.2 else ok(told)
