@@ -20,7 +20,7 @@ from verl_ext.plan.__main__ import main
 from verl_ext.plan.hardware import HARDWARE
 from verl_ext.plan.links import Cluster
 from verl_ext.plan.models import BUILT_IN
-from verl_ext.plan.plan import GIB, Plan, advice, largest_that_fits, make_plan, remedies
+from verl_ext.plan.plan import GIB, Plan, advice, largest_that_fits, make_plan, remedies, room_for_engine
 from verl_ext.plan.shape import shape_of
 from verl_ext.plan.workload import Lengths
 
@@ -116,6 +116,45 @@ def test_advice_for_grpo_begins_with_the_engine() -> None:
     assert list(remedies(plan))[:2] == [(each, None) for each in asleep]
 
 
+GRPO = {"recipe": "qwen2.5_coder_7b_code", "command": "grpo"}
+
+
+def test_engine_without_room_for_its_weights_does_not_fit() -> None:
+    plan = plan_7b("rollout.gpu_memory_utilization=0.15", **GRPO)
+    assert plan.memory.peak_bytes < 0.5 * H100.memory_bytes and not plan.fits
+    told = advice(plan, ALL)
+    assert "vLLM cannot start with rollout.gpu_memory_utilization=0.15" in told
+    assert "with rollout.gpu_memory_utilization=0.25 it takes" in told
+    assert plan_7b("rollout.gpu_memory_utilization=0.25", **GRPO).fits
+
+
+def test_engine_has_room_for_one_sequence_of_the_longest_length() -> None:
+    """15.23 GB of weights and 57,344 bytes per token; 0.2 of the GPU is 16 GB."""
+    fits = plan_7b("rollout.gpu_memory_utilization=0.2", "data.max_response_length=10000", **GRPO)
+    short = plan_7b("rollout.gpu_memory_utilization=0.2", "data.max_response_length=12000", **GRPO)
+    assert not fits.shortage and "one sequence of 14048 tokens" in short.shortage
+
+
+def test_ranks_that_share_an_engine_share_its_weights() -> None:
+    assert plan_7b("rollout.gpu_memory_utilization=0.15", "rollout.tensor_model_parallel_size=2", **GRPO).fits
+    large = make_plan(plan_7b(**GRPO).config, SHAPE_7B, Cluster(replace(H100, memory_bytes=16e9), 32, 8), ALL)
+    room = {"rollout.tensor_model_parallel_size": 2, "rollout.gpu_memory_utilization": 0.55}
+    assert large.shortage and room_for_engine(large) == room
+    assert all(settings.keys() >= room.keys() for settings, _ in remedies(large))
+
+
+def test_transformers_and_cpus_have_no_share_to_fill() -> None:
+    assert plan_7b("rollout.gpu_memory_utilization=0.15", "rollout.engine=hf", **GRPO).fits
+    config = plan_7b("rollout.gpu_memory_utilization=0.15", **GRPO).config
+    assert not make_plan(config, SHAPE_7B, Cluster(HARDWARE["cpu"], 8, 8), ALL).shortage
+
+
+def test_advice_for_an_engine_keeps_its_room() -> None:
+    plan = plan_7b("rollout.gpu_memory_utilization=0.15", "data.micro_batch_size_per_gpu=32", **GRPO)
+    told = advice(plan, ALL)
+    assert "rollout.gpu_memory_utilization=0.25 and data.micro_batch_size_per_gpu=8 it takes" in told
+
+
 def test_the_largest_micro_batch_fits_and_twice_that_does_not() -> None:
     best = largest_that_fits(plan_7b("data.train_batch_size=1024"), ALL)
     size = best.config.data.micro_batch_size_per_gpu
@@ -130,6 +169,16 @@ def test_the_command_tells_and_its_exit_code_says_whether_it_fits(capsys: pytest
     (found,) = json.loads(capsys.readouterr().out)
     assert not found["fits"] and "GPUs" in found["advice"]
     assert sum(found["memory_bytes"][found["peak"]].values()) == pytest.approx(found["peak_bytes"])
+
+
+def test_the_command_refuses_an_engine_without_room(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe=qwen2.5_coder_7b_code", "gpus=8", "rollout.gpu_memory_utilization=0.15"]
+    assert main(words) == 1
+    told = capsys.readouterr().out
+    assert "It fits." not in told and "It does not fit: vLLM cannot start" in told
+    assert main([*words, "--json"]) == 1
+    [found] = json.loads(capsys.readouterr().out)
+    assert not found["fits"] and "vLLM cannot start" in found["advice"]
 
 
 @pytest.mark.parametrize(

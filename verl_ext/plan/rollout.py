@@ -13,6 +13,7 @@ from verl_ext.plan.shape import ModelShape
 from verl_ext.plan.speed import StepTime
 from verl_ext.plan.workload import BYTES, Workload
 
+GIB = 1 << 30
 MEMORY_SHARE = 0.8
 """Of a GPU's memory bandwidth that decoding reaches; an assumption."""
 
@@ -73,6 +74,25 @@ class Rollout:
             return {"engine weights": weights, "KV cache": wanted * self.token_bytes(shape)}
         cache = self.utilization * cluster.hardware.memory_bytes - weights
         return {"engine weights": weights, "KV cache": max(cache, 0.0)}
+
+    def shortage(self, shape: ModelShape, cluster: Cluster) -> str:
+        """Why vLLM cannot start on these GPUs; empty if it can.
+
+        vLLM refuses to start if its share of the GPU does not hold the weights and the cache of one sequence of the
+        longest length (`check_enough_kv_cache_memory`).
+        """
+        if not self.is_vllm or not cluster.hardware.is_gpu:
+            return ""
+        share = self.utilization * cluster.hardware.memory_bytes
+        weights = self.bytes * shape.numel / self.tensor_parallel
+        sequence = (self.prompt + self.response) * self.token_bytes(shape)
+        if weights + sequence <= share:
+            return ""
+        return (
+            f"vLLM cannot start with rollout.gpu_memory_utilization={self.utilization:g}, which is {share / GIB:.1f} "
+            f"GiB of a GPU: it needs {weights / GIB:.1f} GiB for its weights and {sequence / GIB:.1f} GiB for the "
+            f"cache of one sequence of {self.prompt + self.response} tokens"
+        )
 
 
 def with_rollout(memory: Memory, rollout: Rollout, shape: ModelShape, work: Workload, cluster: Cluster) -> Memory:
