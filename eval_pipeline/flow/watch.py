@@ -153,8 +153,9 @@ def _tell_end(session: Session, failed: Sequence[Job], num_wanted: int, recipe: 
     if (run_dir / BEST).exists():
         chosen, base = read_best_checkpoint(run_dir), read_run_config(run_dir).base
         best = f"global_step_{chosen.step}, by {chosen.metric} on {', '.join(chosen.datasets)}"
-        if base and Path(base, "config.json").is_file():
-            then = [[*script, "report", run, "--baseline", base, *recipe]]
+        model = Path(base).expanduser() if base else None
+        if model is not None and (model / "config.json").is_file():
+            then = [[*script, "report", run, "--baseline", str(model), *recipe]]
     failures = None
     if failed:
         names = [f"{job.checkpoint} on {job.dataset}" for job in failed[:MAX_NAMED]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -164,6 +166,25 @@ def learn(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, answers: 
         loss.backward()
         optimizer.step()
     torch.set_num_threads(num_threads)
+
+
+def cache_as_hub(model: Path, name: str, home: Path) -> Path:
+    """Copy a model into the cache of a `HF_HOME` as if it had been downloaded from the hub under this name.
+
+    Returns:
+        The directory of the cache, `HF_HUB_CACHE`.
+    """
+    folder = home / "hub" / f"models--{name.replace('/', '--')}"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text(commit)
+    (folder / "blobs").mkdir()
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    for path in model.iterdir():
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.copyfile(path, folder / "blobs" / digest)
+        (folder / "snapshots" / commit / path.name).symlink_to(Path("../../blobs", digest))
+    return home / "hub"
 
 
 def save(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:

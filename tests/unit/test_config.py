@@ -9,14 +9,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.models import cache_as_hub
 from verl_ext.config.checks import check_batch, check_values
 from verl_ext.config.compose import STAGES, compose_config
 from verl_ext.config.digest import config_digest
-from verl_ext.config.inputs import check_data, check_model, untrained_loss
+from verl_ext.config.inputs import check_data, check_model, is_hub_name, untrained_loss
 from verl_ext.config.recipes import RECIPES, recipe_summaries
+from verl_ext.data.training_templates import read_chat_template
 from verl_ext.errors import UserError
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.configure import check_settings, configure
@@ -228,9 +231,66 @@ def test_data_and_model_are_looked_at_before_torchrun(quickstart: Path, tmp_path
     }.items():
         with pytest.raises(UserError, match=names):
             check_model(with_data(quickstart, f"model.partial_pretrain={path}"))
-    check_model(
-        compose_config("sft", ["model.partial_pretrain=Qwen/Qwen2.5-0.5B"])
-    )  # a hub name is transformers' matter
+
+
+HUB_NAMES = ("gpt2", "Qwen/Qwen2.5-0.5B", "distil-bert_base.v1")
+
+
+def check_named(model: str) -> None:
+    check_model(compose_config("sft", [f"model.partial_pretrain={model}"]))
+
+
+@pytest.mark.parametrize("name", HUB_NAMES)
+def test_hub_name_is_left_to_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    check_named(name)
+
+
+@pytest.mark.parametrize("name", HUB_NAMES)
+def test_without_a_network_a_hub_name_must_be_in_the_cache(
+    name: str, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
+        check_named(name)
+    cache_as_hub(quickstart / "model", name, tmp_path)
+    check_named(name)
+
+
+def test_what_is_a_path_and_what_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("local", "models/local"):
+        Path(name).mkdir(parents=True)
+    assert all(map(is_hub_name, (*HUB_NAMES, "nowhere/local")))
+    paths = ("local", "models/other", "./gpt2", "../gpt2", "~/gpt2", "/gpt2", "a/b/c", "data/model", "checkpoints/x")
+    assert not any(map(is_hub_name, (*paths, "hdfs://host/model", "my model", "")))
+    for name in ("models/other", "./gpt2", "data/model"):
+        with pytest.raises(UserError, match=f"no model at {tmp_path}"):
+            check_named(name)
+
+
+def test_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quickstart: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    (tmp_path / "model").symlink_to(quickstart / "model")
+    words = ["data.custom_cls.path=~/c.py", "model.lora_adapter_path=~/adapters", "trainer.resume_from_path=~/r"]
+    named = ["data.chat_template=~/t.jinja", "model.partial_pretrain=~/model", "trainer.default_local_dir=~/runs/a"]
+    config = compose_config("sft", [*words, *named])
+    assert config.trainer.default_local_dir == f"{tmp_path}/runs/a"
+    assert config.trainer.resume_from_path == f"{tmp_path}/r"
+    assert (config.data.custom_cls.path, config.model.lora_adapter_path) == (f"{tmp_path}/c.py", f"{tmp_path}/adapters")
+    assert read_chat_template(config.data.chat_template) == "{{ messages }}"
+    check_model(config)
+    files = ["data.train_files=[~/a.parquet,'~/b c.parquet']", "data.val_files='~/v.parquet'"]
+    data = compose_config("sft", files).data
+    assert (list(data.train_files), data.val_files) == (["~/a.parquet", "~/b c.parquet"], "~/v.parquet")
+
+
+@pytest.mark.parametrize("key", ["trainer.default_local_dir", "data.train_files", "model.partial_pretrain"])
+def test_home_of_nobody_is_refused(key: str) -> None:
+    with pytest.raises(UserError, match=rf"{key} .*no user nobody_at_all"):
+        compose_config("sft", [f"{key}=~nobody_at_all/x"])
 
 
 def test_the_digest_tells_runs_apart_but_not_places() -> None:

@@ -19,6 +19,7 @@ from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.source import DatasetSource
 from eval_pipeline.problems.verl_rl import read_tests
 from tests.helpers import ROOT
+from tests.helpers.models import cache_as_hub
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.checkpoint.lease import lease_holders
 from verl_ext.config.compose import compose_config, sft_recipe_of
@@ -28,6 +29,8 @@ from verl_ext.data.prompts import PromptBatch, PromptDataset
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import check_config, check_inputs
 from verl_ext.launch.grpo_model import holding_model, settle_model
+from verl_ext.trainer.model import load_model_config
+from verl_ext.trainer.tokenizer import load_tokenizer
 
 GSM8K = {"question": "What is 40 + 2?", "answer": "It is <<40+2=42>>42.\n#### 42"}
 
@@ -157,6 +160,35 @@ def test_a_run_keeps_the_model_it_began_from(quickstart: Path, tmp_path: Path) -
     shutil.rmtree(sft_run / "global_step_10")
     with pytest.raises(UserError, match="which is gone"):
         settled(quickstart, tmp_path)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "Qwen/Qwen2.5-1.5B-Instruct", "~/model"])
+def test_restart_keeps_a_model_of_the_hub_or_of_the_home_directory(
+    model: str, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").symlink_to(quickstart / "model")
+    write_checkpoint(tmp_path / "run/global_step_5")
+    former = {"model": {"sft_run": f"{tmp_path}/sft", "partial_pretrain": model}}
+    OmegaConf.save(former, tmp_path / "run/config.yaml")
+    assert settled(quickstart, tmp_path).model.partial_pretrain == model
+    (tmp_path / "model").unlink()
+    if model.startswith("~"):
+        with pytest.raises(UserError, match="which is gone"):
+            settled(quickstart, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "owner/name"])
+def test_ranks_load_a_model_by_its_hub_name_from_the_cache(
+    name: str, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cache_as_hub(quickstart / "model", name, tmp_path)
+    for constant in ("huggingface_hub.constants.HF_HUB_CACHE", "transformers.utils.hub.TRANSFORMERS_CACHE"):
+        monkeypatch.setattr(constant, str(cache))
+    config = config_with(quickstart, tmp_path, f"model.partial_pretrain={name}")
+    check_config(config)
+    check_inputs(config)
+    assert load_model_config(config).model_type == "qwen2" and load_tokenizer(config).chat_template
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"checkpoint": 5}', '{"checkpoint": "../other/global_step_5"}'])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.plan_settings import PLAIN
+from tests.helpers.models import cache_as_hub
 from verl_ext.config.compose import compose_config
 from verl_ext.errors import UserError
 from verl_ext.plan import models
@@ -132,6 +136,20 @@ def test_settings_that_cannot_be_are_refused(word: str, says: str) -> None:
 @pytest.fixture
 def without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "hub_answers", lambda: False)
+
+
+@pytest.mark.usefixtures("without_a_network")
+def test_model_of_the_home_directory_and_of_the_cache(
+    quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").symlink_to(quickstart / "model")
+    expected = json.loads((quickstart / "model/config.json").read_text())["hidden_size"]
+    assert find_model(config("model.partial_pretrain=~/model"))[0].hidden_size == expected
+    cache = cache_as_hub(quickstart / "model", "gpt2", tmp_path)
+    for module in ("huggingface_hub.constants.HF_HUB_CACHE", "transformers.utils.hub.TRANSFORMERS_CACHE"):
+        monkeypatch.setattr(module, str(cache))
+    assert find_model(config("model.partial_pretrain=gpt2"))[0].hidden_size == expected
 
 
 @pytest.mark.usefixtures("without_a_network")

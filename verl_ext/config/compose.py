@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,11 @@ LAYERS = {stage: ("common", stage) for stage in ("sft", "grpo", "budget", "vlm_s
 """The files beside this one that are merged over it for each stage, later over earlier."""
 STAGES = {"sft": ("sft", "vlm_sft"), "grpo": ("grpo", "budget")}
 """Which stages the recipes of a command may be of; the first where a recipe does not say."""
+
+HOME_PATHS = (
+    "trainer.default_local_dir", "trainer.resume_from_path", "data.custom_cls.path", "model.lora_adapter_path",
+)  # fmt: skip
+"""Paths that libraries read too: `~` is expanded here. What reads the other paths expands it itself."""
 
 
 def compose_config(command: str, overrides: list[str]) -> DictConfig:
@@ -52,8 +58,25 @@ def compose_config(command: str, overrides: list[str]) -> DictConfig:
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
         raise UserError(f"the configuration cannot be resolved: {error}; correct that key in {recipe}") from error
+    expand_home(config)
     require_no_secrets(as_dict(config, resolve=False))
     return config
+
+
+def expand_home(config: DictConfig) -> None:
+    """Replace `~` by the home directory in `HOME_PATHS`, in place.
+
+    Raises:
+        UserError: a path begins with `~NAME/`, and this machine has no user of that name.
+    """
+    for key, value in leaves(config).items():
+        for text in value if isinstance(value, list) else [value]:
+            is_path = isinstance(text, str) and text.startswith("~") and "/" in text and "{" not in text
+            if is_path and os.path.expanduser(text).startswith("~"):
+                user, _, rest = text.partition("/")
+                raise UserError(f"{key} is '{text}', but there is no user {user[1:]}; write ~/{rest} or the whole path")
+            if is_path and key in HOME_PATHS:
+                OmegaConf.update(config, key, os.path.expanduser(text))
 
 
 def sft_recipe_of(run_dir: Path) -> Path | None:

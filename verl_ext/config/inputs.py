@@ -26,11 +26,17 @@ def place_of(name: str, row: int, record: Mapping[str, Any]) -> str:
 
 
 def check_model(config: DictConfig) -> None:
-    """A model given as a path must hold a config.json; a hub name is left to transformers."""
+    """A model given as a path must hold a config.json; a hub name is left to transformers, unless it is offline.
+
+    Raises:
+        UserError: the model cannot be used.
+    """
     model = str(config.model.partial_pretrain)
     path = Path(model).expanduser()
-    looks_like_hub_name = model.count("/") <= 1 and not model.startswith((".", "/", "~")) and not path.parent.is_dir()
-    if looks_like_hub_name or "://" in model:
+    if is_hub_name(model):
+        require_cached_if_offline(model)
+        return
+    if "://" in model:
         return
     if not path.is_dir():
         raise UserError(
@@ -43,6 +49,28 @@ def check_model(config: DictConfig) -> None:
     check_weights(path)
     if not config.model.trust_remote_code:
         require_no_code_in(str(path), read_json(path / "config.json"))
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether `model.partial_pretrain` is a name on the model hub, `MODEL` or `OWNER/MODEL`, and not a path.
+
+    What exists here is a path, and so is what would be in a directory that exists, or in one that the pipeline makes.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?", model, re.ASCII) or Path(model).exists():
+        return False
+    owner, slash, _ = model.rpartition("/")
+    return not slash or not (owner in ("data", "checkpoints") or Path(owner).is_dir())
+
+
+def require_cached_if_offline(model: str) -> None:
+    """Refuse a hub name that transformers could not load, as HF_HUB_OFFLINE is set and its cache lacks the model."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(model, "config.json"), str):
+        raise UserError(
+            f"there is no model at {Path(model).absolute()}, and the hub's cache {constants.HF_HUB_CACHE} has no "
+            f"{model} (HF_HUB_OFFLINE is set); correct model.partial_pretrain, or download the model first"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -26,6 +27,9 @@ OPEN_MAPPINGS = (
     "engine.vllm",
     "rollout.vllm",
 )
+
+_BARE_HOME = re.compile(r"""([=\[,] ?)(~[^\s'",\[\]{}]*)""")
+"""A path in a home directory as a value, or in a list of values."""
 
 
 def merge_known(config: DictConfig, update: DictConfig, source: str, nullable: Collection[str]) -> None:
@@ -73,8 +77,14 @@ def parsed(text: str) -> Override:
     Raises:
         UserError: it is none.
     """
+    parser = OverridesParser.create()
     try:
-        override = OverridesParser.create().parse_override(text)
+        try:
+            override = parser.parse_override(text)
+        except HydraException:  # which takes no unquoted ~, and behind `key=` the shell does not expand it
+            if (quoted := _BARE_HOME.sub(r"\1'\2'", text)) == text:
+                raise
+            override = parser.parse_override(quoted)
     except HydraException as error:
         shown = masked(text)  # with a secret in it, the parser's words are not shown either: they repeat it
         why = f" ({first_line_of(error)})" if shown == text else ""

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from verl_ext.checkpoint.layout import BEST, EXPORT, list_steps, step_of, what_is_wrong
 from verl_ext.checkpoint.lease import leased
 from verl_ext.config.compose import STAGES, sft_recipe_of
+from verl_ext.config.inputs import is_hub_name
 from verl_ext.config.recipes import default_recipe
 from verl_ext.config.written import load_written
 from verl_ext.errors import UserError, first_line_of
@@ -62,12 +63,14 @@ def _begun_from(config: DictConfig, sft_run: Path) -> str | None:
     former = load_written(begun).model
     if not former.get("sft_run") or Path(former.sft_run).expanduser().resolve() != sft_run.resolve():
         return None
-    if former.partial_pretrain and not (Path(former.partial_pretrain) / "config.json").is_file():
+    model = former.partial_pretrain
+    is_path = bool(model) and not is_hub_name(model) and "://" not in model
+    if is_path and not (Path(model).expanduser() / "config.json").is_file():
         raise UserError(
-            f"this run began from {former.partial_pretrain}, which is gone; set model.partial_pretrain to a copy of "
+            f"this run began from {model}, which is gone; set model.partial_pretrain to a copy of "
             "it, or start a new run under another trainer.experiment_name"
         )
-    return former.partial_pretrain
+    return model
 
 
 def best_export(run_dir: Path) -> Path:

@@ -77,8 +77,9 @@ def next_commands(config: DictConfig) -> list[list[str]]:
 
 def next_after_evaluation(config: DictConfig) -> list[list[str]]:
     """The commands to run once `eval.watch=true` has evaluated every checkpoint of a finished run."""
-    run_dir, base = typed_path(config.trainer.default_local_dir), str(config.model.partial_pretrain)
-    if not Path(base, "config.json").is_file():  # a hub name, which the report cannot evaluate
+    run_dir = typed_path(config.trainer.default_local_dir)
+    base = Path(str(config.model.partial_pretrain)).expanduser()
+    if not (base / "config.json").is_file():  # a hub name, which the report cannot evaluate
         return [[*typed_script(EVALUATE), "status", run_dir], grpo_command(config)]
     return [with_recipe(config, "report", run_dir, "--baseline", typed_path(base)), grpo_command(config)]
 

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, PretrainedConfig
 
 from verl_ext.config.compose import load_yaml, sft_recipe_of
+from verl_ext.config.inputs import is_hub_name
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_code import require_no_code
 
@@ -63,6 +64,8 @@ def find_model(config: DictConfig) -> tuple[PretrainedConfig, list[str]]:
         UserError: no model is named, or its dimensions cannot be had.
     """
     name, notes = named_model(config)
+    if name.startswith("~"):
+        name = str(Path(name).expanduser())
     error: Exception = OSError(name)
     for asks_hub in (False, True):  # the disk and the cache first
         if not asks_hub or (is_hub_name(name) and hub_answers()):
@@ -90,12 +93,6 @@ def read(name: str, config: DictConfig, local_files_only: bool) -> PretrainedCon
     trusted = config.model.trust_remote_code
     require_no_code(name, trusted, local_files_only)
     return AutoConfig.from_pretrained(name, trust_remote_code=trusted, local_files_only=local_files_only)
-
-
-def is_hub_name(name: str) -> bool:
-    """Whether the hub could know it: `owner/model`, and not the data this repository makes."""
-    parts = Path(name).parts
-    return len(parts) == 2 and parts[0] not in ("data", "/", "~", "..", "checkpoints")
 
 
 def hub_answers() -> bool:
