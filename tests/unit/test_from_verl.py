@@ -83,8 +83,10 @@ def test_paths_count_from_where_the_command_was_typed(stock_run: Path, monkeypat
 
 def test_ranks_said_twice_must_agree() -> None:
     configure(parse_arguments(["sft", "8", "trainer.n_gpus_per_node=8", "trainer.nnodes=1"]))
-    for word in ("trainer.n_gpus_per_node=4", "trainer.nnodes=2"):
-        with pytest.raises(UserError, match=f"'{word}' contradicts NNODES"):
+    configure(parse_arguments(["sft", "8", "+trainer.n_gpus_per_node=8", "trainer={nnodes: 1}"]))
+    words = ("trainer.n_gpus_per_node=4", "trainer.nnodes=2", "+trainer.nnodes=3", "++trainer.n_gpus_per_node=2")
+    for word in (*words, "trainer={nnodes: 3}", "trainer={n_gpus_per_node: 1, nnodes: 1}"):
+        with pytest.raises(UserError, match=r"trainer\.\w+=\d contradicts (NNODES.* 1|the first word.* 8);"):
             configure(parse_arguments(["sft", "8", word]))
 
 

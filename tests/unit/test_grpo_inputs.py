@@ -88,6 +88,8 @@ def test_good_settings(quickstart: Path, tmp_path: Path) -> None:
         ("rollout.tensor_model_parallel_size=3", "does not divide the 2 ranks"),
         ("data.truncation=left", "data.truncation has no effect in this stage"),
         ("trainer.test_freq=3", "set that instead"),
+        ("data.val_files=null", "data.val_files has nothing to measure on"),
+        ("data.val_files=[]", "data.val_files has nothing to measure on"),
     ],
 )
 def test_bad_settings(quickstart: Path, tmp_path: Path, override: str, says: str) -> None:
@@ -96,6 +98,13 @@ def test_bad_settings(quickstart: Path, tmp_path: Path, override: str, says: str
     with pytest.raises(UserError, match=says):
         check_config(config)
         check_inputs(config)
+
+
+@pytest.mark.parametrize("measures", ["data.eval_split=train", "data.eval_every_steps=0"])
+def test_validation_set_is_needed_only_to_measure_it(quickstart: Path, tmp_path: Path, measures: str) -> None:
+    config = config_with(quickstart, tmp_path, "data.val_files=null", measures)
+    check_config(config)
+    check_inputs(config)
 
 
 def write_checkpoint(path: Path, *files: str) -> Path:

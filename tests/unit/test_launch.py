@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -20,12 +21,15 @@ from omegaconf import DictConfig
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import save
 from verl_ext.checkpoint.lock import exclusive
+from verl_ext.config.compose import STAGES
 from verl_ext.errors import UserError
+from verl_ext.launch.__main__ import launch
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.component_check import check_components
 from verl_ext.launch.configure import check_config, check_inputs, check_run_directory, configure
 from verl_ext.launch.outcome import describe
 from verl_ext.launch.run import first_start, may_be_longer
+from verl_ext.launch.stop import StopSignals
 from verl_ext.launch.torchrun import torchrun_options
 from verl_ext.metrics.recorder import verl_backends
 from verl_ext.metrics.run_record import RunRecord
@@ -94,8 +98,8 @@ def test_a_bad_node_environment_is_refused(name: str, value: str, monkeypatch: p
     [
         (["sft"], "no number of processes is given; type for example `bash run_sft.sh 2`"),
         (["grpo"], "bash run_grpo.sh 2"),
-        (["sft", "2", "trainer.nnodes=2"], "'trainer.nnodes=2' contradicts NNODES"),
-        (["sft", "2", "trainer.n_gpus_per_node=4"], "'trainer.n_gpus_per_node=4' contradicts NNODES"),
+        (["sft", "2", "trainer.nnodes=2"], "trainer.nnodes=2 contradicts NNODES"),
+        (["sft", "2", "trainer.n_gpus_per_node=4"], "trainer.n_gpus_per_node=4 contradicts the first word"),
     ],
 )
 def test_the_number_of_ranks_is_said_once_and_in_its_place(words: list[str], reason: str) -> None:
@@ -168,6 +172,99 @@ def test_a_mistake_is_refused_before_anything_is_prepared_or_written(
     with pytest.raises(UserError, match=MISTAKES[mistake]):
         check_config(config)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "mistake", "says"),
+    [
+        ("sft", "optim.lr=-1", "optim.lr is -1"),
+        ("sft", "trainer.total_epochs=0", "trainer.total_epochs is 0"),
+        ("sft", "model.partial_pretrain=/nowhere", "no model at /nowhere"),
+        ("sft", "data.train_files=/nowhere.parquet", "data.train_files names /nowhere.parquet"),
+        ("grpo", "optim.lr=-1", "optim.lr is -1"),
+        ("grpo", "data.val_files=null", "data.val_files has nothing to measure on"),
+        ("grpo", "model.partial_pretrain=/nowhere", "no model at /nowhere"),
+        ("grpo", "data.max_response_length=100000", "more than the model's context"),
+        ("grpo", "reward.packages=[numpyy]", "'numpyy', which is not installed"),
+        ("grpo", "reward.isolation=docker", "take one of auto, bwrap"),
+    ],
+)
+def test_values_are_checked_before_data_are_downloaded_or_converted(
+    stage: str, mistake: str, says: str, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe's own data are not there yet; the model is."""
+    monkeypatch.setattr("verl_ext.launch.prepare.prepare", lambda words: pytest.fail(f"prepared {words}"))
+    data = [f"data.train_files={tmp_path}/data/train.parquet", f"data.val_files={tmp_path}/data/val.parquet"]
+    words = [*data, f"prepare=['quickstart --output {tmp_path}/data']", f"trainer.default_local_dir={tmp_path}/run"]
+    arguments = parse_arguments([stage, "2", *words, f"model.partial_pretrain={quickstart}/model", mistake])
+    with pytest.raises(UserError, match=says):
+        launch(arguments, StopSignals())
+    assert list(tmp_path.iterdir()) == []
+
+
+TRACEBACK = "the type of a nullable key is unknown: the check of its value raises another exception"
+ACCEPTED = "the type of a nullable key is unknown: its value is accepted, and the ranks fail"
+NULLABLE: dict[str, tuple[str, str | None]] = {
+    "actor.ppo_mini_batch_size=abc": ("gsm8k", None),
+    "data.max_tokens_per_gpu=abc": ("sft", None),
+    "optim.override_optimizer_config=abc": ("sft", TRACEBACK),
+    "optim.override_optimizer_config=[1,2]": ("grpo", TRACEBACK),
+    "trainer.resume_from_path=7": ("sft", TRACEBACK),
+    "trainer.resume_from_path=[a,b]": ("grpo", TRACEBACK),
+    "data.custom_cls.path=7": ("sft", TRACEBACK),
+    "data.custom_cls.path=[a,b]": ("sft", TRACEBACK),
+    "data.val_files=[1,2]": ("budget_controller", TRACEBACK),
+    "actor.loss_scale_factor=abc": ("grpo", TRACEBACK),
+    "actor.loss_scale_factor=[1,2]": ("grpo", TRACEBACK),
+    "reward.num_workers=abc": ("grpo", TRACEBACK),
+    "model.sft_run=7": ("grpo", TRACEBACK),
+    "model.adapter=7": ("budget_controller", TRACEBACK),
+    "actor.loss_scale_factor=true": ("grpo", ACCEPTED),
+    "reward.num_workers=1.5": ("grpo", ACCEPTED),
+    "reward.num_workers=true": ("grpo", ACCEPTED),
+    "data.token_cache=[a,b]": ("sft", ACCEPTED),
+    "data.custom_cls.name=[a,b]": ("sft", ACCEPTED),
+    "data.prompt_dict_keys=true": ("sft", ACCEPTED),
+    "data.response_dict_keys=true": ("sft", ACCEPTED),
+    "model.lora_adapter_path=[a,b]": ("sft", ACCEPTED),
+    "model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap=true": ("sft", ACCEPTED),
+    "controller.init_from=[a,b]": ("budget_controller", ACCEPTED),
+    "controller.importance_file=[a,b]": ("budget_controller", ACCEPTED),
+    "latency.file=true": ("budget_controller", ACCEPTED),
+}
+"""A wrong value, a stage or recipe that has the key, and why it is not refused yet; None if it is."""
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        pytest.param(word, marks=pytest.mark.xfail(strict=True, reason=why) if why else ())
+        for word, (_, why) in NULLABLE.items()
+    ],
+)
+def test_wrong_value_of_a_nullable_key_is_refused(mistake: str, quickstart: Path, tmp_path: Path) -> None:
+    recipe, _ = NULLABLE[mistake]
+    stage = "sft" if recipe == "sft" else "grpo"
+    model = f"model.partial_pretrain={quickstart}/model"
+    words = [stage, "2", "prepare=[]", f"trainer.default_local_dir={tmp_path}/run"]
+    words += [] if mistake.startswith("model.sft_run") else [model]
+    words += [] if recipe in STAGES else [f"recipe={recipe}"]
+    key = re.escape(mistake.partition("=")[0])
+    with pytest.raises(UserError, match=key):
+        check_config(configure(parse_arguments([*words, mistake])))
+
+
+def test_what_is_prepared_is_checked_afterwards(
+    quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both model and data are awaited; what comes is no model."""
+    made: list[Sequence[str]] = []
+    monkeypatch.setattr("verl_ext.launch.prepare.prepare", made.append)
+    data = [f"data.train_files={tmp_path}/data/train.parquet", f"model.partial_pretrain={tmp_path}/data/model"]
+    words = [*data, f"prepare=['quickstart --output {tmp_path}/data']", f"trainer.default_local_dir={tmp_path}/run"]
+    with pytest.raises(UserError, match=f"no model at {tmp_path}/data/model"):
+        launch(parse_arguments(["sft", "2", *words]), StopSignals())
+    assert made == [["quickstart", "--output", f"{tmp_path}/data"]]
 
 
 def without(*modules: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from verl_ext.data.prepare import is_prepared, prepare
 from verl_ext.errors import UserError
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.configure import configure
-from verl_ext.launch.prepare import needed_commands, prepare_inputs
+from verl_ext.launch.prepare import commands_to_run, needed_commands, prepare_inputs
 
 CHATS = [{"prompt": f"p{index}", "response": "r"} for index in range(4)]
 PROMPTS = [{"prompt": f"p{index}", "answer": index} for index in range(4)]
@@ -90,13 +90,13 @@ def test_files_are_converted_once_and_again_when_they_change(
     words = (f"data.train_files={path}", "model.partial_pretrain=elsewhere", "eval.recipe=humaneval")
     first = launched(*words)
     assert f"{path} is converted to {first.data.train_files}" in capsys.readouterr().out
-    prepare_inputs(first)
+    prepare_inputs(commands_to_run(first))
     assert "prompt/response" in capsys.readouterr().out
     assert Path(first.data.train_files).is_file() and Path(first.data.val_files).is_file()
     again = launched(*words)
     assert again == first
     assert f"{path} is read from {first.data.train_files}" in capsys.readouterr().out
-    prepare_inputs(again)
+    prepare_inputs(commands_to_run(again))
     assert "Preparing" not in capsys.readouterr().out
     write(path, CHATS[:3])
     assert launched(*words).data.train_files != first.data.train_files

@@ -51,12 +51,15 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
             print(OmegaConf.to_yaml(config), end="")
             return 0
         from verl_ext.launch.eval_check import check_evaluation
-        from verl_ext.launch.prepare import prepare_inputs
+        from verl_ext.launch.prepare import commands_to_run, output_of, prepare_inputs
         from verl_ext.launch.run import run_to_the_end
 
         check_config(config)
-        prepare_inputs(config)
-        check_inputs(config)
+        commands = commands_to_run(config)
+        check_inputs(config, [output_of(command) for command in commands])
+        if commands:
+            prepare_inputs(commands)
+            check_inputs(config)
         check_evaluation(config)
     return run_to_the_end(config, signals, restarts=arguments.restarts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -10,6 +11,7 @@ from omegaconf import DictConfig
 from verl_ext.config.checks import check_ascending, check_choices, check_ranges, check_without_effect, value_of
 from verl_ext.errors import UserError
 from verl_ext.launch import reward_check
+from verl_ext.launch.prepare import is_within
 from verl_ext.launch.question_check import OF_TEXTS, check_questions
 from verl_ext.own_code import OwnCode
 
@@ -87,16 +89,16 @@ def check_budget(config: DictConfig) -> None:
         OwnCode.named(config.model.adapter, "model.adapter")
 
 
-def check_budget_files(config: DictConfig) -> None:
-    """Refuse questions and other files of this stage that cannot be used.
+def check_budget_files(config: DictConfig, awaited: Sequence[Path] = ()) -> None:
+    """Refuse questions and other files of this stage that cannot be used; `awaited` is that of `check_inputs`.
 
     Raises:
         UserError: the first of them and how to mend it.
     """
-    check_questions(config, ("train", "val"))
+    check_questions(config, ("train", "val"), awaited)
     for key in ("controller.init_from", "controller.importance_file", "latency.file"):
         path = value_of(config, key)
-        if path is not None and not Path(path).expanduser().exists():
+        if path is not None and not is_within(path, awaited) and not Path(path).expanduser().exists():
             raise UserError(f"{key}={path} does not exist; correct the path, or set it to null")
 
 

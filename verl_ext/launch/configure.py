@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -14,7 +15,8 @@ from verl_ext.checkpoint.retention import Retention
 from verl_ext.config.checks import check_batch, check_values
 from verl_ext.config.compose import STAGES
 from verl_ext.config.evaluation import check_evaluation_keys
-from verl_ext.config.inputs import check_data, check_model, check_own_chat_template
+from verl_ext.config.inputs import check_data, check_model, check_own_chat_template, check_parquet, file_list
+from verl_ext.config.overrides import keys_set_by
 from verl_ext.errors import UserError
 from verl_ext.launch.component_check import check_components
 from verl_ext.launch.from_verl import compose_as_typed
@@ -22,6 +24,7 @@ from verl_ext.launch.grpo_model import settle_model
 from verl_ext.launch.health_check import check_health
 from verl_ext.launch.own_files import convert_own_files
 from verl_ext.launch.preemption_check import check_preemption
+from verl_ext.launch.prepare import is_within
 from verl_ext.launch.sft_check import check_sft
 from verl_ext.metrics.names import describe
 from verl_ext.tell import tell
@@ -37,10 +40,13 @@ def configure(arguments: argparse.Namespace) -> DictConfig:
     if arguments.num_processes is None and not arguments.print_config:
         raise UserError(f"no number of processes is given; type for example `bash run_{arguments.stage}.sh 2`")
     ranks = {"nnodes": num_nodes(), "n_gpus_per_node": arguments.num_processes or config.trainer.n_gpus_per_node}
-    for word in arguments.overrides:
-        name, _, value = word.removeprefix("trainer.").partition("=")
-        if word.startswith("trainer.") and value != str(ranks.get(name, value)):
-            raise UserError(f"'{word}' contradicts NNODES (machines) or the first word (ranks on each); leave it out")
+    typed = keys_set_by([word for word in arguments.overrides if not word.startswith("recipe=")])
+    given_by = {"nnodes": "NNODES, the number of machines,", "n_gpus_per_node": "the first word, ranks per machine,"}
+    for name, number in ranks.items():
+        if f"trainer.{name}" in typed and config.trainer[name] != number:
+            raise UserError(
+                f"trainer.{name}={config.trainer[name]} contradicts {given_by[name]} which is {number}; leave it out"
+            )
     config.trainer.trace |= arguments.trace
     config.trainer.merge_with(ranks)
     for sentence in convert_own_files(config, arguments.overrides):
@@ -111,32 +117,47 @@ def check_settings(config: DictConfig) -> None:
         check_vlm_sft(config)
 
 
-def check_inputs(config: DictConfig) -> None:
-    """Refuse a model, data and reward functions that cannot be used, once the recipe's data are prepared.
+def check_inputs(config: DictConfig, awaited: Sequence[Path] = ()) -> None:
+    """Refuse a model, data and reward functions that cannot be used.
+
+    Args:
+        config: the resolved configuration.
+        awaited: directories that are still to be prepared; what will be in them is not looked at.
 
     Raises:
         UserError: the first of them and how to fix it.
     """
-    check_model(config)
+    has_model = not is_within(config.model.partial_pretrain, awaited)
+    files = [(key, name) for key in ("train_files", "val_files") for name in file_list(config.data[key])]
+    here = [(key, name) for key, name in files if not is_within(name, awaited)]
+    has_data = len(here) == len(files)
+    if has_model:
+        check_model(config)
     if config.stage in ("sft", "grpo"):
-        if config.data.custom_cls.path is None:
+        if has_model and config.data.custom_cls.path is None:
             check_own_chat_template(config)
-        check_data(config)
+        if has_data:
+            check_data(config)
+        else:
+            for key, name in here:
+                check_parquet(Path(name).expanduser(), key, config)
     if config.stage == "grpo":
         from verl_ext.launch.grpo_check import check_length
         from verl_ext.launch.reward_functions import check_judge, check_reward_functions
 
-        check_length(config)
+        if has_model:
+            check_length(config)
         check_judge(config.reward)
-        check_reward_functions(config)
+        if has_data:
+            check_reward_functions(config)
     elif config.stage == "budget":
         from verl_ext.launch.budget_check import check_budget_files
 
-        check_budget_files(config)
+        check_budget_files(config, awaited)
     elif config.stage == "vlm_sft":
         from verl_ext.launch.question_check import check_questions
 
-        check_questions(config, ("train",))
+        check_questions(config, ("train",), awaited)
 
 
 def check_run_directory(run_dir: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl_ext.config.checks import GATHERING, check_choices, check_ranges, check_without_effect
+from verl_ext.config.inputs import file_list
 from verl_ext.errors import UserError
 from verl_ext.grpo.rewards.registry import LENGTH_PENALTY, wanted_rewards
 from verl_ext.launch import reward_check
@@ -89,6 +90,12 @@ def check_values(config: DictConfig) -> None:
     check_without_effect(config, OF_CHATS, "in this stage, whose data are prompts")
     if config.trainer.test_freq != config.data.eval_every_steps:
         raise UserError("trainer.test_freq is data.eval_every_steps in this stage; set that instead")
+    data = config.data
+    if data.eval_every_steps and data.eval_split == "test" and not file_list(data.val_files):
+        raise UserError(
+            f"data.eval_every_steps is {data.eval_every_steps}, but data.val_files has nothing to measure on; give it "
+            "a data set, measure training prompts with data.eval_split=train, or set data.eval_every_steps=0"
+        )
     if config.rollout.n < 2:
         raise UserError(f"rollout.n is {config.rollout.n}; a group needs 2 completions or more to be compared")
 

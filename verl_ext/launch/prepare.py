@@ -23,13 +23,28 @@ from verl_ext.tell import tell
 PREPARE_LOCK = Path(__file__).resolve().parents[2] / ".prepare.lock"
 
 
-def prepare_inputs(config: DictConfig) -> None:
-    """Run each command of the recipe's `prepare` list whose result is needed and not there yet.
+def commands_to_run(config: DictConfig) -> list[str]:
+    """The commands of the recipe's `prepare` list whose result is needed and not there yet."""
+    return [command for command in needed_commands(config) if not is_prepared(shlex.split(command))]
+
+
+def output_of(command: str) -> Path:
+    """The directory that a command of `prepare` writes."""
+    return _absolute(parse_arguments(shlex.split(command)).output)
+
+
+def is_within(path: object, directories: Iterable[Path]) -> bool:
+    """Whether a path is one of some directories or in one of them."""
+    return path is not None and any(_holds(directory, [_absolute(str(path))]) for directory in directories)
+
+
+def prepare_inputs(commands: Iterable[str]) -> None:
+    """Run the commands of `commands_to_run`.
 
     Raises:
         UserError: a command that does not exist or cannot do its work.
     """
-    for command in needed_commands(config):
+    for command in commands:
         words = shlex.split(command)
         if not is_prepared(words):
             # Several launches, or nodes, at once: the others wait and find it done.
@@ -47,7 +62,7 @@ def needed_commands(config: DictConfig) -> list[str]:
     """
     settings = {key: value for key, value in as_dict(config).items() if key != "prepare"}
     named = {_absolute(text) for text in _texts(settings)}
-    outputs = {command: _absolute(parse_arguments(shlex.split(command)).output) for command in config.prepare}
+    outputs = {command: output_of(command) for command in config.prepare}
     if not all(_holds(output, named) for output in outputs.values()):
         evaluation = load_yaml(find_recipe("eval", evaluation_recipe(config)))
         named |= {_absolute(text) for text in _texts(as_dict(evaluation, resolve=False))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -10,6 +11,7 @@ from omegaconf import DictConfig
 from verl_ext.config.plain import as_dict
 from verl_ext.data.question_sources import METRICS, QuestionSource, require_rows
 from verl_ext.errors import UserError
+from verl_ext.launch.prepare import is_within
 
 OF_TEXTS: dict[str, object] = {
     "data.train_files": None,
@@ -45,8 +47,13 @@ OF_TEXTS: dict[str, object] = {
 """Settings of the stages that learn from texts: the value they must keep in those that learn from images."""
 
 
-def check_questions(config: DictConfig, needed: Sequence[str]) -> None:
+def check_questions(config: DictConfig, needed: Sequence[str], awaited: Sequence[Path] = ()) -> None:
     """Each data set is known or has files, and there is something for each split that is needed.
+
+    Args:
+        config: the resolved configuration.
+        needed: splits.
+        awaited: directories whose files are still to be prepared.
 
     Raises:
         UserError: which is wrong and how to mend it.
@@ -56,7 +63,7 @@ def check_questions(config: DictConfig, needed: Sequence[str]) -> None:
         if split in needed and not any(source.size(split) for source in sources.values()):
             raise UserError(f"there is no question for {split}; give data.datasets.NAME.{split} a size, or -1 for all")
         for name, source in sources.items():
-            if source.size(split):
+            if source.size(split) and not is_within(source.source, awaited):
                 require_rows(name, source, split)
 
 
