@@ -8,13 +8,14 @@ import shutil
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn, TypeAlias
 
 from verl_ext.argument_types import Number, WholeNumber
-from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UserError, exit_on_user_error
+from verl_ext.errors import SAME_REQUEST_S, STOP_SIGNALS, STOPPED_EXIT_CODE, UserError, exit_on_user_error
 from verl_ext.suggestions import RANKS, meant_command, meant_key, meant_option
 from verl_ext.tell import tell
 
@@ -25,6 +26,8 @@ _OPTION = re.compile(r"--?[^\W\d][^\s]*")
 """What looks like an option; no negative number, and no text with a space."""
 WIDTH = 110
 """Most characters of a line of help."""
+GRACE_S = 30.0
+"""How long a command may take to end after a stop signal; after that, another one kills it."""
 Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"
 
 
@@ -204,27 +207,39 @@ def clean_exit(typed_again: str = "starts over") -> Iterator[None]:
 
 @contextmanager
 def stop_on_signals() -> Iterator[None]:
-    """Within the block, the first stop signal raises `StopRequested`; a second one kills as usual."""
+    """Within the block, the first stop signal raises `StopRequested`, once.
+
+    Repeats are the same request, as in `verl_ext.launch.stop`, until the process exits: schedulers signal twice. A
+    second Ctrl-C kills as usual, and so does any signal after `GRACE_S`.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        for name in listened:
-            signal.signal(name, signal.SIG_DFL)
-        asked.append(number)
-        raise StopRequested(number)
+        now = time.monotonic()
+        if number == signal.SIGINT:
+            interrupts.append(now)
+        if not asked:
+            asked.append((number, now))
+            raise StopRequested(number)
+        is_second_interrupt = number == signal.SIGINT and now - interrupts[0] > SAME_REQUEST_S
+        if is_second_interrupt or now - asked[0][1] > GRACE_S:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     # what whoever started us ignores, as nohup does, stays ignored
     listened = [name for name in STOP_SIGNALS if signal.getsignal(name) is not signal.SIG_IGN]
-    asked: list[int] = []
+    asked: list[tuple[int, float]] = []
+    interrupts: list[float] = []
     before = {name: signal.signal(name, stop) for name in listened}
     try:
         yield
     except Exception as error:
         if asked:  # what an import or a library makes of a request in its middle
-            raise StopRequested(asked[0]) from error
+            raise StopRequested(asked[0][0]) from error
         raise
     finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)
+        if not asked:
+            for name, handler in before.items():
+                signal.signal(name, handler)
 
 
 class _HelpFormatter(argparse.HelpFormatter):

@@ -16,6 +16,8 @@ SICK_EXIT_CODE = 3
 """The run was stopped by a health rule, and somebody should look before the same command goes on."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """What asks a launcher or a rank to save and stop."""
+SAME_REQUEST_S = 1.0
+"""A SIGINT asks to stop immediately if another SIGINT arrived longer ago than this; other repeats change nothing."""
 
 
 class UserError(Exception):

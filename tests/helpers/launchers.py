@@ -46,6 +46,11 @@ class Launcher:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output()}{self.output('err')}") from error
 
+    def wait_while_running(self, seconds: float) -> None:
+        """Wait; the launcher must not end meanwhile."""
+        time.sleep(seconds)
+        assert self.process.poll() is None, self.output() + self.output("err")
+
     def note_children(self) -> None:
         if self.process.poll() is None:
             self.seen = family_of(self.process) or self.seen

@@ -59,14 +59,45 @@ def test_ranks_that_take_too_long_are_killed(launches: SmallLaunches) -> None:
     assert "trainer.preemption.grace_s=1.5" in launches.record()["attempts"][-1]["exit_reason"]
 
 
-def test_a_second_signal_kills_at_once(launches: SmallLaunches) -> None:
+def test_repeated_signals_are_one_request(launches: SmallLaunches) -> None:
+    launcher = launches.start("stop_when_one_is_asked", environment={"SMALL_SAVE_S": "3"})
+    launches.wait_until_ready(launcher)
+    launcher.note_children()
+    launcher.process.send_signal(signal.SIGTERM)
+    launcher.wait_for(lambda: "SIGTERM: " in launcher.output())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        launcher.wait_while_running(0.6)
+        for process in (launcher.process, *launcher.seen):  # as a scheduler does
+            process.send_signal(number)
+    assert launcher.end() == 75
+    assert "Stopped by SIGTERM after step 7" in launcher.output()
+    assert launches.record()["status"] == "stopped"
+    assert (launches.run_dir / "global_step_7").is_dir()
+
+
+def test_a_second_interrupt_kills_at_once(launches: SmallLaunches) -> None:
     launcher = launches.start("ignore_everything", grace_s=1000)
     launches.wait_until_ready(launcher)
-    launcher.process.send_signal(signal.SIGTERM)
-    launcher.wait_for(lambda: "a second signal" in launcher.output())
+    launcher.process.send_signal(signal.SIGINT)
+    launcher.wait_for(lambda: "Ctrl-C again" in launcher.output())
+    launcher.process.send_signal(signal.SIGINT)  # as a wrapper forwards what the terminal sends as well
+    launcher.wait_while_running(1.2)
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.end() == 128 + signal.SIGINT
-    assert "by a second signal (SIGINT)" in launcher.output()
+    assert "immediately by a second SIGINT" in launcher.output()
+    assert launches.record()["status"] == "stopped"
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_sigquit_kills_at_once(everywhere: bool, launches: SmallLaunches) -> None:
+    launcher = launches.start("ignore_everything", grace_s=1000, restarts=3)
+    launches.wait_until_ready(launcher)
+    launcher.note_children()
+    for process in launcher.seen if everywhere else ():
+        process.send_signal(signal.SIGQUIT)
+    launcher.process.send_signal(signal.SIGQUIT)
+    assert launcher.end() == 128 + signal.SIGQUIT
+    assert "immediately by SIGQUIT" in launcher.output()
     assert launches.record()["status"] == "stopped"
 
 

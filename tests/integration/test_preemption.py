@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import faults
-from tests.helpers.commands import SFTRun, end_of
+from tests.helpers.commands import Hold, SFTRun, end_of
 from tests.helpers.processes import wait_until
 from verl_ext.errors import STOPPED_EXIT_CODE
 
@@ -29,6 +30,32 @@ def test_stop_loses_no_step(
 ) -> None:
     override = f"trainer.checkpoint.async_save={in_background}"
     faults.assert_stop_loses_no_step(number, receiver, override, sft_run, quickstart, tmp_path)
+
+
+def test_repeated_signals_lose_no_step(quickstart: Path, tmp_path: Path) -> None:
+    """As from a scheduler that signals the launcher, and all processes of the job some time later."""
+    run = SFTRun(quickstart, tmp_path / "run", "trainer.save_freq=3")
+    with run.held(Hold("verl_ext.checkpoint.manager", "CheckpointManager._make_room"), tmp_path) as held:
+        ranks = list(held.ranks().values())
+        held.process.send_signal(signal.SIGTERM)
+        assert not ends_within(1.2, held.process)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            for process in (held.process, *ranks):
+                process.send_signal(number)
+        assert not ends_within(0.5, held.process)
+        stopped = held.release()
+    assert stopped.returncode == STOPPED_EXIT_CODE, stopped.stderr
+    assert "Stopped by SIGTERM after step 3" in stopped.stdout
+    assert (run.names(), run.tracker(), run.record()["status"]) == ({"3"}, "3", "stopped")
+
+
+def ends_within(seconds: float, process: subprocess.Popen[str]) -> bool:
+    """Whether a process ends within this time."""
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def exit_code_of_stop(run: SFTRun, condition: Callable[[], bool], *overrides: str) -> int:

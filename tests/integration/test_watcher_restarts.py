@@ -44,7 +44,7 @@ def next_watcher(config: DictConfig, killed: set[int]) -> psutil.Process:
 def watcher(config: DictConfig) -> Iterator[Watcher]:
     watcher = Watcher(config, first_pause_s=0.05)
     yield watcher
-    watcher.stop()
+    watcher.stop(StopSignals())
     assert watchers_of(config) == []
 
 
@@ -86,7 +86,7 @@ def test_a_watcher_that_refuses_its_input_is_not_restarted(
     Path(config.eval.recipe).write_text("tiers: {tier1: [gone]}\n")  # after the launcher has checked it
     watcher = Watcher(config, first_pause_s=0.05)
     assert watcher.finish(StopSignals()) == 0
-    watcher.stop()
+    watcher.stop(StopSignals())
     warning, error = capfd.readouterr().err.splitlines()
     assert "ended with exit code 2" in warning and "tiers.tier1" in warning and "'gone'" in warning
     assert error.startswith("error: ") and "ended with exit code 2" in error and "watch.log" in error
@@ -110,6 +110,6 @@ def test_a_watcher_that_fails_after_the_end_of_the_run_is_not_restarted(
     (Path(config.trainer.default_local_dir) / "run.json").write_text(json.dumps(run))
     watcher = Watcher(config, first_pause_s=0.05)
     assert watcher.finish(StopSignals()) == 0
-    watcher.stop()
+    watcher.stop(StopSignals())
     (error,) = capfd.readouterr().err.splitlines()  # nothing was saved
     assert error.startswith("error: ") and "ended with exit code 1" in error

@@ -68,6 +68,7 @@ def stop_when_one_is_asked(run_dir: Path, attempt: int) -> int:
     wait_for(lambda: bool(asked) or flag.exists())
     flag.touch()
     if RANK == 0:
+        time.sleep(float(os.environ.get("SMALL_SAVE_S", "0")))
         save(run_dir, 7)
         record.end_attempt("stopped", 7, "stopped by SIGUSR1 after step 7")
         (run_dir / "saved").touch()

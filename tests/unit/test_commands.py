@@ -165,16 +165,51 @@ def test_a_stop_ends_a_command_with_one_sentence(number: signal.Signals, tmp_pat
     assert (process.returncode, told) == (75, f"Stopped by {number.name}; the same command goes on.\n")
 
 
-def test_a_second_stop_kills_while_the_first_is_heeded(tmp_path: Path) -> None:
-    code = "import time\nfrom verl_ext.command_line import clean_exit\n"
-    code += "with clean_exit():\n    try:\n        print('ready', flush=True)\n        time.sleep(60)\n"
-    code += "    finally:\n        print('busy', flush=True)\n        time.sleep(60)"
-    process = start(["-c", code], tmp_path)
-    process.send_signal(signal.SIGINT)
+SLOW_TO_STOP = """\
+import sys, time
+from verl_ext import command_line
+{setting}
+with command_line.clean_exit():
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        print("busy", flush=True)
+        until = time.monotonic() + float(sys.argv[1])
+        while time.monotonic() < until:
+            time.sleep(0.1)
+"""
+
+
+def stopping(number: signal.Signals, cwd: Path, *, stops_in_s: float, setting: str = "") -> subprocess.Popen[str]:
+    """A command that has been asked to stop and takes this long to do it."""
+    process = start(["-c", SLOW_TO_STOP.format(setting=setting), str(stops_in_s)], cwd)
+    process.send_signal(number)
     assert process.stdout is not None and process.stdout.readline() == "busy\n"
-    process.send_signal(signal.SIGINT)
+    return process
+
+
+@pytest.mark.parametrize("first, again", [("SIGTERM", "SIGTERM"), ("SIGTERM", "SIGINT"), ("SIGINT", "SIGHUP")])
+def test_a_repeated_signal_is_the_same_request(first: str, again: str, tmp_path: Path) -> None:
+    process = stopping(signal.Signals[first], tmp_path, stops_in_s=2)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.communicate(timeout=1.2)
+    process.send_signal(signal.Signals[again])
     _, told = process.communicate(timeout=10)
-    assert (process.returncode, told) == (-signal.SIGINT, "")
+    assert (process.returncode, told) == (75, f"Stopped by {first}; the same command starts over.\n")
+
+
+@pytest.mark.parametrize(
+    "number, setting", [("SIGINT", ""), ("SIGTERM", "command_line.GRACE_S = 1.0")], ids=["second Ctrl-C", "hung"]
+)
+def test_a_command_that_does_not_stop_can_be_killed(number: str, setting: str, tmp_path: Path) -> None:
+    process = stopping(signal.Signals[number], tmp_path, stops_in_s=60, setting=setting)
+    process.send_signal(signal.Signals[number])  # within a second, so it is the same request
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.communicate(timeout=1.2)
+    process.send_signal(signal.Signals[number])
+    _, told = process.communicate(timeout=10)
+    assert (process.returncode, told) == (-signal.Signals[number], "")
 
 
 def test_what_whoever_starts_a_command_ignores_stays_ignored(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ TERM = Request(signal.SIGTERM)
 @pytest.fixture
 def signals() -> Iterator[StopSignals]:
     """Listening in this process until the test ends."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
     listening = StopSignals()
     listening.install()
     yield listening
@@ -56,6 +56,37 @@ def test_a_signal_is_noted_and_raised_only_where_that_is_right(signals: StopSign
     with pytest.raises(StopRequest):  # it was asked before
         with signals.raising():
             pytest.fail("the work must not begin")
+
+
+QUIT, INT, TERM_, USR1, HUP = signal.SIGQUIT, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
+
+
+@pytest.mark.parametrize(
+    ("received", "immediate"),
+    [
+        ([(TERM_, 0), (TERM_, 2), (USR1, 4), (HUP, 6), (TERM_, 60)], None),
+        ([(INT, 0), (INT, 0.9)], None),  # one press, or a wrapper that forwards it
+        ([(INT, 0), (INT, 0.9), (INT, 1.1)], INT),
+        ([(INT, 0), (INT, 2)], INT),
+        ([(TERM_, 0), (INT, 2), (TERM_, 5)], None),
+        ([(TERM_, 0), (INT, 2), (INT, 4)], INT),
+        ([(INT, 0), (TERM_, 2)], None),
+        ([(QUIT, 0)], QUIT),
+        ([(TERM_, 0), (QUIT, 0.1)], QUIT),
+        ([(INT, 0), (INT, 2), (QUIT, 3)], INT),
+    ],
+)
+def test_only_sigquit_and_a_second_interrupt_stop_immediately(
+    received: list[tuple[signal.Signals, float]],
+    immediate: signal.Signals | None,
+    signals: StopSignals,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for number, moment in received:
+        monkeypatch.setattr(time, "monotonic", lambda moment=moment: 1000 + moment)
+        os.kill(os.getpid(), number)
+    assert signals.received == [number for number, _ in received]
+    assert signals.immediate == immediate
 
 
 def test_a_request_that_a_library_turned_into_a_failure_is_a_request(signals: StopSignals) -> None:
@@ -123,7 +154,9 @@ class Ended:
         ([75, 75], None, Stopped(None, 75)),
         ([75], TERM, Stopped(TERM, 75)),
         ([-signal.SIGTERM], TERM, Stopped(TERM, 75)),  # too new to have a handler
-        ([128 + signal.SIGINT], None, Stopped(None, 130)),  # a rank was asked twice
+        ([128 + signal.SIGTERM], TERM, Failure("rank 0 (process 7) failed with exit code 143", 143)),
+        ([-signal.SIGQUIT], None, Failure("rank 0 (process 7) was killed by SIGQUIT", -3)),  # the rank alone
+        ([-signal.SIGQUIT], Request(signal.SIGTERM, signal.SIGQUIT), 131),  # a process group, or a whole job
         ([-9, -9], Request(signal.SIGTERM, killed=True, was_too_slow=True), 75),
         ([-9], Request(signal.SIGTERM, signal.SIGINT, killed=True), 130),
         ([-9], TERM, Failure("rank 0 (process 7) was killed by SIGKILL", -9)),  # not by us

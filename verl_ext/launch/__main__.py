@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from verl_ext.errors import STOPPED_EXIT_CODE, exit_on_user_error
+from verl_ext.errors import exit_on_user_error
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.stop import StopRequest, StopSignals
 from verl_ext.metrics.startup import process_start, startup
@@ -30,7 +30,9 @@ def stoppable(command: Callable[[StopSignals], int]) -> int:
             return command(signals)
     except StopRequest as stop:
         tell(f"Stopped by {stop.signal.name} before training started; run the same command again to train.")
-        return STOPPED_EXIT_CODE
+        return stop.exit_code
+    finally:
+        signals.ignore()
 
 
 def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:

@@ -19,7 +19,7 @@ EXIT_CODES = {
     "2": "bad input; the message says how to fix it",
     "3": "stopped by a health rule in health.stop_on after saving a checkpoint; the same command resumes from it",
     "75": "stopped by SIGTERM, SIGUSR1, SIGINT or SIGHUP, or before trainer.preemption.deadline; rerun to resume",
-    "128 + N": "stopped immediately by a second signal N, such as 130 for a second Ctrl-C",
+    "130, 131": "stopped immediately, without saving, by a second Ctrl-C or by SIGQUIT",
 }
 
 

@@ -17,8 +17,6 @@ from verl_ext.launch.stop import StopSignals
 from verl_ext.tell import tell
 
 POLL_S = 0.1
-SAME_REQUEST_S = 0.3
-"""A hang-up comes from the kernel and from the shell: what comes before the user was told is the same request."""
 LEAVE_AFTER_S = 10.0
 """How long torchrun may take to notice that the ranks are gone; it may also wait for nodes that never come."""
 
@@ -39,7 +37,6 @@ class Keeper:
         self.request: Request | None = None
         self._module, self._signals, self._grace_s = module, signals, grace_s
         self._asked: set[int] = set()  # process ids
-        self._num_first = 0  # signals that make up the first request
         self._kill_at = self._leave_at = math.inf  # on time.monotonic's clock
 
     def wait(self, work: threading.Thread) -> None:
@@ -49,17 +46,18 @@ class Keeper:
             if self._signals.received and work.is_alive():
                 self._press()
         if self._signals.received and self.request is None:  # the ranks were quicker, being signalled themselves
-            self.request = Request(self._signals.received[0])
+            self.request = Request(self._signals.received[0], self._signals.immediate)
 
     def _press(self) -> None:
+        immediate = self._signals.immediate
         if self.request is None:
             self.request = Request(self._signals.received[0])
-            self._ask(self.request.signal)
-        later = self._signals.received[self._num_first :]
-        if later and self.request.second is None and not self.request.was_too_slow:
-            self.request = replace(self.request, second=later[0])
+            if immediate is None:
+                self._ask(self.request.signal)
+        if immediate is not None and self.request.immediate is None and not self.request.was_too_slow:
+            self.request = replace(self.request, immediate=immediate)
             self._kill_at = time.monotonic()
-            if not self._asked:
+            if not find_ranks(self._module):
                 self._leave_at = self._kill_at
         self._kill_those_whose_time_is_up()
 
@@ -68,12 +66,11 @@ class Keeper:
             with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
                 rank.send_signal(number)
             self._asked.add(rank.pid)
-        time.sleep(SAME_REQUEST_S)
-        self._num_first = len(self._signals.received)
         self._kill_at = time.monotonic() + (self._grace_s if self._asked else 0)
         saving = f"saving after the current step, within {self._grace_s:g} s"
         waiting = f"no rank is running yet, exiting within {LEAVE_AFTER_S:g} s"
-        tell(f"{number.name}: {saving if self._asked else waiting}; a second signal stops immediately")
+        again = "press Ctrl-C again" if number is signal.SIGINT else "send SIGQUIT"
+        tell(f"{number.name}: {saving if self._asked else waiting}; {again} to stop immediately")
 
     def _kill_those_whose_time_is_up(self) -> None:
         assert self.request is not None
@@ -82,7 +79,7 @@ class Keeper:
             is_new = rank.pid not in self._asked  # born after the request: nothing to save, and perhaps deaf yet
             if is_new or is_time:
                 kill(rank)
-                was_too_slow = self.request.was_too_slow or (not is_new and self.request.second is None)
+                was_too_slow = self.request.was_too_slow or (not is_new and self.request.immediate is None)
                 self.request = replace(self.request, killed=True, was_too_slow=was_too_slow)
         if is_time:
             self._leave_at = min(self._leave_at, time.monotonic() + LEAVE_AFTER_S)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from signal import Signals
 from typing import Any, Protocol
 
 from verl_ext.errors import SICK_EXIT_CODE, STOP_SIGNALS, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
 
-# A rank that was asked has saved (75), so has one that a health rule stopped (3), one was asked twice (128 + N), or was
-# so new that it had no handler yet (-N).
-EXIT_CODES_OF_A_STOP = {
-    STOPPED_EXIT_CODE,
-    SICK_EXIT_CODE,
-    *(128 + number for number in STOP_SIGNALS),
-    *(-n for n in STOP_SIGNALS),
-}
+# A rank that was asked has saved (75), so has one that a health rule stopped (3), or it was so new that it had no
+# handler yet (-N).
+EXIT_CODES_OF_A_STOP = {STOPPED_EXIT_CODE, SICK_EXIT_CODE, *(-number for number in STOP_SIGNALS)}
 
 
 class RankFailure(Protocol):
@@ -40,13 +35,13 @@ class Request:
 
     Attributes:
         signal: the first signal.
-        second: the one that asked to stop at once.
+        immediate: the one that asked to stop without saving, see `StopSignals`.
         killed: whether ranks were killed.
         was_too_slow: whether that was because their time to save had run out.
     """
 
     signal: Signals
-    second: Signals | None = None
+    immediate: Signals | None = None
     killed: bool = False
     was_too_slow: bool = False
 
@@ -82,14 +77,13 @@ class Stopped:
     exit_code: int
 
     @classmethod
-    def by(cls, request: Request | None, exit_codes: Iterable[int] = ()) -> Stopped:
-        """The exit code is 128 + N when the launcher or a rank was ended by a second signal N, 3 by a health rule."""
-        exit_codes = list(exit_codes)
-        if request is not None and request.second is not None:
-            return cls(request, 128 + request.second)
+    def by(cls, request: Request | None, exit_codes: Collection[int] = ()) -> Stopped:
+        """The exit code is 128 + N when a signal N stopped the ranks without saving, 3 after a health rule, else 75."""
+        if request is not None and request.immediate is not None:
+            return cls(request, 128 + request.immediate)
         if SICK_EXIT_CODE in exit_codes:
             return cls(None, SICK_EXIT_CODE)
-        return cls(request, max((code for code in exit_codes if code > 128), default=STOPPED_EXIT_CODE))
+        return cls(request, STOPPED_EXIT_CODE)
 
 
 Outcome = Failure | Stopped | None  # None: every rank did all steps
@@ -104,7 +98,11 @@ def judge(failures: Mapping[int, RankFailure], request: Request | None) -> Outco
     """
     if not failures:
         return None
-    expected = EXIT_CODES_OF_A_STOP | ({-Signals.SIGKILL} if request is not None and request.killed else set())
+    expected = set(EXIT_CODES_OF_A_STOP)
+    if request is not None and request.killed:
+        expected.add(-Signals.SIGKILL)
+    if request is not None and request.immediate is not None:
+        expected.add(-request.immediate)  # whoever sent it to the launcher may have sent it to the ranks
     crashes = {rank: failure for rank, failure in failures.items() if failure.exitcode not in expected}
     if crashes:
         return describe(crashes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from signal import Signals
 
 from omegaconf import DictConfig
 
@@ -95,8 +96,9 @@ def why(stopped: Stopped, grace_s: float) -> str:
     if request.was_too_slow:
         limit = f"trainer.preemption.grace_s={grace_s:g} s"
         return f"killed after {request.signal.name} because saving took longer than {limit}"
-    if request.second is not None:
-        return f"stopped immediately by a second signal ({request.second.name})"
+    if request.immediate is not None:
+        second = "a second " if request.immediate is Signals.SIGINT else ""
+        return f"stopped immediately by {second}{request.immediate.name}"
     return f"stopped by {request.signal.name}"
 
 

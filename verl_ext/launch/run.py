@@ -69,7 +69,7 @@ def run_to_the_end(
     with signals.raising():
         if is_finished(config, record):
             tell_that_it_is_finished(config)
-            with watching(config, leads) as watcher:
+            with watching(config, leads, signals) as watcher:
                 return watcher.finish(signals)
         refuse_other_settings(config, record)
         checkpoint_that_suits(config)
@@ -78,7 +78,7 @@ def run_to_the_end(
         launch = Launch(config, signals, record if leads else None, module)
         tell_that_it_starts(config)
         launch.mark_waiting()  # before the watcher looks: the record may still say that a shorter run is finished
-        with launch.refusing(), holding_model(config), watching(config, leads) as watcher:
+        with launch.refusing(), holding_model(config), watching(config, leads, signals) as watcher:
             code = report(launch.run(restarts, first_pause_s), config, launch.record)
             return watcher.finish(signals) if code == 0 else code
 
@@ -110,7 +110,7 @@ class Launch:
                 first_pause_s=first_pause_s,
             )
         except StopRequest as stop:  # while no rank ran
-            return Stopped.by(Request(stop.signal))
+            return Stopped.by(Request(stop.signal, self.signals.immediate))
 
     def next_config(self) -> DictConfig:
         """As the user gave it until this launch has saved something, which the next attempt goes on from."""

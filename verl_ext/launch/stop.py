@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from verl_ext.errors import STOP_SIGNALS
+from verl_ext.errors import SAME_REQUEST_S, STOP_SIGNALS, STOPPED_EXIT_CODE
 
 
 class StopRequest(BaseException):
@@ -21,23 +23,40 @@ class StopRequest(BaseException):
         super().__init__(number)
         self.signal = signal.Signals(number)
 
+    @property
+    def exit_code(self) -> int:
+        """75, which schedulers requeue; 131 for SIGQUIT, as for ranks that it ends."""
+        return 128 + self.signal if self.signal is signal.SIGQUIT else STOPPED_EXIT_CODE
+
 
 class StopSignals:
     """What this process was asked, in order.
 
+    Schedulers and wrapper scripts signal the launcher and then its process group, or signal twice. Repeats of SIGTERM,
+    SIGUSR1 and SIGHUP are therefore the same request; only SIGQUIT and a second Ctrl-C ask to stop without saving.
+
     Attributes:
-        received: every stop signal so far.
+        received: every signal so far.
+        immediate: the SIGQUIT, or the SIGINT more than `SAME_REQUEST_S` after another one, that asked to stop without
+            saving; None while there was none.
     """
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
+        self.immediate: signal.Signals | None = None
+        self._interrupted_at = math.inf  # the first SIGINT, on time.monotonic's clock
         self._raises = False
 
     def install(self) -> None:
         """Begin to listen; a signal that whoever started us ignores (nohup) stays ignored."""
-        for number in STOP_SIGNALS:
+        for number in (*STOP_SIGNALS, signal.SIGQUIT):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
+
+    def ignore(self) -> None:
+        """Before the process exits: Python restores the default actions, by which a repeat would end it by a signal."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
     @contextmanager
     def raising(self) -> Iterator[None]:
@@ -58,7 +77,16 @@ class StopSignals:
         self._raise_if_asked()  # a handler cannot raise inside a destructor
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(signal.Signals(number))
+        asked = signal.Signals(number)
+        self.received.append(asked)
+        if asked is signal.SIGINT:
+            now = time.monotonic()
+            self._interrupted_at = min(self._interrupted_at, now)
+            is_immediate = now - self._interrupted_at > SAME_REQUEST_S
+        else:
+            is_immediate = asked is signal.SIGQUIT
+        if is_immediate and self.immediate is None:
+            self.immediate = asked
         if self._raises:
             self._raises = False
             raise StopRequest(number)

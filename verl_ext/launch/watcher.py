@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,7 +68,7 @@ class Watcher:
                     self._thread.join(POLL_S)
         except StopRequest as stop:
             tell(f"Stopped by {stop.signal.name} while evaluating; the same command resumes the evaluation.")
-            return STOPPED_EXIT_CODE
+            return stop.exit_code
         if self._exit_code:
             self._tell_failure()
         else:
@@ -77,11 +78,13 @@ class Watcher:
             tell_next(next_after_evaluation(self._config))
         return 0
 
-    def stop(self) -> None:
-        """End it; what it has done is kept, and the next start goes on."""
+    def stop(self, signals: StopSignals) -> None:
+        """End it, at once if the launcher is asked for that; what it has done is kept, and the next start resumes."""
         self._stopping.set()
         self._process.terminate()
-        self._thread.join(STOP_S)
+        deadline = time.monotonic() + STOP_S
+        while self._thread.is_alive() and time.monotonic() < deadline and signals.immediate is None:
+            self._thread.join(POLL_S)
         self._process.kill()
         self._thread.join()
         self._process.close()
@@ -143,23 +146,24 @@ class NoWatcher:
         """Nothing is left to do."""
         return 0
 
-    def stop(self) -> None:
+    def stop(self, signals: StopSignals) -> None:
         """Nothing is running."""
 
 
 @contextmanager
-def watching(config: DictConfig, leads: bool) -> Iterator[Watcher | NoWatcher]:
+def watching(config: DictConfig, leads: bool, signals: StopSignals) -> Iterator[Watcher | NoWatcher]:
     """A watcher within the block, where the configuration asks for one; the first node's launcher has it.
 
     Args:
         config: of the run.
         leads: whether this is the first node.
+        signals: what the launcher is asked.
     """
     watcher = Watcher(config) if config.eval.watch and leads else NoWatcher()
     try:
         yield watcher
     finally:
-        watcher.stop()
+        watcher.stop(signals)
 
 
 def how_it_ended(exit_code: int) -> str:
