@@ -30,7 +30,7 @@ def pytest_configure() -> None:
 
     A program that is executed inherits what is ignored, but not a handler that does nothing.
     """
-    for number in (signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
 

@@ -69,7 +69,8 @@ class Keeper:
         self._kill_at = time.monotonic() + (self._grace_s if self._asked else 0)
         saving = f"saving after the current step, within {self._grace_s:g} s"
         waiting = f"no rank is running yet, exiting within {LEAVE_AFTER_S:g} s"
-        again = "press Ctrl-C again" if number is signal.SIGINT else "send SIGQUIT"
+        quits = "SIGKILL" if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN else "SIGQUIT"  # as behind `&`
+        again = "press Ctrl-C again" if number is signal.SIGINT else f"send {quits}"
         tell(f"{number.name}: {saving if self._asked else waiting}; {again} to stop immediately")
 
     def _kill_those_whose_time_is_up(self) -> None:
