@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -16,6 +17,7 @@ from verl_ext.config.plain import as_dict
 from verl_ext.config.recipes import find_recipe
 from verl_ext.config.secrets import require_no_secrets
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.yaml_text import yaml_text
 
 DEFAULTS = Path(__file__).with_name("defaults.yaml")
 
@@ -43,8 +45,8 @@ def compose_recipe(name: str | None, overrides: Sequence[str] = ()) -> DictConfi
     config = _defaults()
     path = find_recipe("eval", name)
     try:
-        recipe = OmegaConf.load(path)
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        recipe = OmegaConf.load(StringIO(yaml_text(path)))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise UserError(f"cannot read the recipe {path} ({first_line_of(error)}); correct the file") from error
     if not isinstance(recipe, DictConfig):
         raise UserError(f"the recipe {path} is not a YAML mapping; write `key: value` lines")

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterable
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -19,6 +20,7 @@ from verl_ext.config.recipes import RECIPES, find_recipe
 from verl_ext.config.secrets import require_no_secrets
 from verl_ext.errors import UserError
 from verl_ext.health.limits import Limits
+from verl_ext.yaml_text import yaml_text
 
 VERL_CONFIG = "sft_trainer"
 LAYERS = {stage: ("common", stage) for stage in ("sft", "grpo", "budget", "vlm_sft")}
@@ -136,7 +138,7 @@ def verl_directory() -> Path:
 def load_yaml(path: Path) -> DictConfig:
     """Read a recipe; what is not a YAML mapping is a `UserError`."""
     try:
-        content = OmegaConf.load(path)
+        content = OmegaConf.load(StringIO(yaml_text(path)))
     except Exception as error:  # PyYAML and OmegaConf each have their own hierarchy for a malformed file
         raise UserError(f"{path} is not valid YAML ({' '.join(str(error).split())}); correct it") from error
     if not isinstance(content, DictConfig):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.yaml_text import yaml_text
 
 
 def load_written(path: Path) -> DictConfig:
@@ -21,8 +23,8 @@ def load_written(path: Path) -> DictConfig:
             which it could take in this environment, `${oc.env:HF_TOKEN}`.
     """
     try:
-        config = OmegaConf.load(path)
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        config = OmegaConf.load(StringIO(yaml_text(path)))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise UserError(
             f"{path} cannot be read ({first_line_of(error)}); correct it, or work on a copy of it"
         ) from error

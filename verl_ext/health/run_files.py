@@ -21,6 +21,7 @@ from verl_ext.health.rule import Rule
 from verl_ext.health.rules import RULES, watched_by
 from verl_ext.metrics.jsonl import METRICS_FILE
 from verl_ext.metrics.run_file import RUN_FILE, load_run
+from verl_ext.yaml_text import yaml_text
 
 EARLY_STEPS = 100
 """After how many steps the first checklist is gone through."""
@@ -89,8 +90,8 @@ def read_config(path: Path) -> dict[str, Any]:
         UserError: it is no configuration of a run.
     """
     try:
-        config = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        config = yaml.safe_load(yaml_text(path))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}); restore it") from error
     if not isinstance(config, dict) or not {"stage", "trainer", "optim", "data"} <= config.keys():
         raise UserError(f"{path} is not the configuration of a run; the trainer writes it when a run begins")

@@ -1,0 +1,48 @@
+"""YAML files with aliases: what they stand for is bounded, wherever a file is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eval_pipeline.recipe.load import load_recipe
+from verl_ext.config.compose import compose_config, load_yaml
+from verl_ext.config.written import load_written
+from verl_ext.errors import UserError
+from verl_ext.health.run_files import read_config
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "recipe": lambda path: compose_config("sft", [f"recipe={path}"]),
+    "config.yaml": load_written,
+    "health": read_config,
+    "evaluation": lambda path: load_recipe(str(path)),
+}
+NESTED = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+NESTED += [f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in zip("abcdefghij", "bcdefghijk")]
+BAD = {
+    "billions": ("\n".join(NESTED), "more than 100,000 values"),
+    "itself": ("data: &data\n  inner: *data\n", "contains itself"),
+    "deep": ("data: " + "[" * 5000 + "]" * 5000, "recursion|nested"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_file_that_cannot_be_built_is_refused_at_once(reader: str, bad: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.yaml"
+    text, names = BAD[bad]
+    path.write_text(text)
+    with pytest.raises(UserError, match=f"{path}.*{names}"):
+        READERS[reader](path)
+
+
+def test_aliases_of_ordinary_files_work(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("defaults: &defaults {lr: 1}\nothers: [*defaults, *defaults]\nmerged: {<<: *defaults, more: 2}\n")
+    assert load_yaml(path) == {
+        "defaults": {"lr": 1},
+        "others": [{"lr": 1}, {"lr": 1}],
+        "merged": {"lr": 1, "more": 2},
+    }
