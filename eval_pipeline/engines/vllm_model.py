@@ -17,6 +17,7 @@ from eval_pipeline.engines.settings import EngineSettings
 from eval_pipeline.engines.vllm_arguments import arguments_for, reason_of
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.quick_imports import quick_imports
+from verl_ext.rendering import EndlessTemplate, rendering
 from verl_ext.vllm_environment import prepare_environment
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class VllmModel:
 
         try:
             self._tokens_of("any")
-        except (ValueError, TemplateError) as error:
+        except (TemplateError, EndlessTemplate) as error:
             raise UserError(
                 f"{model} has no working chat template ({first_line_of(error)}); add one as chat_template.jinja"
             ) from error
@@ -136,8 +137,9 @@ class VllmModel:
         return None
 
     def _tokens_of(self, prompt: str) -> list[int]:
-        chat = [{"role": "user", "content": prompt}]
-        return list(self._llm.get_tokenizer().apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+        chat, tokenizer = [{"role": "user", "content": prompt}], self._llm.get_tokenizer()
+        with rendering():
+            return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
 
     def close(self) -> None:
         """End what vLLM started."""

@@ -15,6 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from verl_ext.data.training_templates import NAMES, comparable, marks_generation, read_chat_template
 from verl_ext.errors import UserError
+from verl_ext.rendering import EndlessTemplate, rendering
 
 Message = Mapping[str, Any]
 Encoded = tuple[list[int], list[int]] | UserError
@@ -100,9 +101,10 @@ class ChatTemplate:
         return text[start:].lstrip()
 
     def _apply(self, messages: Sequence[Message], prompt: bool, columns: Mapping[str, Any]) -> str:
-        return self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=prompt, **{**self.kwargs, **columns}
-        )
+        with rendering():
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=prompt, **{**self.kwargs, **columns}
+            )
 
     def encode(self, chats: Sequence[Sequence[Message]], columns: Sequence[Mapping[str, Any]]) -> list[Encoded]:
         """Tokens of chats and which of them count in the loss.
@@ -116,7 +118,10 @@ class ChatTemplate:
             token included; or, for a chat that the template refuses or renders differently once later turns follow, a
             `UserError` (returned, so that the caller can name the row).
         """
-        rendered = [self._guarded(self._text_and_spans, chat, more) for chat, more in zip(chats, columns)]
+        rendered: list[Any] = []
+        for chat, more in zip(chats, columns):
+            is_endless = bool(rendered) and isinstance(rendered[-1], EndlessTemplate)  # each chat would take as long
+            rendered.append(rendered[-1] if is_endless else self._guarded(self._text_and_spans, chat, more))
         texts = ["" if isinstance(item, UserError) else item[0] for item in rendered]
         tokens = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         return [
@@ -137,9 +142,10 @@ class ChatTemplate:
         template = self.tokenizer.get_chat_template(tools=columns.get("tools"))
         if marks_generation(template):
             arguments = {**self.tokenizer.special_tokens_map, **self.kwargs, **columns}
-            [text], [marked] = render_jinja_template(
-                [list(messages)], chat_template=template, return_assistant_tokens_mask=True, **arguments
-            )
+            with rendering():
+                [text], [marked] = render_jinja_template(
+                    [list(messages)], chat_template=template, return_assistant_tokens_mask=True, **arguments
+                )
             return text, marked
         text, spans = self.render(messages, **columns), []
         for i, message in enumerate(messages):
@@ -189,9 +195,10 @@ def renders_alike(
     for template in (one, other):
         options = {"tokenize": False, "chat_template": template, **kwargs}
         try:
-            prompts = [tokenizer.apply_chat_template(c[:-1], add_generation_prompt=True, **options) for c in chats]
-            texts = [tokenizer.apply_chat_template(c, **options) for c in chats] if whole else []
-        except TemplateError:
+            with rendering():
+                prompts = [tokenizer.apply_chat_template(c[:-1], add_generation_prompt=True, **options) for c in chats]
+                texts = [tokenizer.apply_chat_template(c, **options) for c in chats] if whole else []
+        except (TemplateError, EndlessTemplate):
             return False
         rendered.append([comparable(text) for text in prompts + texts])
     return rendered[0] == rendered[1]

@@ -45,6 +45,7 @@ def token_counter(directory: str) -> Callable[[Row], int]:
 
     from verl_ext.data.chat_encoder import check_chat
     from verl_ext.data.template import TEMPLATE_ERRORS, ChatTemplate
+    from verl_ext.rendering import EndlessTemplate
 
     if not Path(directory).is_dir():
         raise UserError(f"--tokenizer {directory} is not a directory; give one with tokenizer.json in it")
@@ -63,6 +64,8 @@ def token_counter(directory: str) -> Callable[[Row], int]:
         columns = {"tools": row["tools"]} if row.get("tools") else {}
         try:
             text = template.render(check_chat(copy.deepcopy(row["messages"])), **columns)
+        except EndlessTemplate:  # every other row would take as long
+            raise
         except (UserError, *TEMPLATE_ERRORS) as error:
             raise BadRow(
                 f"the chat template in {directory} refuses it ({first_line_of(error)})",

@@ -1,0 +1,90 @@
+"""A chat template is a program: one that fails or never ends is refused, whatever it raises."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from jinja2 import TemplateError
+
+from tests.helpers.models import make_tokenizer
+from verl_ext import rendering as module
+from verl_ext.config.inputs import parse_chat_template
+from verl_ext.data.template import ChatTemplate
+from verl_ext.errors import UserError
+from verl_ext.rendering import EndlessTemplate, rendering
+
+CHAT = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+ENDLESS = {
+    "loops": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+    "marked loops": "{% generation %}{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+    "{% endgeneration %}",
+    "constant": "{{ 9 ** (9 ** 9) }}",
+    "number": "{% set n = messages | length * 9 ** 8 %}{{ 9 ** n }}",
+}
+
+
+def template_of(text: str) -> ChatTemplate:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = text
+    return ChatTemplate(tokenizer, {})
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_that_does_not_end_is_refused_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RENDER_S", 0.2)
+    started = time.process_time()
+    first, *others = template_of(ENDLESS[name]).encode([CHAT] * 50, [{}] * 50)
+    assert time.process_time() - started < 10  # and not 50 times as long as one takes
+    assert isinstance(first, UserError) and "does not end" in str(first)
+    assert all(other is first for other in others)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("{% for i in range(10 ** 10) %}x{% endfor %}", "OverflowError"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ messages[0].nothing.more }}", "no attribute 'nothing'"),
+        ("{{ raise_exception('no system turn') }}", "no system turn"),
+        ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "SyntaxError"),
+    ],
+)
+def test_whatever_a_template_raises_the_row_is_refused(text: str, names: str) -> None:
+    [refused] = template_of(text).encode([CHAT], [{}])
+    assert isinstance(refused, UserError) and names in str(refused)
+    with pytest.raises(TemplateError, match=names):
+        template_of(text).render(CHAT)
+
+
+def test_a_template_whose_constants_take_for_ever_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RENDER_S", 0.2)
+    with pytest.raises(UserError, match="data.chat_template cannot be compiled"):
+        parse_chat_template(ENDLESS["constant"])
+    with pytest.raises(UserError, match="data.chat_template is not a Jinja template .*RecursionError"):
+        parse_chat_template("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}")
+
+
+def test_time_is_counted_for_each_rendering_and_in_the_main_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(seconds: float) -> None:
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            sum(range(10_000))  # a clock that is read all the time takes the system's time, which does not count
+
+    monkeypatch.setattr(module, "RENDER_S", 0.3)
+    for _ in range(3):
+        with rendering():
+            busy(0.15)
+    busy(0.4)  # nothing counts any more
+    with pytest.raises(EndlessTemplate), rendering():
+        busy(5)
+
+    def in_a_thread() -> None:
+        with rendering():
+            pass
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()

@@ -1,0 +1,58 @@
+"""Bounds what a chat template may do: it is a program that comes with a model, and may raise anything or never end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+
+from jinja2 import TemplateError
+
+from verl_ext.errors import UserError, one_line
+
+RENDER_S = 10.0
+"""Processor time for one rendering; a chat of 100,000 tokens takes some hundredths of a second."""
+
+
+class EndlessTemplate(UserError):
+    """A rendering that took longer than `RENDER_S`."""
+
+
+class rendering:  # noqa: N801 - reads like a function, as contextlib's do; a generator would take longer than the timer
+    """Around one rendering of a chat template; adds about 2 µs.
+
+    A timer bounds the main thread, since only that one handles signals; other threads do not render.
+
+    Raises:
+        EndlessTemplate: it took longer than `RENDER_S`.
+        TemplateError: the template refuses the chat, or fails on it with whatever exception.
+    """
+
+    _has_handler = False
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            if not rendering._has_handler:
+                signal.signal(signal.SIGVTALRM, _raise_time_up)
+                rendering._has_handler = True
+            signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_S)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        if isinstance(error, _TimeUp):
+            raise EndlessTemplate(
+                f"the chat template does not end: rendering took more than {RENDER_S:g} s; correct the template"
+            ) from None
+        if isinstance(error, Exception) and not isinstance(error, (TemplateError, UserError)):
+            raise TemplateError(one_line(error)) from error
+
+
+class _TimeUp(BaseException):
+    """No `Exception`, since Jinja's optimizer drops those that constant expressions raise."""
+
+
+def _raise_time_up(number: int, frame: FrameType | None) -> None:
+    raise _TimeUp
