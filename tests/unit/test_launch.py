@@ -28,6 +28,7 @@ from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.component_check import check_components
 from verl_ext.launch.configure import check_config, check_inputs, check_run_directory, configure
 from verl_ext.launch.outcome import describe
+from verl_ext.launch.prepare import needed_commands
 from verl_ext.launch.run import first_start, may_be_longer
 from verl_ext.launch.stop import StopSignals
 from verl_ext.launch.torchrun import torchrun_options
@@ -141,6 +142,9 @@ MISTAKES = {
     "optim.override_optimizer_config={eps: -1}": "Invalid epsilon value",
     "data.chat_template=nowhere.jinja": "nowhere.jinja, which does not exist",
     "data.chat_template='{% generation %}'": "line 1: .*endgeneration",
+    "data.max_length=9223372036854775808": "data.max_length is 9223372036854775808; .*at most 2147483647",
+    "trainer.total_training_steps=9223372036854775808": "at most 2147483647",
+    "data.train_max_samples=9223372036854775808": "at most 2147483647",
     "data.custom_cls.path=nowhere.py": "data.custom_cls.path=nowhere.py does not exist",
     "model.external_lib=nowhere": "'nowhere', which is not installed",
     "model.use_liger=true": "package liger-kernel",
@@ -265,6 +269,45 @@ def test_what_is_prepared_is_checked_afterwards(
     with pytest.raises(UserError, match=f"no model at {tmp_path}/data/model"):
         launch(parse_arguments(["sft", "2", *words]), StopSignals())
     assert made == [["quickstart", "--output", f"{tmp_path}/data"]]
+
+
+def test_a_directory_in_the_place_of_a_file_is_refused(quickstart: Path, tmp_path: Path) -> None:
+    config = configure(parse_arguments(words_of_a_launch(quickstart, tmp_path / "run")))
+    for name, other in {"config.yaml": "a file", "sft_history.csv": "a file", "trace": "a directory"}.items():
+        path = tmp_path / "run" / name
+        path.parent.mkdir(exist_ok=True)
+        path.mkdir() if other == "a file" else path.touch()
+        with pytest.raises(UserError, match=f"{path} is .*{other.removeprefix('a ')}"):
+            check_config(config)
+        path.rmdir() if other == "a file" else path.unlink()
+    check_config(config)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize(
+    "name, content, names",
+    [
+        ("config.json", "[1, 2]", "not a JSON object"),
+        ("config.json", "[" * 100_000, "not valid JSON"),
+        ("model.safetensors.index.json", '{"weight_map": []}', "does not map"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "does not map"),
+    ],
+)
+def test_a_model_whose_files_hold_something_else_is_refused(
+    name: str, content: str, names: str, trusted: bool, quickstart: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(quickstart / "model", tmp_path / "model"))
+    (model / name).write_text(content)
+    words = [*words_of_a_launch(quickstart, tmp_path / "run"), f"model.partial_pretrain={model}"]
+    config = configure(parse_arguments([*words, f"model.trust_remote_code={trusted}"]))
+    with pytest.raises(UserError, match=f"{model}/{name}.* {names}"):
+        check_inputs(config)
+
+
+def test_a_command_of_prepare_with_an_unclosed_quote_is_refused(quickstart: Path, tmp_path: Path) -> None:
+    words = [*words_of_a_launch(quickstart, tmp_path / "run"), "prepare=['quickstart --output \"data']"]
+    with pytest.raises(UserError, match="quickstart --output .* is malformed .*quotation"):
+        needed_commands(configure(parse_arguments(words)))
 
 
 def without(*modules: str) -> Callable[..., Any]:

@@ -40,6 +40,8 @@ RANGES = {  # lowest and highest value allowed
     "trainer.seed": (0, 2**31 - 1),
     "trainer.checkpoint.export.max_shard_gib": (1e-6, math.inf),
 }
+LARGEST = 2**31 - 1
+"""Of numbers of samples, tokens, steps and the like, which are multiplied by one another in 64 bits."""
 NOT_EMPTY = {
     "trainer.project_name": "the project that the run belongs to",
     "trainer.experiment_name": "the run's name",
@@ -121,6 +123,8 @@ def check_ranges(config: DictConfig, ranges: Mapping[str, tuple[float, float]]) 
     for key, (low, high) in ranges.items():
         value = value_of(config, key)
         is_endless = value is not None and math.isinf(value) and key not in MAY_BE_INFINITE
+        if isinstance(value, int) and math.isinf(high) and value > LARGEST:
+            raise UserError(f"{key} is {value}; it must be at most {LARGEST}")
         if value is not None and (is_endless or not low <= value <= high):
             bounds = f"lie between {low} and {high}" if math.isfinite(high) else f"be a number of at least {low}"
             raise UserError(f"{key} is {value}; it must {bounds}")
@@ -149,8 +153,9 @@ def value_of(config: DictConfig | Mapping[str, Any], dotted_key: str) -> Any:
 
 def require_positive(key: str, value: object, otherwise: str = "") -> None:
     """Raise a `UserError` unless `value` is a whole number of at least 1; it tells what else the caller allows."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{key} is {value!r}; it must be a whole number of at least 1{otherwise}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
+        at_most = f" and at most {LARGEST}" if isinstance(value, int) and value > LARGEST else ""
+        raise UserError(f"{key} is {value!r}; it must be a whole number of at least 1{at_most}{otherwise}")
 
 
 def check_save_contents(config: DictConfig) -> None:

@@ -46,9 +46,10 @@ def check_model(config: DictConfig) -> None:
         raise UserError(
             f"{path.absolute()} holds no config.json, so it is no Hugging Face model; correct model.partial_pretrain"
         )
+    content = read_json(path / "config.json")
     check_weights(path)
     if not config.model.trust_remote_code:
-        require_no_code_in(str(path), read_json(path / "config.json"))
+        require_no_code_in(str(path), content)
 
 
 def is_hub_name(model: str) -> bool:
@@ -81,7 +82,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
         raise UserError(f"{path.absolute()} is not valid JSON ({first_line_of(error)}); restore the model") from error
     if not isinstance(content, dict):
         raise UserError(f"{path.absolute()} is not a JSON object; restore the model")
@@ -95,7 +96,10 @@ def check_weights(model: Path) -> None:
         UserError: one is missing, as after a download that was interrupted.
     """
     for index in model.glob("*.index.json"):
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        weight_map = read_json(index).get("weight_map", {})
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise UserError(f"{index.absolute()} does not map weights to files; download or copy the model again")
+        names = sorted(set(weight_map.values()))
         missing = [name for name in names if not (model / name).is_file()]
         if missing:
             raise UserError(
@@ -126,11 +130,13 @@ def parse_chat_template(text: str) -> None:
     """Parse a template as transformers does, with its tag `generation`; nothing is rendered.
 
     Raises:
-        UserError: it has a syntax error.
+        UserError: it has a syntax error, or cannot be compiled.
     """
     from jinja2 import Environment, TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
+
+    from verl_ext.rendering import EndlessTemplate, rendering
 
     class Generation(Extension):
         tags = {"generation"}
@@ -140,7 +146,12 @@ def parse_chat_template(text: str) -> None:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     try:
-        Environment(extensions=[Generation, "jinja2.ext.loopcontrols"]).from_string(text)
+        with rendering():  # Jinja computes constant expressions when it compiles
+            Environment(extensions=[Generation, "jinja2.ext.loopcontrols"]).from_string(text)
+    except EndlessTemplate as error:
+        raise UserError(
+            "data.chat_template cannot be compiled: one of its constant expressions takes too long; correct it"
+        ) from error
     except TemplateError as error:
         line = getattr(error, "lineno", None)
         where = "" if line is None else f"line {line}: "
@@ -181,7 +192,7 @@ def untrained_loss(model: str) -> float | None:
                         return None
         config = json.loads((directory / "config.json").read_text())
         vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    except (SafetensorError, OSError, ValueError):
+    except (SafetensorError, OSError, ValueError, AttributeError):
         return None  # the ranks, which load the whole model, say what is wrong with it
     return math.log(vocabulary) if num_vectors and vocabulary else None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from verl_ext.checkpoint.layout import TRACKER
 from verl_ext.checkpoint.resume import find_checkpoint
 from verl_ext.checkpoint.retention import Retention
 from verl_ext.config.checks import check_batch, check_values
@@ -26,6 +27,7 @@ from verl_ext.launch.own_files import convert_own_files
 from verl_ext.launch.preemption_check import check_preemption
 from verl_ext.launch.prepare import is_within
 from verl_ext.launch.sft_check import check_sft
+from verl_ext.launch.summary import WRITTEN
 from verl_ext.metrics.names import describe
 from verl_ext.tell import tell
 
@@ -173,8 +175,22 @@ def check_run_directory(run_dir: Path) -> None:
     elif not os.access(nearest, os.W_OK | os.X_OK):
         problem = f"no permission to write into {nearest}"
     else:
-        return
+        return check_kinds(path)
     raise UserError(f"the run directory {path} cannot be written ({problem}); set trainer.default_local_dir")
+
+
+def check_kinds(run_dir: Path) -> None:
+    """Where a run writes a file there must be no directory, and vice versa.
+
+    Raises:
+        UserError: there is.
+    """
+    for name in (*WRITTEN, TRACKER):
+        is_directory = name.endswith("/")
+        for path in run_dir.glob(name.rstrip("/")):
+            if path.is_dir() != is_directory:
+                found, wanted = ("not a directory", "directory") if is_directory else ("a directory", "file")
+                raise UserError(f"{path} is {found}, but the run writes a {wanted} of that name; move it away")
 
 
 def make_run_directory(run_dir: Path) -> None:

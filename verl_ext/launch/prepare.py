@@ -18,6 +18,7 @@ from verl_ext.config.plain import as_dict
 from verl_ext.config.recipes import find_recipe
 from verl_ext.data.prepare import is_prepared, prepare
 from verl_ext.data.prepare.commands import parse_arguments
+from verl_ext.errors import UserError
 from verl_ext.tell import tell
 
 PREPARE_LOCK = Path(__file__).resolve().parents[2] / ".prepare.lock"
@@ -25,12 +26,12 @@ PREPARE_LOCK = Path(__file__).resolve().parents[2] / ".prepare.lock"
 
 def commands_to_run(config: DictConfig) -> list[str]:
     """The commands of the recipe's `prepare` list whose result is needed and not there yet."""
-    return [command for command in needed_commands(config) if not is_prepared(shlex.split(command))]
+    return [command for command in needed_commands(config) if not is_prepared(_words(command))]
 
 
 def output_of(command: str) -> Path:
     """The directory that a command of `prepare` writes."""
-    return _absolute(parse_arguments(shlex.split(command)).output)
+    return _absolute(parse_arguments(_words(command)).output)
 
 
 def is_within(path: object, directories: Iterable[Path]) -> bool:
@@ -45,13 +46,13 @@ def prepare_inputs(commands: Iterable[str]) -> None:
         UserError: a command that does not exist or cannot do its work.
     """
     for command in commands:
-        words = shlex.split(command)
+        words = _words(command)
         if not is_prepared(words):
             # Several launches, or nodes, at once: the others wait and find it done.
             with PREPARE_LOCK.open("w") as lock:
                 take(lock, fcntl.LOCK_EX)
                 if not is_prepared(words):
-                    print(f"Preparing: {command}", flush=True)
+                    tell(f"Preparing: {command}")
                     prepare(words)
 
 
@@ -68,9 +69,21 @@ def needed_commands(config: DictConfig) -> list[str]:
         named |= {_absolute(text) for text in _texts(as_dict(evaluation, resolve=False))}
     needed = [command for command, output in outputs.items() if _holds(output, named)]
     for command in outputs:
-        if command not in needed and not is_prepared(shlex.split(command)):
+        if command not in needed and not is_prepared(_words(command)):
             tell(f"Not preparing what this configuration does not use: {command}")
     return needed
+
+
+def _words(command: str) -> list[str]:
+    """A command of `prepare` as a shell splits it.
+
+    Raises:
+        UserError: it cannot be split.
+    """
+    try:
+        return shlex.split(command)
+    except ValueError as error:  # "No closing quotation"
+        raise UserError(f"prepare has the command {command!r}, which is malformed ({error}); correct it") from error
 
 
 def _holds(output: Path, named: Iterable[Path]) -> bool:
