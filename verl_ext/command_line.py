@@ -88,6 +88,10 @@ class CommandParser(argparse.ArgumentParser):
                 self._refuse_option(word, words[place + 1 :], words)
         return super().parse_known_args(words, namespace)
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse does, which ignores that it cannot be written; `exit_on_user_error` then reports it."""
+        tell(message, file, end="")
+
     def _commands(self) -> Collection[str]:
         """The commands that there are; none where the parser takes its arguments itself."""
         actions = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]

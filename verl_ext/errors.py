@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from verl_ext.tell import printable
+from verl_ext.tell import output_problem, tell
 
 USER_ERROR_EXIT_CODE = 2
 STOPPED_EXIT_CODE = 75
@@ -37,9 +37,29 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Print a `UserError` without a traceback and leave with exit code 2; every command's `main` runs inside."""
+    """Print a `UserError` without a traceback and leave with exit code 2; every command's `main` runs inside.
+
+    Raises:
+        SystemExit: with code 2; or with 1 where all went well, but standard output could not be written.
+    """
     try:
+        if sys.stdout is None:  # the next file that is opened would receive what libraries print
+            raise UserError("standard output is closed; redirect it to a file or to /dev/null")
         yield
     except UserError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        tell(f"error: {error}", sys.stderr)
         raise SystemExit(USER_ERROR_EXIT_CODE) from None
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise
+        _require_output()
+        raise
+    _require_output()
+
+
+def _require_output() -> None:
+    problem = output_problem()
+    if problem is not None:
+        why = first_line_of(problem)
+        tell(f"error: standard output cannot be written ({why}); free space, or redirect it elsewhere", sys.stderr)
+        raise SystemExit(1)

@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 import sys
 from typing import TextIO
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """All but tabs and new lines."""
+_problems: list[OSError] = []
+"""Why standard output could not be written; a reader that has gone away is none."""
 
 
-def tell(text: str, stream: TextIO | None = None) -> None:
+def tell(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
     """Print a line and flush it.
 
-    A hang-up (SIGHUP) takes the terminal and leaves the run to be saved: nobody is there to read any more, so from
-    then on what is printed goes nowhere, and neither a traceback nor another exit code comes of it.
+    What cannot be written is dropped, from then on without a try: a hang-up (SIGHUP) takes the terminal and leaves the
+    run to be saved, and a full disk that takes no more lines is no reason to lose training steps.
 
     Args:
         text: what to print; names of files and words of models may be in it, so that a terminal obeys none of it.
         stream: stdout when not given.
+        end: what is printed behind it.
     """
     stream = sys.stdout if stream is None else stream
     try:
-        print(printable(text), file=stream, flush=True)
-    except OSError:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())
+        print(printable(text), file=stream, end=end, flush=True)
+    except OSError as error:
+        _drop_from_now_on(stream, error)
+
+
+def output_problem() -> OSError | None:
+    """Flush standard output; returns why something that was printed there could not be written."""
+    if sys.stdout is not None:
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            _drop_from_now_on(sys.stdout, error)
+    return _problems[0] if _problems else None
+
+
+def _drop_from_now_on(stream: TextIO, error: OSError) -> None:
+    descriptor = stream.fileno()
+    is_terminal = stat.S_ISCHR(os.fstat(descriptor).st_mode)
+    is_gone = isinstance(error, BrokenPipeError) or (error.errno == errno.EIO and is_terminal)
+    if descriptor == 1 and not is_gone:
+        _problems.append(error)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), descriptor)
 
 
 def printable(text: str) -> str:

@@ -136,13 +136,51 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
         parser.parse_args(["--output", str(tmp_path / "nowhere/new.json")])
 
 
-@pytest.mark.parametrize("words", [["verl_ext.metrics.reference"], ["verl_ext.health", "--rules"]])
+@pytest.mark.parametrize(
+    "words",
+    [["verl_ext.metrics.reference"], ["verl_ext.health", "--rules"], ["verl_ext.launch", "sft", "--print-config"]],
+    ids=" ".join,
+)
 def test_a_reader_that_goes_away_is_no_error(words: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)  # as `| head` does when it has enough
     done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["verl_ext.metrics.reference"],
+        ["verl_ext.health", "--rules"],
+        ["verl_ext.launch", "sft", "--print-config"],
+        ["verl_ext.launch", "sft", "--help"],
+        ["verl_ext.checkpoint", "ls", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_output_that_cannot_be_written_is_a_failure(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    [told] = done.stderr.splitlines()
+    assert done.returncode == 1 and told.startswith("error: standard output ") and "No space left on device" in told
+
+
+@pytest.mark.parametrize("code", [75, 2])
+def test_an_exit_code_that_tells_more_than_lost_output_stays(code: int) -> None:
+    program = "import sys\nfrom verl_ext.errors import exit_on_user_error\nfrom verl_ext.tell import tell\n"
+    program += f"with exit_on_user_error():\n    tell('lost')\n    sys.exit({code})"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (code, b"")
+
+
+def test_a_command_without_standard_output_is_refused() -> None:
+    words = [sys.executable, "-m", "verl_ext.health", "--rules"]
+    done = subprocess.run(["bash", "-c", 'exec "$@" >&-', "bash", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: standard output is closed")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def start(words: list[str], cwd: Path) -> subprocess.Popen[str]:

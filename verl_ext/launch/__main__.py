@@ -19,7 +19,7 @@ def main() -> int:
 
 
 def stoppable(command: Callable[[StopSignals], int]) -> int:
-    """Run a command that heeds the stop signals, and return its exit code.
+    """Run a command that heeds the stop signals, and exit with its code.
 
     A request to stop before there is anything to save is no error, and leaves no traceback.
     """
@@ -27,7 +27,7 @@ def stoppable(command: Callable[[StopSignals], int]) -> int:
     signals.install()
     try:
         with exit_on_user_error():
-            return command(signals)
+            sys.exit(command(signals))
     except StopRequest as stop:
         tell(f"Stopped by {stop.signal.name} before training started; run the same command again to train.")
         return stop.exit_code
@@ -50,7 +50,7 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
 
         config = configure(arguments)
         if arguments.print_config:
-            print(OmegaConf.to_yaml(config), end="")
+            tell(OmegaConf.to_yaml(config), end="")
             return 0
         from verl_ext.launch.eval_check import check_evaluation
         from verl_ext.launch.prepare import commands_to_run, output_of, prepare_inputs

@@ -12,6 +12,7 @@ from verl_ext.errors import one_line
 from verl_ext.metrics.atomic import replace_file
 from verl_ext.metrics.notice import warn
 from verl_ext.summary import typed_path
+from verl_ext.tell import tell
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -142,9 +143,9 @@ def _announce(run: Run, directory: Path) -> None:
     # W&B itself is silenced; this is the one thing of all it says that a person needs.
     if run.offline:
         runs = typed_path(directory / "wandb")
-        print(f"W&B run {run.id} is offline; upload it with: wandb sync {runs}/offline-run-*-{run.id}")
+        tell(f"W&B run {run.id} is offline; upload it with: wandb sync {runs}/offline-run-*-{run.id}")
     elif run.url:
-        print(f"W&B run {run.id}: {run.url}")
+        tell(f"W&B run {run.id}: {run.url}")
 
 
 def _proxy(config: Mapping[str, Any]) -> dict[str, Any]:

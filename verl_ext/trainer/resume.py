@@ -52,7 +52,7 @@ def checkpoint_to_resume(config: DictConfig) -> Path | None:
     if path is not None:
         on_rank_zero(lambda: catch_up_tracker(path, Path(trainer.default_local_dir)))
     if path is not None and dist.get_rank() == 0:
-        print(f"Found checkpoint: {path.absolute()}", file=sys.__stdout__, flush=True)
+        tell(f"Found checkpoint: {path.absolute()}", sys.__stdout__)
     return path
 
 

@@ -82,7 +82,7 @@ def _describe(plan: Plan) -> str:
 def _confirmed() -> bool:
     if not sys.stdin.isatty():
         raise UserError("nobody can be asked, since standard input is no terminal; say --yes to remove them")
-    print("Remove them? [y/N] ", end="", flush=True)
+    tell("Remove them? [y/N] ", end="")
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
