@@ -205,6 +205,10 @@ def test_a_model_of_another_kind_has_no_plan(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit) as left:
         main(["recipe=quickstart", "gpus=2", f"model.partial_pretrain={tmp_path}"])
     assert left.value.code == 2 and "not gpt2; there is no plan" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("[1, 2]")
+    with pytest.raises(SystemExit) as left:
+        main(["recipe=quickstart", "gpus=2", f"model.partial_pretrain={tmp_path}"])
+    assert left.value.code == 2 and "config.json is not a JSON object" in capsys.readouterr().err
 
 
 PAGE = (ROOT / "docs/plan.md").read_text()

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, PretrainedConfig
 
 from verl_ext.config.compose import load_yaml, sft_recipe_of
-from verl_ext.config.inputs import is_hub_name
+from verl_ext.config.inputs import is_hub_name, read_json
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_code import require_no_code
 
@@ -91,6 +91,8 @@ def find_model(config: DictConfig) -> tuple[PretrainedConfig, list[str]]:
 def read(name: str, config: DictConfig, local_files_only: bool) -> PretrainedConfig:
     """transformers' configuration of a directory or a hub name."""
     trusted = config.model.trust_remote_code
+    if (local := Path(name) / "config.json").is_file():
+        read_json(local)  # transformers fails on other JSON with whatever exception
     require_no_code(name, trusted, local_files_only)
     return AutoConfig.from_pretrained(name, trust_remote_code=trusted, local_files_only=local_files_only)
 
