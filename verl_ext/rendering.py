@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 
 from verl_ext.errors import UserError, one_line
 
-RENDER_S = 10.0
+RENDER_S = 5.0
 """Processor time for one rendering; a chat of 100,000 tokens takes some hundredths of a second."""
 
 
