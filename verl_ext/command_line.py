@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import re
 import shutil
 import signal
@@ -223,6 +224,7 @@ def stop_on_signals() -> Iterator[None]:
             interrupts.append(now)
         if not asked:
             asked.append((number, now))
+            atexit.register(_ignore, listened)
             raise StopRequested(number)
         is_second_interrupt = number == signal.SIGINT and now - interrupts[0] > SAME_REQUEST_S
         if is_second_interrupt or now - asked[0][1] > GRACE_S:
@@ -244,6 +246,12 @@ def stop_on_signals() -> Iterator[None]:
         if not asked:
             for name, handler in before.items():
                 signal.signal(name, handler)
+
+
+def _ignore(numbers: Collection[signal.Signals]) -> None:
+    """While Python ends: it restores the default actions, by which a repeat would end the process by a signal."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _HelpFormatter(argparse.HelpFormatter):

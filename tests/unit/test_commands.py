@@ -237,6 +237,24 @@ def test_a_repeated_signal_is_the_same_request(first: str, again: str, tmp_path:
     assert (process.returncode, told) == (75, f"Stopped by {first}; the same command starts over.\n")
 
 
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+def test_a_repeated_signal_while_python_ends_is_the_same_request(number: str, tmp_path: Path) -> None:
+    late = """
+import time
+class Late:
+    def __del__(self, print=print, sleep=time.sleep):
+        print("late", flush=True)
+        sleep(1)
+late = Late()
+late.itself = late  # only the end of Python takes it away
+"""
+    process = stopping(signal.Signals[number], tmp_path, stops_in_s=0, setting=late)
+    assert process.stdout is not None and process.stdout.readline() == "late\n"
+    process.send_signal(signal.Signals[number])
+    _, told = process.communicate(timeout=10)
+    assert (process.returncode, told) == (75, f"Stopped by {number}; the same command starts over.\n")
+
+
 @pytest.mark.parametrize(
     "number, setting", [("SIGINT", ""), ("SIGTERM", "command_line.GRACE_S = 1.0")], ids=["second Ctrl-C", "hung"]
 )
