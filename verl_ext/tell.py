@@ -9,8 +9,8 @@ import stat
 import sys
 from typing import TextIO
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""All but tabs and new lines."""
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""All but tabs and new lines; and surrogates, as in names that are not UTF-8, which no stream can encode."""
 _problems: list[OSError] = []
 """Why standard output could not be written; a reader that has gone away is none."""
 
@@ -55,4 +55,8 @@ def _drop_from_now_on(stream: TextIO, error: OSError) -> None:
 
 def printable(text: str) -> str:
     """A text whose control characters, by which it could move the cursor or forge a line, are shown as escapes."""
-    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROLS.sub(lambda found: _escape(ord(found[0])), text)
+
+
+def _escape(code: int) -> str:
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

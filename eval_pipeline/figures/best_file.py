@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -14,6 +13,7 @@ from eval_pipeline.figures.selection import Choice
 from eval_pipeline.figures.writing import write_json
 from verl_ext.checkpoint.layout import BEST
 from verl_ext.errors import UserError
+from verl_ext.metrics.atomic import parse_json
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def read_best_checkpoint(run_dir: Path) -> BestCheckpoint:
     if not path.exists():
         raise UserError(f"{run_dir} has no {BEST}; evaluate the run with `watch`, which writes it")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
         best = BestCheckpoint(
             step=content["step"],
             metric=content["metric"],

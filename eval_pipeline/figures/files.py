@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from eval_pipeline.figures.evaluated import DatasetResult, EvaluatedModel
 from eval_pipeline.figures.writing import write_json
 from verl_ext.errors import UserError
+from verl_ext.metrics.atomic import parse_json
 
 METRICS_FILE = "metrics.json"
 SUMMARY_FILE = "summary.json"
@@ -42,7 +42,7 @@ def read_evaluation(directory: Path) -> EvaluatedModel:
     """
     path = directory / METRICS_FILE
     try:
-        return EvaluatedModel.of_json(json.loads(path.read_text(encoding="utf-8")))
+        return EvaluatedModel.of_json(parse_json(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"cannot read the results in {path} ({error!r}); evaluate the model again") from error
 

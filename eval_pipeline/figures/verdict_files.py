@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from eval_pipeline.figures.judged import Judged
 from eval_pipeline.figures.writing import write_lines
 from eval_pipeline.judge.verdict import ERROR_TYPES, ErrorType
 from verl_ext.errors import UserError
+from verl_ext.metrics.atomic import parse_json
 
 VERDICTS_FOLDER = "verdicts"
 
@@ -56,7 +56,7 @@ def _read_outcomes(path: Path) -> Outcomes:
     samples: dict[str, dict[int, ErrorType]] = {}
     try:
         with open(path, encoding="utf-8") as file:
-            for row in map(json.loads, file):
+            for row in map(parse_json, file):
                 kind = ERROR_TYPES[ERROR_TYPES.index(row["error_type"])]
                 samples.setdefault(row["problem_id"], {})[row["sample"]] = kind
     except (OSError, ValueError, KeyError, TypeError) as error:

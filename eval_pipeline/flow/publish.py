@@ -20,6 +20,7 @@ from eval_pipeline.flow.track import track
 from eval_pipeline.ledger.job import Job
 from eval_pipeline.work.driver import Task
 from verl_ext.errors import UserError
+from verl_ext.metrics.atomic import parse_json
 from verl_ext.metrics.notice import warn
 from verl_ext.summary import tell_summary, typed_path
 
@@ -124,7 +125,7 @@ class Publisher:
     def _result_of(self, job: Job) -> EvaluatedModel:
         path = self._session.place.work_of(job.checkpoint, job.dataset) / RESULT_FILE
         try:
-            return EvaluatedModel.of_json(json.loads(path.read_text(encoding="utf-8")))
+            return EvaluatedModel.of_json(parse_json(path.read_bytes()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"cannot read {path} ({error!r}); delete {self._session.ledger.path} to judge everything again"

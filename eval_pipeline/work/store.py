@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from eval_pipeline.engines.answer import Answer
 from eval_pipeline.judge.verdict import ERROR_TYPES, Verdict
 from eval_pipeline.work.batch import Key
-from verl_ext.metrics.atomic import replace_file
+from verl_ext.metrics.atomic import parse_json, replace_file
 from verl_ext.metrics.lines import LineWriter, drop_torn_tail
 from verl_ext.metrics.notice import warn
 
@@ -55,7 +55,7 @@ class Store:
         """Read how the rows of a file came about; without that they cannot be used, and are discarded."""
         where = self._context[name]
         try:
-            value = json.loads(where.read_text(encoding="utf-8"))
+            value = parse_json(where.read_bytes())
         except (FileNotFoundError, ValueError):
             value = None
         if isinstance(value, kind):
@@ -174,7 +174,7 @@ def _line(key: Key, content: dict[str, Any]) -> str:
 def _parse(line: bytes) -> dict[str, Any] | None:
     """A row; None for what is left of one that a kill or a crash tore."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         return None
     return row if isinstance(row, dict) and row else None

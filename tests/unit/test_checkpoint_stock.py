@@ -185,3 +185,9 @@ def test_an_export_needs_the_models_configuration(tmp_path: Path) -> None:
     shutil.rmtree(checkpoint / "huggingface")
     message = checkpoint_command("export", tmp_path, "--output", tmp_path / "model", code=2)
     assert "has no huggingface/config.json; copy it there" in message
+
+
+def test_a_renamed_one_is_refused_by_its_name(tmp_path: Path) -> None:
+    renamed = save_as_verl(tmp_path, 20).rename(tmp_path / "latest")
+    with pytest.raises(UserError, match="global_step_N"):
+        find_checkpoint(tmp_path / "run", "auto", str(renamed), pytest.fail)

@@ -410,3 +410,8 @@ def test_a_resumed_run_was_first_started_when_its_checkpoints_run_was(quickstart
     assert datetime.now() - started() < timedelta(minutes=1)
     path = f"trainer.resume_from_path={save(tmp_path / 'other', 4)}"
     assert started("trainer.resume_mode=resume_path", path) == former
+
+
+def test_a_finished_run_with_a_damaged_number_of_epochs_may_be_longer() -> None:
+    former: dict[str, object] = {"trainer.total_epochs": "x", "trainer.total_training_steps": None}
+    assert may_be_longer({"trainer.total_epochs"}, former, {**former, "trainer.total_epochs": 1}, steps_done=10)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from verl_ext.checkpoint.stock import OURS, content_of, is_stock, what_is_wrong_with_stock
+from verl_ext.errors import first_line_of
+from verl_ext.metrics.atomic import LATEST, parse_json
 
 MANIFEST, PLAN = OURS
 TRACKER = "latest_checkpointed_iteration.txt"
 EXPORT = "huggingface"
 BEST = "best_checkpoint.json"
 KEEP = "keep"
+MOST_DIGITS = 18
+"""Of a number in a tracker or a manifest; longer ones are damage, and no name of a directory."""
 
 
 @dataclass(frozen=True)
@@ -61,29 +67,59 @@ class Manifest:
             ValueError: it is missing or malformed; the message says which.
         """
         if is_stock(directory):
-            return manifest_of({"step": step_of(directory), **content_of(directory)})
+            try:
+                return manifest_of({"step": step_of(directory), **content_of(directory)})
+            except OSError as error:
+                raise ValueError(f"its files cannot be read ({error})") from error
         try:
-            return manifest_of(json.loads((directory / MANIFEST).read_text()))
+            return manifest_of(parse_json((directory / MANIFEST).read_bytes()))
         except FileNotFoundError:
             raise ValueError(f"it has no {MANIFEST}, so it was never completed") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"its {MANIFEST} cannot be read ({error!r})") from error
+        except KeyError as error:
+            raise ValueError(f"its {MANIFEST} cannot be read (it lacks {error})") from error
+        except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"its {MANIFEST} cannot be read ({first_line_of(error)})") from error
 
 
 def manifest_of(content: dict[str, Any]) -> Manifest:
-    """A manifest from its JSON; raises whatever a wrong key or type leads to, and for a file outside a `ValueError`."""
+    """A manifest from its JSON, which may be damaged.
+
+    Raises:
+        KeyError, TypeError, AttributeError, OverflowError, ValueError: a key is missing or its value cannot be one.
+    """
+    metrics, dropped, time = content.get("metrics", {}), content.get("dropped", ()), content.get("time", 0.0)
+    if not all(type(value) in (int, float) for value in metrics.values()):
+        raise ValueError("a metric is not a number")
+    if isinstance(dropped, str) or not all(isinstance(name, str) for name in dropped):
+        raise ValueError("dropped is not a list of names")
+    if not 0 <= time < LATEST:
+        raise ValueError(f"time is {time!r}")
     for name in content["files"]:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"it names the file {name}, which is not in the checkpoint")
+        _require_name(name)
     return Manifest(
-        step=int(content["step"]),
-        world_size=int(content["world_size"]),
+        step=_whole(content, "step"),
+        world_size=_whole(content, "world_size"),
         config_digest=str(content["config_digest"]),
-        files={name: {**entry, "bytes": int(entry["bytes"])} for name, entry in content["files"].items()},
-        metrics=dict(content.get("metrics", {})),
-        dropped=tuple(content.get("dropped", ())),
-        time=float(content.get("time", 0.0)),
+        files={name: {**entry, "bytes": _whole(entry, "bytes")} for name, entry in content["files"].items()},
+        metrics={name: float(value) for name, value in metrics.items()},
+        dropped=tuple(dropped),
+        time=float(time),
     )
+
+
+def _whole(content: dict[str, Any], key: str) -> int:
+    value = content[key]
+    if type(value) is not int or not 0 <= value < 10**MOST_DIGITS:
+        raise ValueError(f"{key} is {repr(value)[:40]}")
+    return value
+
+
+def _require_name(name: str) -> None:
+    """Refuse what no file of a checkpoint can be called."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"it names the file {name}, which is not in the checkpoint")
+    if b"\0" in os.fsencode(name):  # which refuses the other characters that no name can have
+        raise ValueError(f"{name!r} is no name of a file")
 
 
 def step_of(directory: Path) -> int | None:
@@ -94,22 +130,43 @@ def step_of(directory: Path) -> int | None:
 
 def what_is_wrong(directory: Path) -> str | None:
     """Why a directory is not a complete checkpoint, or None when it is one."""
-    if is_stock(directory):
-        return what_is_wrong_with_stock(directory)
     try:
-        manifest = Manifest.read(directory)
+        read_complete(directory)
     except ValueError as error:
         return str(error)
+    return None
+
+
+def read_complete(directory: Path) -> Manifest:
+    """Read the manifest of a complete checkpoint; it is read once, since a rotation may remove it at any moment.
+
+    Raises:
+        ValueError: it is not complete; the message says why.
+    """
+    if is_stock(directory) and step_of(directory) is None:
+        raise ValueError("its name is not global_step_N, which says how many steps verl had done")
+    if is_stock(directory) and (problem := what_is_wrong_with_stock(directory)):
+        raise ValueError(problem)
+    manifest = Manifest.read(directory)
     if manifest.step != step_of(directory):
-        return f"its manifest is that of step {manifest.step}"
-    for name, entry in manifest.files.items():
+        raise ValueError(f"its manifest is that of step {manifest.step}")
+    for name, entry in manifest.files.items() if not is_stock(directory) else ():
         try:
             size = (directory / name).stat().st_size
         except OSError as error:
-            return f"its file {name} is missing ({error.strerror})"
+            raise ValueError(f"its file {name} is missing ({error.strerror})") from error
         if size != entry["bytes"]:
-            return f"its file {name} has {size} bytes instead of {entry['bytes']}"
-    return None
+            raise ValueError(f"its file {name} has {size} bytes instead of {entry['bytes']}")
+    return manifest
+
+
+def read_all_complete(run_dir: Path) -> dict[Path, Manifest]:
+    """The complete checkpoints of a run with their manifests, the newest first."""
+    found = {}
+    for path in list_steps(run_dir):
+        with suppress(ValueError):
+            found[path] = read_complete(path)
+    return found
 
 
 def list_steps(run_dir: Path) -> list[Path]:
@@ -130,8 +187,11 @@ def read_tracker(run_dir: Path) -> tuple[Path | None, str | None]:
     path = run_dir / TRACKER
     if not path.is_file():
         return None, "is missing"
-    text = path.read_bytes().decode(errors="replace").strip()
-    if not text.isascii() or not text.isdigit():
+    try:
+        text = path.read_bytes().decode(errors="replace").strip()
+    except OSError as error:
+        return None, f"cannot be read ({error.strerror})"
+    if not text.isascii() or not text.isdigit() or len(text) > MOST_DIGITS:
         return None, "is empty" if not text else f"holds {text[:40]!r} instead of a step"
     directory = run_dir / f"global_step_{int(text)}"
     return (directory, None) if directory.is_dir() else (None, f"names {directory.name}, which does not exist")

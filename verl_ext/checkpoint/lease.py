@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_ext.metrics.atomic import replace_file
+from verl_ext.metrics.atomic import LATEST, parse_json, replace_file
 from verl_ext.metrics.notice import warn
 
 DEFAULT_SECONDS = 900.0
@@ -82,9 +82,9 @@ def _release(path: Path) -> None:
 
 def _live_holder(path: Path) -> str | None:
     try:
-        lease = json.loads(path.read_text())
+        lease = parse_json(path.read_bytes())
         host, pid, expires = str(lease["host"]), int(lease["pid"]), float(lease["expires"])
-        if not math.isfinite(expires):
+        if not 0 <= expires < LATEST:
             raise ValueError("a lease must end")
         same_machine = host == socket.gethostname() and lease.get("pid_namespace", _pid_namespace()) == _pid_namespace()
     except FileNotFoundError:  # released meanwhile

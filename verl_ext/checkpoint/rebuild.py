@@ -18,8 +18,8 @@ from verl_ext.checkpoint.shards import MODEL
 from verl_ext.checkpoint.stock import is_stock
 from verl_ext.checkpoint.verify import damaged_files, ignore_progress
 from verl_ext.checkpoint.writing import FileWriter, flush_and_digest, naming
-from verl_ext.errors import UserError
-from verl_ext.metrics.atomic import flush_directory, replace_file
+from verl_ext.errors import UserError, first_line_of
+from verl_ext.metrics.atomic import flush_directory, parse_json, replace_file
 from verl_ext.metrics.notice import warn
 
 Progress = Callable[[int], None]
@@ -116,11 +116,17 @@ def write_weights(checkpoint: Path, directory: Path, dtype: str, max_shard_gib: 
     if leads_out(own, checkpoint):
         raise UserError(f"{own} is a link to something outside of the checkpoint; put the file itself there")
     try:
-        config = json.loads(own.read_text())
+        config = parse_json(own.read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError("it is not a JSON object")
     except FileNotFoundError:
         raise UserError(
             f"{checkpoint} has no {EXPORT}/config.json; copy it there, and the tokenizer, from the model it began from"
         ) from None
+    except ValueError as error:
+        raise UserError(
+            f"{own} cannot be read ({first_line_of(error)}); copy it there from the model that the run began from"
+        ) from error
     layout = export_from_shards(checkpoint, directory, torch_dtype, max_shard_gib, progress)
     config["dtype"] = str(torch_dtype).removeprefix("torch.")
     with FileWriter() as files:

@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from verl_ext.checkpoint.layout import TRACKER, Manifest, list_steps, read_tracker, step_of, what_is_wrong
+from verl_ext.checkpoint.layout import (
+    TRACKER,
+    Manifest,
+    list_steps,
+    read_tracker,
+    step_of,
+    what_is_wrong,
+)
 from verl_ext.checkpoint.stock import is_stock
 from verl_ext.errors import UserError
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_ext.checkpoint.layout import BEST, KEEP, Manifest, list_steps, step_of, what_is_wrong
+from verl_ext.checkpoint.layout import BEST, KEEP, Manifest, read_all_complete, step_of
 from verl_ext.checkpoint.lease import lease_holders
 from verl_ext.checkpoint.stock import WHY_KEPT, is_stock
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
+from verl_ext.metrics.atomic import parse_json
 
 
 @dataclass(frozen=True)
@@ -93,13 +92,15 @@ def reasons_to_keep(run_dir: Path, retention: Retention, step: int) -> dict[Path
 def read_choice(run_dir: Path) -> tuple[Path | None, str | None]:
     """The checkpoint that `best_checkpoint.json` names, if any, and what is wrong with a file that names none."""
     try:
-        step = json.loads((run_dir / BEST).read_text())["step"]
+        step = parse_json((run_dir / BEST).read_bytes())["step"]
     except FileNotFoundError:
         return None, None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return None, f"cannot be read ({error!r})"
-    if not isinstance(step, int):
-        return None, f"has the step {step!r}, which is no whole number"
+    except KeyError as error:
+        return None, f"cannot be read (it lacks {error})"
+    except (OSError, ValueError, TypeError) as error:
+        return None, f"cannot be read ({first_line_of(error)})"
+    if type(step) is not int:
+        return None, f"has the step {repr(step)[:40]}, which is no whole number"
     return run_dir / f"global_step_{step}", None
 
 
@@ -111,11 +112,7 @@ def metric_of(manifest: Manifest, name: str) -> float | None:
 
 def _by_age(run_dir: Path, step: int) -> dict[Path, Manifest]:
     """The complete checkpoints, the newest first."""
-    found = {}
-    for path in list_steps(run_dir):
-        if what_is_wrong(path) is None:
-            with suppress(ValueError):  # removed by hand between the two
-                found[path] = Manifest.read(path)
+    found = read_all_complete(run_dir)
     # stable: those up to `step` stay the newest first, and so do those beyond it
     return dict(sorted(found.items(), key=lambda item: (step_of(item[0]) or 0) > step))
 

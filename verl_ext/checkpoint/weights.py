@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from verl_ext.checkpoint.layout import PLAN
 from verl_ext.checkpoint.shards import local_part
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
+from verl_ext.metrics.atomic import parse_json
 
 UNMERGEABLE = ("lora_magnitude_vector", "lora_embedding_", ".lora_bias")
 
@@ -122,8 +123,13 @@ def read_plan(checkpoint: Path, state: Mapping[str, torch.Tensor]) -> list[Weigh
     """
     path = checkpoint / PLAN
     if path.is_file():
-        entries = json.loads(path.read_text())["weights"]
-        return [Weight(e["name"], e["source"], Adapter(**e["adapter"]) if e["adapter"] else None) for e in entries]
+        try:
+            entries = parse_json(path.read_bytes())["weights"]
+            return [Weight(e["name"], e["source"], Adapter(**e["adapter"]) if e["adapter"] else None) for e in entries]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path} cannot be read ({first_line_of(error)}); restore it, or take another checkpoint"
+            ) from error
     if any(".lora_" in name for name in state):
         raise UserError(
             f"{checkpoint} has LoRA adapters and no {PLAN} that says how to merge them; "

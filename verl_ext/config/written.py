@@ -23,8 +23,17 @@ def load_written(path: Path) -> DictConfig:
             which it could take in this environment, `${oc.env:HF_TOKEN}`.
     """
     try:
+        return _load(path)
+    except RecursionError:
+        raise UserError(
+            f"{path} cannot be read (it is nested too deeply); correct it, or work on a copy of it"
+        ) from None
+
+
+def _load(path: Path) -> DictConfig:
+    try:
         config = OmegaConf.load(StringIO(yaml_text(path)))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError) as error:
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:  # ValueError: no UTF-8, or a huge number
         raise UserError(
             f"{path} cannot be read ({first_line_of(error)}); correct it, or work on a copy of it"
         ) from error

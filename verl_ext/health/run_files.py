@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from verl_ext.checkpoint.layout import complete_steps
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, one_line
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Finding
 from verl_ext.health.history import History
@@ -25,6 +25,8 @@ from verl_ext.yaml_text import yaml_text
 
 EARLY_STEPS = 100
 """After how many steps the first checklist is gone through."""
+_LOOKED_AT = {"save_freq", "device", "logger"}
+"""Keys of the section `trainer` that the checklists read."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,12 @@ class RunFiles:
         history, steps_per_epoch = replay(directory, run["attempts"], names=names)
         early, _ = replay(directory, run["attempts"], until=EARLY_STEPS, names=names)
         checkpoints = partial(complete_steps, directory)
-        facts = Facts.of(config, run["total_steps"], steps_per_epoch, checkpoints, run["untrained_loss"])
+        try:
+            facts = Facts.of(config, run["total_steps"], steps_per_epoch, checkpoints, run["untrained_loss"])
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise UserError(
+                f"{directory / 'config.yaml'} is not the configuration of a run ({one_line(error)}); restore it"
+            ) from error
         return cls(directory, run, config, history, early, facts, limits_of(config), rules)
 
     def findings(self, early: bool = False) -> dict[str, Finding]:
@@ -91,9 +98,13 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     try:
         config = yaml.safe_load(yaml_text(path))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+    except RecursionError:
+        raise UserError(f"{path} cannot be read (it is nested too deeply); restore it") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}); restore it") from error
-    if not isinstance(config, dict) or not {"stage", "trainer", "optim", "data"} <= config.keys():
+    sections = ("trainer", "optim", "data")
+    is_of_a_run = isinstance(config, dict) and all(isinstance(config.get(name), dict) for name in sections)
+    if not is_of_a_run or not isinstance(config.get("stage"), str) or not _LOOKED_AT <= config["trainer"].keys():
         raise UserError(f"{path} is not the configuration of a run; the trainer writes it when a run begins")
     return config
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from verl_ext.checkpoint.layout import EXPORT, Manifest, list_steps, read_tracker, step_of, what_is_wrong
+from verl_ext.checkpoint.layout import EXPORT, list_steps, read_all_complete, read_tracker, step_of, what_is_wrong
 from verl_ext.health.findings import Seen, alarm, notice, ok, warning
 from verl_ext.health.run_files import RunFiles
 
@@ -18,7 +16,8 @@ def exports(files: RunFiles) -> Seen | None:
     paths = list_steps(files.directory)
     if not paths:
         return None
-    wrong = [f"{path.name}: {reason}" for path in paths if (reason := what_is_wrong(path)) is not None]
+    problems = {path: reason for path in paths if (reason := what_is_wrong(path)) is not None}
+    wrong = [f"{path.name}: {reason}" for path, reason in problems.items() if path.exists()]  # else rotation removed it
     exported = [path for path in paths if any((path / EXPORT).glob("*.safetensors"))]
     if wrong:
         return alarm("; ".join(wrong) + "; remove what is not complete, or run python -m verl_ext.checkpoint verify")
@@ -27,7 +26,7 @@ def exports(files: RunFiles) -> Seen | None:
 
 def sizes(files: RunFiles) -> Seen | None:
     """Whether the complete checkpoints are of one size; None without any."""
-    found = [Manifest.read(path).num_bytes for path in complete(files.directory)]
+    found = [manifest.num_bytes for manifest in read_all_complete(files.directory).values()]
     if not found:
         return None
     told = f"{min(found) / GIB:.2f} to {max(found) / GIB:.2f} GiB"
@@ -37,7 +36,7 @@ def sizes(files: RunFiles) -> Seen | None:
 
 def tracker(files: RunFiles) -> Seen | None:
     """Whether `latest_checkpointed_iteration.txt` names the newest; None without a complete checkpoint."""
-    steps = [step_of(path) or 0 for path in complete(files.directory)]
+    steps = [manifest.step for manifest in read_all_complete(files.directory).values()]
     if not steps:
         return None
     tracked, wrong = read_tracker(files.directory)
@@ -59,14 +58,9 @@ def expected(files: RunFiles) -> Seen | None:
         due = (due - 1) // every * every  # the one that is due now may be under way
     if due <= 0:
         return None
-    there = [step_of(path) or 0 for path in complete(files.directory)]
+    there = [manifest.step for manifest in read_all_complete(files.directory).values()]
     if not any(step >= due for step in there):
         return alarm(
             f"global_step_{due} was due and is not there; the last complete one is {max(there, default='none')}"
         )
     return ok(f"{len(there)} kept, the newest is global_step_{max(there)}")
-
-
-def complete(run_dir: Path) -> list[Path]:
-    """The complete checkpoints of a run, the newest first; sizes are looked at, digests are not."""
-    return [path for path in list_steps(run_dir) if what_is_wrong(path) is None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,13 +9,14 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_ext.checkpoint.layout import BEST, EXPORT, list_steps, step_of, what_is_wrong
+from verl_ext.checkpoint.layout import BEST, EXPORT, list_steps, read_all_complete, step_of
 from verl_ext.checkpoint.lease import leased
 from verl_ext.config.compose import STAGES, sft_recipe_of
 from verl_ext.config.inputs import is_hub_name
 from verl_ext.config.recipes import default_recipe
 from verl_ext.config.written import load_written
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.metrics.atomic import parse_json
 from verl_ext.tell import tell
 
 
@@ -60,7 +60,9 @@ def _begun_from(config: DictConfig, sft_run: Path) -> str | None:
     begun = run_dir / "config.yaml"
     if config.trainer.resume_mode == "disable" or not begun.is_file() or not list_steps(run_dir):
         return None
-    former = load_written(begun).model
+    former = load_written(begun).get("model")
+    if not isinstance(former, DictConfig):
+        raise UserError(f"{begun} has no section 'model'; restore it, or start another run by trainer.experiment_name")
     if not former.get("sft_run") or Path(former.sft_run).expanduser().resolve() != sft_run.resolve():
         return None
     model = former.partial_pretrain
@@ -81,7 +83,7 @@ def best_export(run_dir: Path) -> Path:
     """
     path = run_dir / BEST
     try:
-        name = json.loads(path.read_text())["checkpoint"]
+        name = parse_json(path.read_bytes())["checkpoint"]
         if step_of(Path(name)) is None or Path(name).name != name:
             raise ValueError(f"{name!r} is no checkpoint of the run")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -107,7 +109,7 @@ def newest_export(run_dir: Path, num_ranks: int) -> Path:
     Raises:
         UserError: there is none; the message has the command that makes it.
     """
-    complete = [checkpoint for checkpoint in list_steps(run_dir) if what_is_wrong(checkpoint) is None]
+    complete = list(read_all_complete(run_dir))
     for checkpoint in complete:
         if has_export(checkpoint):
             return checkpoint / EXPORT

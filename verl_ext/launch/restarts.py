@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_ext.checkpoint.layout import Manifest, read_tracker, what_is_wrong
+from verl_ext.checkpoint.layout import read_complete, read_tracker
 from verl_ext.launch.outcome import Failure, Outcome
 from verl_ext.launch.stop import StopSignals
 
@@ -65,9 +65,12 @@ def pause_before(restart: int, first_pause_s: float) -> float:
 def last_save(run_dir: Path) -> tuple[int, float] | None:
     """Step and time of the complete checkpoint that the tracker names; None where there is none."""
     tracked, _ = read_tracker(run_dir)
-    if tracked is None or what_is_wrong(tracked) is not None:
+    if tracked is None:
         return None
-    manifest = Manifest.read(tracked)
+    try:
+        manifest = read_complete(tracked)
+    except ValueError:
+        return None
     return manifest.step, manifest.time
 
 

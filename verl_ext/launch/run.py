@@ -191,7 +191,7 @@ def refuse_other_settings(config: DictConfig, record: RunRecord) -> None:
         return
     former, now = (dict(flatten(as_dict(each), "")) for each in (load_written(path), config))
     changed = {key for key in now.keys() & former.keys() if now[key] != former[key] and not key.startswith(NOT_ASKED)}
-    if not changed or may_be_longer(changed, former, now, record.read()["total_steps"]):
+    if not changed or may_be_longer(changed, former, now, record.read()["total_steps"] or 0):
         return
     shown = ", ".join(f"{key} from {former[key]} to {now[key]}" for key in sorted(changed)[:MOST_SHOWN])
     raise UserError(
@@ -212,7 +212,8 @@ def may_be_longer(changed: Collection[str], former: Mapping[str, Any], now: Mapp
     steps, epochs = now["trainer.total_training_steps"], "trainer.total_epochs"
     if steps is not None:
         return steps > steps_done
-    return now[epochs] > former[epochs] or any(key.startswith(("data.train", "data.datasets")) for key in changed)
+    longer = not isinstance(former.get(epochs), int) or now[epochs] > former[epochs]
+    return longer or any(key.startswith(("data.train", "data.datasets")) for key in changed)
 
 
 def tell_that_it_starts(config: DictConfig) -> None:

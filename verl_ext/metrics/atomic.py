@@ -1,10 +1,16 @@
-"""Replacing a small file so that a reader or a crash sees the old text or the new one, never half of it."""
+"""Small files: replaced so that nobody ever sees half of one, and parsed without trust in what they hold."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+LATEST = 1e11
+"""Of a time in seconds since 1970: the year 5138. What is later is damage, and no date can be made of it."""
 
 
 def replace_file(path: Path, lines: Iterable[str]) -> None:
@@ -18,11 +24,16 @@ def replace_file(path: Path, lines: Iterable[str]) -> None:
         OSError: the directory is missing, not writable, or full; `path` then keeps its old content.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8", newline="") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8", newline="") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):  # the first failure is the one to report
+            temporary.unlink()
+        raise
     flush_directory(path.parent)
 
 
@@ -37,3 +48,15 @@ def flush_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse a JSON document that may be damaged.
+
+    Raises:
+        ValueError: it is not JSON, or is nested too deeply to be parsed.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.errors import UserError
+from verl_ext.metrics.atomic import LATEST, parse_json
 from verl_ext.metrics.lines import LineWriter, drop_torn_tail, end_with_newline, naming
 from verl_ext.metrics.notice import warn
 from verl_ext.metrics.row import Row, plain_numbers
@@ -116,18 +117,23 @@ def _encode_number(value: float) -> float | str:
 def _parse(line: bytes) -> dict[str, Any] | None:
     """Return the row of one line, or None where the line is not one."""
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError:  # also what bytes that are not UTF-8 raise
         return None
     if not isinstance(row, dict) or not _has_keys(row):
         return None
     row = _decode_numbers(row)
-    return row if all(isinstance(value, (int, float)) for value in row.values()) else None
+    return row if all(map(_is_number, row.values())) else None
 
 
 def _has_keys(row: dict[str, Any]) -> bool:
-    integers = isinstance(row.get("step"), int) and isinstance(row.get("attempt"), int)
-    return integers and row["step"] >= 0 and isinstance(row.get("time"), (int, float))
+    whole = all(type(row.get(name)) is int and 0 <= row[name] < 2**63 for name in ("step", "attempt"))
+    return whole and _is_number(row.get("time")) and 0 <= row["time"] < LATEST
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one that a float can hold, if not exactly."""
+    return type(value) is float or (type(value) is int and abs(value) < 10**300)
 
 
 def _decode_numbers(row: dict[str, Any]) -> dict[str, Any]:

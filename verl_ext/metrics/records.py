@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from verl_ext.metrics.atomic import parse_json
 from verl_ext.metrics.lines import LineWriter, drop_torn_tail, end_with_newline, naming
 
 SAMPLES_FILE = "samples.jsonl"
@@ -46,6 +47,6 @@ class RecordsFile:
 
 def _is_complete(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(parse_json(line), dict)
     except ValueError:
         return False

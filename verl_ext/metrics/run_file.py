@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from verl_ext.errors import UserError
-from verl_ext.metrics.atomic import replace_file
+from verl_ext.metrics.atomic import parse_json, replace_file
 from verl_ext.metrics.notice import warn
 
 RUN_FILE = "run.json"
@@ -18,7 +19,20 @@ IDENTITY_KEYS = (
 )  # fmt: skip
 STATUSES = ("waiting", "running", "finished", "stopped", "failed")
 
-_ATTEMPT_KEYS = frozenset({"attempt", "start", "end"})  # those that the code reads
+_TEXT, _COUNT = (str, type(None)), (int, type(None))
+_TYPES = {
+    **dict.fromkeys(("project", "experiment", "stage", "recipe", "config_digest"), _TEXT),
+    "total_steps": _COUNT,
+    "untrained_loss": (int, float, type(None)),
+}
+_TYPES_OF_AN_ATTEMPT = {
+    **{"attempt": (int,), "start": (str,)},
+    **dict.fromkeys(("end", "exit_reason", "host"), _TEXT),
+    **dict.fromkeys(("first_step", "last_step", "world_size", "pid"), _COUNT),
+}
+_KEYS_OF_AN_ATTEMPT = frozenset({"attempt", "start", "end"})
+"""Those that the code reads without asking whether they are there."""
+_LARGEST = 2**63 - 1  # what a database can hold
 
 
 def load_run(path: Path) -> dict[str, Any]:
@@ -34,7 +48,7 @@ def load_run(path: Path) -> dict[str, Any]:
         UserError: the file cannot be read or is not a run record.
     """
     try:
-        run = json.loads(path.read_bytes())
+        run = parse_json(path.read_bytes())
     except FileNotFoundError:
         return _new_run()
     except (OSError, ValueError) as error:
@@ -48,7 +62,7 @@ def seconds_of(moment: Any) -> float | None:
     """A time of a run record in seconds since 1970; None where it has none yet, or is no time."""
     try:
         return datetime.fromisoformat(moment).timestamp()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
@@ -82,6 +96,18 @@ def _new_run() -> dict[str, Any]:
 
 
 def _is_run(run: Any) -> bool:
-    if not isinstance(run, dict) or run.get("status") not in STATUSES or not isinstance(run.get("attempts"), list):
+    """Whether the content of a `run.json` is a run record: every key has a value of its type."""
+    if not isinstance(run, dict) or run.get("status") not in STATUSES or not _has_types(run, _TYPES):
         return False
-    return all(isinstance(attempt, dict) and _ATTEMPT_KEYS <= attempt.keys() for attempt in run["attempts"])
+    attempts = run.get("attempts")
+    return isinstance(attempts, list) and all(
+        isinstance(each, dict) and _KEYS_OF_AN_ATTEMPT <= each.keys() and _has_types(each, _TYPES_OF_AN_ATTEMPT)
+        for each in attempts
+    )
+
+
+def _has_types(content: dict[str, Any], types: Mapping[str, tuple[type, ...]]) -> bool:
+    found = [(content[name], allowed) for name, allowed in types.items() if name in content]
+    return all(
+        type(value) in allowed and (type(value) is not int or abs(value) <= _LARGEST) for value, allowed in found
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.errors import UserError
+from verl_ext.metrics.atomic import parse_json
 from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
 from verl_ext.metrics.run_file import IDENTITY_KEYS, RUN_FILE, load_run, seconds_of, set_aside_if_corrupt, write_run
 
@@ -146,7 +146,7 @@ class RunRecord:
             UserError: the file cannot be written.
         """
         run = self._load()
-        former = None if self._before is None else json.loads(self._before)
+        former = None if self._before is None else parse_json(self._before)
         if former is None or former["status"] not in ("finished", "stopped") or run["status"] == "finished":
             self.end_if_running("failed", reason)
             return

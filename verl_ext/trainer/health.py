@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from verl_ext.health.own_rules import all_rules
 from verl_ext.health.replay import replay
 from verl_ext.health.rules import watched_by
 from verl_ext.health.watch import HealthWatch
+from verl_ext.metrics.atomic import parse_json
 from verl_ext.metrics.records import EVENTS_FILE
 from verl_ext.metrics.run_record import RunRecord
 
@@ -47,9 +47,9 @@ def told_before(path: Path, step: int) -> dict[str, Level]:
     found: dict[str, Level] = {}
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if row["step"] <= step:
                 found[row["name"]] = Level[row["level"].upper()]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue  # a line that a crash left torn
     return found

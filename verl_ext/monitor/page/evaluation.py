@@ -9,6 +9,7 @@ import orjson
 from nicegui import ui
 
 from verl_ext.checkpoint.layout import BEST
+from verl_ext.metrics.atomic import parse_json
 from verl_ext.monitor.options import errors_option, rates_option
 from verl_ext.monitor.page.context import PageContext
 from verl_ext.monitor.view import RunView
@@ -74,8 +75,8 @@ def evaluations(context: PageContext, view: RunView) -> dict[str, Figures]:
 def best_step(view: RunView) -> int | None:
     """Step of the chosen checkpoint; None where none is chosen."""
     try:
-        return int(json.loads((view.directory / BEST).read_text())["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(parse_json((view.directory / BEST).read_bytes())["step"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from nicegui import ui
 
-from verl_ext.checkpoint.layout import BEST, EXPORT, KEEP, Manifest, list_steps, what_is_wrong
+from verl_ext.checkpoint.layout import BEST, EXPORT, KEEP, list_steps, read_complete
 from verl_ext.checkpoint.lease import lease_holders
 from verl_ext.metrics.records import SAMPLES_FILE
 from verl_ext.monitor.page.context import PageContext
@@ -44,10 +44,10 @@ class CheckpointsPanel:
 
 def checkpoint_row(path: Path, best: int | None) -> dict[str, Any]:
     """One checkpoint."""
-    wrong = what_is_wrong(path)
-    if wrong is not None:
-        return {"Step": path.name, "Size": "", "Saved": "", "State": wrong, "Held by": ""}
-    manifest = Manifest.read(path)
+    try:
+        manifest = read_complete(path)
+    except ValueError as error:
+        return {"Step": path.name, "Size": "", "Saved": "", "State": str(error), "Held by": ""}
     held = [KEEP] if (path / KEEP).exists() else []
     held += [BEST] if manifest.step == best else []
     held += [str(each) for each in lease_holders(path)]
