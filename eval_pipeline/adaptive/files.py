@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from eval_pipeline.adaptive.text import markdown_text
 from eval_pipeline.figures.writing import write_json, write_text
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.errors import UserError
+from verl_ext.metrics.atomic import replacing
 
 DATA_FILE, TABLE_FILE, MATRICES_FILE = "adaptive.json", "adaptive.md", "adaptive.npz"
 
@@ -122,7 +122,5 @@ def write_matrices(path: Path, comparison: Comparison) -> None:
     """Write every matrix, (samples, columns), as `<method>_accuracy`, `<method>_latency_ms` and so on."""
     found = {"train": comparison.measured.train, "statics": comparison.measured.statics, **comparison.methods}
     arrays = {f"{name}_{part}": array for name, results in found.items() for part, array in vars(results).items()}
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "wb") as file:
+    with replacing(path) as temporary, open(temporary, "wb") as file:
         np.savez_compressed(file, **arrays, deciding_ms=comparison.measured.deciding)
-    os.replace(temporary, path)

@@ -50,6 +50,10 @@ def stock_of(trainer: SFTTrainer, *contents: str) -> FSDPCheckpointManager:
     )
 
 
+def no_room(*arguments: object) -> None:
+    raise UserError("there is no room")
+
+
 def test_verl_deletes_the_only_checkpoint_before_it_has_another(ours: SFTTrainer, tmp_path: Path) -> None:
     stock = stock_of(ours)
     stock.save_checkpoint(str(tmp_path / "stock/global_step_1"), global_step=1, max_ckpt_to_keep=1)
@@ -64,6 +68,10 @@ def test_verl_deletes_the_only_checkpoint_before_it_has_another(ours: SFTTrainer
         ours.save_checkpoint(2)
     assert (ours.run_dir / "global_step_1/manifest.json").exists()
     (ours.run_dir / "global_step_2.tmp").unlink()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="no room"):
+        patch.setattr("verl_ext.checkpoint.manager.create_files", no_room)  # after the directory was made
+        ours.save_checkpoint(2)
+    assert not list(ours.run_dir.glob("*.tmp*"))
     ours.save_checkpoint(2)
     ours.checkpoint_manager.wait()  # for the rotation
     assert [path.name for path in ours.run_dir.glob("global_step_*")] == ["global_step_2"]

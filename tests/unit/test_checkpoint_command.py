@@ -39,12 +39,12 @@ def test_ls_is_an_aligned_table_with_the_reasons(run_dir: Path) -> None:
     column = header.index("kept because")
     assert [line[column:] for line in lines] == [
         "not complete, so rotation leaves it alone",
-        "the next save removes it",
+        "the next start, save or prune removes it",
         "the newest",
         "rotation would remove it",
         "the best by val/loss",
         "rotation would remove it",
-        "the next save removes it",
+        "the next start, save or prune removes it",
     ]
     assert "incomplete: it has no manifest.json, so it was never completed" in lines[0]
     assert "a save that is going on or was cut short" in lines[1]
@@ -104,14 +104,37 @@ def test_prune_by_the_configuration_and_by_options(run_dir: Path) -> None:
     assert "say --yes" in checkpoint_command("prune", run_dir, code=2)
     assert kept(run_dir) == [10, 20, 30, 40]
     told = checkpoint_command("prune", run_dir, "--max-to-keep", 2, "--yes")
-    assert told.endswith(
-        "Removed: 1 of 1 checkpoints\n  left            global_step_40, global_step_30, global_step_20\n"
-    )
+    assert "1 of 1 checkpoints and 1 leftover\n" in told
+    assert told.endswith("global_step_40, global_step_30, global_step_20\n")
     assert kept(run_dir) == [20, 30, 40]
     checkpoint_command("prune", run_dir, "--keep-best", 0, "--yes")
     assert kept(run_dir) == [40]
     assert "Nothing to remove" in checkpoint_command("prune", run_dir)
-    assert (run_dir / "global_step_45.tmp").is_dir()  # perhaps a save that is going on elsewhere
+
+
+def test_prune_removes_what_interruptions_left(run_dir: Path) -> None:
+    checkpoint_command("prune", run_dir, "--yes")
+    names = ["global_step_45.tmp", "global_step_5.removing", "global_step_50.tmp.removing"]
+    for name in names:
+        (run_dir / name).mkdir()
+        (run_dir / name / "model.pt").write_bytes(bytes(1000))
+    lease, young = run_dir / "global_step_40" / "lease.host.1.json.tmp", run_dir / "best_checkpoint.json.tmp"
+    for path in (lease, young, run_dir / "notes.tmp"):
+        path.touch()
+    for path in (lease, run_dir / "notes.tmp"):
+        os.utime(path, (0, 0))
+    entries = {entry["step"] for entry in json.loads(checkpoint_command("ls", run_dir, "--json"))}
+    assert entries == {5, 20, 40, 45, 50}
+    checkpoint_command("prune", run_dir, "--step", 20, "--yes")
+    assert len(list(run_dir.glob("global_step_*"))) == 4  # --step names all that goes
+    told = checkpoint_command("prune", run_dir, "--dry-run")
+    assert all(name in told for name in names) and "This frees 2.9 KiB" in told
+    told = checkpoint_command("prune", run_dir, "--yes")
+    assert "0 of 0 checkpoints and 4 leftovers" in told
+    assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_40"]
+    assert not lease.exists()
+    assert young.exists() and (run_dir / "notes.tmp").exists()  # being written, and a user's own
+    assert "Nothing to remove" in checkpoint_command("prune", run_dir)
 
 
 def test_prune_drops_the_optimizer_of_the_best(run_dir: Path) -> None:

@@ -12,6 +12,9 @@ from verl_ext.checkpoint.retention import holds_on, read_choice
 from verl_ext.checkpoint.stock import is_stock
 from verl_ext.metrics.atomic import flush_directory, replace_file
 
+REMOVING = ".removing"
+"""What the name of a checkpoint ends with while it is removed."""
+
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the list of what belongs to the checkpoint; with it the directory is complete."""
@@ -64,7 +67,7 @@ def remove_tree(path: Path) -> None:
 
 def free_removal_name(path: Path) -> Path:
     """The name of a directory while it is removed; what an earlier removal left under it is deleted."""
-    doomed = path.with_name(f"{path.name}.removing")
+    doomed = path.with_name(f"{path.name}{REMOVING}")
     if doomed.exists():
         shutil.rmtree(doomed)
     return doomed

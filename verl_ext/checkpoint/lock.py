@@ -15,29 +15,53 @@ from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn
 
 LOCK = "run.lock"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
 def exclusive(run_dir: Path) -> Iterator[None]:
     """Hold `run.lock` of the run directory, which names the holder while there is one.
 
+    A disk that has no room for the name, or even for the file, does not prevent it: `prune` makes room there.
+
     Raises:
         UserError: another live launch holds it, or the file cannot be written.
     """
-    with _open(run_dir / LOCK) as file:
+    try:
+        opened = (run_dir / LOCK).open("a+")  # "w" would empty a live holder's file
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise _refused(run_dir / LOCK, error) from error
+        # there is no file, so no launch holds it
+        warn(f"{run_dir / LOCK} cannot be created ({error.strerror}); see that no launch begins there")
+        yield
+        return
+    with opened as file:
         if not take(file, fcntl.LOCK_EX | fcntl.LOCK_NB):
             file.seek(0)
             raise UserError(
                 f"{run_dir} is in use by {file.read().strip() or 'another launch'}; wait for it, stop it, "
                 "or give another trainer.experiment_name"
             )
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        _name_holder(file, f"process {os.getpid()} on {socket.gethostname()}\n")
         try:
             yield
         finally:
-            file.truncate(0)  # before the kernel frees it, so that the next holder's name is not lost
+            _name_holder(file, "")  # before the kernel frees it, so that the next holder's name is not lost
+
+
+def _name_holder(file: TextIO, name: str) -> None:
+    """Write who holds the lock, past the buffer of `file`; on a full disk the lock holds without a name."""
+    try:
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), name.encode())
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise _refused(Path(file.name), error) from error
+
+
+def _refused(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path} cannot be written ({error.strerror}); make its directory writable")
 
 
 def take(file: TextIO, how: int) -> bool:
@@ -54,10 +78,3 @@ def take(file: TextIO, how: int) -> bool:
             raise
         warn(f"{file.name} cannot be locked on this file system ({error.strerror}); see that nobody else writes there")
     return True
-
-
-def _open(path: Path) -> TextIO:
-    try:
-        return path.open("a+")  # "w" would empty a live holder's file
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); make its directory writable") from error

@@ -20,13 +20,14 @@ from verl_ext.checkpoint.layout import EXPORT, Manifest
 from verl_ext.checkpoint.load import load_model, load_optimizer, seed_anew
 from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.rotation import remove_leftovers
-from verl_ext.checkpoint.save import Save, temporary_of
+from verl_ext.checkpoint.save import Save, discard, temporary_of
 from verl_ext.checkpoint.shards import EXTRA, MODEL, OPTIMIZER, ShardFiles
 from verl_ext.checkpoint.space import bytes_of, require_space
 from verl_ext.checkpoint.staging import Stager
 from verl_ext.checkpoint.stock import DATA_STATE, FSDP_CONFIG
 from verl_ext.checkpoint.writing import naming
 from verl_ext.collective import gather_results, on_rank_zero
+from verl_ext.errors import UserError
 from verl_ext.native_output import quiet_native_stdout
 
 EXPECTED_BYTES_PER_S = 0.5e9
@@ -141,12 +142,16 @@ class CheckpointManager(FSDPCheckpointManager):
 
         def prepare() -> None:
             remove_leftovers(final.parent, self.warn)
-            with naming(temporary_of(final)):
-                final.parent.mkdir(parents=True, exist_ok=True)
-                require_space(final.parent, total, step)
-                (temporary_of(final) / EXPORT).mkdir(parents=True)
-            if export is not None:
-                create_files(temporary_of(final) / EXPORT, export.layout)
+            try:
+                with naming(temporary_of(final)):
+                    final.parent.mkdir(parents=True, exist_ok=True)
+                    require_space(final.parent, total, step)
+                    (temporary_of(final) / EXPORT).mkdir(parents=True)
+                if export is not None:
+                    create_files(temporary_of(final) / EXPORT, export.layout)
+            except UserError:
+                discard(temporary_of(final), self.warn)
+                raise
 
         on_rank_zero(prepare, self._group)
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import stat
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl_ext.checkpoint.commit import remove_tree
-from verl_ext.checkpoint.layout import BEST, MANIFEST, Manifest
+from verl_ext.checkpoint.commit import REMOVING, remove_tree
+from verl_ext.checkpoint.layout import BEST, MANIFEST, TRACKER, Manifest
+from verl_ext.checkpoint.lease import DEFAULT_SECONDS
 from verl_ext.checkpoint.retention import Retention, holds_on, read_choice, reasons_to_keep
-from verl_ext.metrics.atomic import replace_file
+from verl_ext.metrics.atomic import TEMPORARY, replace_file
 
 Warn = Callable[[str], None]
+ENDINGS = (TEMPORARY, REMOVING)
+REPLACED = re.compile(
+    rf"(run\.json|config\.yaml|{re.escape(BEST)}|{re.escape(TRACKER)}|{re.escape(MANIFEST)}|lease\..+\.json"
+    rf"|(training|validation)_history\.csv|wandb_run_id\.txt){re.escape(TEMPORARY)}"
+)
+"""Temporary names of the small files that are replaced in a run directory and its checkpoints."""
 OPTIMIZER = "optimizer"
 OPTIMIZER_FILES = "optim_world_size_*.pt"
 
@@ -57,11 +67,27 @@ def remove_leftovers(run_dir: Path, warn: Warn) -> None:
     """Remove what saves and removals that were cut short left; the conditions are those of `rotate`."""
     for path in find_leftovers(run_dir):
         _attempt(shutil.rmtree, path, warn)
+    for path in find_temporary_files(run_dir):
+        _attempt(Path.unlink, path, warn)
 
 
 def find_leftovers(run_dir: Path) -> list[Path]:
     """Directories of saves and removals that are going on or were cut short."""
-    return [path for ending in ("tmp", "removing") for path in sorted(run_dir.glob(f"global_step_*.{ending}"))]
+    return [path for ending in ENDINGS for path in sorted(run_dir.glob(f"global_step_*{ending}"))]
+
+
+def find_temporary_files(run_dir: Path) -> list[Path]:
+    """Files that a process was killed over before they had their names; those of a live process are younger."""
+    found = [*sorted(run_dir.glob(f"*{TEMPORARY}")), *sorted(run_dir.glob(f"global_step_*/*{TEMPORARY}"))]
+    return [path for path in found if REPLACED.fullmatch(path.name) and _is_old_file(path)]
+
+
+def _is_old_file(path: Path) -> bool:
+    try:
+        state = path.lstat()
+    except OSError:  # it has its name by now
+        return False
+    return stat.S_ISREG(state.st_mode) and state.st_mtime < time.time() - DEFAULT_SECONDS
 
 
 def plan_rotation(run_dir: Path, retention: Retention, step: int) -> Plan:
@@ -79,9 +105,10 @@ def carry_out(plan: Plan, warn: Warn) -> list[Path]:
     Returns:
         The checkpoints that were removed, the oldest first.
     """
-    for path in plan.strip:
+    removed = [path for path in plan.remove if _is_free(path, warn) and _attempt(remove_tree, path, warn)]
+    for path in plan.strip:  # last, as it writes a manifest, for which a full disk has room only now
         _attempt(drop_optimizer, path, warn)
-    return [path for path in plan.remove if _is_free(path, warn) and _attempt(remove_tree, path, warn)]
+    return removed
 
 
 def drop_optimizer(checkpoint: Path) -> None:

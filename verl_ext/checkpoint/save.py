@@ -21,6 +21,7 @@ from verl_ext.checkpoint.space import warn_if_next_will_not_fit
 from verl_ext.checkpoint.writing import Entry, FileWriter, flush_and_digest, naming
 from verl_ext.collective import gather_results, on_rank_zero
 from verl_ext.errors import UserError
+from verl_ext.metrics.atomic import TEMPORARY
 
 
 @dataclass
@@ -69,7 +70,7 @@ class Save:
             written = gather_results(self.write_own_files, self.group)
             on_rank_zero(lambda: self.commit(written), self.group)
         except UserError:
-            on_rank_zero(self.clean_up, self.group)
+            on_rank_zero(lambda: discard(self.temporary, self.warn), self.group)
             raise
         return time.perf_counter() - start
 
@@ -117,15 +118,16 @@ class Save:
         except (OSError, ValueError) as error:  # the checkpoint is safe; what is left over is removed next time
             self.warn(f"superfluous checkpoints of {run_dir} could not be removed ({error}); they stay on the disk")
 
-    def clean_up(self) -> None:
-        """Give the space of an unfinished checkpoint back, so that what comes next has room."""
-        if self.temporary.exists():
-            try:
-                remove_tree(self.temporary)
-            except OSError as error:
-                self.warn(f"{self.temporary} could not be removed ({error.strerror}); it is no checkpoint, delete it")
-
 
 def temporary_of(final: Path) -> Path:
     """Where a checkpoint is written before it has its name."""
-    return final.with_name(f"{final.name}.tmp")
+    return final.with_name(f"{final.name}{TEMPORARY}")
+
+
+def discard(temporary: Path, warn: Callable[[str], None]) -> None:
+    """Give the space of an unfinished checkpoint back, so that what comes next has room."""
+    if temporary.is_dir():
+        try:
+            remove_tree(temporary)
+        except OSError as error:
+            warn(f"{temporary} could not be removed ({error.strerror}); it is no checkpoint, delete it")

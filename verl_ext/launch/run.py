@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from verl_ext.checkpoint.layout import read_tracker, what_is_wrong
 from verl_ext.checkpoint.lock import exclusive
+from verl_ext.checkpoint.rotation import find_leftovers, remove_leftovers
 from verl_ext.config.digest import NOT_IDENTITY, config_digest
 from verl_ext.config.inputs import untrained_loss
 from verl_ext.config.overrides import flatten
@@ -29,6 +30,7 @@ from verl_ext.launch.restarts import FIRST_PAUSE_S, going_on, last_save, run_wit
 from verl_ext.launch.stop import StopRequest, StopSignals
 from verl_ext.launch.summary import print_summary
 from verl_ext.launch.watcher import watching
+from verl_ext.metrics.notice import warn
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.summary import typed_path
 from verl_ext.tell import tell
@@ -68,6 +70,8 @@ def run_to_the_end(
     leads = int(os.environ.get("NODE_RANK", "0")) == 0
     with signals.raising():
         if is_finished(config, record):
+            if leads:
+                tidy_finished_run(run_dir)
             tell_that_it_is_finished(config)
             with watching(config, leads, signals) as watcher:
                 return watcher.finish(signals)
@@ -75,12 +79,22 @@ def run_to_the_end(
         checkpoint_that_suits(config)
         make_run_directory(run_dir)
     with exclusive(run_dir) if leads else nullcontext():
+        if leads:
+            with signals.raising():
+                remove_leftovers(run_dir, warn)  # first: on a full disk it makes the room for what is written next
         launch = Launch(config, signals, record if leads else None, module)
-        tell_that_it_starts(config)
         launch.mark_waiting()  # before the watcher looks: the record may still say that a shorter run is finished
+        tell_that_it_starts(config)
         with launch.refusing(), holding_model(config), watching(config, leads, signals) as watcher:
             code = report(launch.run(restarts, first_pause_s), config, launch.record)
             return watcher.finish(signals) if code == 0 else code
+
+
+def tidy_finished_run(run_dir: Path) -> None:
+    """Remove what an interruption left, as a kill during the last rotation does, unless another launch is at it."""
+    if find_leftovers(run_dir):
+        with suppress(UserError), exclusive(run_dir):
+            remove_leftovers(run_dir, warn)
 
 
 class Launch:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+TEMPORARY = ".tmp"
+"""What the name of a file or directory ends with until it is complete."""
 LATEST = 1e11
 """Of a time in seconds since 1970: the year 5138. What is later is damage, and no date can be made of it."""
 
@@ -23,18 +25,28 @@ def replace_file(path: Path, lines: Iterable[str]) -> None:
     Raises:
         OSError: the directory is missing, not writable, or full; `path` then keeps its old content.
     """
-    temporary = path.with_name(f"{path.name}.tmp")
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    flush_directory(path.parent)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """The name under which to write a file's new content, which is renamed over the file at the end of the block.
+
+    Raises:
+        OSError: it cannot be renamed. After any failure nothing is left of the new content.
+    """
+    temporary = path.with_name(f"{path.name}{TEMPORARY}")
     try:
-        with open(temporary, "w", encoding="utf-8", newline="") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):  # the first failure is the one to report
             temporary.unlink()
         raise
-    flush_directory(path.parent)
 
 
 def flush_directory(directory: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from verl_ext.checkpoint.shards import whole
 from verl_ext.checkpoint.writing import FileWriter, naming
 from verl_ext.controller.checkpoints import STATE
+from verl_ext.metrics.atomic import replacing
 
 BEST_MODEL = "best_model.pt"
 
@@ -28,11 +28,8 @@ def write_controllers(paths: Sequence[Path], weights: Mapping[str, torch.Tensor]
         UserError: the disk refuses it.
     """
     for path in paths:
-        temporary = path.with_name(f"{path.name}.tmp")
-        with FileWriter() as writer:
+        with naming(path), replacing(path) as temporary, FileWriter() as writer:
             writer.write_object(temporary, {STATE: dict(weights), **about})
-        with naming(path):
-            os.replace(temporary, path)
 
 
 def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eval_pipeline.judge.verdict import ErrorType
+from verl_ext.metrics.atomic import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,7 +101,6 @@ def write_figure(figure: Figure, path: Path) -> Path:
     Raises:
         OSError: the disk is full or the directory not writable.
     """
-    temporary = path.with_name(f"{path.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=_DPI)
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=_DPI)
     return path

@@ -16,7 +16,15 @@ from verl_ext.checkpoint.command.survey import current_step, size_on_disk
 from verl_ext.checkpoint.command.text import human_bytes
 from verl_ext.checkpoint.layout import list_steps
 from verl_ext.checkpoint.lock import exclusive
-from verl_ext.checkpoint.rotation import OPTIMIZER_FILES, Plan, carry_out, plan_rotation
+from verl_ext.checkpoint.rotation import (
+    OPTIMIZER_FILES,
+    Plan,
+    carry_out,
+    find_leftovers,
+    find_temporary_files,
+    plan_rotation,
+    remove_leftovers,
+)
 from verl_ext.command_line import FAILURES, Commands
 from verl_ext.errors import UserError
 from verl_ext.metrics.notice import warn
@@ -25,7 +33,8 @@ from verl_ext.tell import tell
 
 TEXT = (
     "Remove checkpoints of a run that is not training. Without --step, those that rotation by the run's config.yaml "
-    "does not keep. Says first what goes and how much space that frees, and asks."
+    "does not keep, and what interrupted saves and removals left. Says first what goes and how much space that frees, "
+    "and asks."
 )
 EXIT_CODES = {"0": "done", "1": "something that was to go is still there", **FAILURES}
 
@@ -47,16 +56,18 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir = require_run_dir(arguments.run_dir)
     with nullcontext() if arguments.dry_run else exclusive(run_dir):
         plan = _plan(run_dir, arguments)
-        if not plan.remove and not plan.strip:
+        # this command holds the lock, so they are of nothing that goes on
+        leftovers = [*find_leftovers(run_dir), *find_temporary_files(run_dir)] if arguments.step is None else []
+        if not plan.remove and not plan.strip and not leftovers:
             tell("Nothing to remove; `ls` says what keeps each checkpoint.")
             return 0
-        tell(_describe(plan))
+        tell(_describe(plan, leftovers, run_dir))
         if arguments.dry_run:
             return 0
         if not arguments.yes and not _confirmed():
             tell("Nothing was removed.")
             return 1
-        return _remove(plan, run_dir)
+        return _remove(plan, leftovers, run_dir)
 
 
 def _plan(run_dir: Path, arguments: argparse.Namespace) -> Plan:
@@ -71,8 +82,9 @@ def _plan(run_dir: Path, arguments: argparse.Namespace) -> Plan:
     return Plan({}, remove=chosen, strip=[])
 
 
-def _describe(plan: Plan) -> str:
-    sizes = {path.name: size_on_disk(path) for path in plan.remove}
+def _describe(plan: Plan, leftovers: list[Path], run_dir: Path) -> str:
+    sizes = {f"{path.relative_to(run_dir)}, left by an interruption": size_on_disk(path) for path in leftovers}
+    sizes |= {path.name: size_on_disk(path) for path in plan.remove}
     for path in plan.strip:
         sizes[f"{path.name}, its optimizer alone"] = sum(file.stat().st_size for file in path.glob(OPTIMIZER_FILES))
     lines = [f"  {name}: {human_bytes(size)}" for name, size in sizes.items()]
@@ -86,11 +98,14 @@ def _confirmed() -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _remove(plan: Plan, run_dir: Path) -> int:
+def _remove(plan: Plan, leftovers: list[Path], run_dir: Path) -> int:
     problems: list[str] = []
+    if leftovers:
+        remove_leftovers(run_dir, problems.append)
     removed = carry_out(plan, problems.append)
     for problem in problems:
         warn(problem)
     left = ", ".join(path.name for path in list_steps(run_dir))
-    tell_summary(f"Removed: {len(removed)} of {len(plan.remove)} checkpoints", {"left": left or "none"})
+    also = f" and {len(leftovers)} leftover{'s' * (len(leftovers) > 1)}" if leftovers else ""
+    tell_summary(f"Removed: {len(removed)} of {len(plan.remove)} checkpoints{also}", {"left": left or "none"})
     return 1 if problems else 0

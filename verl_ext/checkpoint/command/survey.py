@@ -11,6 +11,7 @@ from verl_ext.checkpoint.layout import Manifest, list_steps, step_of, what_is_wr
 from verl_ext.checkpoint.retention import Retention
 from verl_ext.checkpoint.rotation import Plan, find_leftovers, plan_rotation
 from verl_ext.checkpoint.stock import is_stock
+from verl_ext.metrics.atomic import TEMPORARY
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Entry:
         """What rotation does with it and why, in words."""
         stripped = ["rotation would drop its optimizer"] if self.loses_optimizer else []
         if self.goes_next and self.manifest is None:
-            return "the next save removes it"
+            return "the next start, save or prune removes it"
         return "rotation would remove it" if self.goes_next else "; ".join(self.kept_because + stripped)
 
 
@@ -71,8 +72,8 @@ def current_step(run_dir: Path) -> int:
 
 
 def size_on_disk(directory: Path) -> int:
-    """Bytes of all files below a directory; those that vanish meanwhile do not count."""
-    total = 0
+    """Bytes of a file, or of all files below a directory; those that vanish meanwhile do not count."""
+    total = directory.lstat().st_size if directory.is_file() else 0
     for folder, _, names in os.walk(directory):
         for name in names:
             try:
@@ -92,6 +93,6 @@ def _checkpoint(path: Path, plan: Plan) -> Entry:
 
 
 def _leftover(path: Path) -> Entry:
-    what = "save" if path.suffix == ".tmp" else "removal"
+    what = "save" if path.suffix == TEMPORARY else "removal"
     problem = f"a {what} that is going on or was cut short"
-    return Entry(path, step_of(path.with_suffix("")) or 0, size_on_disk(path), problem, None, [], True)
+    return Entry(path, step_of(Path(path.name.partition(".")[0])) or 0, size_on_disk(path), problem, None, [], True)

@@ -1,0 +1,148 @@
+"""A run directory on a disk with 0 bytes free: what still works there, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.checkpoints import checkpoint_command, kept, save
+from tests.helpers.faults import fill, small_disk
+from verl_ext.checkpoint.layout import Manifest
+from verl_ext.checkpoint.lock import LOCK, exclusive
+from verl_ext.checkpoint.rotation import find_leftovers
+from verl_ext.errors import UserError
+from verl_ext.launch.arguments import parse_arguments
+from verl_ext.launch.configure import configure
+from verl_ext.launch.run import Launch, run_to_the_end, tidy_finished_run
+from verl_ext.launch.stop import StopSignals
+from verl_ext.metrics.atomic import replace_file, replacing
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk") as disk:
+        yield disk
+
+
+@pytest.fixture
+def run_dir(disk: Path) -> Path:
+    """Steps 10 to 40 on a full disk; 20 is the best, and kept as that alone."""
+    run_dir = disk / "run"
+    for step, loss in ((10, 2.0), (20, 1.5), (30, 3.0), (40, 2.5)):
+        save(run_dir, step, val=loss)
+    checkpoint = "{keep_best: 1, drop_optimizer_of_best: true}"
+    (run_dir / "config.yaml").write_text(f"trainer: {{max_ckpt_to_keep: 1, checkpoint: {checkpoint}}}\n")
+    fill(disk)
+    return run_dir
+
+
+def free_bytes(disk: Path) -> int:
+    found = os.statvfs(disk)
+    return found.f_bavail * found.f_frsize
+
+
+def test_a_full_disk_does_not_prevent_a_lock(run_dir: Path) -> None:
+    assert free_bytes(run_dir) == 0
+    with exclusive(run_dir):
+        assert (run_dir / LOCK).read_text() == ""
+        with pytest.raises(UserError, match="in use by another launch"):
+            with exclusive(run_dir):
+                pass
+
+
+def test_a_disk_without_room_for_a_file_does_not_prevent_a_removal(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened = Path.open
+
+    def refuse(path: Path, *options: str) -> object:
+        if path.name == LOCK:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded", str(path))
+        return opened(path, *options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with exclusive(run_dir):
+        assert not (run_dir / LOCK).exists()
+    assert "Disk quota exceeded" in capsys.readouterr().err
+
+
+def test_prune_makes_room_on_a_full_disk(run_dir: Path) -> None:
+    unfinished = run_dir / "global_step_50.tmp"
+    unfinished.mkdir()
+    (run_dir.parent / "filler").rename(unfinished / "model.pt")
+    assert free_bytes(run_dir) == 0
+    told = checkpoint_command("prune", run_dir, "--yes")
+    assert all(name in told for name in ("global_step_10", "global_step_30", "global_step_50.tmp"))
+    assert kept(run_dir) == [20, 40]
+    assert Manifest.read(run_dir / "global_step_20").dropped == ("optimizer",)  # written into the room that was made
+    assert find_leftovers(run_dir) == [] and free_bytes(run_dir) > 1 << 20
+
+
+def test_prune_of_steps_makes_room_on_a_full_disk(run_dir: Path) -> None:
+    checkpoint_command("prune", run_dir, "--step", 10, 30, "--yes")
+    assert kept(run_dir) == [20, 40]
+
+
+def test_a_file_that_cannot_be_replaced_stays_and_leaves_nothing_behind(run_dir: Path) -> None:
+    before = sorted(run_dir.rglob("*"))
+    config = (run_dir / "config.yaml").read_text()
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(run_dir / "config.yaml", ["x" * 10_000])
+    with pytest.raises(OSError, match="No space left"), replacing(run_dir / "figure.png") as temporary:
+        temporary.write_bytes(bytes(10_000))
+    assert sorted(run_dir.rglob("*")) == before
+    assert (run_dir / "config.yaml").read_text() == config
+
+
+@pytest.fixture
+def launch(quickstart: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Launches an SFT run up to its ranks."""
+
+    def reached(self: Launch, restarts: int, first_pause_s: float) -> None:
+        raise UserError("the ranks would start")
+
+    monkeypatch.setattr(Launch, "run", reached)
+    files = [f"data.train_files={quickstart}/train.parquet", f"data.val_files={quickstart}/val.parquet"]
+    model = f"model.partial_pretrain={quickstart}/model"
+    config = configure(
+        parse_arguments(["sft", "2", "prepare=[]", f"trainer.default_local_dir={disk}/run", model, *files])
+    )
+
+    def start() -> None:
+        run_to_the_end(config, StopSignals())
+
+    return start
+
+
+def test_a_launch_on_a_full_disk_names_the_file_that_has_no_room(launch: Callable[[], None], disk: Path) -> None:
+    fill(disk)
+    with pytest.raises(UserError, match=r"run\.json \(No space left on device\)"):
+        launch()
+    assert [path.name for path in (disk / "run").iterdir()] == [LOCK]
+
+
+def test_a_launch_on_a_disk_that_leftovers_fill_makes_room_first(launch: Callable[[], None], disk: Path) -> None:
+    leftover = disk / "run" / "global_step_4.tmp.removing"
+    leftover.mkdir(parents=True)
+    fill(leftover)
+    assert free_bytes(disk) == 0
+    with pytest.raises(UserError, match="the ranks would start"):
+        launch()
+    assert sorted(path.name for path in (disk / "run").iterdir()) == ["run.json", LOCK]
+
+
+def test_leftovers_of_a_finished_run_are_removed_unless_another_launch_is_at_work(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    tidy_finished_run(tmp_path)
+    assert not (tmp_path / LOCK).exists()
+    leftover = tmp_path / "global_step_0.removing"
+    leftover.mkdir()
+    with exclusive(tmp_path):
+        tidy_finished_run(tmp_path)
+    assert leftover.exists()
+    tidy_finished_run(tmp_path)
+    assert not leftover.exists() and kept(tmp_path) == [1]
