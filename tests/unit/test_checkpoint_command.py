@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import NAMES, checkpoint_command, kept, save
+from verl_ext.checkpoint.commit import remove_tree
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.checkpoint.lease import leased
 from verl_ext.checkpoint.lock import exclusive
@@ -229,3 +230,30 @@ def test_no_command_imports_torch(run_dir: Path, words: list[str]) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("words", [["ls"], ["ls", "--json"], ["verify"], ["prune", "--dry-run"], ["prune", "--yes"]])
+def test_a_rotation_in_the_middle_of_a_command_is_no_error(
+    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, victim = Manifest.read, run_dir / "global_step_10"
+    calls = 0
+
+    def read_while_rotating(directory: Path) -> Manifest:
+        nonlocal calls
+        calls += directory == victim
+        if calls == rotates_at and victim.exists():
+            remove_tree(victim)
+        return read(directory)
+
+    monkeypatch.setattr(Manifest, "read", staticmethod(read_while_rotating))
+    command, *options = words
+    for rotates_at in range(1, 10):
+        calls = 0
+        told = checkpoint_command(command, run_dir, *options)
+        assert "Verified: 4 of 4" in told or command != "verify" or not victim.exists()
+        if victim.exists() or calls < rotates_at:
+            break
+        save(run_dir, 10, val=2.0)
+        (run_dir / "latest_checkpointed_iteration.txt").write_text("40")
+    assert rotates_at > 1

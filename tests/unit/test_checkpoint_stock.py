@@ -191,3 +191,13 @@ def test_a_renamed_one_is_refused_by_its_name(tmp_path: Path) -> None:
     renamed = save_as_verl(tmp_path, 20).rename(tmp_path / "latest")
     with pytest.raises(UserError, match="global_step_N"):
         find_checkpoint(tmp_path / "run", "auto", str(renamed), pytest.fail)
+
+
+@pytest.mark.parametrize(("offset", "value"), [(10, 99), (8, 1), (42, 255)], ids=["compression", "encryption", "place"])
+def test_a_damaged_table_of_contents_is_damage(offset: int, value: int, tmp_path: Path) -> None:
+    save_as_verl(tmp_path, 20)
+    path = tmp_path / "global_step_20" / "model_world_size_2_rank_0.pt"
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\x01\x02") + offset] = value
+    path.write_bytes(content)
+    assert f"{path.name} is damaged" in checkpoint_command("verify", tmp_path, code=1)

@@ -10,6 +10,7 @@ from verl_ext.checkpoint.layout import (
     TRACKER,
     Manifest,
     list_steps,
+    read_complete,
     read_tracker,
     step_of,
     what_is_wrong,
@@ -50,7 +51,13 @@ def find_checkpoint(
         return None
 
     def why_not(path: Path) -> str | None:
-        return damaged.get(path) or what_is_wrong(path) or (optimizer_is_missing(path) if with_optimizer else None)
+        if path in damaged:
+            return damaged[path]
+        try:
+            manifest = read_complete(path)
+        except ValueError as error:
+            return str(error)
+        return optimizer_is_missing(path, manifest) if with_optimizer else None
 
     if resume_from_path is not None:
         path = Path(resume_from_path)
@@ -62,9 +69,9 @@ def find_checkpoint(
     return newest_complete(run_dir, warn, why_not)
 
 
-def optimizer_is_missing(path: Path) -> str | None:
+def optimizer_is_missing(path: Path, manifest: Manifest) -> str | None:
     """Why a complete checkpoint lacks its optimizer, None when it has it."""
-    if "optimizer" not in Manifest.read(path).dropped:
+    if "optimizer" not in manifest.dropped:
         return None
     if is_stock(path):
         return (

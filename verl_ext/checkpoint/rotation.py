@@ -131,7 +131,10 @@ def drop_optimizer(checkpoint: Path) -> None:
 
 
 def _has_optimizer_to_drop(checkpoint: Path, is_only_best: bool) -> bool:
-    cut_short = OPTIMIZER in Manifest.read(checkpoint).dropped
+    try:
+        cut_short = OPTIMIZER in Manifest.read(checkpoint).dropped
+    except ValueError:  # removed meanwhile
+        return False
     return (is_only_best or cut_short) and any(checkpoint.glob(OPTIMIZER_FILES))
 
 

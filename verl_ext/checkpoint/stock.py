@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import zipfile
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,8 +81,10 @@ def what_is_wrong_inside(archive: Path, progress: Callable[[int], None]) -> str 
                 with file.open(entry) as record:
                     while piece := record.read(CHUNK_BYTES):
                         progress(len(piece))
-    except zipfile.BadZipFile as error:
-        return f"is damaged ({error})"
+    except FileNotFoundError:
+        return "is missing"
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError) as error:
+        return f"is damaged ({error})"  # a flipped bit may also claim a compression or an encryption
     return None
 
 

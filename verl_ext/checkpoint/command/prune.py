@@ -86,7 +86,7 @@ def _describe(plan: Plan, leftovers: list[Path], run_dir: Path) -> str:
     sizes = {f"{path.relative_to(run_dir)}, left by an interruption": size_on_disk(path) for path in leftovers}
     sizes |= {path.name: size_on_disk(path) for path in plan.remove}
     for path in plan.strip:
-        sizes[f"{path.name}, its optimizer alone"] = sum(file.stat().st_size for file in path.glob(OPTIMIZER_FILES))
+        sizes[f"{path.name}, its optimizer alone"] = sum(map(size_on_disk, path.glob(OPTIMIZER_FILES)))
     lines = [f"  {name}: {human_bytes(size)}" for name, size in sizes.items()]
     return "\n".join(["To be removed:", *lines, f"This frees {human_bytes(sum(sizes.values()))}."])
 

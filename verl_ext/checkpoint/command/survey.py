@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_ext.checkpoint.command.run_directory import newest_resumable
-from verl_ext.checkpoint.layout import Manifest, list_steps, step_of, what_is_wrong
+from verl_ext.checkpoint.layout import Manifest, list_steps, read_complete, step_of
 from verl_ext.checkpoint.retention import Retention
 from verl_ext.checkpoint.rotation import Plan, find_leftovers, plan_rotation
 from verl_ext.checkpoint.stock import is_stock
@@ -60,7 +60,8 @@ class Entry:
 def survey(run_dir: Path, retention: Retention) -> list[Entry]:
     """All entries of a run, the highest step first."""
     plan = plan_rotation(run_dir, retention, current_step(run_dir))
-    checkpoints = [_checkpoint(path, plan) for path in list_steps(run_dir)]
+    found = [_checkpoint(path, plan) for path in list_steps(run_dir)]
+    checkpoints = [entry for entry in found if entry is not None]
     leftovers = [_leftover(path) for path in find_leftovers(run_dir)]
     return sorted(checkpoints + leftovers, key=lambda entry: -entry.step)
 
@@ -83,13 +84,18 @@ def size_on_disk(directory: Path) -> int:
     return total
 
 
-def _checkpoint(path: Path, plan: Plan) -> Entry:
-    step, num_bytes, problem, stock = step_of(path) or 0, size_on_disk(path), what_is_wrong(path), is_stock(path)
-    if problem is not None:
+def _checkpoint(path: Path, plan: Plan) -> Entry | None:
+    """One checkpoint; None for one that a training has removed meanwhile."""
+    step, num_bytes, stock = step_of(path) or 0, size_on_disk(path), is_stock(path)
+    try:
+        manifest = read_complete(path)
+    except ValueError as error:
+        if not path.exists():
+            return None
         why = ["not complete, so rotation leaves it alone"]
-        return Entry(path, step, num_bytes, problem, None, why, goes_next=False, is_stock=stock)
+        return Entry(path, step, num_bytes, str(error), None, why, goes_next=False, is_stock=stock)
     reasons, goes_next = plan.reasons.get(path, []), path in plan.remove
-    return Entry(path, step, num_bytes, None, Manifest.read(path), reasons, goes_next, path in plan.strip, stock)
+    return Entry(path, step, num_bytes, None, manifest, reasons, goes_next, path in plan.strip, stock)
 
 
 def _leftover(path: Path) -> Entry:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from verl_ext.argument_types import WholeNumber
 from verl_ext.checkpoint.command.run_directory import add_run_command, require_run_dir, require_steps
 from verl_ext.checkpoint.command.text import human_bytes
-from verl_ext.checkpoint.layout import Manifest, list_steps, what_is_wrong
+from verl_ext.checkpoint.layout import Manifest, list_steps, read_all_complete, what_is_wrong
 from verl_ext.checkpoint.stock import is_stock
 from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.command_line import FAILURES, Commands
@@ -41,30 +41,32 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoints = require_steps(run_dir, arguments.step) if arguments.step else list_steps(run_dir)
     if not checkpoints:
         raise UserError(f"{run_dir} holds only what saves and removals left behind; there is nothing to verify")
-    num_bytes = sum(Manifest.read(path).num_bytes for path in checkpoints if what_is_wrong(path) is None)
+    complete = read_all_complete(run_dir)
+    num_bytes = sum(complete[path].num_bytes for path in checkpoints if path in complete)
     num_read, num_sound = len(checkpoints), 0
     with progress_bar(total=num_bytes, desc="reading", unit="B") as bar:
         for path in checkpoints:
-            problems = find_problems(path, bar.update)
+            manifest, problems = examine(path, bar.update)
             if problems and not path.exists():  # a training that goes on has rotated
                 _tell_above(bar, f"{path.name}: removed while it was read")
                 num_read -= 1
                 continue
             num_sound += not problems
-            lines = [f"{path.name}: {_verdict(path, problems)}", *(f"  {line}" for line in problems)]
+            lines = [f"{path.name}: {_verdict(path, manifest, problems)}", *(f"  {line}" for line in problems)]
             _tell_above(bar, "\n".join(lines))
     tell_summary(f"Verified: {num_sound} of {num_read} checkpoints are whole")
     return 0 if num_sound == num_read else 1
 
 
-def find_problems(checkpoint: Path, progress: Callable[[int], None]) -> list[str]:
-    """What is wrong with a checkpoint, a line for each damaged file; empty when it is sound."""
+def examine(checkpoint: Path, progress: Callable[[int], None]) -> tuple[Manifest | None, list[str]]:
+    """The manifest of a checkpoint and what is wrong with it, a line for each damaged file; none when it is sound."""
     try:
+        manifest = Manifest.read(checkpoint)
         damaged = damaged_files(checkpoint, progress=progress)
     except ValueError as error:
-        return [str(error)]
+        return None, [str(error)]
     problem = what_is_wrong(checkpoint)  # what digests do not show: the manifest of another step
-    return [f"{name} {what}" for name, what in damaged.items()] or ([problem] if problem else [])
+    return manifest, [f"{name} {what}" for name, what in damaged.items()] or ([problem] if problem else [])
 
 
 def _tell_above(bar: tqdm[Any], text: str) -> None:
@@ -72,9 +74,8 @@ def _tell_above(bar: tqdm[Any], text: str) -> None:
         tell(text)
 
 
-def _verdict(checkpoint: Path, problems: list[str]) -> str:
-    if problems:
+def _verdict(checkpoint: Path, manifest: Manifest | None, problems: list[str]) -> str:
+    if problems or manifest is None:
         return "damaged or incomplete"
-    manifest = Manifest.read(checkpoint)
     whole = "verl keeps no digests, but every checksum is right" if is_stock(checkpoint) else "every digest is right"
     return f"complete, {len(manifest.files)} files, {human_bytes(manifest.num_bytes)}, {whole}"
