@@ -35,6 +35,7 @@ class Manifest:
         metrics: figures of this step, by metric name.
         dropped: what was removed on purpose after the save; "optimizer" or nothing.
         time: seconds since 1970 of the save.
+        optimizer: whose state the shards hold, such as torch.optim.AdamW; empty where that is not known.
     """
 
     step: int
@@ -44,6 +45,7 @@ class Manifest:
     metrics: dict[str, float] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     time: float = 0.0
+    optimizer: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -104,6 +106,7 @@ def manifest_of(content: dict[str, Any]) -> Manifest:
         metrics={name: float(value) for name, value in metrics.items()},
         dropped=tuple(dropped),
         time=float(time),
+        optimizer=str(content.get("optimizer", "")),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, set_seed
 
+from verl_ext.checkpoint.resume import another_optimizer
 from verl_ext.checkpoint.shards import MODEL, OPTIMIZER, SavedTensor, ShardFiles, local_part, rows_of
 from verl_ext.checkpoint.stock import is_stock
 from verl_ext.checkpoint.stock_optimizer import Entries, FlatTensor, stock_entries, whole_tensors
@@ -70,9 +72,23 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, che
         index: {name: own_state(saved, parameters[index]) for name, saved in entry.items()}
         for index, entry in saved_entries(model, optimizer, parameters, files).items()
     }
-    own_groups = optimizer.state_dict()["param_groups"]
-    groups = [{**saved, "params": own["params"]} for saved, own in zip(files.content(0)["param_groups"], own_groups)]
+    own_groups, saved_groups = optimizer.state_dict()["param_groups"], files.content(0)["param_groups"]
+    require_same_hyperparameters(saved_groups[0].keys(), own_groups[0].keys(), checkpoint)
+    groups = [{**saved, "params": own["params"]} for saved, own in zip(saved_groups, own_groups)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def require_same_hyperparameters(saved: Set[str], own: Set[str], checkpoint: Path) -> None:
+    """Refuse another optimizer's state where nothing names the optimizer, as in checkpoints of verl.
+
+    Another version of the same optimizer may have lost hyperparameters or have new ones, but not both.
+
+    Raises:
+        UserError: it is another one's.
+    """
+    if saved - own and own - saved:
+        names = f"with {', '.join(sorted(saved - own))}, and this run's has {', '.join(sorted(own - saved))} instead"
+        raise another_optimizer(checkpoint, names)
 
 
 def saved_entries(

@@ -89,7 +89,13 @@ class CheckpointManager(FSDPCheckpointManager):
             final=final,
             rank=self.rank,
             manifest=Manifest(
-                global_step, self.world_size, self.options.config_digest, {}, dict(self.step_metrics), time=time.time()
+                global_step,
+                self.world_size,
+                self.options.config_digest,
+                {},
+                dict(self.step_metrics),
+                time=time.time(),
+                optimizer=self.options.optimizer if self.should_save_optimizer else "",
             ),
             state=self._stager.stage(state) if self.options.in_background else state,
             export=export,

@@ -26,6 +26,7 @@ class SaveOptions:
         config_digest: goes into the manifest.
         seed: `trainer.seed`.
         timeout: how long one rank may take longer than another to write.
+        optimizer: goes into the manifest; see `optimizer_name`.
     """
 
     export_dtype: torch.dtype
@@ -37,10 +38,16 @@ class SaveOptions:
     config_digest: str
     seed: int
     timeout: timedelta
+    optimizer: str = ""
 
     @staticmethod
     def of(
-        trainer: DictConfig, precision: torch.dtype, last_step: int, config_digest: str, timeout: timedelta
+        trainer: DictConfig,
+        precision: torch.dtype,
+        last_step: int,
+        config_digest: str,
+        timeout: timedelta,
+        optimizer: str = "",
     ) -> SaveOptions:
         """From the `trainer` section of a configuration, and what the forward pass computes in."""
         checkpoint = trainer.checkpoint
@@ -55,6 +62,7 @@ class SaveOptions:
             config_digest=config_digest,
             seed=trainer.seed,
             timeout=timeout,
+            optimizer=optimizer,
         )
 
     def exports_at(self, step: int) -> bool:

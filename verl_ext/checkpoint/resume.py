@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from verl_ext.checkpoint.layout import (
     TRACKER,
@@ -78,6 +79,34 @@ def optimizer_is_missing(path: Path, manifest: Manifest) -> str | None:
             "verl saved it without the optimizer; leave it out of trainer.checkpoint.load_contents to begin a new one"
         )
     return "its optimizer shards were dropped when it was kept as best (trainer.checkpoint.drop_optimizer_of_best)"
+
+
+def optimizer_name(optim: Any) -> str:
+    """The class of the optimizer that the section `optim` of a configuration names."""
+    return f"{optim.optimizer_impl}.{optim.optimizer}"
+
+
+def require_same_optimizer(checkpoint: Path, optimizer: str) -> None:
+    """Refuse to load the state of one optimizer into another.
+
+    Args:
+        checkpoint: a complete `global_step_N`; of an older one, which does not name its optimizer, the shards tell.
+        optimizer: this run's, see `optimizer_name`.
+
+    Raises:
+        UserError: it was another.
+    """
+    saved = Manifest.read(checkpoint).optimizer
+    if saved and saved != optimizer:
+        raise another_optimizer(checkpoint, f"of {saved}, and this run has {optimizer}")
+
+
+def another_optimizer(checkpoint: Path, how: str) -> UserError:
+    """Why the state of an optimizer cannot be loaded, and how to continue."""
+    return UserError(
+        f"{checkpoint} holds the optimizer state {how}; restore the optim section of the configuration, or continue "
+        "from the weights alone, with a new optimizer and schedule, by trainer.checkpoint.load_contents=[model]"
+    )
 
 
 def newest_complete(run_dir: Path, warn: Warn, why_not: Callable[[Path], str | None]) -> Path | None:

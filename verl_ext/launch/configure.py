@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl_ext.checkpoint.layout import TRACKER
-from verl_ext.checkpoint.resume import find_checkpoint
+from verl_ext.checkpoint.resume import find_checkpoint, optimizer_name, require_same_optimizer
 from verl_ext.checkpoint.retention import Retention
 from verl_ext.config.checks import check_batch, check_values
 from verl_ext.config.compose import STAGES
@@ -212,16 +212,20 @@ def checkpoint_that_suits(config: DictConfig) -> Path | None:
     """The checkpoint that the ranks will resume; warnings are left to them, who look again.
 
     Raises:
-        UserError: see `find_checkpoint`.
+        UserError: see `find_checkpoint` and `require_same_optimizer`.
     """
     trainer = config.trainer
-    return find_checkpoint(
+    with_optimizer = "optimizer" in trainer.checkpoint.load_contents
+    found = find_checkpoint(
         Path(trainer.default_local_dir),
         trainer.resume_mode,
         trainer.resume_from_path,
         warn=lambda sentence: None,
-        with_optimizer="optimizer" in trainer.checkpoint.load_contents,
+        with_optimizer=with_optimizer,
     )
+    if found is not None and with_optimizer:
+        require_same_optimizer(found, optimizer_name(config.optim))
+    return found
 
 
 def check_retention(trainer: DictConfig) -> None:

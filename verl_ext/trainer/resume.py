@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from verl_ext.checkpoint.commit import point_tracker
 from verl_ext.checkpoint.layout import EXPORT, Manifest, read_tracker, step_of
-from verl_ext.checkpoint.resume import find_checkpoint
+from verl_ext.checkpoint.resume import find_checkpoint, optimizer_name, require_same_optimizer
 from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.collective import gather_results, on_rank_zero
 from verl_ext.data.stock_position import VERLS_SEED, stock_position
@@ -28,9 +28,10 @@ def checkpoint_to_resume(config: DictConfig) -> Path | None:
         config: the resolved configuration.
 
     Raises:
-        UserError: see `find_checkpoint`.
+        UserError: see `find_checkpoint` and `require_same_optimizer`.
     """
     trainer = config.trainer
+    with_optimizer = "optimizer" in trainer.checkpoint.load_contents
     damaged: dict[Path, str] = {}
     warn_once = cache(warn)  # the choice is made again after each damaged checkpoint, and finds the same then
 
@@ -40,7 +41,7 @@ def checkpoint_to_resume(config: DictConfig) -> Path | None:
             trainer.resume_mode,
             trainer.resume_from_path,
             warn_once,
-            with_optimizer="optimizer" in trainer.checkpoint.load_contents,
+            with_optimizer=with_optimizer,
             damaged=damaged,
         )
 
@@ -50,6 +51,8 @@ def checkpoint_to_resume(config: DictConfig) -> Path | None:
             break
         damaged[path] = next(f"its file {name} {problem}" for name, problem in sorted(problems.items()))
     if path is not None:
+        if with_optimizer:
+            on_rank_zero(lambda: require_same_optimizer(path, optimizer_name(config.optim)))
         on_rank_zero(lambda: catch_up_tracker(path, Path(trainer.default_local_dir)))
     if path is not None and dist.get_rank() == 0:
         tell(f"Found checkpoint: {path.absolute()}", sys.__stdout__)

@@ -17,6 +17,7 @@ from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 from verl_ext.checkpoint.layout import step_of
 from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.options import SaveOptions
+from verl_ext.checkpoint.resume import optimizer_name
 from verl_ext.checkpoint.stock import is_stock
 from verl_ext.collective import on_every_rank
 from verl_ext.config.digest import config_digest
@@ -129,13 +130,16 @@ class TrainerSetup(FSDPSFTTrainer):
         trainer = self.config.trainer
         digest = config_digest(self.recorded_config)
         precision = pick_precision(self.config.model.mixed_precision, self.device_name)
+        optimizer = optimizer_name(self.config.optim)
         self.checkpoint_manager = CheckpointManager(
             model=self.fsdp_model,
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             processing_class=self.processing_class,
             checkpoint_config=OmegaConf.create(as_dict(trainer.checkpoint)),
-            options=SaveOptions.of(trainer, precision, self.total_training_steps, digest, COLLECTIVE_TIMEOUT),
+            options=SaveOptions.of(
+                trainer, precision, self.total_training_steps, digest, COLLECTIVE_TIMEOUT, optimizer
+            ),
             stream=self.dp_rank,
             warn=warn,
         )

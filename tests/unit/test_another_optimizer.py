@@ -1,0 +1,86 @@
+"""A run that is resumed with another optimizer is refused, and may continue from the weights alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from tests.helpers.trainer import make_trainer, small_config
+from verl_ext.checkpoint.layout import Manifest
+from verl_ext.errors import UserError
+from verl_ext.launch.configure import checkpoint_that_suits
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+SGD = ("optim.optimizer=SGD", "optim.override_optimizer_config={momentum: 0.9}")
+
+
+@pytest.fixture
+def run_dir(quickstart: Path, tmp_path: Path) -> Iterator[Path]:
+    """A run with a checkpoint of step 1, made by AdamW."""
+    trainer = make_trainer(small_config(quickstart, tmp_path / "run"))
+    trainer.training_step(next(trainer.remaining_batches()))
+    trainer.train_sampler.advance()
+    trainer.save_checkpoint(1)
+    trainer.checkpoint_manager.wait()
+    assert Manifest.read(tmp_path / "run/global_step_1").optimizer == "torch.optim.AdamW"
+    return tmp_path / "run"
+
+
+def forget_the_optimizer(run_dir: Path) -> None:
+    """As in a checkpoint of before the manifest named it."""
+    path = run_dir / "global_step_1" / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["optimizer"]
+    path.write_text(json.dumps(content))
+
+
+def resume(config: DictConfig) -> None:
+    trainer = make_trainer(config)
+    assert trainer.global_step == 1
+    trainer.training_step(next(trainer.remaining_batches()))
+
+
+def test_it_is_refused_before_the_ranks_start_and_by_them(quickstart: Path, run_dir: Path) -> None:
+    config = small_config(quickstart, run_dir, *SGD)
+    for refuse in (checkpoint_that_suits, make_trainer):
+        with pytest.raises(UserError, match=r"torch\.optim\.AdamW.*torch\.optim\.SGD.*load_contents=\[model\]"):
+            refuse(config)
+    with pytest.raises(UserError, match=r"torch\.optim\.Adam\b"):  # of the same state, and with another decay
+        checkpoint_that_suits(small_config(quickstart, run_dir, "optim.optimizer=Adam"))
+    assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_1"]
+
+
+def test_a_checkpoint_that_does_not_name_its_optimizer_shows_it_by_its_hyperparameters(
+    quickstart: Path, run_dir: Path
+) -> None:
+    forget_the_optimizer(run_dir)
+    with pytest.raises(UserError, match=r"betas.*momentum.*load_contents=\[model\]"):
+        make_trainer(small_config(quickstart, run_dir, *SGD))
+    resume(small_config(quickstart, run_dir))
+
+
+def test_an_optimizer_of_a_newer_torch_is_the_same(
+    quickstart: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_new_hyperparameter(optimizer: torch.optim.Optimizer) -> dict:
+        state = torch.optim.Optimizer.state_dict(optimizer)
+        return {**state, "param_groups": [{**group, "of_a_newer_torch": True} for group in state["param_groups"]]}
+
+    monkeypatch.setattr(torch.optim.AdamW, "state_dict", with_new_hyperparameter, raising=False)
+    resume(small_config(quickstart, run_dir))
+
+
+def test_it_may_continue_from_the_weights_alone(quickstart: Path, run_dir: Path) -> None:
+    trainer = make_trainer(small_config(quickstart, run_dir, *SGD, "trainer.checkpoint.load_contents=[model]"))
+    assert trainer.global_step == 1 and not trainer.optimizer.state
+    trainer.training_step(next(trainer.remaining_batches()))
+    trainer.train_sampler.advance()
+    trainer.save_checkpoint(2)
+    trainer.checkpoint_manager.wait()
+    assert Manifest.read(run_dir / "global_step_2").optimizer == "torch.optim.SGD"
+    assert checkpoint_that_suits(small_config(quickstart, run_dir, *SGD)) == run_dir / "global_step_2"
