@@ -44,6 +44,7 @@ class Watcher:
         self._tasks: list[Task] = []
         self._last: list[Task] = []
         self._missing: set[str] = set()
+        self._told_removed: set[str] = set()
         self._looked = float("-inf")
         self._is_over = False
         self.wanted: set[tuple[str, str]] = set()
@@ -63,7 +64,7 @@ class Watcher:
         # asked first: a checkpoint that is committed after this look is then not missed
         has_finished = self._status.has_finished()
         checkpoints = self._discovery.checkpoints()
-        self._want(self._enter(checkpoints))
+        self._want([*self._enter(checkpoints), *self._removed_under_way(checkpoints)])
         self._give_up_removed()
         if has_finished and not self._session.left_of(self._tasks):
             # the choice hangs on it; with the last tier, or the best one would be published while that is under way
@@ -92,6 +93,20 @@ class Watcher:
                 warn(str(error))  # rotation was faster
         tiers = {(job.checkpoint, job.dataset): job.tier for job in self._session.ledger.jobs()}
         return sorted(tasks, key=lambda task: tiers[task.key])
+
+    def _removed_under_way(self, checkpoints: Sequence[Checkpoint]) -> list[Task]:
+        """Tasks of checkpoints that were removed while they were evaluated, as by hand: their results still count."""
+        there = {checkpoint.label for checkpoint in checkpoints}
+        states = {(job.checkpoint, job.dataset, job.digest): job.state for job in self._session.ledger.jobs()}
+        gone = [task for task in self._tasks if task.checkpoint.label not in there]
+        by_state = {
+            state: [task for task in gone if states.get((*task.key, task.digest)) == state]
+            for state in ("running", "done")
+        }
+        for label in {task.checkpoint.label for task in by_state["running"]} - self._told_removed:
+            self._told_removed.add(label)
+            warn(f"{label} was removed during its evaluation; its results count, but it cannot be the best checkpoint")
+        return by_state["running"] + by_state["done"]
 
     def _last_tier(self, checkpoints: Sequence[Checkpoint]) -> list[Task]:
         if not (self._run_dir / BEST).exists():

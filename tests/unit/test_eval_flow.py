@@ -278,3 +278,30 @@ def test_a_failed_evaluation_is_named_at_the_end(
     assert evaluate_now(session, step_10(session), 1) == 1
     first, reason = capsys.readouterr().out.splitlines()
     assert first == "Failed: evaluation of step_10" and reason.split() == ["few", "the", "engine", "broke"]
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_evaluated_has_its_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = session_of(tmp_path, "poll_s=1e-9", "tiers.tier2=[]", "max_attempts=1")
+    run_dir = session.place.of_run
+    publisher = Publisher(session, leads=True)
+    watcher = Watcher(session, publisher)
+    assert len(watcher.tasks()) == 4
+    job, checkpoint = claimed(session), step_10(session)
+    with session.begin(job, checkpoint) as evaluation:
+        shutil.rmtree(run_dir / "global_step_10")
+        shutil.rmtree(run_dir / "global_step_20")  # waiting
+        RunRecord(run_dir).end_attempt("finished", 40, "all steps are done")
+        for _ in range(3):
+            assert {task.checkpoint.step for task in watcher.tasks()} == {10, 30, 40}
+        answer_all(evaluation, num_right=8)
+        write_result(session, evaluation)
+    session.ledger.finish(job, evaluation.seconds)
+    assert publisher.publish(watcher.tasks()) == {"step_10"}
+    assert (run_dir / "eval/eval_step_10/metrics.json").exists()
+    assert not (run_dir / "best_checkpoint.json").exists()
+    told = capsys.readouterr().err
+    assert told.count("step_10 was removed during") == 1 and told.count("step_20 was removed before") == 1
+    assert publisher.publish(watcher.tasks()) == set()
+    assert not watcher.is_over()  # the other two
