@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,31 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_ext.config.inputs import file_list
 from verl_ext.data.chat import ChatDataset
+from verl_ext.data.parquet import files_digest
 from verl_ext.data.prompts import PromptDataset
-from verl_ext.data.question_sources import QuestionSource
+from verl_ext.data.question_sources import QuestionSource, local_files
 from verl_ext.data.questions import QuestionDataset
 from verl_ext.data.rows import TokenRows
 from verl_ext.data.tokenise import cache_directory
 from verl_ext.errors import UserError, first_line_of
+
+
+def training_data_digest(data: DictConfig) -> str:
+    """Tells the data that a run learns from from others; empty where they are not in files of this machine.
+
+    Args:
+        data: the section of the configuration.
+    """
+    if "datasets" in data:
+        sources = {name: QuestionSource(**source) for name, source in data.datasets.items()}
+        local = {name: source.source for name, source in sources.items() if source.source and source.train}
+        paths = [path for name, folder in local.items() for path in local_files(name, folder, "train")]
+    else:
+        paths = [Path(name).expanduser() for name in file_list(data.train_files)]
+    try:
+        return files_digest(paths) if paths else ""
+    except OSError:  # a data set of the user's own may take its files from elsewhere
+        return ""
 
 
 def load_datasets(

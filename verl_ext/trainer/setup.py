@@ -23,6 +23,7 @@ from verl_ext.collective import on_every_rank
 from verl_ext.config.digest import config_digest
 from verl_ext.config.plain import as_dict
 from verl_ext.data.batching import Groups
+from verl_ext.data.load import training_data_digest
 from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.prefetch import Prefetcher
 from verl_ext.data.rows import Rows
@@ -54,11 +55,13 @@ class TrainerSetup(FSDPSFTTrainer):
     Attributes:
         recorded_config: the configuration as the user gave it.
         owes_validation: whether the run stopped before the validation of the step it goes on from.
+        data_digest: tells the training data from others, on rank 0; empty where that is not known.
     """
 
     recorded_config: DictConfig
     guard: NonFiniteGuard
     owes_validation: bool
+    data_digest: str
     train_dataset: Rows
     val_dataset: Rows | None
     fsdp_model: Any
@@ -151,6 +154,7 @@ class TrainerSetup(FSDPSFTTrainer):
             UserError: the checkpoint does not fit this run.
         """
         self.owes_validation = False
+        self.data_digest = training_data_digest(self.config.data) if self.device_mesh.get_rank() == 0 else ""
         path = checkpoint_to_resume(self.config)
         if path is None:
             return 0
@@ -160,6 +164,12 @@ class TrainerSetup(FSDPSFTTrainer):
         if is_stock(path):
             state = data_state_after_verl(path, state, len(self.train_dataset), self.config)
         self.load_data_state(state)
+        former = state.get("data_digest", "")  # older checkpoints have none
+        if former and self.data_digest and former != self.data_digest:
+            warn(
+                f"the training data are not those of {path.name}, though as many; this run continues at the same "
+                "position in the new data. Restore the former data to resume exactly"
+            )
         return self.resume_global_step
 
     def save_checkpoint(self, step: int) -> None:
@@ -181,4 +191,5 @@ class TrainerSetup(FSDPSFTTrainer):
             **self.train_sampler.state_dict(),
             "skipped_steps": self.guard.num_skipped,
             "owes_validation": self.owes_validation,
+            "data_digest": self.data_digest,
         }

@@ -1,0 +1,107 @@
+"""A run that is resumed with other training data of the same size says so."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from unittest.mock import patch
+
+import pandas as pd
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.helpers.data import write_questions
+from tests.helpers.trainer import make_trainer, small_config
+from verl_ext.checkpoint.layout import Manifest
+from verl_ext.checkpoint.writing import flush_and_digest
+from verl_ext.data import parquet
+from verl_ext.data.load import training_data_digest
+from verl_ext.data.parquet import files_digest
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def test_a_digest_is_of_the_content_and_not_of_the_place(tmp_path: Path) -> None:
+    one, other = write(tmp_path / "a", b"one"), write(tmp_path / "b", b"other")
+    digest = files_digest([one, other])
+    assert digest == files_digest([shutil.copy(one, tmp_path / "c"), other])
+    different = [
+        files_digest([other, one]),
+        files_digest([one]),
+        files_digest([write(tmp_path / "a", b"onf"), other]),
+        files_digest([write(tmp_path / "a", b"oneo"), write(tmp_path / "b", b"ther")]),
+        files_digest([write(tmp_path / "a", b""), other]),
+    ]
+    assert len({digest, *different}) == 6
+
+
+@pytest.mark.parametrize("num_files", [1, 3, 100])
+def test_of_large_files_the_ends_and_some_blocks_count(num_files: int, tmp_path: Path) -> None:
+    content = bytearray(torch.arange(100_000, dtype=torch.int32).numpy().tobytes())
+    paths = [write(tmp_path / str(number), bytes(content)) for number in range(num_files)]
+    with patch.multiple(parquet, MOST_BYTES=64_000, BLOCK_BYTES=1000):
+        starts = parquet._block_starts(len(content), 64_000 // num_files)
+        read = [start for start in starts if start + 1000 <= len(content)]
+        assert len(read) == max(64_000 // num_files // 1000, 1) and read[-1] == len(content) - 1000
+        assert read[0] == 0 or num_files == 100
+        digest = files_digest(paths)
+        for place in (read[0], read[len(read) // 2], len(content) - 1):
+            changed = bytearray(content)
+            changed[place] ^= 1
+            assert files_digest([write(tmp_path / "0", bytes(changed)), *paths[1:]]) != digest
+        write(tmp_path / "0", bytes(content))
+        assert files_digest(paths) == digest
+
+
+def test_of_which_data_a_stage_has_a_digest(tmp_path: Path) -> None:
+    folder = write_questions(tmp_path / "questions", 4, 2)
+    sources = {"tiny": {"train": 4, "val": 2, "source": str(folder)}, "okvqa": {"train": 1, "val": 0}}
+    images = OmegaConf.create({"datasets": sources})
+    digest = training_data_digest(images)
+    write_questions(folder, 4, 1)
+    assert training_data_digest(images) == digest != ""  # what is measured on is no part of the order
+    write_questions(folder, 3, 1)
+    assert training_data_digest(images) != digest
+    assert training_data_digest(OmegaConf.create({"datasets": {"okvqa": {"train": 1, "val": 0}}})) == ""
+    assert training_data_digest(OmegaConf.create({"train_files": ["hdfs://elsewhere/train.parquet"]})) == ""
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_resume_with_other_data_of_as_many_rows_warns(
+    quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(small_config(quickstart, tmp_path / "run"))
+    trainer.training_step(next(trainer.remaining_batches()))
+    trainer.train_sampler.advance()
+    trainer.save_checkpoint(1)
+    trainer.checkpoint_manager.wait()
+    capsys.readouterr()
+
+    def warned(*overrides: str) -> bool:
+        resumed = make_trainer(small_config(quickstart, tmp_path / "run", *overrides))
+        assert resumed.global_step == 1 and resumed.train_sampler.batches_done == 1
+        return "training data are not those of global_step_1" in capsys.readouterr().err
+
+    assert not warned()
+    copy = tmp_path / "copy.parquet"
+    shutil.copy(quickstart / "train.parquet", copy)
+    assert not warned(f"data.train_files={copy}")
+    frame = pd.read_parquet(quickstart / "train.parquet")
+    frame.iloc[::-1].to_parquet(copy)
+    assert warned(f"data.train_files={copy}")
+    forget_the_digest(tmp_path / "run/global_step_1")
+    assert not warned(f"data.train_files={copy}")
+
+
+def forget_the_digest(checkpoint: Path) -> None:
+    """As in a checkpoint that an earlier version wrote."""
+    content = torch.load(checkpoint / "data.pt", weights_only=True)
+    del content["data_digest"]
+    torch.save(content, checkpoint / "data.pt")
+    manifest = Manifest.read(checkpoint)
+    files = {**manifest.files, "data.pt": flush_and_digest(checkpoint / "data.pt")}
+    (checkpoint / "manifest.json").write_text(manifest.with_files(files).to_json())
