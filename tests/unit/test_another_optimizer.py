@@ -84,3 +84,10 @@ def test_it_may_continue_from_the_weights_alone(quickstart: Path, run_dir: Path)
     trainer.checkpoint_manager.wait()
     assert Manifest.read(run_dir / "global_step_2").optimizer == "torch.optim.SGD"
     assert checkpoint_that_suits(small_config(quickstart, run_dir, *SGD)) == run_dir / "global_step_2"
+
+
+def test_a_new_optimizer_of_a_schedule_that_continues_has_its_rate(quickstart: Path, run_dir: Path) -> None:
+    [rate] = make_trainer(small_config(quickstart, run_dir)).lr_scheduler.get_last_lr()
+    trainer = make_trainer(small_config(quickstart, run_dir, "trainer.checkpoint.load_contents=[model,extra]"))
+    assert not trainer.optimizer.state and trainer.lr_scheduler.get_last_lr() == [rate]
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [rate] != [0.0]

@@ -199,6 +199,9 @@ class CheckpointManager(FSDPCheckpointManager):
         same_ranks = files.world_size == self.world_size
         extra = files.content(self.rank if same_ranks else 0)
         self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+        if not self.should_load_optimizer:  # a new one, which has the rate of the first step
+            for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr()):
+                group["lr"] = rate
         if same_ranks:
             self.load_rng_state(extra["rng"])
         else:
