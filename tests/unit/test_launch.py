@@ -264,8 +264,9 @@ def test_what_is_prepared_is_checked_afterwards(
     """Both model and data are awaited; what comes is no model."""
     made: list[Sequence[str]] = []
     monkeypatch.setattr("verl_ext.launch.prepare.prepare", made.append)
-    data = [f"data.train_files={tmp_path}/data/train.parquet", f"model.partial_pretrain={tmp_path}/data/model"]
-    words = [*data, f"prepare=['quickstart --output {tmp_path}/data']", f"trainer.default_local_dir={tmp_path}/run"]
+    data = [f"data.train_files={tmp_path}/data/train.parquet", f"data.val_files={tmp_path}/data/val.parquet"]
+    words = [*data, f"model.partial_pretrain={tmp_path}/data/model", f"prepare=['quickstart --output {tmp_path}/data']"]
+    words.append(f"trainer.default_local_dir={tmp_path}/run")
     with pytest.raises(UserError, match=f"no model at {tmp_path}/data/model"):
         launch(parse_arguments(["sft", "2", *words]), StopSignals())
     assert made == [["quickstart", "--output", f"{tmp_path}/data"]]
