@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from verl_ext.checkpoint.layout import EXPORT, list_steps, step_of, what_is_wron
 from verl_ext.config.plain import as_dict
 from verl_ext.config.written import load_written
 from verl_ext.errors import UserError
+from verl_ext.metrics.atomic import parse_json
 
 MODEL_TYPE = "budget_controller"
 
@@ -80,6 +80,6 @@ def find_controller(path: Path) -> ControllerSource:
 
 def _is_controller(export: Path) -> bool:
     try:
-        return json.loads((export / "config.json").read_text())["model_type"] == MODEL_TYPE
+        return parse_json((export / "config.json").read_text())["model_type"] == MODEL_TYPE
     except (OSError, ValueError, KeyError, TypeError):
         return False

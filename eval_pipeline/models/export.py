@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from verl_ext.errors import UserError
+from verl_ext.metrics.atomic import parse_json
 
 SHARD_INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -65,7 +65,7 @@ def _check_shard(shard: Path) -> None:
     try:
         with open(shard, "rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(header_bytes, MAX_HEADER_BYTES)))
+            header = parse_json(file.read(min(header_bytes, MAX_HEADER_BYTES)))
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"{shard} is not a safetensors file ({error}); export the model again") from error
@@ -88,7 +88,7 @@ def _check_tokenizer(export: Path) -> None:
 
 def _read_object(path: Path) -> dict[str, object]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path} ({error}); export the model again") from error
     if not isinstance(content, dict):

@@ -43,7 +43,7 @@ def export_dtype_of(checkpoint: Path) -> str:
     if is_stock(checkpoint) or leads_out(path, checkpoint):
         return "bf16"
     try:
-        return DTYPES[json.loads(path.read_text())["dtype"]]
+        return DTYPES[parse_json(path.read_bytes())["dtype"]]
     except (OSError, ValueError, LookupError, TypeError):  # `write_weights` says what is wrong with the file
         return "bf16"
 

@@ -54,7 +54,7 @@ def load_importance(path: Path, adapter: VLMAdapter) -> Importance:
         content = json.loads(path.read_text())
         found = next((content[key] for key in KEYS if key in content), content)
         scores = {int(block): float(score) for block, score in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path} has no importance of blocks ({error}); make it by `python -m verl_ext.controller.importance`"
         ) from error

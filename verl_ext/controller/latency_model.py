@@ -111,7 +111,7 @@ class LatencyModel:
                 raise ValueError("its coefficients have other names")
             if not isinstance(found.machine, str):
                 raise TypeError("its machine is not text")
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(
                 f"{path} is no latency model ({error}); make one by `python -m verl_ext.controller.calibrate`"
             ) from error

@@ -85,7 +85,7 @@ class ChatEncoder:
         if isinstance(found.get("tools"), str):  # how tools of differing shape fit in one parquet column
             try:
                 found["tools"] = json.loads(found["tools"])
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"its column '{keys['tools']}' is not JSON ({error}); write a list of tools") from error
         return {name: value for name, value in found.items() if value is not None}
 
@@ -145,7 +145,7 @@ def decode_arguments(call: Any, turn: int) -> None:
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"turn {turn} has a tool call whose arguments are not JSON ({error}); correct it") from None
 
 

@@ -109,6 +109,6 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         # A stamp cut short by a crash of the machine is no stamp: the command simply runs again.
         return None

@@ -70,7 +70,7 @@ def from_json(text: str) -> Any:
     """The value of JSON text, as CSV files hold lists; text that is none stays text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
