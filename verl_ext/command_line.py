@@ -90,7 +90,7 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """As argparse does, which ignores that it cannot be written; `exit_on_user_error` then reports it."""
+        """Print as argparse does, which ignores write errors; `exit_on_user_error` reports them later."""
         tell(message, file, end="")
 
     def _commands(self) -> Collection[str]:
@@ -249,7 +249,7 @@ def stop_on_signals() -> Iterator[None]:
 
 
 def _ignore(numbers: Collection[signal.Signals]) -> None:
-    """While Python ends: it restores the default actions, by which a repeat would end the process by a signal."""
+    """Ignore signals while Python exits: it restores the default actions, so a repeat would kill the process."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 

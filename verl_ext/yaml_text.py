@@ -29,7 +29,7 @@ def yaml_text(path: Path) -> str:
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply, or an alias contains itself") from None
     if num_values > MOST_VALUES:
-        raise yaml.YAMLError(f"its aliases stand for more than {MOST_VALUES:,} values")
+        raise yaml.YAMLError(f"its aliases expand to more than {MOST_VALUES:,} values")
     return text
 
 

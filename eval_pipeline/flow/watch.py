@@ -105,7 +105,7 @@ class Watcher:
         }
         for label in {task.checkpoint.label for task in by_state["running"]} - self._told_removed:
             self._told_removed.add(label)
-            warn(f"{label} was removed during its evaluation; its results count, but it cannot be the best checkpoint")
+            warn(f"{label} was removed during its evaluation; its results are kept, but it cannot be selected as best")
         return by_state["running"] + by_state["done"]
 
     def _last_tier(self, checkpoints: Sequence[Checkpoint]) -> list[Task]:

@@ -223,7 +223,8 @@ def test_a_node_that_waits_for_the_others_can_be_stopped(launches: SmallLaunches
 
 def test_a_signal_during_preparation_leaves_nothing_incomplete(launches: SmallLaunches, tmp_path: Path) -> None:
     prepare = f"prepare=['quickstart --samples 100000 --output {tmp_path}/data']"
-    words = (f"trainer.default_local_dir={tmp_path}/run", f"data.train_files={tmp_path}/data/train.parquet")
+    files = (f"data.train_files={tmp_path}/data/train.parquet", f"data.val_files={tmp_path}/data/val.parquet")
+    words = (f"trainer.default_local_dir={tmp_path}/run", f"model.partial_pretrain={tmp_path}/data/model", *files)
     run = script_run("run_sft.sh", 2, tmp_path / "run", prepare, *words)
     launcher = launches.add(Launcher(run.words, tmp_path, {"VERL_EXT_PYTHON": sys.executable}))
     launcher.wait_for(lambda: "Preparing: quickstart" in launcher.output())

@@ -30,7 +30,8 @@ if __name__ == "__main__":
         "total_epochs": 1,
         "total_training_steps": None,
     }
-    others = {"data": {}, "model": {"partial_pretrain": "org/name"}, "eval": {"watch": False}}
+    optim = {"optimizer": "AdamW", "optimizer_impl": "torch.optim"}
+    others = {"data": {}, "optim": optim, "model": {"partial_pretrain": "org/name"}, "eval": {"watch": False}}
     config = OmegaConf.create({"stage": "sft", "recipe": "small", "trainer": trainer, **others})
     sys.exit(
         stoppable(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -175,6 +177,17 @@ def test_prune_leaves_a_run_alone_that_is_training(run_dir: Path) -> None:
         assert f"in use by process {os.getpid()} on " in message
         assert "global_step_10" in checkpoint_command("prune", run_dir, "--dry-run")
     assert kept(run_dir) == [10, 20, 30, 40]
+
+
+def test_without_locks_a_save_under_way_is_no_leftover(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre may be mounted without locks, so that a training may be writing this directory."""
+    (run_dir / "global_step_45.tmp").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+        checkpoint_command("prune", run_dir, "--yes")
+    assert (run_dir / "global_step_45.tmp").is_dir() and kept(run_dir) == [20, 40]
+    checkpoint_command("prune", run_dir, "--yes")
+    assert not (run_dir / "global_step_45.tmp").exists()
 
 
 @pytest.mark.parametrize(

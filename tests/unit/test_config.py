@@ -258,6 +258,13 @@ def test_without_a_network_a_hub_name_must_be_in_the_cache(
     check_named(name)
 
 
+@pytest.mark.parametrize("name", ["gpt2-", "a..b", "openai/gpt..x"])
+def test_a_name_that_no_hub_has_is_refused_without_a_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="correct model.partial_pretrain"):
+        check_named(name)
+
+
 def test_what_is_a_path_and_what_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("local", "models/local"):
@@ -278,6 +285,7 @@ def test_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyP
     named = ["data.chat_template=~/t.jinja", "model.partial_pretrain=~/model", "trainer.default_local_dir=~/runs/a"]
     config = compose_config("sft", [*words, *named])
     assert config.trainer.default_local_dir == f"{tmp_path}/runs/a"
+    assert compose_config("sft", ["trainer.default_local_dir='~'"]).trainer.default_local_dir == str(tmp_path)
     assert config.trainer.resume_from_path == f"{tmp_path}/r"
     assert (config.data.custom_cls.path, config.model.lora_adapter_path) == (f"{tmp_path}/c.py", f"{tmp_path}/adapters")
     assert read_chat_template(config.data.chat_template) == "{{ messages }}"

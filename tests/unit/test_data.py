@@ -18,6 +18,7 @@ from tests.helpers.models import make_tokenizer
 from tests.helpers.trainer import small_config
 from verl_ext.data.batching import MicroBatcher, validation_micro_batches
 from verl_ext.data.chat import ChatDataset
+from verl_ext.data.chat_encoder import check_chat
 from verl_ext.data.load import load_dataset
 from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.rows import UniqueIds
@@ -380,3 +381,14 @@ def test_validation_drops_nothing_and_keeps_ranks_in_step(ranks: int, packs: boo
     assert len({len(part) for part in parts}) == 1
     counted = sum(int(micro["loss_mask"][:, 1:].sum()) for part in parts for micro in part)
     assert counted == dataset.lengths.sum() - len(dataset)
+
+
+@pytest.mark.parametrize("weight", [None, 1, 1.0, float("nan")])
+def test_a_weight_that_changes_nothing_is_accepted(weight: float | None) -> None:
+    """A parquet file may hold NaN where there is none, and only answers are trained on."""
+    check_chat([{"role": "user", "content": "q", "weight": 0}, {"role": "assistant", "content": "a", "weight": weight}])
+
+
+def test_a_weight_that_training_would_ignore_is_refused() -> None:
+    with pytest.raises(UserError, match="turn 1 has weight 0"):
+        check_chat([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}])

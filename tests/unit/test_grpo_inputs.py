@@ -88,8 +88,8 @@ def test_good_settings(quickstart: Path, tmp_path: Path) -> None:
         ("rollout.tensor_model_parallel_size=3", "does not divide the 2 ranks"),
         ("data.truncation=left", "data.truncation has no effect in this stage"),
         ("trainer.test_freq=3", "set that instead"),
-        ("data.val_files=null", "data.val_files has nothing to measure on"),
-        ("data.val_files=[]", "data.val_files has nothing to measure on"),
+        ("data.val_files=null", "data.val_files is empty"),
+        ("data.val_files=[]", "data.val_files is empty"),
     ],
 )
 def test_bad_settings(quickstart: Path, tmp_path: Path, override: str, says: str) -> None:

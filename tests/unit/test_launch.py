@@ -186,7 +186,7 @@ def test_a_mistake_is_refused_before_anything_is_prepared_or_written(
         ("sft", "model.partial_pretrain=/nowhere", "no model at /nowhere"),
         ("sft", "data.train_files=/nowhere.parquet", "data.train_files names /nowhere.parquet"),
         ("grpo", "optim.lr=-1", "optim.lr is -1"),
-        ("grpo", "data.val_files=null", "data.val_files has nothing to measure on"),
+        ("grpo", "data.val_files=null", "data.val_files is empty"),
         ("grpo", "model.partial_pretrain=/nowhere", "no model at /nowhere"),
         ("grpo", "data.max_response_length=100000", "more than the model's context"),
         ("grpo", "reward.packages=[numpyy]", "'numpyy', which is not installed"),

@@ -12,6 +12,7 @@ import pytest
 from verl_ext.data.prepare import is_prepared, prepare
 from verl_ext.data.prepare.commands import COMMANDS
 from verl_ext.data.prepare.files import atomic_path
+from verl_ext.data.prepare.stamp import STAMP_NAME
 from verl_ext.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,15 @@ def test_prepared_only_with_the_same_arguments_version_and_files(
         patch.setattr("verl_ext.data.prepare.chat.VERSION", 99)
         assert not is_prepared(arguments)
     (tmp_path / "out" / "val.parquet").unlink()
+    assert not is_prepared(arguments)
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "[" * 100_000, "{}", None])
+def test_a_damaged_stamp_is_none(content: str | None, arguments: list[str], tmp_path: Path) -> None:
+    """The command runs again; None stands for a stamp whose digests are damaged."""
+    prepare(arguments)
+    stamp = tmp_path / "out" / STAMP_NAME
+    stamp.write_text(content or json.dumps({**json.loads(stamp.read_text()), "inputs": None}))
     assert not is_prepared(arguments)
 
 

@@ -20,7 +20,7 @@ EXPORT = "huggingface"
 BEST = "best_checkpoint.json"
 KEEP = "keep"
 MOST_DIGITS = 18
-"""Of a number in a tracker or a manifest; longer ones are damage, and no name of a directory."""
+"""Most digits of a number in a tracker or a manifest; a longer number is damage and names no directory."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def manifest_of(content: dict[str, Any]) -> Manifest:
     if isinstance(dropped, str) or not all(isinstance(name, str) for name in dropped):
         raise ValueError("dropped is not a list of names")
     if not 0 <= time < LATEST:
-        raise ValueError(f"time is {time!r}")
+        raise ValueError(f"time is {time!r}, not a time in seconds since 1970")
     for name in content["files"]:
         _require_name(name)
     return Manifest(
@@ -113,7 +113,7 @@ def manifest_of(content: dict[str, Any]) -> Manifest:
 def _whole(content: dict[str, Any], key: str) -> int:
     value = content[key]
     if type(value) is not int or not 0 <= value < 10**MOST_DIGITS:
-        raise ValueError(f"{key} is {repr(value)[:40]}")
+        raise ValueError(f"{key} is {repr(value)[:40]}, not a whole number of at most {MOST_DIGITS} digits")
     return value
 
 
@@ -122,7 +122,7 @@ def _require_name(name: str) -> None:
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"it names the file {name}, which is not in the checkpoint")
     if b"\0" in os.fsencode(name):  # which refuses the other characters that no name can have
-        raise ValueError(f"{name!r} is no name of a file")
+        raise ValueError(f"{name!r} is not a valid file name")
 
 
 def step_of(directory: Path) -> int | None:
@@ -147,7 +147,7 @@ def read_complete(directory: Path) -> Manifest:
         ValueError: it is not complete; the message says why.
     """
     if is_stock(directory) and step_of(directory) is None:
-        raise ValueError("its name is not global_step_N, which says how many steps verl had done")
+        raise ValueError("its name is not global_step_N, from which the number of steps that verl had done is read")
     if is_stock(directory) and (problem := what_is_wrong_with_stock(directory)):
         raise ValueError(problem)
     manifest = Manifest.read(directory)

@@ -87,7 +87,7 @@ def require_same_hyperparameters(saved: Set[str], own: Set[str], checkpoint: Pat
         UserError: it is another one's.
     """
     if saved - own and own - saved:
-        names = f"with {', '.join(sorted(saved - own))}, and this run's has {', '.join(sorted(own - saved))} instead"
+        names = f"with {', '.join(sorted(saved - own))}, but this run's has {', '.join(sorted(own - saved))} instead"
         raise another_optimizer(checkpoint, names)
 
 

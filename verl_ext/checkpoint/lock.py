@@ -19,10 +19,13 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def exclusive(run_dir: Path) -> Iterator[None]:
+def exclusive(run_dir: Path) -> Iterator[bool]:
     """Hold `run.lock` of the run directory, which names the holder while there is one.
 
     A disk that has no room for the name, or even for the file, does not prevent it: `prune` makes room there.
+
+    Yields:
+        Whether no other launch can be at work; False where the file system has no locks, see `take`.
 
     Raises:
         UserError: another live launch holds it, or the file cannot be written.
@@ -33,11 +36,12 @@ def exclusive(run_dir: Path) -> Iterator[None]:
         if error.errno not in NO_ROOM:
             raise _refused(run_dir / LOCK, error) from error
         # there is no file, so no launch holds it
-        warn(f"{run_dir / LOCK} cannot be created ({error.strerror}); see that no launch begins there")
-        yield
+        warn(f"{run_dir / LOCK} cannot be created ({error.strerror}), so the run is not locked; start no launch there")
+        yield True
         return
     with opened as file:
-        if not take(file, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        locked = take(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if locked is False:
             file.seek(0)
             raise UserError(
                 f"{run_dir} is in use by {file.read().strip() or 'another launch'}; wait for it, stop it, "
@@ -45,7 +49,7 @@ def exclusive(run_dir: Path) -> Iterator[None]:
             )
         _name_holder(file, f"process {os.getpid()} on {socket.gethostname()}\n")
         try:
-            yield
+            yield locked is True
         finally:
             _name_holder(file, "")  # before the kernel frees it, so that the next holder's name is not lost
 
@@ -64,10 +68,10 @@ def _refused(path: Path, error: OSError) -> UserError:
     return UserError(f"{path} cannot be written ({error.strerror}); make its directory writable")
 
 
-def take(file: TextIO, how: int) -> bool:
+def take(file: TextIO, how: int) -> bool | None:
     """Lock an open file as `fcntl.flock` does; False when another holds it and `how` says not to wait.
 
-    Where the file system knows no locks (Lustre mounted without flock, some NFS), it warns and goes on without.
+    Where the file system has no locks (Lustre mounted without flock, some NFS), it warns and returns None.
     """
     try:
         fcntl.flock(file, how)
@@ -77,4 +81,5 @@ def take(file: TextIO, how: int) -> bool:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise
         warn(f"{file.name} cannot be locked on this file system ({error.strerror}); see that nobody else writes there")
+        return None
     return True

@@ -98,14 +98,15 @@ def require_same_optimizer(checkpoint: Path, optimizer: str) -> None:
     """
     saved = Manifest.read(checkpoint).optimizer
     if saved and saved != optimizer:
-        raise another_optimizer(checkpoint, f"of {saved}, and this run has {optimizer}")
+        raise another_optimizer(checkpoint, f"of {saved}, but this run uses {optimizer}")
 
 
 def another_optimizer(checkpoint: Path, how: str) -> UserError:
     """Why the state of an optimizer cannot be loaded, and how to continue."""
     return UserError(
-        f"{checkpoint} holds the optimizer state {how}; restore the optim section of the configuration, or continue "
-        "from the weights alone, with a new optimizer and schedule, by trainer.checkpoint.load_contents=[model]"
+        f"{checkpoint} holds the optimizer state {how}; restore the optim section of the configuration, or, for "
+        "one start, set trainer.checkpoint.load_contents=[model] to load only the weights and start a new optimizer "
+        "and schedule"
     )
 
 

@@ -77,7 +77,7 @@ def find_leftovers(run_dir: Path) -> list[Path]:
 
 
 def find_temporary_files(run_dir: Path) -> list[Path]:
-    """Files that a process was killed over before they had their names; those of a live process are younger."""
+    """Temporary files of processes that were killed before the rename; those of a live process are younger."""
     found = [*sorted(run_dir.glob(f"*{TEMPORARY}")), *sorted(run_dir.glob(f"global_step_*/*{TEMPORARY}"))]
     return [path for path in found if REPLACED.fullmatch(path.name) and _is_old_file(path)]
 

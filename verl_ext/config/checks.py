@@ -41,7 +41,7 @@ RANGES = {  # lowest and highest value allowed
     "trainer.checkpoint.export.max_shard_gib": (1e-6, math.inf),
 }
 LARGEST = 2**31 - 1
-"""Of numbers of samples, tokens, steps and the like, which are multiplied by one another in 64 bits."""
+"""Upper bound for counts of samples, tokens, steps and the like, whose products must fit into 64 bits."""
 NOT_EMPTY = {
     "trainer.project_name": "the project that the run belongs to",
     "trainer.experiment_name": "the run's name",

@@ -73,7 +73,8 @@ def expand_home(config: DictConfig) -> None:
     """
     for key, value in leaves(config).items():
         for text in value if isinstance(value, list) else [value]:
-            is_path = isinstance(text, str) and text.startswith("~") and "/" in text and "{" not in text
+            is_path = isinstance(text, str) and text.startswith("~") and "{" not in text
+            is_path = is_path and (text == "~" or "/" in text)
             if is_path and os.path.expanduser(text).startswith("~"):
                 user, _, rest = text.partition("/")
                 raise UserError(f"{key} is '{text}', but there is no user {user[1:]}; write ~/{rest} or the whole path")

@@ -55,7 +55,7 @@ def check_model(config: DictConfig) -> None:
 def is_hub_name(model: str) -> bool:
     """Whether `model.partial_pretrain` is a name on the model hub, `MODEL` or `OWNER/MODEL`, and not a path.
 
-    What exists here is a path, and so is what would be in a directory that exists, or in one that the pipeline makes.
+    A name is a path if it exists, or if its parent directory exists or is one that the pipeline creates.
     """
     if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?", model, re.ASCII) or Path(model).exists():
         return False
@@ -67,10 +67,16 @@ def require_cached_if_offline(model: str) -> None:
     """Refuse a hub name that transformers could not load, as HF_HUB_OFFLINE is set and its cache lacks the model."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    if constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(model, "config.json"), str):
+    if not constants.HF_HUB_OFFLINE:
+        return
+    try:
+        is_cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
+    except ValueError:  # the hub has no such names
+        is_cached = False
+    if not is_cached:
         raise UserError(
-            f"there is no model at {Path(model).absolute()}, and the hub's cache {constants.HF_HUB_CACHE} has no "
-            f"{model} (HF_HUB_OFFLINE is set); correct model.partial_pretrain, or download the model first"
+            f"there is no model at {Path(model).absolute()}, and HF_HUB_OFFLINE is set but the hub's cache "
+            f"{constants.HF_HUB_CACHE} has no {model}; correct model.partial_pretrain, or download the model first"
         )
 
 

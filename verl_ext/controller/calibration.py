@@ -175,6 +175,6 @@ def other_machine(model: LatencyModel, adapter: VLMAdapter) -> str | None:
         return None
     threads = "" if adapter.model.device.type == "cuda" else f"OMP_NUM_THREADS={torch.get_num_threads()} "
     return (
-        f"the latency model was fitted on '{model.machine}' and is used on '{here}', where its milliseconds may be "
-        f"wrong; to fit one here, run `{threads}python -m verl_ext.controller.calibrate`"
+        f"the latency model was fitted on '{model.machine}'; on '{here}' its predictions may be wrong. To fit one "
+        f"here, run `{threads}python -m verl_ext.controller.calibrate`"
     )

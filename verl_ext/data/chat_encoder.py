@@ -108,6 +108,14 @@ def check_chat(messages: Any) -> list[Message]:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise UserError("its messages are no list of turns with role and content; prepare the file anew")
     check_turns(messages)
+    for turn, message in enumerate(messages):
+        weight = message.get("weight")
+        is_given = weight is not None and weight == weight  # a parquet file may hold NaN for none
+        if message["role"] == "assistant" and is_given and weight != 1:
+            raise UserError(
+                f"turn {turn} has weight {weight}, but training ignores weights; drop the row, or cut off "
+                "the chat before this turn"
+            )
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError("it has no assistant turn; drop the row from the file")
     if messages[0]["role"] == "assistant":
@@ -119,7 +127,7 @@ def check_turns(messages: list[dict[str, Any]]) -> None:
     """Bring turns, in place, to text for content and objects for the arguments of tool calls.
 
     Raises:
-        UserError: a turn that cannot be rendered, or that must not be trained on.
+        UserError: a turn that cannot be rendered.
     """
     for turn, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
@@ -129,11 +137,6 @@ def check_turns(messages: list[dict[str, Any]]) -> None:
             decode_arguments(call, turn)
         if message["content"] is None and not message.get("tool_calls"):
             raise UserError(f"turn {turn} has no content; drop the row from the file")
-        if message.get("weight") not in (None, 1):
-            raise UserError(
-                f"turn {turn} has the weight {message['weight']}, which training would ignore; drop the row, or end "
-                "its chat before this turn"
-            )
 
 
 def decode_arguments(call: Any, turn: int) -> None:

@@ -25,7 +25,7 @@ from verl_ext.errors import UserError, first_line_of
 
 
 def training_data_digest(data: DictConfig) -> str:
-    """Tells the data that a run learns from from others; empty where they are not in files of this machine.
+    """Digest that identifies the training data; empty if they are not in files on this machine.
 
     Args:
         data: the section of the configuration.
@@ -117,7 +117,7 @@ def load_dataset(
     unpadded = Unpadded(dataset)
     if not unpadded.has_loss:
         raise UserError(
-            f"{config.custom_cls.name} of data.custom_cls gives no token to learn for {', '.join(file_list(files))}; "
+            f"{config.custom_cls.name} of data.custom_cls has no token to train on in {', '.join(file_list(files))}; "
             "correct its loss_mask, or raise data.max_length"
         )
     return unpadded

@@ -64,7 +64,7 @@ class ChatTemplate:
         if not always:
             return text
         if not text.endswith(always):
-            raise UserError(f"the chat template does not always end with {always!r}; {ADVICE}")
+            raise UserError(f"the chat template ends only some chats with {always!r}; {ADVICE}")
         return text.removesuffix(always)
 
     @cached_property
@@ -95,7 +95,7 @@ class ChatTemplate:
             return text[first[1] :].lstrip()
         if text[start : min(shared, first[0])].strip():
             raise UserError(
-                f"the chat template ends every chat with {text[start:]!r}, which does not show where an answer ends; "
+                f"the chat template ends every chat with {text[start:]!r}, so the end of an answer cannot be found; "
                 f"{ADVICE}"
             )
         return text[start:].lstrip()

@@ -116,8 +116,8 @@ class VLMBatcher:
             text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
             if not text.startswith(written):
                 raise UserError(
-                    f"the chat template does not render the answer to {chat.questions[number - 1].sample_id}, "
-                    f"{chat.answers[number - 1]!r}, as it was given once another question follows; "
+                    f"the chat template changes the answer to {chat.questions[number - 1].sample_id}, "
+                    f"{chat.answers[number - 1]!r}, when another question follows; "
                     "set data.questions_per_chat=1"
                 )
             turns.append((text.removeprefix(written), answer))

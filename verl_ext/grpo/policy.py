@@ -71,7 +71,7 @@ class Policy(ABC):
 
     @contextmanager
     def drawing(self, version: int) -> Iterator[dict[str, float]]:
-        """Have actions drawn inside, and give back what only drawing needs however that ends; collective.
+        """Sample actions within the block, and release what only sampling needs however the block ends; collective.
 
         Args:
             version: see `begin_drawing`.

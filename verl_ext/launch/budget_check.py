@@ -71,8 +71,8 @@ def check_budget(config: DictConfig) -> None:
     check_ascending(config, "controller.topk_choices", may_be_empty=True)
     if config.data.eval_batches == 0:
         raise UserError(
-            "data.eval_batches is 0, but every epoch of this stage ends with a measurement; set it to the number of "
-            "batches to measure, or to -1 for all"
+            "data.eval_batches is 0, but in this stage every epoch ends with an evaluation; set it to the number of "
+            "batches to evaluate, or to -1 for all of them"
         )
     if config.trainer.test_freq != config.data.eval_every_steps or config.data.eval_every_steps == 0:
         raise UserError(

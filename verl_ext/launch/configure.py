@@ -43,11 +43,11 @@ def configure(arguments: argparse.Namespace) -> DictConfig:
         raise UserError(f"no number of processes is given; type for example `bash run_{arguments.stage}.sh 2`")
     ranks = {"nnodes": num_nodes(), "n_gpus_per_node": arguments.num_processes or config.trainer.n_gpus_per_node}
     typed = keys_set_by([word for word in arguments.overrides if not word.startswith("recipe=")])
-    given_by = {"nnodes": "NNODES, the number of machines,", "n_gpus_per_node": "the first word, ranks per machine,"}
+    given_by = {"nnodes": "NNODES (the number of machines)", "n_gpus_per_node": "the first word (ranks per machine)"}
     for name, number in ranks.items():
         if f"trainer.{name}" in typed and config.trainer[name] != number:
             raise UserError(
-                f"trainer.{name}={config.trainer[name]} contradicts {given_by[name]} which is {number}; leave it out"
+                f"trainer.{name}={config.trainer[name]} contradicts {given_by[name]}, which is {number}; omit this key"
             )
     config.trainer.trace |= arguments.trace
     config.trainer.merge_with(ranks)
@@ -190,7 +190,7 @@ def check_kinds(run_dir: Path) -> None:
         for path in run_dir.glob(name.rstrip("/")):
             if path.is_dir() != is_directory:
                 found, wanted = ("not a directory", "directory") if is_directory else ("a directory", "file")
-                raise UserError(f"{path} is {found}, but the run writes a {wanted} of that name; move it away")
+                raise UserError(f"{path} is {found}, but the run writes a {wanted} with that name; move or rename it")
 
 
 def make_run_directory(run_dir: Path) -> None:

@@ -93,8 +93,8 @@ def check_values(config: DictConfig) -> None:
     data = config.data
     if data.eval_every_steps and data.eval_split == "test" and not file_list(data.val_files):
         raise UserError(
-            f"data.eval_every_steps is {data.eval_every_steps}, but data.val_files has nothing to measure on; give it "
-            "a data set, measure training prompts with data.eval_split=train, or set data.eval_every_steps=0"
+            f"data.eval_every_steps is {data.eval_every_steps}, but data.val_files is empty; set it, set "
+            "data.eval_split=train to evaluate on training prompts, or set data.eval_every_steps=0"
         )
     if config.rollout.n < 2:
         raise UserError(f"rollout.n is {config.rollout.n}; a group needs 2 completions or more to be compared")

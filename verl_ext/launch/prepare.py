@@ -83,7 +83,7 @@ def _words(command: str) -> list[str]:
     try:
         return shlex.split(command)
     except ValueError as error:  # "No closing quotation"
-        raise UserError(f"prepare has the command {command!r}, which is malformed ({error}); correct it") from error
+        raise UserError(f"the command {command!r} in prepare is malformed ({error}); correct it") from error
 
 
 def _holds(output: Path, named: Iterable[Path]) -> bool:

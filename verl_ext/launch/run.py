@@ -78,8 +78,8 @@ def run_to_the_end(
         refuse_other_settings(config, record)
         checkpoint_that_suits(config)
         make_run_directory(run_dir)
-    with exclusive(run_dir) if leads else nullcontext():
-        if leads:
+    with exclusive(run_dir) if leads else nullcontext(False) as is_alone:
+        if is_alone:
             with signals.raising():
                 remove_leftovers(run_dir, warn)  # first: on a full disk it makes the room for what is written next
         launch = Launch(config, signals, record if leads else None, module)
@@ -93,8 +93,9 @@ def run_to_the_end(
 def tidy_finished_run(run_dir: Path) -> None:
     """Remove what an interruption left, as a kill during the last rotation does, unless another launch is at it."""
     if find_leftovers(run_dir):
-        with suppress(UserError), exclusive(run_dir):
-            remove_leftovers(run_dir, warn)
+        with suppress(UserError), exclusive(run_dir) as is_alone:
+            if is_alone:
+                remove_leftovers(run_dir, warn)
 
 
 class Launch:

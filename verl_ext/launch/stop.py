@@ -54,7 +54,7 @@ class StopSignals:
                 signal.signal(number, self._handle)
 
     def ignore(self) -> None:
-        """Before the process exits: Python restores the default actions, by which a repeat would end it by a signal."""
+        """Ignore signals while Python exits: it restores the default actions, so a repeat would kill the process."""
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 

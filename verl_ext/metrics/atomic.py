@@ -12,7 +12,7 @@ from typing import Any
 TEMPORARY = ".tmp"
 """What the name of a file or directory ends with until it is complete."""
 LATEST = 1e11
-"""Of a time in seconds since 1970: the year 5138. What is later is damage, and no date can be made of it."""
+"""Upper bound for times in seconds since 1970 (year 5138); a later time is damage and may not convert to a date."""
 
 
 def replace_file(path: Path, lines: Iterable[str]) -> None:

@@ -187,6 +187,6 @@ def check_budgets(
         key, begins = "budgets_of_full", f"{share:g} ({low_ms:.1f} ms)"
         enough = f"{share * needed * 1.05 / low_ms:.3g}"
     raise UserError(
-        f"controller.{key} begins at {begins}, but the cheapest configuration takes {needed:.1f} ms, of which "
-        f"{latency.deciding_ms:.1f} ms are the controller's decision; begin at {enough} or more"
+        f"controller.{key} begins at {begins}, but the cheapest configuration takes {needed:.1f} ms, including "
+        f"{latency.deciding_ms:.1f} ms for the controller's decision; begin at {enough} or more"
     )

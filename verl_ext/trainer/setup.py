@@ -55,7 +55,7 @@ class TrainerSetup(FSDPSFTTrainer):
     Attributes:
         recorded_config: the configuration as the user gave it.
         owes_validation: whether the run stopped before the validation of the step it goes on from.
-        data_digest: tells the training data from others, on rank 0; empty where that is not known.
+        data_digest: identifies the training data, on rank 0; empty if it cannot be computed.
     """
 
     recorded_config: DictConfig
@@ -167,8 +167,8 @@ class TrainerSetup(FSDPSFTTrainer):
         former = state.get("data_digest", "")  # older checkpoints have none
         if former and self.data_digest and former != self.data_digest:
             warn(
-                f"the training data are not those of {path.name}, though as many; this run continues at the same "
-                "position in the new data. Restore the former data to resume exactly"
+                f"the training data are not those of {path.name}, although the number of samples is the same; the run "
+                "continues at the same position in the new data. Restore the previous data to resume exactly"
             )
         return self.resume_global_step
 

@@ -32,9 +32,9 @@ from verl_ext.summary import tell_summary
 from verl_ext.tell import tell
 
 TEXT = (
-    "Remove checkpoints of a run that is not training. Without --step, those that rotation by the run's config.yaml "
-    "does not keep, and what interrupted saves and removals left. Says first what goes and how much space that frees, "
-    "and asks."
+    "Remove checkpoints of a run that is not training. Without --step, removes the checkpoints that the rotation "
+    "settings in the run's config.yaml do not keep, and what interrupted saves and removals left behind. Lists what "
+    "will be removed and how much space that frees, and asks for confirmation."
 )
 EXIT_CODES = {"0": "done", "1": "something that was to go is still there", **FAILURES}
 
@@ -54,10 +54,11 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Say what goes, ask, remove; returns 1 if something that was to go is still there."""
     run_dir = require_run_dir(arguments.run_dir)
-    with nullcontext() if arguments.dry_run else exclusive(run_dir):
+    with nullcontext(True) if arguments.dry_run else exclusive(run_dir) as is_alone:
         plan = _plan(run_dir, arguments)
-        # this command holds the lock, so they are of nothing that goes on
         leftovers = [*find_leftovers(run_dir), *find_temporary_files(run_dir)] if arguments.step is None else []
+        if not is_alone:  # without locks, what looks like a leftover may be a save under way
+            leftovers = []
         if not plan.remove and not plan.strip and not leftovers:
             tell("Nothing to remove; `ls` says what keeps each checkpoint.")
             return 0

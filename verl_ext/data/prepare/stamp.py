@@ -82,7 +82,7 @@ def is_current(arguments: argparse.Namespace, version: int) -> bool:
 
 
 def changed_inputs(arguments: argparse.Namespace, version: int) -> list[str] | None:
-    """The inputs whose content is not what the output was made of; None where the output is missing or another one.
+    """The inputs that changed since the output was made; None if it is missing or was made in another way.
 
     An input that is gone has not changed: whoever has the prepared files does not need it.
     """
@@ -108,7 +108,9 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         # A stamp cut short by a crash of the machine is no stamp: the command simply runs again.
         return None
+    is_stamp = isinstance(content, dict) and isinstance(content.get("files"), list)
+    return content if is_stamp and isinstance(content.get("inputs", {}), dict) else None

@@ -46,8 +46,8 @@ GRPO: dict[str, Metric] = {
     "train/rollout_logprob_diff_max": Metric("nat", "The largest such distance.", LARGEST),
     "train/ratio_deviation_max": Metric(
         "1",
-        "Largest distance of a ratio from 1 at the step's first update; with one update per step, of the ratio to the "
-        "engine's probability.",
+        "Largest distance of a probability ratio from 1 at the step's first update; with one update per step, the "
+        "ratio is to the engine's probability.",
         LARGEST,
     ),
     "train/groups_without_signal": Metric("group", "Groups whose rewards are all the same.", SUM),
