@@ -66,7 +66,7 @@ def test_all_verdicts_are_kept_where_one_answer_ends_the_server() -> None:
     """That one is no verdict."""
     with JudgeServer("rlimits", num_workers=1) as server, ThreadPoolExecutor(1) as threads:
         judging = threads.submit(server.judge_all, [RIGHT, SLEEPER, RIGHT], progress=False)
-        wait_until(lambda: len(server._pending) == 2)
+        wait_until(lambda: server._pending.keys() == {2, 3})  # all are submitted, and the first is judged
         kill_until_it_fails(server, server._pending[2].future)
         assert [verdict.error_type for verdict in judging.result(timeout=300)] == ["success", "api_error", "api_error"]
 
