@@ -8,22 +8,26 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
+from torch import nn
 
 from tests.helpers import vlms
 from tests.helpers.data import question
 from verl_ext.controller import calibration
 from verl_ext.controller.adapters.base import Inputs, VLMAdapter
-from verl_ext.controller.block_importance import blocks_to_keep, load_importance, measure_importance
+from verl_ext.controller.block_importance import Importance, blocks_to_keep, load_importance, measure_importance
 from verl_ext.controller.calibrate import main as calibrate_command
 from verl_ext.controller.calibration import calibrate
+from verl_ext.controller.controlled import load_controller
 from verl_ext.controller.importance import main as importance_command
 from verl_ext.controller.latency_model import FEATURES, PERCENTILES, LatencyModel
+from verl_ext.controller.latency_source import ModelledLatency
 from verl_ext.controller.loading import fingerprint, load_adapter
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.errors import UserError
@@ -128,6 +132,51 @@ def test_scores_of_another_model_are_refused(saved: Path, tmp_path: Path) -> Non
     path.write_text('{"importance_scores": [1, 2]}')
     with pytest.raises(UserError, match="has no importance of blocks"):
         load_importance(path, adapter)
+
+
+def test_a_fingerprint_is_of_type_and_weights() -> None:
+    def named(*weights: torch.Tensor, model_type: str = "llama") -> str:
+        model: Any = nn.ParameterList([nn.Parameter(each) for each in weights])
+        model.config = SimpleNamespace(model_type=model_type)
+        return fingerprint(model)
+
+    matrix, experts, bias = torch.randn(6, 9), torch.randn(2, 6, 9), torch.randn(9)
+    name = named(matrix, experts, bias)
+    assert name.startswith("2:llama:")
+    # transformers 5 orders parameters otherwise, and keeps some experts transposed
+    assert named(bias, experts.transpose(1, 2).contiguous(), matrix) == name
+    assert named(matrix, experts, bias, model_type="qwen2") != name
+    assert named(matrix, experts, torch.cat([bias, bias])) != name
+    for place in range(3):
+        changed = [matrix.clone(), experts.clone(), bias.clone()]
+        changed[place].flatten()[1] += 1
+        assert named(*changed) != name
+
+
+def test_what_has_a_fingerprint_of_an_earlier_version_is_taken_with_one_warning(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter, old = load_adapter(str(saved / "model"), SIZES), "0123456789abcdef"
+    scores, latency = tmp_path / "scores.json", tmp_path / "latency.json"
+    Importance({1: 0.1, 2: 0.2, 3: 0.3}, 4, old).save(scores)
+    coefficients = {part: dict.fromkeys(names, 1.0) for part, names in FEATURES.items()}
+    LatencyModel(coefficients, 1.0, "here", old).save(latency)
+    vlm = {"path": str(saved / "model"), "tier_sizes": SIZES, "max_new_tokens": 2, "fingerprint": old}
+    for folder, numbers in {"fits": (4, (1, 4)), "blocks": (3, (1, 4)), "experts": (4, (1, 2))}.items():
+        space = {"num_blocks": numbers[0], "min_active": 2, "max_active": numbers[0], "topk_choices": numbers[1]}
+        BudgetController(BudgetControllerConfig(**space, vlm=vlm)).save_pretrained(tmp_path / folder)
+    capsys.readouterr()
+    for _ in range(2):
+        load_importance(scores, adapter)
+        ModelledLatency.load(latency, adapter)
+        load_controller(tmp_path / "fits")[1].load("cpu", torch.float32)
+    told = capsys.readouterr().err.splitlines()
+    sources = (str(scores), str(latency), "the controller's export")
+    ends = [line.split(" was written by an earlier version")[0] for line in told]
+    assert ends == [f"warning: {each}" for each in sources]
+    for folder in ("blocks", "experts"):
+        with pytest.raises(UserError, match="is another model than the one that the controller was trained for"):
+            load_controller(tmp_path / folder)[1].load("cpu", torch.float32)
 
 
 def test_a_calibration_is_written_with_how_good_it_is(run: Run, saved: Path, tmp_path: Path) -> None:

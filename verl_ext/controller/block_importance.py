@@ -15,7 +15,7 @@ import torch
 
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
-from verl_ext.controller.loading import fingerprint
+from verl_ext.controller.loading import fingerprint, is_of_model
 from verl_ext.data.questions import ImageQuestion
 from verl_ext.errors import UserError
 from verl_ext.progress import progress_bar
@@ -60,7 +60,7 @@ def load_importance(path: Path, adapter: VLMAdapter) -> Importance:
         ) from error
     blocks, model = len(adapter.blocks), content.get("model")
     is_complete = set(range(1, blocks)) <= set(scores) <= set(range(blocks))
-    if not is_complete or model not in (None, fingerprint(adapter.model)):
+    if not is_complete or not is_of_model(model, adapter, str(path), blocks):
         raise UserError(
             f"{path} is of another model: it has scores of {len(scores)} blocks, and this one has {blocks} with other "
             "weights or as many; make it anew by `python -m verl_ext.controller.importance`"

@@ -11,7 +11,7 @@ import torch
 
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.execution import Executor
-from verl_ext.controller.loading import fingerprint, load_adapter
+from verl_ext.controller.loading import is_of_model, load_adapter
 from verl_ext.controller.network import BudgetController
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.own_code import OwnCode
@@ -30,6 +30,8 @@ class ControlledModel:
         trust_remote_code: whether it brings its own code.
         num_threads: that it runs with on the CPU, by which latencies differ; None for as many as torch takes.
         adapter: of the user's own, as `model.adapter` named it; None where the model's type says which.
+        num_blocks: that the controller chooses from; None before there was one.
+        topk: the most experts that it chooses, 0 for a model without; None before there was one.
     """
 
     path: str
@@ -40,6 +42,8 @@ class ControlledModel:
     fingerprint: str | None = None
     num_threads: int | None = None
     adapter: str | None = None
+    num_blocks: int | None = None
+    topk: int | None = None
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> ControlledModel:
@@ -79,7 +83,7 @@ class ControlledModel:
         arguments: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": self.trust_remote_code}
         arguments["own_adapter"] = own_adapter
         adapter = load_adapter(self.path, self.tier_sizes, **arguments)
-        if self.fingerprint not in (None, fingerprint(adapter.model)):
+        if not is_of_model(self.fingerprint, adapter, "the controller's export", self.num_blocks, self.topk):
             raise UserError(
                 f"{self.path} is another model than the one that the controller was trained for; give that one"
             )
@@ -102,7 +106,9 @@ def load_controller(
     """
     try:
         controller = BudgetController.from_pretrained(directory).eval()
-        model = ControlledModel.of(controller.config.vlm)
+        space = controller.space
+        numbers = {"num_blocks": space.num_blocks, "topk": space.topk_choices[-1] if space.topk_choices else 0}
+        model = ControlledModel.of({**controller.config.vlm, **numbers})
     except Exception as error:  # each part of a damaged export raises an exception of its own kind
         raise UserError(
             f"{directory} is no export of a budget controller ({first_line_of(error)}); give the huggingface folder "

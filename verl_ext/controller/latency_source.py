@@ -10,7 +10,7 @@ from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.execution import Outcome, Seen
 from verl_ext.controller.inference import Decision
 from verl_ext.controller.latency_model import LatencyModel
-from verl_ext.controller.loading import fingerprint
+from verl_ext.controller.loading import is_of_model
 from verl_ext.errors import UserError
 
 
@@ -88,7 +88,7 @@ class ModelledLatency(LatencySource):
             UserError: there is none, or it was fitted on another vision-language model.
         """
         model = LatencyModel.load(path)
-        if model.model != fingerprint(adapter.model):
+        if not is_of_model(model.model, adapter, str(path)):
             raise UserError(
                 f"{path} was fitted on another model; make one for this by `python -m verl_ext.controller.calibrate`"
             )

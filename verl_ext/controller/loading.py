@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
+import re
+import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -15,9 +18,13 @@ from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_code import require_no_code
 from verl_ext.own_code import OwnCode
+from verl_ext.tell import tell
 
-SAMPLED = 16
-"""Values of a tensor that a fingerprint is taken of."""
+FINGERPRINT_VERSION = 2
+OLD_FINGERPRINT = re.compile("[0-9a-f]{16}")
+"""Of the first version."""
+SAMPLED = 4
+"""Values of each of a tensor's last two dimensions that a fingerprint is taken of."""
 
 
 def default_device() -> tuple[str, torch.dtype]:
@@ -64,15 +71,54 @@ def load_adapter(
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A short name of a model's architecture and weights, the same wherever it is loaded in one precision.
+    """A short name of a model's type and weights, so that what was measured on one is not taken for another's.
 
-    It is taken of the configuration and of the first values of each parameter, so that what was measured on one model
-    is not taken for another's.
+    It is `VERSION:model_type:digest`, the digest of the shape of each parameter and of its first values: of up to
+    `SAMPLED` in each of the last two dimensions. Neither the names and order of the parameters nor the orientation of
+    their matrices count, which change with releases of transformers. The precision that a model is loaded in does.
     """
-    digest = hashlib.sha256()
-    about = {key: value for key, value in model.config.to_dict().items() if not key.startswith(("_", "transformers"))}
-    digest.update(json.dumps(about, sort_keys=True, default=str).encode())
+    parts = []
     for parameter in model.parameters():
-        values = parameter.detach().flatten()[:SAMPLED].float().cpu()
-        digest.update(values.numpy().tobytes())
-    return digest.hexdigest()[:16]
+        values = parameter.detach()
+        while values.dim() > 2:
+            values = values[0]
+        corner = values[..., :SAMPLED, :SAMPLED] if values.dim() == 2 else values[:SAMPLED]
+        sample = corner.flatten().float().sort().values.cpu()
+        parts.append(repr(sorted(parameter.shape)).encode() + sample.numpy().tobytes())
+    digest = hashlib.sha256(b"\0".join(sorted(parts))).hexdigest()[:16]
+    return f"{FINGERPRINT_VERSION}:{model.config.model_type}:{digest}"
+
+
+def is_of_model(
+    recorded: str | None, adapter: VLMAdapter, source: str, num_blocks: int | None = None, topk: int | None = None
+) -> bool:
+    """Whether something was measured on, or trained for, an adapter's model; True where nothing is recorded.
+
+    The fingerprints of earlier versions were taken of a configuration that transformers 5 writes differently, so they
+    cannot be compared: with one of those, True and a warning if the numbers fit.
+
+    Args:
+        recorded: the fingerprint.
+        adapter: of the model.
+        source: of the fingerprint, for the warning.
+        num_blocks: that are recorded beside it; None where none are.
+        topk: how many experts a token was routed to, 0 for none, as recorded beside it; None where it is not.
+    """
+    if recorded is None:
+        return True
+    if not OLD_FINGERPRINT.fullmatch(recorded):
+        return recorded == fingerprint(adapter.model)
+    fits = num_blocks in (None, len(adapter.blocks)) and topk in (None, adapter.trained_topk)
+    if fits:
+        _warn_of_old_fingerprint(source)
+    return fits
+
+
+@lru_cache
+def _warn_of_old_fingerprint(source: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        tell(
+            f"warning: {source} was written by an earlier version, whose fingerprint of the model cannot be compared "
+            "any more; no other number of blocks or experts shows, so it is taken for this model's",
+            sys.stderr,
+        )
