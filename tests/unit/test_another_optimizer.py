@@ -75,19 +75,34 @@ def test_an_optimizer_of_a_newer_torch_is_the_same(
     resume(small_config(quickstart, run_dir))
 
 
-def test_it_may_continue_from_the_weights_alone(quickstart: Path, run_dir: Path) -> None:
-    trainer = make_trainer(small_config(quickstart, run_dir, *SGD, "trainer.checkpoint.load_contents=[model]"))
+@pytest.mark.parametrize("begins_elsewhere", [False, True])
+def test_weights_alone_are_where_a_run_begins_and_its_own_checkpoints_are_loaded_whole(
+    begins_elsewhere: bool, quickstart: Path, run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["trainer.checkpoint.load_contents=[model]"]
+    if begins_elsewhere:
+        words.append(f"trainer.resume_from_path={run_dir}/global_step_1")
+        run_dir = tmp_path / "other"
+    else:
+        words += SGD
+    trainer = make_trainer(small_config(quickstart, run_dir, *words))
     assert trainer.global_step == 1 and not trainer.optimizer.state
     trainer.training_step(next(trainer.remaining_batches()))
     trainer.train_sampler.advance()
     trainer.save_checkpoint(2)
     trainer.checkpoint_manager.wait()
-    assert Manifest.read(run_dir / "global_step_2").optimizer == "torch.optim.SGD"
-    assert checkpoint_that_suits(small_config(quickstart, run_dir, *SGD)) == run_dir / "global_step_2"
+    assert checkpoint_that_suits(small_config(quickstart, run_dir, *words)) == run_dir / "global_step_2"
+    resumed = make_trainer(small_config(quickstart, run_dir, *words))
+    assert resumed.global_step == 2 and resumed.optimizer.state
+    assert resumed.lr_scheduler.state_dict() == trainer.lr_scheduler.state_dict()
+    first, second = [line for line in capfd.readouterr().out.splitlines() if line.startswith("Loading")]
+    assert first.startswith("Loading only model from global_step_1")
+    assert second.startswith("Loading model, optimizer, extra from global_step_2, which this run saved")
 
 
 def test_a_new_optimizer_of_a_schedule_that_continues_has_its_rate(quickstart: Path, run_dir: Path) -> None:
     [rate] = make_trainer(small_config(quickstart, run_dir)).lr_scheduler.get_last_lr()
-    trainer = make_trainer(small_config(quickstart, run_dir, "trainer.checkpoint.load_contents=[model,extra]"))
+    words = "trainer.checkpoint.load_contents=[model,extra]", f"trainer.resume_from_path={run_dir}/global_step_1"
+    trainer = make_trainer(small_config(quickstart, run_dir, *words))
     assert not trainer.optimizer.state and trainer.lr_scheduler.get_last_lr() == [rate]
     assert [group["lr"] for group in trainer.optimizer.param_groups] == [rate] != [0.0]

@@ -109,8 +109,8 @@ def saved_entries(
     if entries is None:
         raise UserError(
             f"the optimizer of {files.directory} has parameter groups of {saved_sizes} tensors, this run's of {sizes}; "
-            "restore the optim and model sections of the configuration, or leave 'optimizer' out of "
-            "trainer.checkpoint.load_contents"
+            "restore the optim and model sections of the configuration, or load only the weights, by "
+            f"trainer.resume_from_path={files.directory} and trainer.checkpoint.load_contents=[model]"
         )
     return entries
 

@@ -16,9 +16,11 @@ from verl_ext.checkpoint.layout import (
     step_of,
     what_is_wrong,
 )
-from verl_ext.checkpoint.stock import is_stock
+from verl_ext.checkpoint.stock import KINDS, is_stock
 from verl_ext.errors import UserError
 
+CONTENTS = ("model", "optimizer", "extra")
+"""What `load_contents` calls the `KINDS` of shards."""
 Warn = Callable[[str], None]
 
 
@@ -101,12 +103,35 @@ def require_same_optimizer(checkpoint: Path, optimizer: str) -> None:
         raise another_optimizer(checkpoint, f"of {saved}, but this run uses {optimizer}")
 
 
+def contents_to_load(checkpoint: Path, trainer: Any, optimizer: str) -> list[str]:
+    """What is loaded of a checkpoint.
+
+    `load_contents` is for the checkpoint that a run begins from. A requeue repeats it, and must not drop the optimizer
+    state that the run has saved since. So what the run itself saved with this optimizer is loaded whole, unless
+    `resume_from_path` names it.
+
+    Args:
+        checkpoint: as `find_checkpoint` gave it.
+        trainer: the section of the configuration.
+        optimizer: this run's, see `optimizer_name`.
+
+    Raises:
+        ValueError: its manifest cannot be read.
+    """
+    asked, manifest = list(trainer.checkpoint.load_contents), Manifest.read(checkpoint)
+    is_named = trainer.resume_from_path is not None and checkpoint == Path(trainer.resume_from_path)
+    if is_named or manifest.optimizer != optimizer or "optimizer" in manifest.dropped:
+        return asked
+    saved = {name.partition("_world_size_")[0] for name in manifest.files}
+    return asked + [name for name, kind in zip(CONTENTS, KINDS) if kind in saved and name not in asked]
+
+
 def another_optimizer(checkpoint: Path, how: str) -> UserError:
     """Why the state of an optimizer cannot be loaded, and how to continue."""
     return UserError(
-        f"{checkpoint} holds the optimizer state {how}; restore the optim section of the configuration, or, for "
-        "one start, set trainer.checkpoint.load_contents=[model] to load only the weights and start a new optimizer "
-        "and schedule"
+        f"{checkpoint} holds the optimizer state {how}; restore the optim section of the configuration, or set "
+        "trainer.checkpoint.load_contents=[model] to load only the weights and start a new optimizer and schedule, "
+        "which later starts resume"
     )
 
 

@@ -12,7 +12,13 @@ from omegaconf import DictConfig
 
 from verl_ext.checkpoint.commit import point_tracker
 from verl_ext.checkpoint.layout import EXPORT, Manifest, read_tracker, step_of
-from verl_ext.checkpoint.resume import find_checkpoint, optimizer_name, require_same_optimizer
+from verl_ext.checkpoint.resume import (
+    CONTENTS,
+    contents_to_load,
+    find_checkpoint,
+    optimizer_name,
+    require_same_optimizer,
+)
 from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.collective import gather_results, on_rank_zero
 from verl_ext.data.stock_position import VERLS_SEED, stock_position
@@ -57,6 +63,26 @@ def checkpoint_to_resume(config: DictConfig) -> Path | None:
     if path is not None and dist.get_rank() == 0:
         tell(f"Found checkpoint: {path.absolute()}", sys.__stdout__)
     return path
+
+
+def contents_to_resume(checkpoint: Path, config: DictConfig) -> list[str]:
+    """See `contents_to_load`; rank 0 tells the user where it is not all, or more than was asked for; collective."""
+
+    def choose() -> list[str]:
+        asked = list(config.trainer.checkpoint.load_contents)
+        contents = contents_to_load(checkpoint, config.trainer, optimizer_name(config.optim))
+        loaded = ", ".join(name for name in CONTENTS if name in contents)
+        if contents != asked:
+            tell(
+                f"Loading {loaded} from {checkpoint.name}, which this run saved; trainer.checkpoint.load_contents="
+                f"[{','.join(asked)}] applies only to the checkpoint that it began from",
+                sys.__stdout__,
+            )
+        elif not set(CONTENTS) <= set(asked):
+            tell(f"Loading only {loaded} from {checkpoint.name} (trainer.checkpoint.load_contents)", sys.__stdout__)
+        return contents
+
+    return on_rank_zero(choose)
 
 
 def catch_up_tracker(checkpoint: Path, run_dir: Path) -> None:

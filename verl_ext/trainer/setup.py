@@ -35,7 +35,7 @@ from verl_ext.trainer.guard import NonFiniteGuard
 from verl_ext.trainer.hardware import pick_precision
 from verl_ext.trainer.model import build_model
 from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
-from verl_ext.trainer.resume import checkpoint_to_resume, data_state_after_verl
+from verl_ext.trainer.resume import checkpoint_to_resume, contents_to_resume, data_state_after_verl
 from verl_ext.trainer.stop_signals import ignore_stop_signals
 from verl_ext.trainer.tokenizer import tokenizer_of_exports
 
@@ -159,6 +159,7 @@ class TrainerSetup(FSDPSFTTrainer):
         if path is None:
             return 0
         self.resume_global_step = step_of(path) or 0
+        self.checkpoint_manager.checkpoint_load_contents = contents_to_resume(path, self.config)
         self.checkpoint_manager.load_checkpoint(str(path))
         state = self.checkpoint_manager.load_data_state(str(path))
         if is_stock(path):
