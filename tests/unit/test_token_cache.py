@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,11 @@ from transformers import AutoTokenizer
 from tests.helpers.trainer import small_config
 from verl_ext.data import tokenise
 from verl_ext.data.chat import ChatDataset
+from verl_ext.data.chat_encoder import ChatEncoder
 from verl_ext.errors import UserError
+from verl_ext.metrics.run_record import RunRecord
+from verl_ext.trainer.stages import load_stage
+from verl_ext.trainer.tokenizer import load_tokenizer
 
 
 def dataset(quickstart: Path, cache: Path | None, *overrides: str, file: Path | None = None, max_samples: int = -1):
@@ -48,6 +54,33 @@ def test_other_settings_are_kept_apart(change: str, quickstart: Path, tmp_path: 
     dataset(quickstart, tmp_path, "data.truncation=right")
     dataset(quickstart, tmp_path, "data.truncation=right", change)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_run_of_a_template_that_asks_for_the_date_has_that_of_its_first_start(
+    quickstart: Path, tmp_path: Path
+) -> None:
+    """Also where the tokens are made again on a later day, and runs of other days are kept apart."""
+    (tmp_path / "dated.jinja").write_text(
+        "{{ strftime_now('%d %b %Y') }}\n{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    cache = tmp_path / "cache"
+    config = small_config(
+        quickstart, tmp_path / "run", f"data.token_cache={cache}", f"data.chat_template={tmp_path}/dated.jinja"
+    )
+    tokenizer = load_tokenizer(config)
+
+    def text_of(first_start: str) -> str:
+        RunRecord(tmp_path / "run").mark_waiting(first_start=first_start)
+        train, _ = load_stage("sft").load_datasets(config, tokenizer)
+        return tokenizer.decode(train[0]["input_ids"])
+
+    assert text_of("2020-07-04T09:30:00").startswith("04 Jul 2020")
+    num_kept = len(list(cache.iterdir()))
+    assert text_of("2020-07-04T23:00:00").startswith("04 Jul 2020") and len(list(cache.iterdir())) == num_kept
+    assert text_of("2020-07-05T00:00:00").startswith("05 Jul 2020") and len(list(cache.iterdir())) == 2 * num_kept
+    several = ChatEncoder(tokenizer, config.data, datetime(2020, 7, 4))
+    assert pickle.loads(pickle.dumps(several)).template.kwargs["strftime_now"]("%d") == "04"
 
 
 def test_other_content_under_the_same_name_is_tokenised(quickstart: Path, tmp_path: Path) -> None:

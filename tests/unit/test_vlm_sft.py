@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -83,6 +84,13 @@ def test_later_turns_are_as_the_template_writes_them() -> None:
     learnt = made["input_ids"][0][made["loss_mask"][0].bool()]
     assert PROCESSOR.tokenizer.decode(learnt) == "1<|im_end|>2<|im_end|>"
     assert made["loss_mask"][1].sum() == 2
+
+
+def test_a_template_gets_the_date_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PROCESSOR, "chat_template", "{{ strftime_now('%d %b %Y') }}" + vlms.TEMPLATE)
+    dated = replace(batcher(), now=datetime(2020, 7, 4, 9, 30))
+    tokens, _ = dated.tokens(ImageChat((question(4),)), 1)
+    assert PROCESSOR.tokenizer.decode(tokens).startswith("04 Jul 2020")
 
 
 REWRITING = vlms.TEMPLATE.replace(

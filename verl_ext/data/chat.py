@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class ChatDataset(TokenRows):
         max_samples: take only the first so many rows; -1 takes all.
         progress: show a progress bar while tokenising, on a terminal.
         token_cache: directory in which tokens are kept; None keeps none.
+        now: see `ChatEncoder`.
 
     Raises:
         UserError: a row that cannot be rendered, has no assistant turn, or is too long with `truncation=error`;
@@ -47,10 +49,12 @@ class ChatDataset(TokenRows):
         max_samples: int = -1,
         progress: bool = False,
         token_cache: Path | None = None,
+        now: datetime | None = None,
     ) -> None:
         self.names = file_list(parquet_files)
         processes = config.num_tokenizers or len(os.sched_getaffinity(0))
-        tokens = tokenise(self.names, ChatEncoder(tokenizer, config), max_samples, token_cache, processes, progress)
+        encoder = ChatEncoder(tokenizer, config, now)
+        tokens = tokenise(self.names, encoder, max_samples, token_cache, processes, progress)
         self.tokens, self.lengths = tokens, tokens.lengths
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         # The first token of a sample is predicted from nothing, so it has no loss.

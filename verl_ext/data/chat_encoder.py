@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from datetime import datetime, time
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from verl_ext.config.inputs import place_of
 from verl_ext.config.plain import as_dict
 from verl_ext.data.parquet import plain
-from verl_ext.data.template import ChatTemplate, Encoded, Message
+from verl_ext.data.template import ChatTemplate, Encoded, Message, clock_arguments
 from verl_ext.errors import UserError
 
 ASSISTANTS_OWN = ("tool_calls", "reasoning_content", "thinking")
@@ -29,11 +30,18 @@ class ChatEncoder:
     Args:
         tokenizer: a fast tokenizer with a chat template.
         config: the `data` section.
+        now: whose date a chat template with `strftime_now` is given; None for today's.
+
+    Attributes:
+        date: that date, at midnight, so that tokens depend on nothing finer; None for templates that do not ask.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DictConfig) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DictConfig, now: datetime | None = None) -> None:
         self.config = config
-        self.template = ChatTemplate(tokenizer, as_dict(config.apply_chat_template_kwargs))
+        date = datetime.combine(now or datetime.now(), time())
+        clock = clock_arguments(tokenizer.chat_template, date)
+        self.date = date if clock else None
+        self.template = ChatTemplate(tokenizer, {**clock, **as_dict(config.apply_chat_template_kwargs)})
         source = str(tokenizer.chat_template)
         self.not_rendered = [key for key in ASSISTANTS_OWN if not re.search(rf"\b{key}\b", source)]
 

@@ -43,7 +43,7 @@ def training_data_digest(data: DictConfig) -> str:
 
 
 def load_datasets(
-    config: DictConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False
+    config: DictConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False, now: datetime | None = None
 ) -> tuple[TokenRows, TokenRows | None]:
     """Training and validation set of a run; the second is None when `data.val_files` is null.
 
@@ -51,11 +51,13 @@ def load_datasets(
         config: the resolved configuration.
         tokenizer: as loaded for the model.
         progress: show progress bars (rank 0).
+        now: see `ChatEncoder`.
     """
-    train = load_dataset(config.data.train_files, config.data, tokenizer, config.data.train_max_samples, progress)
-    if not file_list(config.data.val_files):
+    data = config.data
+    train = load_dataset(data.train_files, data, tokenizer, data.train_max_samples, progress, now)
+    if not file_list(data.val_files):
         return train, None
-    return train, load_dataset(config.data.val_files, config.data, tokenizer, config.data.val_max_samples, progress)
+    return train, load_dataset(data.val_files, data, tokenizer, data.val_max_samples, progress, now)
 
 
 def load_prompts(
@@ -99,11 +101,16 @@ def load_questions(
 
 
 def load_dataset(
-    files: Any, config: DictConfig, tokenizer: PreTrainedTokenizerBase, max_samples: int, progress: bool
+    files: Any,
+    config: DictConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_samples: int,
+    progress: bool,
+    now: datetime | None,
 ) -> TokenRows:
     """A `ChatDataset`, or the class that `data.custom_cls` names, as in verl."""
     if config.custom_cls.path is None:
-        return ChatDataset(files, tokenizer, config, max_samples, progress, cache_directory(config.token_cache))
+        return ChatDataset(files, tokenizer, config, max_samples, progress, cache_directory(config.token_cache), now)
     from verl.utils.import_utils import load_extern_object
 
     try:

@@ -16,7 +16,7 @@ from verl_ext.config.plain import as_dict
 from verl_ext.data.chat_encoder import check_turns
 from verl_ext.data.parquet import plain, read_frame
 from verl_ext.data.rows import Rows, UniqueIds
-from verl_ext.data.template import TEMPLATE_ERRORS, ChatTemplate
+from verl_ext.data.template import TEMPLATE_ERRORS, ChatTemplate, clock_arguments
 from verl_ext.errors import UserError
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
@@ -47,10 +47,8 @@ class PromptDataset(Rows):
         now: datetime | None = None,
     ) -> None:
         self._config = config
-        kwargs = as_dict(config.apply_chat_template_kwargs)
-        if now is not None and "strftime_now" in str(tokenizer.chat_template):
-            kwargs = {"strftime_now": now.strftime, **kwargs}  # takes the place of transformers' function of that name
-        self._template = ChatTemplate(tokenizer, kwargs)
+        clock = clock_arguments(tokenizer.chat_template, now)
+        self._template = ChatTemplate(tokenizer, {**clock, **as_dict(config.apply_chat_template_kwargs)})
         names = file_list(parquet_files)
         records = [(name, row, record) for name in names for row, record in _records(name)]
         chosen = records[:max_samples] if max_samples > 0 else records

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
@@ -169,6 +170,17 @@ class ChatTemplate:
         if like:
             return f"set data.chat_template={like[0]}, which renders every turn as this template renders the last one"
         return f"{ADVICE}, or split the chat"
+
+
+def clock_arguments(template: object, now: datetime | None) -> dict[str, Any]:
+    """Arguments with which a template's `strftime_now` tells another time than the clock's.
+
+    Args:
+        template: the source, or several by name.
+        now: the time that it tells; None leaves the clock's, as for templates that do not ask.
+    """
+    # the argument takes the place of transformers' function of that name
+    return {"strftime_now": now.strftime} if now is not None and "strftime_now" in str(template) else {}
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:

@@ -79,7 +79,7 @@ def cache_directory(setting: str | None) -> Path:
 
 
 def key_of(names: list[str], encoder: ChatEncoder, max_samples: int) -> str:
-    """Digest of all that the tokens depend on: the files' content, the tokenizer, its template, the settings."""
+    """Digest of all that the tokens depend on: the files, the tokenizer, its template, its date, the settings."""
     tokenizer = encoder.template.tokenizer
     settings = as_dict(encoder.config)
     about = {
@@ -90,6 +90,7 @@ def key_of(names: list[str], encoder: ChatEncoder, max_samples: int) -> str:
         "settings": {name: settings[name] for name in IN_THE_KEY},
         "max_samples": max_samples,
         "files": [_digest(name) for name in names],
+        **({} if encoder.date is None else {"date": encoder.date}),
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import ProcessorMixin
 
 from verl_ext.data.batching import MicroBatch
 from verl_ext.data.image_chats import ImageChat
+from verl_ext.data.template import clock_arguments
 from verl_ext.errors import UserError
 
 
@@ -40,12 +42,14 @@ class VLMBatcher:
         micro_batch_size: chats per forward pass on one rank.
         tier_sizes: most pixels that an image is scaled to, ascending.
         end_token: ends an answer.
+        now: the time that a chat template with `strftime_now` is given; None for that of the clock.
     """
 
     processor: ProcessorMixin
     micro_batch_size: int
     tier_sizes: tuple[int, ...]
     end_token: int
+    now: datetime | None = None
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> ChatBatch:
         size = self.micro_batch_size
@@ -108,12 +112,13 @@ class VLMBatcher:
         Raises:
             UserError: the template renders earlier turns differently once later turns follow.
         """
+        clock = clock_arguments(self.processor.chat_template, self.now)
         messages: list[dict[str, Any]] = []
         turns, written = [], ""
         for number, (question, answer) in enumerate(zip(chat.questions, chat.answers, strict=True)):
             parts = [{"type": "text", "text": question.question}]
             messages.append({"role": "user", "content": [{"type": "image"}, *parts] if number == 0 else parts})
-            text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **clock)
             if not text.startswith(written):
                 raise UserError(
                     f"the chat template changes the answer to {chat.questions[number - 1].sample_id}, "

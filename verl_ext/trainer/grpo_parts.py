@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -14,8 +13,6 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from verl_ext.collective import on_every_rank
 from verl_ext.data.end_tokens import end_tokens
-from verl_ext.data.load import load_prompts
-from verl_ext.data.prompts import PromptDataset
 from verl_ext.grpo.policy import LogProbs
 from verl_ext.grpo.rewards.environment import TextEnvironment
 from verl_ext.grpo.rewards.registry import wanted_rewards
@@ -26,23 +23,11 @@ from verl_ext.grpo.rollout.weights import WeightSource
 from verl_ext.grpo.tokens.layout import Layout
 from verl_ext.grpo.tokens.model import forward_cost
 from verl_ext.grpo.tokens.policy import TokenModel, TokenPolicy
-from verl_ext.metrics.run_record import RunRecord
 from verl_ext.native_output import quiet_native_stdout
 from verl_ext.trainer.grpo_settings import bucket_bytes, reward_settings, sampling, vllm_settings
 from verl_ext.trainer.hardware import autocast, pick_precision
 from verl_ext.trainer.lora import uses_lora
 from verl_ext.trainer.model import build_model, local_model_path
-
-
-def load_prompts_of_run(
-    config: DictConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False
-) -> tuple[PromptDataset, PromptDataset | None]:
-    """Prompts to learn from and to measure on; the arguments are those of `data.load.load_datasets`.
-
-    A chat template that asks for the date gets that of the run's first start: a resumed run has the same prompts.
-    """
-    first_start = RunRecord(Path(config.trainer.default_local_dir)).first_start()
-    return load_prompts(config, tokenizer, progress, first_start)
 
 
 def make_environment(config: DictConfig) -> TextEnvironment:

@@ -20,6 +20,7 @@ from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.rows import Rows
 from verl_ext.data.vlm_batching import ChatBatch, VLMBatcher
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.metrics.run_record import RunRecord
 from verl_ext.model_code import require_no_code
 from verl_ext.trainer.loop import Metrics
 from verl_ext.trainer.model import load_model, local_model_path, shard
@@ -75,6 +76,7 @@ class VLMSFTTrainer(SFTTrainer):
             config.data.micro_batch_size_per_gpu,
             tuple(section.tier_sizes),
             self.tokenizer.eos_token_id,
+            on_every_rank(RunRecord(self.run_dir).first_start),
         )
         datasets = [each for each in (self.train_dataset, self.val_dataset) if isinstance(each, ImageChatDataset)]
         chats = [chat for dataset in datasets for chat in dataset.chats[self.dp_rank :: self.dp_size]]
