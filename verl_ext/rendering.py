@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 
 from jinja2 import TemplateError
@@ -21,7 +22,8 @@ class EndlessTemplate(UserError):
 class rendering:  # noqa: N801 - reads like a function, as contextlib's do; a generator would take longer than the timer
     """Around one rendering of a chat template; adds about 2 µs.
 
-    A timer bounds the main thread, since only that one handles signals; other threads do not render.
+    A timer bounds the main thread, since only that one handles signals; other threads do not render. It counts the
+    time of all threads, native ones of libraries too, so it is set again while this thread has used less.
 
     Raises:
         EndlessTemplate: it took longer than `RENDER_S`.
@@ -29,12 +31,14 @@ class rendering:  # noqa: N801 - reads like a function, as contextlib's do; a ge
     """
 
     _has_handler = False
+    _started = 0.0
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
             if not rendering._has_handler:
-                signal.signal(signal.SIGVTALRM, _raise_time_up)
+                signal.signal(signal.SIGVTALRM, _raise_if_time_is_up)
                 rendering._has_handler = True
+            rendering._started = time.thread_time()
             signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_S)
 
     def __exit__(
@@ -54,5 +58,8 @@ class _TimeUp(BaseException):
     """No `Exception`, since Jinja's optimizer drops those that constant expressions raise."""
 
 
-def _raise_time_up(number: int, frame: FrameType | None) -> None:
-    raise _TimeUp
+def _raise_if_time_is_up(number: int, frame: FrameType | None) -> None:
+    left = RENDER_S - (time.thread_time() - rendering._started)
+    if left <= 0:
+        raise _TimeUp
+    signal.setitimer(signal.ITIMER_VIRTUAL, max(left, 0.01))  # one of 0 s would never ring

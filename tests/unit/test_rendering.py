@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 
@@ -67,12 +68,37 @@ def test_a_template_whose_constants_take_for_ever_is_refused_before_the_start(mo
         parse_chat_template("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}")
 
 
-def test_time_is_counted_for_each_rendering_and_in_the_main_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def busy(seconds: float) -> None:
-        end = time.thread_time() + seconds
-        while time.thread_time() < end:
-            sum(range(10_000))  # a clock that is read all the time takes the system's time, which does not count
+def busy(seconds: float) -> None:
+    """Use processor time of this thread."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        sum(range(10_000))  # a clock that is read all the time takes the system's time, which does not count
 
+
+def test_time_of_native_threads_is_not_the_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RENDER_S", 0.3)
+
+    def work() -> None:
+        end = time.thread_time() + 0.6
+        while time.thread_time() < end:  # without the interpreter's lock, as threads of tokenizers and BLAS do
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
+
+    def while_another_works(seconds: float) -> None:
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            with rendering():
+                busy(seconds)
+                thread.join()
+        finally:
+            thread.join()
+
+    while_another_works(0.05)
+    with pytest.raises(EndlessTemplate):
+        while_another_works(5)
+
+
+def test_time_is_counted_for_each_rendering_and_in_the_main_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RENDER_S", 0.3)
     for _ in range(3):
         with rendering():

@@ -14,6 +14,7 @@ from pyarrow import parquet
 
 from tests.helpers import vlms
 from tests.helpers.data import row, write_questions
+from verl_ext import rendering
 from verl_ext.config.compose import compose_config
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import ConfigurationSpace
@@ -91,6 +92,22 @@ def test_a_template_gets_the_date_that_is_asked_for(monkeypatch: pytest.MonkeyPa
     dated = replace(batcher(), now=datetime(2020, 7, 4, 9, 30))
     tokens, _ = dated.tokens(ImageChat((question(4),)), 1)
     assert PROCESSOR.tokenizer.decode(tokens).startswith("04 Jul 2020")
+
+
+@pytest.mark.parametrize(
+    ("template", "names"),
+    [
+        ("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}", "does not end"),
+        ("{{ raise_exception('no questions') }}", "refuses mine/1 .*no questions"),
+    ],
+)
+def test_a_template_that_fails_or_does_not_end_is_refused(
+    template: str, names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "RENDER_S", 0.2)
+    monkeypatch.setattr(PROCESSOR, "chat_template", template)
+    with pytest.raises(UserError, match=names):
+        batcher().check([ImageChat(tuple(of_one_image(1, 2)))])
 
 
 REWRITING = vlms.TEMPLATE.replace(

@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch.nn.utils.rnn import pad_sequence
 from transformers import ProcessorMixin
 
@@ -18,6 +19,7 @@ from verl_ext.data.batching import MicroBatch
 from verl_ext.data.image_chats import ImageChat
 from verl_ext.data.template import clock_arguments
 from verl_ext.errors import UserError
+from verl_ext.rendering import rendering
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ class VLMBatcher:
         """What stands before each answer, from behind what ended the last one; and the answer.
 
         Raises:
-            UserError: the template renders earlier turns differently once later turns follow.
+            UserError: the template refuses the chat, does not end, or renders earlier turns differently once later
+                turns follow.
         """
         clock = clock_arguments(self.processor.chat_template, self.now)
         messages: list[dict[str, Any]] = []
@@ -118,7 +121,15 @@ class VLMBatcher:
         for number, (question, answer) in enumerate(zip(chat.questions, chat.answers, strict=True)):
             parts = [{"type": "text", "text": question.question}]
             messages.append({"role": "user", "content": [{"type": "image"}, *parts] if number == 0 else parts})
-            text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **clock)
+            try:
+                with rendering():
+                    text = self.processor.apply_chat_template(
+                        messages, add_generation_prompt=True, tokenize=False, **clock
+                    )
+            except TemplateError as error:
+                raise UserError(
+                    f"the chat template refuses {question.sample_id} ({error}); fix the row, or the model's template"
+                ) from error
             if not text.startswith(written):
                 raise UserError(
                     f"the chat template changes the answer to {chat.questions[number - 1].sample_id}, "

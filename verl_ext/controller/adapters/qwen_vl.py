@@ -14,6 +14,7 @@ from verl_ext.controller.adapters.base import Decoding, Inputs, VLMAdapter
 from verl_ext.controller.adapters.routed_experts import RoutedExperts
 from verl_ext.controller.adapters.swap import Skipped
 from verl_ext.errors import UserError
+from verl_ext.rendering import rendering
 
 
 class QwenVLAdapter(VLMAdapter):
@@ -48,7 +49,8 @@ class QwenVLAdapter(VLMAdapter):
     def inputs(self, image: Image.Image, question: str, tier: int) -> Inputs:
         """See `VLMAdapter`; the image keeps its proportions."""
         chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
-        text = self.processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        with rendering():
+            text = self.processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         least = self.processor.image_processor.size["shortest_edge"]
         size = {"shortest_edge": min(least, self.tier_sizes[tier]), "longest_edge": self.tier_sizes[tier]}
         found = self.processor(images=[image], text=[text], images_kwargs={"size": size}, return_tensors="pt")
