@@ -97,6 +97,29 @@ def test_a_resume_with_other_data_of_as_many_rows_warns(
     assert not warned(f"data.train_files={copy}")
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "name",
+    ["trainer.setup.training_data_digest", "trainer.setup.is_stock", "trainer.resume.damaged_files"]
+    + ["checkpoint.manager.load_optimizer", "checkpoint.exporter.companion_files"],
+)
+def test_no_rank_of_a_resume_fails_alone(
+    name: str, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would wait for it; so each failure passes through `gather_results`, which names the rank."""
+    config = small_config(quickstart, tmp_path / "run")
+    trainer = make_trainer(config)
+    trainer.save_checkpoint(1)
+    trainer.checkpoint_manager.wait()
+
+    def fail(*arguments: object) -> None:
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(f"verl_ext.{name}", fail)
+    with pytest.raises(RuntimeError, match="(?s)rank 0 failed.*stale file handle"):
+        make_trainer(config)
+
+
 def forget_the_digest(checkpoint: Path) -> None:
     """As in a checkpoint that an earlier version wrote."""
     content = torch.load(checkpoint / "data.pt", weights_only=True)

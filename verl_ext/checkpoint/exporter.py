@@ -17,6 +17,7 @@ from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.safetensors_layout import INDEX, SafetensorsLayout
 from verl_ext.checkpoint.shards import whole
 from verl_ext.checkpoint.weights import PLAN, Weight, exported_weights, plan_to_json
+from verl_ext.collective import on_every_rank
 from verl_ext.errors import UserError
 
 
@@ -36,7 +37,7 @@ class Export:
 
 
 class Exporter:
-    """Decides at each save what is exported.
+    """Decides at each save what is exported; made by all ranks together.
 
     Args:
         model: sharded with FSDP2.
@@ -59,7 +60,9 @@ class Exporter:
     ) -> None:
         self.options, self.exports_weights = options, exports_weights
         self.weights = self._exportable(model)
-        self.companions = companion_files(model, tokenizer, options.export_dtype) if is_writer else {}
+        self.companions: dict[str, bytes] = on_every_rank(
+            lambda: companion_files(model, tokenizer, options.export_dtype) if is_writer else {}
+        )
 
     def _exportable(self, model: PreTrainedModel | PeftModel) -> list[Weight]:
         """What an export holds; also known without one, for the plan with which the command makes it later."""

@@ -26,7 +26,7 @@ from verl_ext.checkpoint.space import bytes_of, require_space
 from verl_ext.checkpoint.staging import Stager
 from verl_ext.checkpoint.stock import DATA_STATE, FSDP_CONFIG
 from verl_ext.checkpoint.writing import naming
-from verl_ext.collective import gather_results, on_rank_zero
+from verl_ext.collective import gather_results, on_every_rank, on_rank_zero
 from verl_ext.errors import UserError
 from verl_ext.native_output import quiet_native_stdout
 
@@ -184,14 +184,16 @@ class CheckpointManager(FSDPCheckpointManager):
         Raises:
             UserError: it does not fit this run.
         """
-        checkpoint = Path(local_path)
+        on_every_rank(lambda: self._load(Path(local_path)))
+
+    def _load(self, checkpoint: Path) -> None:
+        """This rank's part of it, which it reads without the others."""
         if self.should_load_model:
             load_model(self.model, checkpoint)
         if self.should_load_optimizer:
             load_optimizer(self.model, self.optimizer, checkpoint)
         if self.should_load_extra:
             self._load_extra(checkpoint)
-        dist.barrier()
 
     def _load_extra(self, checkpoint: Path) -> None:
         """The schedule, and the random numbers where the ranks are the same ones; else they begin anew."""

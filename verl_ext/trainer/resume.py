@@ -94,12 +94,15 @@ def catch_up_tracker(checkpoint: Path, run_dir: Path) -> None:
 
 def verify_together(checkpoint: Path) -> dict[str, str]:
     """What is wrong with the files that are loaded, by name; each rank reads some of them; collective."""
-    files = Manifest.read(checkpoint).files
-    names = sorted(
-        (name for name in files if not name.startswith(f"{EXPORT}/")), key=lambda name: -files[name]["bytes"]
-    )
-    mine = names[dist.get_rank() :: dist.get_world_size()]
-    found = gather_results(lambda: damaged_files(checkpoint, mine))
+
+    def damaged_of_mine() -> dict[str, str]:
+        files = Manifest.read(checkpoint).files
+        names = sorted(
+            (name for name in files if not name.startswith(f"{EXPORT}/")), key=lambda name: -files[name]["bytes"]
+        )
+        return damaged_files(checkpoint, names[dist.get_rank() :: dist.get_world_size()])
+
+    found = gather_results(damaged_of_mine)
     return {name: problem for problems in found for name, problem in problems.items()}
 
 

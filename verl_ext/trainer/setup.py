@@ -19,7 +19,7 @@ from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.resume import optimizer_name
 from verl_ext.checkpoint.stock import is_stock
-from verl_ext.collective import on_every_rank
+from verl_ext.collective import on_every_rank, on_rank_zero
 from verl_ext.config.digest import config_digest
 from verl_ext.config.plain import as_dict
 from verl_ext.data.batching import Groups
@@ -55,7 +55,7 @@ class TrainerSetup(FSDPSFTTrainer):
     Attributes:
         recorded_config: the configuration as the user gave it.
         owes_validation: whether the run stopped before the validation of the step it goes on from.
-        data_digest: identifies the training data, on rank 0; empty if it cannot be computed.
+        data_digest: identifies the training data; empty if it cannot be computed.
     """
 
     recorded_config: DictConfig
@@ -154,24 +154,29 @@ class TrainerSetup(FSDPSFTTrainer):
             UserError: the checkpoint does not fit this run.
         """
         self.owes_validation = False
-        self.data_digest = training_data_digest(self.config.data) if self.device_mesh.get_rank() == 0 else ""
+        self.data_digest = on_rank_zero(lambda: training_data_digest(self.config.data))
         path = checkpoint_to_resume(self.config)
         if path is None:
             return 0
         self.resume_global_step = step_of(path) or 0
         self.checkpoint_manager.checkpoint_load_contents = contents_to_resume(path, self.config)
         self.checkpoint_manager.load_checkpoint(str(path))
-        state = self.checkpoint_manager.load_data_state(str(path))
-        if is_stock(path):
-            state = data_state_after_verl(path, state, len(self.train_dataset), self.config)
+        state = on_every_rank(lambda: self.saved_data_state(path))
         self.load_data_state(state)
         former = state.get("data_digest", "")  # older checkpoints have none
-        if former and self.data_digest and former != self.data_digest:
+        if self.device_mesh.get_rank() == 0 and former and self.data_digest and former != self.data_digest:
             warn(
                 f"the training data are not those of {path.name}, although the number of samples is the same; the run "
                 "continues at the same position in the new data. Restore the previous data to resume exactly"
             )
         return self.resume_global_step
+
+    def saved_data_state(self, checkpoint: Path) -> dict[str, Any]:
+        """What `data_state` gave when a checkpoint was saved, also of one that verl wrote."""
+        state = self.checkpoint_manager.load_data_state(str(checkpoint))
+        if is_stock(checkpoint):
+            return data_state_after_verl(checkpoint, state, len(self.train_dataset), self.config)
+        return state
 
     def save_checkpoint(self, step: int) -> None:
         """Commit a checkpoint of this step, or begin to; collective."""
