@@ -74,8 +74,8 @@ def contents_to_resume(checkpoint: Path, config: DictConfig) -> list[str]:
         loaded = ", ".join(name for name in CONTENTS if name in contents)
         if contents != asked:
             tell(
-                f"Loading {loaded} from {checkpoint.name}, which this run saved; trainer.checkpoint.load_contents="
-                f"[{','.join(asked)}] applies only to the checkpoint that it began from",
+                f"Loading {loaded} from {checkpoint.name}, which this run saved; to load only "
+                f"trainer.checkpoint.load_contents=[{','.join(asked)}] of it, name it in trainer.resume_from_path",
                 sys.__stdout__,
             )
         elif not set(CONTENTS) <= set(asked):
