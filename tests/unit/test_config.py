@@ -18,6 +18,7 @@ from verl_ext.config.checks import check_batch, check_values
 from verl_ext.config.compose import STAGES, compose_config
 from verl_ext.config.digest import config_digest
 from verl_ext.config.inputs import check_data, check_model, is_hub_name, untrained_loss
+from verl_ext.config.overrides import parsed, value_set_by
 from verl_ext.config.recipes import RECIPES, recipe_summaries
 from verl_ext.data.training_templates import read_chat_template
 from verl_ext.errors import UserError
@@ -66,6 +67,8 @@ def test_the_7b_recipe_is_the_documents_run() -> None:
         ("+trainer.seed.x=1", "not a configuration key"),
         ("recipe=quickstrt", "did you mean recipe=quickstart"),
         ("a b=", "not an override of the form key=value"),
+        ("data.train_files=~/it's/a b", "'data.train_files=.*quote its value inside the quotes of the shell"),
+        ("data.train_files=glob(*)", "'data.train_files=.* sweeps over values"),
     ],
 )
 def test_a_mistyped_override_is_refused_with_a_hint(override: str, names: str) -> None:
@@ -293,6 +296,23 @@ def test_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyP
     files = ["data.train_files=[~/a.parquet,'~/b c.parquet']", "data.val_files='~/v.parquet'"]
     data = compose_config("sft", files).data
     assert (list(data.train_files), data.val_files) == (["~/a.parquet", "~/b c.parquet"], "~/v.parquet")
+
+
+PATHS = ("~/my data/x.parquet", "/my data/x.parquet", "my data/x.parquet", "~/a (1)/x", "./a (1)/x", "/é#/b=~c", "~")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_needs_only_the_quotes_of_the_shell(path: str) -> None:
+    for form, value in {
+        "data.train_files={}": path,
+        "+data.train_files= {} ": path,
+        "data={{train_files: {}}}": {"train_files": path},
+        "data.train_files=[{0},b c, {0} ]": [path, "b c", path],
+        "data.train_files={0},b c,{0}": [path, "b c", path],
+        "data.train_files=['/a, /b=/c',{}]": ["/a, /b=/c", path],
+    }.items():
+        text = form.format(path)
+        assert value_set_by(parsed(text), text) == value
 
 
 @pytest.mark.parametrize("key", ["trainer.default_local_dir", "data.train_files", "model.partial_pretrain"])

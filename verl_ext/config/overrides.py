@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString, Transformer
+from hydra.core.override_parser.types import Override, QuotedString, Transformer, ValueType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -28,8 +28,11 @@ OPEN_MAPPINGS = (
     "rollout.vllm",
 )
 
-_BARE_HOME = re.compile(r"""([=\[,] ?)(~[^\s'",\[\]{}]*)""")
-"""A path in a home directory as a value, or in a list of values."""
+_PATH = re.compile(
+    r"""(?P<quoted>'[^']*'|"[^"]*")|"""
+    r"""(?P<before>[=\[,] *|: +)(?P<path>(?:~|\.{0,2}/)(?:[^'",\[\]{}]*[^\s'",\[\]{}])?) *"""
+)
+"""A path from the root, a home or the working directory that is a value, or an item of a list or mapping of values."""
 
 
 def merge_known(config: DictConfig, update: DictConfig, source: str, nullable: Collection[str]) -> None:
@@ -79,21 +82,24 @@ def parsed(text: str) -> Override:
     """
     parser = OverridesParser.create()
     try:
-        try:
-            override = parser.parse_override(text)
-        except HydraException:  # which takes no unquoted ~, and behind `key=` the shell does not expand it
-            if (quoted := _BARE_HOME.sub(r"\1'\2'", text)) == text:
-                raise
-            override = parser.parse_override(quoted)
+        override = parser.parse_override(text)
     except HydraException as error:
-        shown = masked(text)  # with a secret in it, the parser's words are not shown either: they repeat it
-        why = f" ({first_line_of(error)})" if shown == text else ""
-        raise UserError(
-            f"'{shown}' is not an override of the form key=value{why}; correct it or quote its value"
-        ) from error
+        try:  # Hydra takes ~, parentheses and letters beyond ASCII in quotes only, and behind `key=` no shell expands ~
+            override = parser.parse_override(_PATH.sub(_quoted, text))
+        except HydraException:
+            shown = masked(text)  # with a secret in it, the parser's words are not shown either: they repeat it
+            why = f" ({first_line_of(error)})" if shown == text else ""
+            raise UserError(
+                f"'{shown}' is not an override of the form key=value{why}; correct it, or quote its value inside the "
+                "quotes of the shell, as in \"key='value'\""
+            ) from error
     if not override.key_or_group:
         raise UserError(f"'{text}' is not an override of the form key=value; name the key")
     return override
+
+
+def _quoted(found: re.Match[str]) -> str:
+    return found["quoted"] or f"{found['before']}'{found['path']}'"
 
 
 def keys_set_by(overrides: Iterable[str]) -> set[str]:
@@ -114,7 +120,7 @@ def value_set_by(override: Override, text: str) -> Any:
         return None
     if not override.is_sweep_override():
         return override.value()
-    if not override.is_choice_sweep():
+    if not override.is_choice_sweep() or override.value_type == ValueType.GLOB_CHOICE_SWEEP:
         raise UserError(f"'{masked(text)}' sweeps over values, but one run has one; give one value, or a list [a, b]")
     items = override.sweep_iterator(Transformer.identity)
     return [item.text if isinstance(item, QuotedString) else item for item in items]
