@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from verl_ext.tell import output_problem, tell
+from verl_ext.tell import output_problem, tell, wait_for_readers
 
 USER_ERROR_EXIT_CODE = 2
 STOPPED_EXIT_CODE = 75
@@ -45,6 +45,7 @@ def exit_on_user_error() -> Iterator[None]:
     try:
         if sys.stdout is None:  # the next file that is opened would receive what libraries print
             raise UserError("standard output is closed; redirect it to a file or to /dev/null")
+        wait_for_readers()
         yield
     except UserError as error:
         tell(f"error: {error}", sys.stderr)

@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import sys
+from contextlib import suppress
 from typing import TextIO
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -27,15 +28,29 @@ def tell(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
         end: what is printed behind it.
     """
     stream = sys.stdout if stream is None else stream
+    wait_for_readers()
     try:
         print(printable(text), file=stream, end=end, flush=True)
     except OSError as error:
         _drop_from_now_on(stream, error)
 
 
+def wait_for_readers() -> None:
+    """Make stdout and stderr blocking, for libraries and child processes too, so that a slow reader loses nothing.
+
+    Python without buffering (PYTHONUNBUFFERED) drops what a full non-blocking pipe does not take, and raises nothing.
+    Any process that shares the pipe may make it non-blocking again, so `tell` calls this each time.
+    """
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None and not stream.closed:
+            with suppress(OSError):  # printing then shows what is wrong with the descriptor
+                os.set_blocking(stream.fileno(), True)
+
+
 def output_problem() -> OSError | None:
     """Flush standard output; returns why something that was printed there could not be written."""
     if sys.stdout is not None:
+        wait_for_readers()
         try:
             sys.stdout.flush()
         except OSError as error:

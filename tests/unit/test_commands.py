@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,28 @@ def test_a_reader_that_goes_away_is_no_error(words: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("how", ["tell(line)", "print(line)", "os.set_blocking(1, False); tell(line)"])
+def test_a_slow_reader_of_a_non_blocking_pipe_gets_everything(how: str, unbuffered: str) -> None:
+    program = "import os\nfrom verl_ext.errors import exit_on_user_error\nfrom verl_ext.tell import tell\n"
+    program += "with exit_on_user_error():\n"
+    program += f"    for number in range(6000):\n        line = f'{{number:031}}'\n        {how}"
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(words, cwd=ROOT, env=environment, stdout=writing, stderr=subprocess.PIPE) as process:
+        os.close(writing)
+        with open(reading, "rb", buffering=0) as pipe:
+            received = b""
+            while piece := pipe.read(1 << 14):  # a pipe holds 64 KiB
+                received += piece
+                time.sleep(0.05)
+        assert process.stderr is not None and process.stderr.read() == b""
+    assert process.returncode == 0
+    assert received.split() == [b"%031d" % number for number in range(6000)]
 
 
 @pytest.mark.parametrize(
