@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import sys
 from pathlib import Path
+from subprocess import run
 
 import pytest
 from omegaconf import DictConfig
@@ -102,6 +105,23 @@ def test_files_are_converted_once_and_again_when_they_change(
     assert launched(*words).data.train_files != first.data.train_files
     assert launched(*words, "data.val_files=null").data.train_files != first.data.train_files
     assert not Path("data/quickstart").exists()
+
+
+def test_a_converted_file_is_read_only_if_its_size_or_time_changed(repository: Path) -> None:
+    def converted() -> str:
+        """What another process reads."""
+        words = [sys.executable, "-m", "verl_ext.launch", "sft", "--print-config", "data.train_files=mine.jsonl"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return run(words, env=environment, text=True, capture_output=True, check=True).stdout
+
+    path = write(repository / "mine.jsonl")
+    prepare_inputs(commands_to_run(launched("data.train_files=mine.jsonl")))
+    first, before = converted(), path.stat()
+    path.write_text(path.read_text().replace("p0", "q0"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert converted() == first
+    os.utime(path)
+    assert converted() != first
 
 
 def test_several_files_with_columns_of_the_users(repository: Path) -> None:

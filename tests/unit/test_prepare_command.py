@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from verl_ext.data.prepare import is_prepared, prepare
 from verl_ext.data.prepare.commands import COMMANDS
-from verl_ext.data.prepare.files import atomic_path
+from verl_ext.data.prepare.files import atomic_path, file_state
 from verl_ext.data.prepare.stamp import STAMP_NAME
 from verl_ext.errors import UserError
 
@@ -46,13 +47,74 @@ def test_prepared_only_with_the_same_arguments_version_and_files(
     assert not is_prepared(arguments)
 
 
-@pytest.mark.parametrize("content", ["[]", "3", "[" * 100_000, "{}", None])
-def test_a_damaged_stamp_is_none(content: str | None, arguments: list[str], tmp_path: Path) -> None:
-    """The command runs again; None stands for a stamp whose digests are damaged."""
+@pytest.mark.parametrize("content", ["[]", "3", "[" * 100_000, "{}"])
+def test_a_damaged_stamp_is_none(content: str, arguments: list[str], tmp_path: Path) -> None:
+    """The command runs again."""
+    prepare(arguments)
+    (tmp_path / "out" / STAMP_NAME).write_text(content)
+    assert not is_prepared(arguments)
+
+
+@pytest.mark.parametrize("states", [None, 3, {"": None}, {"": [1]}, {"": [1, 2, 3]}, {"": [1, 2, "no digits"]}])
+def test_a_stamp_whose_digests_are_damaged_is_none(states: object, arguments: list[str], tmp_path: Path) -> None:
     prepare(arguments)
     stamp = tmp_path / "out" / STAMP_NAME
-    stamp.write_text(content or json.dumps({**json.loads(stamp.read_text()), "inputs": None}))
-    assert not is_prepared(arguments)
+    content = json.loads(stamp.read_text())
+    for inputs in (states, dict.fromkeys(content["inputs"], states)):
+        stamp.write_text(json.dumps({**content, "inputs": inputs}))
+        assert not is_prepared(arguments)
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    """Change a file in a way that its size and modification time do not show."""
+    before = path.stat()
+    path.write_text(path.read_text().replace(old, new))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+
+
+def test_an_input_is_read_only_if_its_size_or_time_changed(arguments: list[str], tmp_path: Path) -> None:
+    source, stamp = tmp_path / "in.jsonl", tmp_path / "out" / STAMP_NAME
+    digest = file_state(source).digest
+    assert "Prepared: " in run_command(*arguments).stdout
+    rewrite(source, "p0", "q0")
+    assert "Nothing to do: " in run_command(*arguments).stdout
+    rewrite(source, "q0", "p0")
+    for _ in range(2):
+        os.utime(source)
+        assert "Nothing to do: " in run_command(*arguments).stdout
+        rewrite(source, "p0", "q0")
+        assert "Nothing to do: " in run_command(*arguments).stdout, "the stamp has the new time"
+        rewrite(source, "q0", "p0")
+        # the second time, a stamp of a version that kept no times
+        stamp.write_text(json.dumps({**json.loads(stamp.read_text()), "inputs": {str(source): digest}}))
+    rewrite(source, "p0", "q0")
+    os.utime(source)
+    assert "in.jsonl changed since" in run_command(*arguments).stdout
+
+
+@pytest.mark.parametrize("output", ["out", "."])
+def test_a_directory_changes_with_the_content_of_its_files(output: str, tmp_path: Path) -> None:
+    """Not with their times, nor with what is written there, or with files that cannot be read."""
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "1 + 2?", "answer": "It is 3.\\n#### 3"}\n')
+    words = ["gsm8k", "--source", str(tmp_path), "--output", str(tmp_path / output)]
+    assert "Prepared: " in run_command(*words).stdout
+    for name in ("__pycache__/x.pyc", ".git/index", ".hidden"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "unreadable").symlink_to("/proc/self/mem")
+    for name in ("train", "test"):
+        os.utime(tmp_path / f"{name}.jsonl")
+    assert "Nothing to do: " in run_command(*words).stdout
+    rewrite(tmp_path / "test.jsonl", "1 + 2", "2 + 1")
+    assert "Nothing to do: " in run_command(*words).stdout, "the stamp has the new times"
+    os.utime(tmp_path / "test.jsonl")
+    assert " changed since" in run_command(*words).stdout
+    assert "Nothing to do: " in run_command(*words).stdout
+    (tmp_path / "more").write_text("x")
+    assert " changed since" in run_command(*words).stdout
 
 
 def test_a_second_run_does_nothing_unless_forced(

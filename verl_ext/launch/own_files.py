@@ -17,9 +17,9 @@ from verl_ext.config.inputs import file_list
 from verl_ext.config.overrides import keys_set_by, leaves
 from verl_ext.config.recipes import find_recipe
 from verl_ext.data.prepare.commands import COMMANDS
-from verl_ext.data.prepare.files import file_digest
+from verl_ext.data.prepare.files import file_state
 from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME
-from verl_ext.data.prepare.stamp import STAMP_NAME
+from verl_ext.data.prepare.stamp import STAMP_NAME, trust
 from verl_ext.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
@@ -141,7 +141,10 @@ def add_conversion(config: DictConfig, names: list[str], options: list[str], val
     paths = [existing_file(name) for name in names]
     command = CONVERTERS[config.stage]
     words = [*options, "--val-fraction", f"{val_fraction:g}"]
-    output = f"data/{re.sub(r'[^A-Za-z0-9_.-]+', '_', paths[0].stem)[:60]}-{digest_of(command, paths, words)}"
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "_", paths[0].stem)[:60]
+    for earlier in Path("data").glob(f"{stem}-*/{STAMP_NAME}"):
+        trust(earlier)
+    output = f"data/{stem}-{digest_of(command, paths, words)}"
     line = shlex.join([command, "--input", *map(str, paths), "--output", output, *words])
     config.prepare = [line, *config.prepare]
     return output
@@ -163,5 +166,5 @@ def digest_of(command: str, paths: Sequence[Path], words: Sequence[str]) -> str:
     settings = json.dumps([command, COMMANDS[command].VERSION, *words, *(path.name for path in paths)])
     digest = hashlib.sha256(settings.encode())
     for path in paths:
-        digest.update(bytes.fromhex(file_digest(path)))
+        digest.update(bytes.fromhex(file_state(path).digest))
     return digest.hexdigest()[:12]

@@ -59,7 +59,7 @@ def prepare(arguments: list[str], *, is_typed: bool = False) -> None:
     make_directory(output)
     stamp.remove(parsed.output)
     try:
-        inputs = stamp.input_digests(parsed)  # before they are read: one that changes meanwhile is read again next time
+        inputs = stamp.input_states(parsed)  # before they are read: one that changes meanwhile is read again next time
         prepared = command.run(parsed)
     except BaseException:
         if is_new:

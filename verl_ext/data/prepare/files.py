@@ -11,9 +11,8 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl_ext.errors import UserError, first_line_of
 
@@ -21,6 +20,8 @@ Row = dict[str, Any]
 INPUTS = "*.parquet, *.csv, *.tsv, or JSON under any other name: a row per line, or one list of rows"
 """What `read_rows` takes, for --help."""
 _SPACE = re.compile(r"\s*")
+_digests: dict[tuple[str, int, int], str] = {}
+"""By path, size and modification time."""
 
 
 @contextmanager
@@ -65,19 +66,34 @@ def make_directory(path: Path) -> None:
         raise UserError(f"no permission to write into {path}; choose another --output")
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal digits; a launch asks several times and reads the file once.
+class FileState(NamedTuple):
+    """The SHA-256 of a file's content in hexadecimal digits, and what the file was like when that was computed."""
+
+    size: int
+    mtime_ns: int
+    digest: str
+
+
+def file_state(path: Path) -> FileState:
+    """Size, modification time and digest of a file; reads it only if `trust_state` and earlier calls knew another.
 
     Raises:
         UserError: it cannot be read.
     """
     with _reading(path):
         found = path.stat()
-        return _digest_of(path, found.st_size, found.st_mtime_ns)
+        key = str(path), found.st_size, found.st_mtime_ns
+        if key not in _digests:
+            _digests[key] = _digest_of(path)
+    return FileState(found.st_size, found.st_mtime_ns, _digests[key])
 
 
-@cache
-def _digest_of(path: Path, size: int, modified_ns: int) -> str:
+def trust_state(path: Path, state: FileState) -> None:
+    """Have `file_state` take a digest that was kept, as long as the file has that size and modification time."""
+    _digests.setdefault((str(path), state.size, state.mtime_ns), state.digest)
+
+
+def _digest_of(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 22):

@@ -5,12 +5,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl_ext.data.prepare.files import atomic_path, file_digest
+from verl_ext.data.prepare.files import FileState, atomic_path, file_state, trust_state
+from verl_ext.errors import UserError
 
+Inputs = dict[str, dict[str, FileState]]
+"""By the input's name, the files of a directory by their relative paths; a file that is an input itself is ''."""
 STAMP_NAME = "prepared.json"
 INPUT_OPTIONS = ("input", "exclude", "source", "format")
 """Options that may name files; others, such as `--tokenizer`, do not change what is written."""
@@ -31,44 +37,83 @@ class Prepared:
     fields: dict[str, str] = field(default_factory=dict)
 
 
-def write(arguments: argparse.Namespace, version: int, prepared: Prepared, inputs: dict[str, str]) -> None:
+def write(arguments: argparse.Namespace, version: int, prepared: Prepared, inputs: Inputs) -> None:
     """Write the stamp.
 
     Args:
         arguments: the parsed command line; `force` is left out, since it does not change the result.
         version: the command's format version.
         prepared: what the command made.
-        inputs: see `input_digests`, as they were before the command read them.
+        inputs: see `input_states`, as they were before the command read them.
     """
+    written = _written(arguments, prepared.files)
+    inputs = {
+        name: {file: state for file, state in states.items() if Path(name).resolve() / file not in written}
+        for name, states in inputs.items()
+    }
     content = {**_identity(arguments, version), "inputs": inputs, "files": prepared.files, "counts": prepared.counts}
-    with atomic_path(Path(arguments.output) / STAMP_NAME) as temporary:
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    _write(Path(arguments.output) / STAMP_NAME, content)
 
 
-def input_digests(arguments: argparse.Namespace) -> dict[str, str]:
-    """Digests of the files and directories that a command line names as its input, by name.
+def input_states(arguments: argparse.Namespace, written: Collection[Path] = ()) -> Inputs:
+    """The files and directories that a command line names as its input.
+
+    Args:
+        arguments: the parsed command line.
+        written: files that are output, not input, where both are the same directory.
 
     Raises:
         UserError: one cannot be read.
     """
     values = [getattr(arguments, name, None) for name in INPUT_OPTIONS]
     names = [name for value in values if value for name in (value if isinstance(value, list) else [value])]
-    digests = {}
+    inputs: Inputs = {}
     for name in names:
-        code, _, function = name.rpartition(":")
-        path = Path(code if function.isidentifier() and Path(code).is_file() else name)
+        path = _path_of(name)
         if path.is_file():
-            digests[name] = file_digest(path)
+            inputs[name] = {"": file_state(path)}
         elif path.is_dir():
-            digests[name] = _directory_digest(path)
-    return digests
+            inputs[name] = _directory_states(path, Path(arguments.output).resolve(), written)
+    return inputs
 
 
-def _directory_digest(directory: Path) -> str:
-    """Changes with the name, size or modification time of any file; the contents may be too much to read each time."""
-    files = [(path, path.stat()) for path in sorted(directory.rglob("*")) if path.is_file()]
-    listed = [(str(path.relative_to(directory)), found.st_size, found.st_mtime_ns) for path, found in files]
-    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+def trust(path: Path) -> None:
+    """Spare the reading of inputs whose size and modification time are those in a stamp."""
+    _trust(_read(path) or {})
+
+
+def _trust(content: dict[str, Any]) -> None:
+    for name, states in content.get("inputs", {}).items():
+        if isinstance(states, dict):
+            for file, state in states.items():
+                trust_state(_path_of(name) / file, state)
+
+
+def _path_of(name: str) -> Path:
+    code, _, function = name.rpartition(":")
+    return Path(code if function.isidentifier() and Path(code).is_file() else name)
+
+
+def _directory_states(directory: Path, output: Path, written: Collection[Path]) -> dict[str, FileState]:
+    paths = []
+    for folder, folders, names in os.walk(directory):
+        here, resolved = Path(folder), Path(folder).resolve()
+        folders[:] = [name for name in folders if not _is_ignored(name) and resolved / name != output]
+        paths += [here / name for name in names if not _is_ignored(name) and resolved / name not in written]
+    states = {}
+    for path in sorted(paths):
+        with suppress(UserError):  # gone meanwhile, or unreadable: a command that needs it says so
+            if path.is_file():
+                states[str(path.relative_to(directory))] = file_state(path)
+    return states
+
+
+def _is_ignored(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__"
+
+
+def _written(arguments: argparse.Namespace, files: list[str]) -> set[Path]:
+    return {Path(arguments.output).resolve() / name for name in (*files, STAMP_NAME)}
 
 
 def remove(output: str) -> None:
@@ -93,10 +138,31 @@ def changed_inputs(arguments: argparse.Namespace, version: int) -> list[str] | N
         return None
     if not all((output / name).is_file() for name in content["files"]):
         return None
-    digests = input_digests(arguments)
-    if digests and "inputs" not in content:  # of a version that kept no digests
+    kept = content.get("inputs", {})
+    _trust(content)
+    inputs = input_states(arguments, _written(arguments, content["files"]))
+    if inputs and "inputs" not in content:  # of a version that kept no digests
         return None
-    return [name for name, digest in digests.items() if content["inputs"].get(name) != digest]
+    changed = [name for name, states in inputs.items() if not _is_same(kept.get(name), states)]
+    # A preparation that has begun meanwhile has removed the stamp, which then must not come back.
+    if not changed and {**kept, **inputs} != kept and _read(output / STAMP_NAME) == content:
+        with suppress(OSError, UserError):  # the next launch reads the inputs again
+            _write(output / STAMP_NAME, {**content, "inputs": {**kept, **inputs}})
+    return changed
+
+
+def _is_same(kept: dict[str, FileState] | str | None, states: dict[str, FileState]) -> bool:
+    """Whether an input has the content that a stamp knows it by: a text in stamps of a version that kept no times."""
+    if not isinstance(kept, str):
+        return kept is not None and _digests(kept) == _digests(states)
+    if "" in states:
+        return kept == states[""].digest
+    listed = [(file, state.size, state.mtime_ns) for file, state in states.items()]
+    return kept == hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+
+
+def _digests(states: dict[str, FileState]) -> dict[str, str]:
+    return {file: state.digest for file, state in states.items()}
 
 
 def _identity(arguments: argparse.Namespace, version: int) -> dict[str, Any]:
@@ -112,5 +178,24 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         # A stamp cut short by a crash of the machine is no stamp: the command simply runs again.
         return None
-    is_stamp = isinstance(content, dict) and isinstance(content.get("files"), list)
-    return content if is_stamp and isinstance(content.get("inputs", {}), dict) else None
+    if not isinstance(content, dict) or not isinstance(content.get("files"), list):
+        return None
+    try:
+        inputs = {name: _parsed(states) for name, states in content.get("inputs", {}).items()}
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return {**content, "inputs": inputs} if "inputs" in content else content
+
+
+def _parsed(states: Any) -> dict[str, FileState] | str:
+    if isinstance(states, str):
+        return states
+    parsed = {file: FileState(*state) for file, state in states.items()}
+    for state in parsed.values():
+        bytes.fromhex(state.digest)  # others rely on it
+    return parsed
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
