@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
+from tests.helpers import ROOT
 from verl_ext.checkpoint.layout import TRACKER, Manifest
 from verl_ext.command_line import StopRequested, clean_exit
 from verl_ext.deadline import ENVIRONMENT, deadline_from_environment, parse_deadline
@@ -87,6 +89,22 @@ def test_only_sigquit_and_a_second_interrupt_stop_immediately(
         os.kill(os.getpid(), number)
     assert signals.received == [number for number, _ in received]
     assert signals.immediate == immediate
+
+
+LAST_MOMENT = """
+import ctypes, signal, sys
+from verl_ext.launch.__main__ import stoppable
+libc = ctypes.CDLL(None)
+libc.on_exit(libc["raise"], None)  # calls raise(exit code) after Python has restored the default actions
+sys.exit(stoppable(lambda signals: {number}))
+"""
+
+
+@pytest.mark.parametrize("number", [QUIT, INT, TERM_, USR1, HUP])
+def test_a_signal_while_python_exits_changes_no_exit_code(number: signal.Signals, tmp_path: Path) -> None:
+    code = LAST_MOMENT.format(number=int(number))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment).returncode == number
 
 
 def test_a_request_that_a_library_turned_into_a_failure_is_a_request(signals: StopSignals) -> None:

@@ -11,6 +11,9 @@ from types import FrameType
 
 from verl_ext.errors import SAME_REQUEST_S, STOP_SIGNALS, STOPPED_EXIT_CODE
 
+LISTENED = (*STOP_SIGNALS, signal.SIGQUIT)
+"""What the launcher handles until it exits, and ignores while Python exits."""
+
 
 class StopRequest(BaseException):
     """The launcher was asked to stop while no rank ran; as with KeyboardInterrupt, no `except Exception` takes it.
@@ -49,13 +52,13 @@ class StopSignals:
 
     def install(self) -> None:
         """Begin to listen; a signal that whoever started us ignores (nohup) stays ignored."""
-        for number in (*STOP_SIGNALS, signal.SIGQUIT):
+        for number in LISTENED:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
     def ignore(self) -> None:
         """Ignore signals while Python exits: it restores the default actions, so a repeat would kill the process."""
-        for number in STOP_SIGNALS:
+        for number in LISTENED:
             signal.signal(number, signal.SIG_IGN)
 
     @contextmanager
