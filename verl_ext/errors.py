@@ -1,4 +1,4 @@
-"""The one exception that means "the user can mend this", and the signals and exit codes that commands agree on."""
+"""The exceptions for bad input and for a stop on all ranks, and the signals and exit codes that commands agree on."""
 
 from __future__ import annotations
 
@@ -22,6 +22,19 @@ SAME_REQUEST_S = 1.0
 
 class UserError(Exception):
     """Bad input. The message says in one sentence what is wrong and how to mend it."""
+
+
+class Stop(Exception):
+    """All ranks agreed to stop here.
+
+    Args:
+        reason: what asked for it.
+        exit_code: that the ranks leave with.
+    """
+
+    def __init__(self, reason: str, exit_code: int = STOPPED_EXIT_CODE) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
 
 
 def first_line_of(error: Exception) -> str:

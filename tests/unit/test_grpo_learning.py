@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.bandit import DECISIONS, Bandit, Machine, prompts
+from verl_ext.errors import Stop
 from verl_ext.grpo.advantages import Advantages
 from verl_ext.grpo.environment import Reward
 from verl_ext.grpo.experience import Collector, Experience, Replacement
@@ -22,7 +23,7 @@ from verl_ext.grpo.update import Updated, Updater, UpdateSettings
 from verl_ext.metrics.timers import StepTimer
 from verl_ext.trainer.grpo import GRPOTrainer
 from verl_ext.trainer.grpo_report import GRPOReport
-from verl_ext.trainer.preemption import Preemption, Stop
+from verl_ext.trainer.preemption import Preemption
 from verl_ext.trainer.stop_signals import RankSignals
 
 LOSS = LossSettings(0.2, 0.2, 3.0, "token-mean", DECISIONS)
@@ -273,6 +274,19 @@ def test_a_stop_in_a_validation_ends_drawing_before_the_run_saves(one_rank: None
     with pytest.raises(Stop, match="SIGTERM"):
         trainer.validate()
     assert bandit.versions == [3] and not bandit.draws
+
+
+def test_an_error_while_drawing_is_told_though_the_engine_cannot_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    bandit = Bandit(1)
+
+    def fail() -> None:
+        raise RuntimeError("the engine is dead")
+
+    monkeypatch.setattr(bandit, "end_drawing", fail)
+    with pytest.raises(ValueError, match="the cause") as caught:
+        with bandit.drawing(0):
+            raise ValueError("the cause")
+    assert caught.value.__context__ is None
 
 
 @pytest.mark.parametrize("settings", [ONCE, replace(ONCE, num_mini_batches=4, num_epochs=2)])

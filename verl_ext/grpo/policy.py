@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from verl_ext.errors import Stop
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -71,7 +73,9 @@ class Policy(ABC):
 
     @contextmanager
     def drawing(self, version: int) -> Iterator[dict[str, float]]:
-        """Sample actions within the block, and release what only sampling needs however the block ends; collective.
+        """Sample actions within the block, and release what only sampling needs after it or a `Stop`; collective.
+
+        Any other error may be that of a dead engine or of one rank alone, so it leaves the block as it is.
 
         Args:
             version: see `begin_drawing`.
@@ -82,8 +86,10 @@ class Policy(ABC):
         metrics = self.begin_drawing(version)
         try:
             yield metrics
-        finally:
+        except Stop:  # the run saves now, which needs the memory
             self.end_drawing()
+            raise
+        self.end_drawing()
 
     @abstractmethod
     def begin_drawing(self, version: int) -> dict[str, float]:

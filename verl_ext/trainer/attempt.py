@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.collective import on_rank_zero
 from verl_ext.config.plain import as_dict
-from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError, one_line
+from verl_ext.errors import USER_ERROR_EXIT_CODE, Stop, UserError, one_line
 from verl_ext.health.facts import REWARDED
 from verl_ext.health.findings import Finding
 from verl_ext.health.watch import HealthWatch
@@ -23,7 +23,6 @@ from verl_ext.metrics.records import SampleRow
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.metrics.startup import startup
 from verl_ext.trainer.health import watch_of
-from verl_ext.trainer.preemption import Stop
 
 
 class Attempt:

@@ -22,13 +22,13 @@ from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
 from verl_ext.checkpoint.space import GIB, free_bytes
 from verl_ext.data.rows import Rows
 from verl_ext.deadline import deadline_from_environment, parse_deadline
-from verl_ext.errors import UserError
+from verl_ext.errors import Stop, UserError
 from verl_ext.metrics.notice import warn
 from verl_ext.metrics.timers import StepTimer
 from verl_ext.metrics.trace import Trace
 from verl_ext.trainer.attempt import Attempt
 from verl_ext.trainer.guard import NonFiniteGuard
-from verl_ext.trainer.preemption import Preemption, Stop
+from verl_ext.trainer.preemption import Preemption
 from verl_ext.trainer.setup import TrainerSetup, verls_config
 from verl_ext.trainer.stop_signals import RankSignals
 

@@ -9,26 +9,13 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from verl_ext.errors import SICK_EXIT_CODE, STOPPED_EXIT_CODE
+from verl_ext.errors import SICK_EXIT_CODE, Stop
 from verl_ext.trainer.stop_signals import RankSignals
 
 SLACK = 1.25
 """Factor on the longest step and save so far when they are expected once more."""
 SLACK_S = 5.0
 """What closing the trackers and leaving takes."""
-
-
-class Stop(Exception):
-    """All ranks agreed to stop here.
-
-    Args:
-        reason: what asked for it.
-        exit_code: that the ranks leave with.
-    """
-
-    def __init__(self, reason: str, exit_code: int = STOPPED_EXIT_CODE) -> None:
-        super().__init__(reason)
-        self.exit_code = exit_code
 
 
 class Preemption:

@@ -7,12 +7,12 @@ from omegaconf import DictConfig
 from transformers import set_seed
 
 from verl_ext.collective import first_of_node_first, on_every_rank
+from verl_ext.errors import Stop
 from verl_ext.metrics.startup import startup
 from verl_ext.native_output import quiet_native_stdout
 from verl_ext.trainer.distributed import build_meshes, init_process_group, settle_device
 from verl_ext.trainer.loop import PipelineTrainer
 from verl_ext.trainer.malloc import keep_freed_memory
-from verl_ext.trainer.preemption import Stop
 from verl_ext.trainer.stages import Stage
 from verl_ext.trainer.stop_signals import RankSignals
 from verl_ext.trainer.tokenizer import load_tokenizer
