@@ -88,6 +88,7 @@ def test_good_settings(quickstart: Path, tmp_path: Path) -> None:
         ("rollout.tensor_model_parallel_size=3", "does not divide the 2 ranks"),
         ("data.truncation=left", "data.truncation has no effect in this stage"),
         ("trainer.test_freq=3", "set that instead"),
+        ("data.eval_every_steps=99999999999", "at most 2147483647, or 0 for never"),
         ("data.val_files=null", "data.val_files is empty"),
         ("data.val_files=[]", "data.val_files is empty"),
     ],

@@ -63,6 +63,19 @@ NULL_OR_AT_LEAST_ONE = (
 )  # fmt: skip
 
 MINUS_ONE_OR_AT_LEAST_ONE = ("data.train_max_samples", "data.val_max_samples")
+OTHERWISE = {  # what a number that its key cannot have may have been meant to say
+    **dict.fromkeys(("data.train_max_samples", "data.val_max_samples", "data.eval_batches"), "-1 for all"),
+    "rollout.top_k": "-1 for all",
+    "data.eval_every_steps": "0 for never",
+    "trainer.log_samples_every": "0 for never",
+    "trainer.max_ckpt_to_keep": "null for all",
+    "trainer.total_training_steps": "null for all epochs",
+    "trainer.checkpoint.export.every": "null for every save",
+    "actor.ppo_mini_batch_size": "null for one update per pass",
+    "data.max_tokens_per_gpu": "null for data.micro_batch_size_per_gpu * data.max_length",
+    "data.num_tokenizers": "null for one per core",
+    "health.every": "set health.enabled=false for no checks",
+}
 
 
 def check_values(config: DictConfig) -> None:
@@ -79,7 +92,7 @@ def check_values(config: DictConfig) -> None:
             require_positive(key, value_of(config, key))
     for key in MINUS_ONE_OR_AT_LEAST_ONE:
         if value_of(config, key) != -1:
-            require_positive(key, value_of(config, key), ", or -1 for all")
+            require_positive(key, value_of(config, key))
     check_ranges(config, RANGES)
     for key, (unused, instead) in WITHOUT_EFFECT.items():
         if value_of(config, key) != unused:
@@ -124,7 +137,7 @@ def check_ranges(config: DictConfig, ranges: Mapping[str, tuple[float, float]]) 
         value = value_of(config, key)
         is_endless = value is not None and math.isinf(value) and key not in MAY_BE_INFINITE
         if isinstance(value, int) and math.isinf(high) and value > LARGEST:
-            raise UserError(f"{key} is {value}; it must be at most {LARGEST}")
+            raise UserError(f"{key} is {value}; it must be at most {LARGEST}{_otherwise(key)}")
         if value is not None and (is_endless or not low <= value <= high):
             bounds = f"lie between {low} and {high}" if math.isfinite(high) else f"be a number of at least {low}"
             raise UserError(f"{key} is {value}; it must {bounds}")
@@ -151,11 +164,15 @@ def value_of(config: DictConfig | Mapping[str, Any], dotted_key: str) -> Any:
     return config
 
 
-def require_positive(key: str, value: object, otherwise: str = "") -> None:
-    """Raise a `UserError` unless `value` is a whole number of at least 1; it tells what else the caller allows."""
+def require_positive(key: str, value: object) -> None:
+    """Raise a `UserError` unless `value` is a whole number of at least 1; it tells what else the key may have."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
         at_most = f" and at most {LARGEST}" if isinstance(value, int) and value > LARGEST else ""
-        raise UserError(f"{key} is {value!r}; it must be a whole number of at least 1{at_most}{otherwise}")
+        raise UserError(f"{key} is {value!r}; it must be a whole number of at least 1{at_most}{_otherwise(key)}")
+
+
+def _otherwise(key: str) -> str:
+    return f", or {OTHERWISE[key]}" if key in OTHERWISE else ""
 
 
 def check_save_contents(config: DictConfig) -> None:
@@ -219,7 +236,7 @@ def check_batch(config: DictConfig, world_size: int) -> None:
     ranks, batch = world_size // sequence_parallel, config.data.train_batch_size
     mini_batch = OmegaConf.select(config, "actor.ppo_mini_batch_size")  # None in the stages of SFT
     if mini_batch is not None:
-        require_positive("actor.ppo_mini_batch_size", mini_batch, ", or null for one update per pass")
+        require_positive("actor.ppo_mini_batch_size", mini_batch)
     divided = mini_batch or batch  # what each update divides over the ranks
     if divided % ranks == 0 and batch % divided == 0:
         return
