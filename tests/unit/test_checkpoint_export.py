@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint.command.export import run
+from verl_ext.checkpoint.commit import write_manifest
+from verl_ext.checkpoint.layout import Manifest
 from verl_ext.checkpoint.rebuild import export_dtype_of
 from verl_ext.checkpoint.stock import OURS
 
@@ -68,13 +71,25 @@ def test_an_export_made_later_has_the_number_type_of_the_runs_own(
     assert stored == {expected} and PrecisionType.to_dtype(expected) == getattr(torch, named)
 
 
+def test_an_export_made_by_hand_does_not_decide_the_next(quickstart: Path, tmp_path: Path) -> None:
+    setting = "trainer.checkpoint.export.dtype=fp16"
+    make_trainer(small_config(quickstart, tmp_path, EVERYTHING, setting)).save_checkpoint(1)
+    options = {"run_dir": tmp_path, "step": None, "max_shard_gib": 1.0}
+    for dtype, expected in (("fp32", "float32"), (None, "float16")):
+        assert run(Namespace(**options, output=None, dtype=dtype)) == 0
+        named = json.loads((tmp_path / "global_step_1/huggingface/config.json").read_text())["dtype"]
+        assert named == expected
+
+
 def test_an_export_of_a_checkpoint_of_verls_is_bf16(quickstart: Path, tmp_path: Path) -> None:
     """Its configuration names the number type of the shards."""
     make_trainer(small_config(quickstart, tmp_path, SHARDS)).save_checkpoint(1)
     checkpoint = tmp_path / "global_step_1"
     config = checkpoint / "huggingface/config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}))
-    assert export_dtype_of(checkpoint) == "fp32"
+    assert export_dtype_of(checkpoint) == "bf16"
+    write_manifest(checkpoint, replace(Manifest.read(checkpoint), export_dtype=""))
+    assert export_dtype_of(checkpoint) == "fp32"  # an earlier version wrote it
     for name in OURS:
         (checkpoint / name).unlink()
     assert export_dtype_of(checkpoint) == "bf16"

@@ -36,6 +36,7 @@ class Manifest:
         dropped: what was removed on purpose after the save; "optimizer" or nothing.
         time: seconds since 1970 of the save.
         optimizer: whose state the shards hold, such as torch.optim.AdamW; empty where that is not known.
+        export_dtype: bf16, fp16 or fp32, the number type of the run's own exports; empty where that is not known.
     """
 
     step: int
@@ -46,6 +47,7 @@ class Manifest:
     dropped: tuple[str, ...] = ()
     time: float = 0.0
     optimizer: str = ""
+    export_dtype: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -107,6 +109,7 @@ def manifest_of(content: dict[str, Any]) -> Manifest:
         dropped=tuple(dropped),
         time=float(time),
         optimizer=str(content.get("optimizer", "")),
+        export_dtype=str(content.get("export_dtype", "")),
     )
 
 

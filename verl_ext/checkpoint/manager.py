@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.checkpoint.background import Background
 from verl_ext.checkpoint.export import create_files
@@ -96,6 +97,7 @@ class CheckpointManager(FSDPCheckpointManager):
                 dict(self.step_metrics),
                 time=time.time(),
                 optimizer=self.options.optimizer if self.should_save_optimizer else "",
+                export_dtype=PrecisionType.to_str(self.options.export_dtype),
             ),
             state=self._stager.stage(state) if self.options.in_background else state,
             export=export,

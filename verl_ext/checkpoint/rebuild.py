@@ -31,16 +31,26 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def export_dtype_of(checkpoint: Path) -> str:
-    """The number type of the run's own exports, which every save notes in `huggingface/config.json`.
+    """The number type of the run's own exports, which every save notes in the manifest.
+
+    In a checkpoint of an earlier version only `huggingface/config.json` names it, until an export by hand changes that.
 
     Args:
         checkpoint: a `global_step_N`.
 
     Returns:
-        bf16, fp16 or fp32; bf16 for a checkpoint that verl wrote, or one without that file.
+        bf16, fp16 or fp32; bf16 for a checkpoint that verl wrote, or one that has neither.
     """
+    if is_stock(checkpoint):
+        return "bf16"
+    try:
+        noted = Manifest.read(checkpoint).export_dtype
+    except ValueError:  # `require_sound_shards` says what is wrong with it
+        noted = ""
+    if noted in DTYPES.values():
+        return noted
     path = checkpoint / EXPORT / "config.json"
-    if is_stock(checkpoint) or leads_out(path, checkpoint):
+    if leads_out(path, checkpoint):
         return "bf16"
     try:
         return DTYPES[parse_json(path.read_bytes())["dtype"]]
