@@ -115,6 +115,10 @@ def test_prune_by_the_configuration_and_by_options(run_dir: Path) -> None:
     assert "Nothing to remove" in checkpoint_command("prune", run_dir)
 
 
+OF_EVALUATION = ("eval/eval_step_40/metrics.json.tmp", "eval/eval_step_40/verdicts/a.jsonl.tmp")
+REPLACED = ("best_model.pt.tmp", "checkpoint_epoch_12.pt.tmp", *OF_EVALUATION)
+
+
 def test_prune_removes_what_interruptions_left(run_dir: Path) -> None:
     checkpoint_command("prune", run_dir, "--yes")
     names = ["global_step_45.tmp", "global_step_5.removing", "global_step_50.tmp.removing"]
@@ -122,9 +126,13 @@ def test_prune_removes_what_interruptions_left(run_dir: Path) -> None:
         (run_dir / name).mkdir()
         (run_dir / name / "model.pt").write_bytes(bytes(1000))
     lease, young = run_dir / "global_step_40" / "lease.host.1.json.tmp", run_dir / "best_checkpoint.json.tmp"
-    for path in (lease, young, run_dir / "notes.tmp"):
+    left = [lease, *(run_dir / name for name in REPLACED)]
+    being_written = [young, run_dir / "checkpoint_epoch_13.pt.tmp", run_dir / "eval/eval_step_40/summary.json.tmp"]
+    of_a_user = [run_dir / "notes.tmp", run_dir / "eval/notes.tmp"]
+    (run_dir / "eval/eval_step_40/verdicts").mkdir(parents=True)
+    for path in (*left, *being_written, *of_a_user):
         path.touch()
-    for path in (lease, run_dir / "notes.tmp"):
+    for path in (*left, *of_a_user):
         os.utime(path, (0, 0))
     entries = {entry["step"] for entry in json.loads(checkpoint_command("ls", run_dir, "--json"))}
     assert entries == {5, 20, 40, 45, 50}
@@ -133,10 +141,10 @@ def test_prune_removes_what_interruptions_left(run_dir: Path) -> None:
     told = checkpoint_command("prune", run_dir, "--dry-run")
     assert all(name in told for name in names) and "This frees 2.9 KiB" in told
     told = checkpoint_command("prune", run_dir, "--yes")
-    assert "0 of 0 checkpoints and 4 leftovers" in told
+    assert f"0 of 0 checkpoints and {len(names) + len(left)} leftovers" in told
     assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_40"]
-    assert not lease.exists()
-    assert young.exists() and (run_dir / "notes.tmp").exists()  # being written, and a user's own
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in (*being_written, *of_a_user))
     assert "Nothing to remove" in checkpoint_command("prune", run_dir)
 
 

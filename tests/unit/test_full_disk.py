@@ -139,10 +139,14 @@ def test_leftovers_of_a_finished_run_are_removed_unless_another_launch_is_at_wor
     save(tmp_path, 1)
     tidy_finished_run(tmp_path)
     assert not (tmp_path / LOCK).exists()
-    leftover = tmp_path / "global_step_0.removing"
-    leftover.mkdir()
+    directory, file = tmp_path / "global_step_0.removing", tmp_path / "run.json.tmp"
+    directory.mkdir()
     with exclusive(tmp_path):
         tidy_finished_run(tmp_path)
-    assert leftover.exists()
+    assert directory.exists()
     tidy_finished_run(tmp_path)
-    assert not leftover.exists() and kept(tmp_path) == [1]
+    assert not directory.exists() and kept(tmp_path) == [1]
+    file.touch()
+    os.utime(file, (0, 0))
+    tidy_finished_run(tmp_path)
+    assert not file.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import stat
@@ -20,9 +21,13 @@ Warn = Callable[[str], None]
 ENDINGS = (TEMPORARY, REMOVING)
 REPLACED = re.compile(
     rf"(run\.json|config\.yaml|{re.escape(BEST)}|{re.escape(TRACKER)}|{re.escape(MANIFEST)}|lease\..+\.json"
-    rf"|(training|validation)_history\.csv|wandb_run_id\.txt){re.escape(TEMPORARY)}"
+    rf"|(training|validation)_history\.csv|wandb_run_id\.txt|(best_model|checkpoint_epoch_\d+)\.pt)"
+    rf"{re.escape(TEMPORARY)}"
 )
-"""Temporary names of the small files that are replaced in a run directory and its checkpoints."""
+"""Temporary names of the files that are replaced in a run directory and its checkpoints."""
+EVALUATION = "eval"
+REPLACED_BY_EVALUATION = re.compile(rf".+\.(json|jsonl|md|npz|png){re.escape(TEMPORARY)}")
+"""The same of the files below `eval/`, whose names tell of data sets and digests."""
 OPTIMIZER = "optimizer"
 OPTIMIZER_FILES = "optim_world_size_*.pt"
 
@@ -79,7 +84,10 @@ def find_leftovers(run_dir: Path) -> list[Path]:
 def find_temporary_files(run_dir: Path) -> list[Path]:
     """Temporary files of processes that were killed before the rename; those of a live process are younger."""
     found = [*sorted(run_dir.glob(f"*{TEMPORARY}")), *sorted(run_dir.glob(f"global_step_*/*{TEMPORARY}"))]
-    return [path for path in found if REPLACED.fullmatch(path.name) and _is_old_file(path)]
+    found = [path for path in found if REPLACED.fullmatch(path.name)]
+    for folder, _, names in os.walk(run_dir / EVALUATION):
+        found += [Path(folder, name) for name in sorted(names) if REPLACED_BY_EVALUATION.fullmatch(name)]
+    return [path for path in found if _is_old_file(path)]
 
 
 def _is_old_file(path: Path) -> bool:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from verl_ext.checkpoint.layout import read_tracker, what_is_wrong
 from verl_ext.checkpoint.lock import exclusive
-from verl_ext.checkpoint.rotation import find_leftovers, remove_leftovers
+from verl_ext.checkpoint.rotation import find_leftovers, find_temporary_files, remove_leftovers
 from verl_ext.config.digest import NOT_IDENTITY, config_digest
 from verl_ext.config.inputs import untrained_loss
 from verl_ext.config.overrides import flatten
@@ -92,7 +92,7 @@ def run_to_the_end(
 
 def tidy_finished_run(run_dir: Path) -> None:
     """Remove what an interruption left, as a kill during the last rotation does, unless another launch is at it."""
-    if find_leftovers(run_dir):
+    if find_leftovers(run_dir) or find_temporary_files(run_dir):
         with suppress(UserError), exclusive(run_dir) as is_alone:
             if is_alone:
                 remove_leftovers(run_dir, warn)
