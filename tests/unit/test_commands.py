@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
-import time
+import termios
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import ROOT
+from tests.helpers.processes import wait_until
 from verl_ext.argument_types import Number, WholeNumber, output_file
 from verl_ext.command_line import CommandParser
 from verl_ext.errors import UserError
 
+SMALL_PIPE = 4096
+"""Bytes; Linux makes no smaller pipe."""
 FOLDERS = ("verl_ext", "eval_pipeline", "benchmarks", "scripts")
 SCRIPTS = ("run_sft.sh", "run_grpo.sh", "eval_pipeline/run.sh", "tests/run.sh", "benchmarks/run.sh")
 HEAVY = re.compile(r"\| +(torch|transformers|vllm|pandas|pyarrow)$", re.MULTILINE)
@@ -150,6 +155,12 @@ def test_a_reader_that_goes_away_is_no_error(words: list[str]) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def is_full(pipe: int) -> bool:
+    """Whether a pipe of `SMALL_PIPE` has no room for another line of 32 bytes."""
+    waiting = fcntl.ioctl(pipe, termios.FIONREAD, struct.pack("i", 0))
+    return struct.unpack("i", waiting)[0] > SMALL_PIPE - 32
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("how", ["tell(line)", "print(line)", "os.set_blocking(1, False); tell(line)"])
 def test_a_slow_reader_of_a_non_blocking_pipe_gets_everything(how: str, unbuffered: str) -> None:
@@ -159,14 +170,15 @@ def test_a_slow_reader_of_a_non_blocking_pipe_gets_everything(how: str, unbuffer
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
+    assert fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, SMALL_PIPE) == SMALL_PIPE
     words = [sys.executable, "-c", program]
     with subprocess.Popen(words, cwd=ROOT, env=environment, stdout=writing, stderr=subprocess.PIPE) as process:
         os.close(writing)
         with open(reading, "rb", buffering=0) as pipe:
             received = b""
-            while piece := pipe.read(1 << 14):  # a pipe holds 64 KiB
+            while piece := pipe.read(SMALL_PIPE):
                 received += piece
-                time.sleep(0.05)
+                wait_until(lambda: is_full(reading) or process.poll() is not None)
         assert process.stderr is not None and process.stderr.read() == b""
     assert process.returncode == 0
     assert received.split() == [b"%031d" % number for number in range(6000)]

@@ -257,7 +257,7 @@ def test_a_data_set_class_of_the_users_own_loses_its_padding(
     code.write_text("from verl.utils.dataset.sft_dataset import SFTDataset\nclass Own(SFTDataset): pass\n")
     custom = (f"data.custom_cls.path={code}", "data.custom_cls.name=Own")
     config = small_config(tmp_path, tmp_path, "data.multiturn.enable=false", *custom).data
-    dataset = load_dataset(str(tmp_path / "own.parquet"), config, tokenizer, -1, False)
+    dataset = load_dataset(str(tmp_path / "own.parquet"), config, tokenizer, -1, False, None)
     assert dataset.lengths[0] == len(dataset[0]["input_ids"]) < config.max_length
     assert dataset.describe([0]) == "Own rows 0"
 
@@ -277,7 +277,7 @@ def test_a_file_without_loss_tokens_is_refused(tokenizer: PreTrainedTokenizerBas
     custom = (f"data.custom_cls.path={code}", "data.custom_cls.name=Own")
     config = small_config(tmp_path, tmp_path, "data.multiturn.enable=false", *custom).data
     with pytest.raises(UserError, match=r"Own of data\.custom_cls .*own\.parquet"):
-        load_dataset(str(tmp_path / "own.parquet"), config, tokenizer, -1, False)
+        load_dataset(str(tmp_path / "own.parquet"), config, tokenizer, -1, False, None)
 
 
 @pytest.mark.parametrize(
