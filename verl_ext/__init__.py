@@ -1,5 +1,7 @@
 """Post-training on verl 0.7.0 for machines that can vanish: SFT, GRPO and a budget controller on one loop."""
 
+from verl_ext.compat import prepare_for_verl
 from verl_ext.starting import begin_quietly
 
 begin_quietly()
+prepare_for_verl()

@@ -26,12 +26,14 @@ class LatencyBudgetEncoder(nn.Module):
 
     def __init__(self, width: int, low_ms: float, high_ms: float, num_features: int = 256) -> None:
         super().__init__()
-        span = high_ms - low_ms or high_ms
-        steps = torch.linspace(0, 1, num_features // 2)
-        wavelengths = 4 * span * (1 / 400) ** steps
-        self.low_ms = low_ms
-        self.register_buffer("frequencies", 2 * math.pi / wavelengths, persistent=False)
+        self.low_ms, self.high_ms, self.num_features = low_ms, high_ms, num_features
+        self.register_buffer("frequencies", self.make_frequencies(), persistent=False)
         self.mlp = nn.Sequential(nn.Linear(num_features, width), nn.GELU(), nn.Linear(width, width))
+
+    def make_frequencies(self) -> torch.Tensor:
+        span = self.high_ms - self.low_ms or self.high_ms
+        steps = torch.linspace(0, 1, self.num_features // 2)
+        return 2 * math.pi / (4 * span * (1 / 400) ** steps)
 
     def forward(self, budgets_ms: torch.Tensor) -> torch.Tensor:
         """Features (batch, width) of budgets (batch,) in milliseconds."""

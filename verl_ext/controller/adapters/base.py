@@ -113,7 +113,7 @@ class VLMAdapter(ABC):
     @property
     def trained_topk(self) -> int:
         """How many experts a token was routed to in training; 0 for a model without experts."""
-        return next((mixture.top_k for mixture in map(self.mixture, self.blocks) if mixture is not None), 0)
+        return next((router_of(mixture).top_k for mixture in map(self.mixture, self.blocks) if mixture is not None), 0)
 
     def space(self, min_active: int, max_active: int, topk_choices: Sequence[int] = ()) -> ConfigurationSpace:
         """What a controller may choose of this model.
@@ -162,11 +162,11 @@ class VLMAdapter(ABC):
         try:
             with swapped(places):
                 for mixture, k in topk:
-                    mixture.top_k = k
+                    router_of(mixture).top_k = k
                 yield
         finally:
             for mixture, _ in topk:
-                mixture.top_k = trained
+                router_of(mixture).top_k = trained
 
     def seeing(self, encoding: Any) -> AbstractContextManager[None]:
         """Have the model take an image's encoding as it is, in place of encoding the image again."""
@@ -201,3 +201,8 @@ class VLMAdapter(ABC):
             if len(tokens) == max_new_tokens:
                 return tokens
             decoding = self.go_on(decoding, token)
+
+
+def router_of(mixture: Any) -> Any:
+    """What holds `top_k`: the mixture itself (transformers 4, Molmo), or its router (transformers 5)."""
+    return mixture if hasattr(mixture, "top_k") else mixture.gate

@@ -29,7 +29,7 @@ class QwenVLAdapter(VLMAdapter):
             UserError: its blocks do not all attend alike, and the cache's length is asked of one that may be skipped.
         """
         super().__init__(model, processor, tier_sizes)
-        kinds = {getattr(block, "attention_type", None) for block in self.blocks}
+        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         if len(kinds) > 1:
             raise UserError(
                 f"{type(model).__name__} with blocks of {' and '.join(sorted(map(str, kinds)))} cannot skip any; "
@@ -88,11 +88,11 @@ class Qwen25VLAdapter(QwenVLAdapter):
 
     def skip(self, index: int) -> Skipped:
         """See `VLMAdapter`."""
-        return Skipped(self.blocks[index], lambda hidden_states: (hidden_states,))
+        return Skipped(self.blocks[index], lambda hidden_states: hidden_states)
 
     def pooled_vision(self, encoding: torch.Tensor) -> torch.Tensor:
         """See `VLMAdapter`; there is one crop."""
-        return encoding.mean(0)
+        return encoding.pooler_output.mean(0)
 
 
 class Qwen3VLAdapter(QwenVLAdapter):
@@ -107,8 +107,8 @@ class Qwen3VLAdapter(QwenVLAdapter):
 
     def routed(self, mixture: Any) -> Mapping[tuple[nn.Module, str], nn.Module]:
         """See `VLMAdapter`."""
-        return {(mixture, "experts"): RoutedExperts(mixture.experts)}
+        return {}  # transformers 5 runs only the experts that a token is routed to
 
     def pooled_vision(self, encoding: tuple[torch.Tensor, list[torch.Tensor]]) -> torch.Tensor:
         """See `VLMAdapter`; there is one crop."""
-        return encoding[0].mean(0)
+        return encoding.pooler_output.mean(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -63,4 +64,4 @@ class Remembered(nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """What the encoder returned."""
-        return self._output
+        return copy.copy(self._output)  # transformers 5 writes into it

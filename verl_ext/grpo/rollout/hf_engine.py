@@ -61,6 +61,14 @@ class HfRollout(RolloutEngine):
     def close(self) -> None:
         """See `RolloutEngine.close`; the model is the trainer's."""
 
+    def _generate(self, **arguments: Any) -> torch.Tensor:
+        """Generate without the model's own settings, which may forbid repetitions and the like."""
+        own, self._model.generation_config = self._model.generation_config, GenerationConfig()
+        try:
+            return self._model.generate(**arguments)
+        finally:
+            self._model.generation_config = own
+
     def _batch(self, draws: Sequence[Draw], sampling: Sampling) -> list[Completion]:
         longest = max(len(draw.prompt_ids) for draw in draws)
         padding = [longest - len(draw.prompt_ids) for draw in draws]
@@ -68,15 +76,13 @@ class HfRollout(RolloutEngine):
         input_ids = torch.tensor(prompts, device=self._device)
         attention_mask = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long().to(self._device)
         drawing = Drawing([draw.seed for draw in draws], sampling)
-        tokens = self._model.generate(
+        tokens = self._generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
             past_key_values=self._cache_of_prompts(draws, input_ids, attention_mask),
             logits_processor=LogitsProcessorList([drawing]),
             # every rank has the whole model, so one with fewer prompts, or none, need not keep up with the others
             synced_gpus=False,
-            # not the model's own settings, which may forbid repetitions and the like
-            use_model_defaults=False,
             generation_config=GenerationConfig(
                 do_sample=False,
                 max_new_tokens=sampling.max_tokens,

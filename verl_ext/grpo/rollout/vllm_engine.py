@@ -79,6 +79,7 @@ class VllmRollout(WeightKeeper):
         self._engine = self._llm.llm_engine
         self._team = Team.of(settings.tensor_parallel_size)
         self._missing = self._parameters()
+        self._repacks, self._loading = not on_gpu, False  # on CPUs vLLM keeps linear weights in a layout of its own
         self._end_tokens, self._sampling_params = settings.end_tokens, sampling_params
 
     def draw(self, draws: Sequence[Draw], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
@@ -97,11 +98,19 @@ class VllmRollout(WeightKeeper):
 
     def load_bucket(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         """See `WeightKeeper.load_bucket`."""
+        if self._repacks and not self._loading:
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+            self._llm.apply_model(initialize_layerwise_reload)
+            self._loading = True
         for loaded in self._llm.apply_model(lambda model: set(model.load_weights(iter(weights)))):
             self._missing -= loaded
 
     def end_load(self) -> None:
         """See `WeightKeeper.end_load`."""
+        if self._loading:
+            self._llm.apply_model(self._repack)
+            self._loading = False
         # by name once: a model class whose names do not fit would go on with weights of no meaning
         if self._missing:
             raise UserError(
@@ -109,6 +118,15 @@ class VllmRollout(WeightKeeper):
                 "rollout.engine=hf"
             )
         self._engine.reset_prefix_cache()  # else a prompt longer than a block is answered from the old weights
+
+    def _repack(self, model: torch.nn.Module) -> None:
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(model, self._engine.vllm_config.model_config)
+        for module in model.modules():  # of a tied head nothing was loaded, so that vLLM leaves its packed copy as it was
+            if isinstance(module, VocabParallelEmbedding):
+                module.quant_method.process_weights_after_loading(module)
 
     def wake(self) -> None:
         """See `WeightKeeper.wake`."""
@@ -123,7 +141,11 @@ class VllmRollout(WeightKeeper):
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""
-        self._engine.engine_core.shutdown()
+        from unittest.mock import patch
+
+        # vLLM would end the process group of the trainer
+        with patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"):
+            self._engine.engine_core.shutdown()
 
     def _parameters(self) -> set[str]:
         (names,) = {frozenset(names) for names in self._llm.apply_model(_names_of)}
