@@ -1,6 +1,6 @@
-"""Trains by TRL's `GRPOTrainer` and tells where each step's time went: run by `grpo.py` where TRL can be imported.
+"""Trains by TRL's `GRPOTrainer` and tells where each step's time went: run by `grpo.py`.
 
-    PYTHONPATH=DIRECTORY_OF_TRL torchrun -m benchmarks.side grpo_peer JOB.json
+    torchrun -m benchmarks.side grpo_peer JOB.json
 
 Rank 0 prints a line of JSON for every step, behind the word STEP, after one with the versions behind ABOUT. The trainer
 is TRL's own; its methods are called through a clock, and nothing in them is changed.

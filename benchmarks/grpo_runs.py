@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -80,7 +79,7 @@ def our_step(row: Step) -> Step:
     }
 
 
-def peer_steps(engine: str, ranks: int, num_steps: int, scratch: Path, peer: Path) -> tuple[list[Step], dict[str, str]]:
+def peer_steps(engine: str, ranks: int, num_steps: int, scratch: Path) -> tuple[list[Step], dict[str, str]]:
     """TRL's trainer, started as torchrun starts it; its steps and the versions."""
     job = {
         "engine": engine,
@@ -99,7 +98,7 @@ def peer_steps(engine: str, ranks: int, num_steps: int, scratch: Path, peer: Pat
     path.write_text(json.dumps(job))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["-m", "benchmarks.side", "grpo_peer", str(path)]
-    output = run(command, PYTHONPATH=f"{peer}{os.pathsep}{ROOT}")
+    output = run(command, PYTHONPATH=str(ROOT))
     lines = [line.split(" ", 1) for line in output.splitlines() if line.startswith(("STEP ", "ABOUT "))]
     versions = next(json.loads(text) for kind, text in lines if kind == "ABOUT")
     return [json.loads(text) for kind, text in lines if kind == "STEP"], versions

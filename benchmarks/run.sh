@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# usage: bash benchmarks/run.sh --quick | PEERS_DIRECTORY
+# usage: bash benchmarks/run.sh [--quick]
 #
-# --quick compares some ratios with the committed ones, in less than 5 minutes. With a directory for TRL, which is
-# installed into it where it is not there yet, it makes the results of SFT, GRPO, checkpoints, starts, plan and the
-# evaluation of an untrained model anew, in an hour or so. Each benchmark is a command of its own too: `python -m
-# benchmarks.NAME --help`.
+# Measures SFT, GRPO, checkpoints, starts, plan and the evaluation of an untrained model again, which takes hours, and
+# replaces the committed results. --quick compares some ratios with the committed ones, in less than 5 minutes. Each
+# benchmark is a command of its own too: `python -m benchmarks.NAME --help`.
 #
 # examples:
 #   bash benchmarks/run.sh --quick
-#   bash benchmarks/run.sh peers/trl
+#   bash benchmarks/run.sh
 #
 # exit codes:
 #   0  done
@@ -18,8 +17,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in
   --help | -h) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
   --quick) [[ $# == 1 ]] || wrong="--quick takes no further words" ;;
-  "") wrong="nothing says what to run; give --quick, or the directory of the peers" ;;
-  *) [[ -d $1 && $# == 1 ]] || wrong="'$*' is not the directory of the peers; make it first, or give --quick" ;;
+  "") ;;
+  *) wrong="there is no '$1'; the only option is --quick" ;;
 esac
 if [[ -n ${wrong:-} ]]; then
   echo "error: $wrong; see \`bash benchmarks/run.sh --help\`" >&2
@@ -28,16 +27,16 @@ fi
 source scripts/environment.sh
 choose_python
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
-if [[ $1 == --quick ]]; then exec "$PYTHON" -m benchmarks.quick; fi
+if [[ ${1:-} == --quick ]]; then exec "$PYTHON" -m benchmarks.quick; fi
 results=benchmarks/results
 "$PYTHON" -m verl_ext.data.prepare quickstart --output data/quickstart
 "$PYTHON" -m verl_ext.data.prepare smollm2 --output data/smollm2_135m
-"$PYTHON" -m benchmarks.sft --peer "$1" --output $results/sft_2cpu.json
+"$PYTHON" -m benchmarks.sft --output $results/sft_2cpu.json
 "$PYTHON" -m benchmarks.start --output $results/start_2cpu.json
 "$PYTHON" -m benchmarks.plan --output $results/plan_2cpu.json
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node=2 -m benchmarks.checkpoint \
   --output $results/checkpoint_2cpu_disk.json
-"$PYTHON" -m benchmarks.grpo --peer "$1" --output $results/grpo_1rank_2cpu.json
-"$PYTHON" -m benchmarks.grpo --peer "$1" --ranks 2 --num-steps 3 --output $results/grpo_2ranks_2cpu.json
+"$PYTHON" -m benchmarks.grpo --output $results/grpo_1rank_2cpu.json
+"$PYTHON" -m benchmarks.grpo --ranks 2 --num-steps 3 --output $results/grpo_2ranks_2cpu.json
 "$PYTHON" -m benchmarks.evaluation --model data/quickstart/model --repeats 3 \
   --output $results/evaluation_2cpu_random_model.json sampling.max_tokens=64

@@ -1,28 +1,27 @@
 """Useful tokens per second of supervised fine-tuning: ours beside a bare loop, stock verl and TRL, in one run.
 
 All train the same model of 26M parameters on the same functions of Python's standard library at their natural lengths,
-at most 1024 tokens, on two ranks where they have ranks. A token is useful if it is no padding. Ours and the bare loops
-take turns, `--rounds` times; a side's figure is its median. TRL is installed into `--peer` where it is not there yet.
-Each first step is left out. `--quick` is ours beside the packed bare loop alone, for `benchmarks/run.sh --quick`.
+at most 1024 tokens, on two ranks where they have ranks. A token is useful if it is no padding. All sides take turns,
+`--rounds` times; a side's figure is its median, and `runs` has each. Each first step is left out. `--quick` is ours
+beside the packed bare loop alone, for `benchmarks/run.sh --quick`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.command import bench_parser, write_figures
-from benchmarks.peer import add_peer, with_peer
 from benchmarks.running import ROOT, run
 from benchmarks.sft_job import Job
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import clean_exit
-from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 from verl_ext.progress import progress_bar
 from verl_ext.tell import tell
@@ -52,11 +51,10 @@ class Bench:
     Args:
         scratch: directory with the inputs.
         num_steps: of each run; the first is left out.
-        peer: directory with TRL.
     """
 
-    def __init__(self, scratch: Path, num_steps: int, peer: Path | None) -> None:
-        self.scratch, self.num_steps, self.peer = scratch, num_steps, peer
+    def __init__(self, scratch: Path, num_steps: int) -> None:
+        self.scratch, self.num_steps = scratch, num_steps
 
     def ours(self, *more: str) -> float:
         """Useful tokens per second of `run_sft.sh`, as its metrics have them."""
@@ -100,8 +98,7 @@ class Bench:
         inputs = str(scratch / "chats/train.parquet"), str(scratch / "model"), str(scratch / "out")
         path = Job(*inputs, batch_size, num_steps, MAX_LENGTH, way).save(scratch / "job.json")
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-        paths = [str(ROOT), *([str(self.peer)] if module == "sft_peer" else [])]
-        variables = {**ONE_THREAD, "OMP_NUM_THREADS": str(2 // ranks), "PYTHONPATH": os.pathsep.join(reversed(paths))}
+        variables = {**ONE_THREAD, "OMP_NUM_THREADS": str(2 // ranks), "PYTHONPATH": str(ROOT)}
         return run([sys.executable, *launch, "-m", "benchmarks.side", module, str(path)], **variables)
 
 
@@ -113,49 +110,40 @@ def rate_of(output: str) -> float:
 
 def measure(bench: Bench, rounds: int, quick: bool) -> dict[str, Any]:
     """All figures: tokens per second by side, and what ours is of them."""
-    loops = {name: BARE[name] for name in (QUICK if quick else BARE)}
-    sides: dict[str, list[float]] = {"ours": [], **{name: [] for name in loops}}
-    num_runs = rounds * len(sides) + (0 if quick else len(PEERS) + 1)
-    bar = progress_bar(total=num_runs, desc="training", unit="runs")
-    for _ in range(rounds):
-        sides["ours"].append(bench.ours())
-        bar.update()
-        for name, (way, ranks) in loops.items():
-            sides[name].append(bench.bare(way, ranks))
-            bar.update()
+    sides: dict[str, Callable[[], float]] = {"ours": bench.ours}
+    sides |= {name: partial(bench.bare, *BARE[name]) for name in (QUICK if quick else BARE)}
     if not quick:
-        sides["ours, compiled"] = [
-            bench.ours("model.compile=true", f"trainer.total_training_steps={2 * bench.num_steps}")
-        ]
-        for name, (module, way) in PEERS.items():
-            bar.update()
-            sides[name] = [bench.peers(module, way)]
-        bar.update()
-    bar.close()
-    rates = {name: statistics.median(found) for name, found in sides.items()}
-    return {"tokens_per_s": rates, "runs": sides, "ours_over": {name: rates["ours"] / rates[name] for name in rates}}
+        steps = f"trainer.total_training_steps={2 * bench.num_steps}"
+        sides["ours, compiled"] = partial(bench.ours, "model.compile=true", steps)
+        sides |= {name: partial(bench.peers, *how) for name, how in PEERS.items()}
+    runs: dict[str, list[float]] = {name: [] for name in sides}
+    with progress_bar(total=rounds * len(sides), desc="training", unit="runs") as bar:
+        for _ in range(rounds):
+            for name, side in sides.items():
+                runs[name].append(side())
+                bar.update()
+    rates = {name: statistics.median(found) for name, found in runs.items()}
+    return {"tokens_per_s": rates, "runs": runs, "ours_over": {name: rates["ours"] / rates[name] for name in rates}}
 
 
 @clean_exit()
 def main() -> None:
     """Measure, print the figures and write them."""
-    parser = bench_parser("sft", __doc__, "--quick", "--peer peers/trl --output FILE.json")
-    add_peer(parser)
-    parser.add_argument("--rounds", type=WholeNumber(), default=3, help="runs of ours and of each bare loop")
+    parser = bench_parser("sft", __doc__, "--quick", "--output FILE.json")
+    parser.add_argument("--rounds", type=WholeNumber(), default=3, help="runs of each side")
     parser.add_argument("--num-steps", type=WholeNumber(2), default=4, help="of a run; the first is left out")
     parser.add_argument("--quick", action="store_true", help="ours and one bare loop alone")
     arguments = parser.parse_args()
-    if arguments.peer is None and not arguments.quick:
-        raise UserError("TRL has no place; name its directory, or one to install it into, by --peer, or take --quick")
-    peer = None if arguments.quick else with_peer(arguments.peer)
     from benchmarks.sft_inputs import write_inputs  # here, as torch takes seconds to import
 
     with tempfile.TemporaryDirectory(prefix="benchmark_sft_") as scratch:
         write_inputs(Path(scratch))
-        found = measure(Bench(Path(scratch), arguments.num_steps, peer), arguments.rounds, arguments.quick)
+        found = measure(Bench(Path(scratch), arguments.num_steps), arguments.rounds, arguments.quick)
     job = {"ranks": RANKS, "samples_per_step": BATCH_SIZE, "max_length": MAX_LENGTH}
     for name, rate in found["tokens_per_s"].items():
-        tell(f"{name:<32}{rate:8.0f} tokens/s{found['ours_over'][name]:10.2f}")
+        runs = found["runs"][name]
+        spread = f"{min(runs):.0f} to {max(runs):.0f}"
+        tell(f"{name:<32}{rate:8.0f} tokens/s  ({spread}){found['ours_over'][name]:10.2f}")
     write_figures({**job, **found}, arguments.output)
 
 

@@ -1,6 +1,6 @@
 """TRL's `SFTTrainer` for the SFT benchmark, on DDP and in fp32, as torchrun starts it.
 
-    PYTHONPATH=DIRECTORY_OF_TRL torchrun --nproc-per-node=2 -m benchmarks.side sft_peer JOB.json
+    torchrun --nproc-per-node=2 -m benchmarks.side sft_peer JOB.json
 
 `unpacked_N`: N samples of a step's part in a forward pass, those of like lengths together. `packed_N`: N rows of
 max_length tokens, TRL's first-fit-decreasing packing.

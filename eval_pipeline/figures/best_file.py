@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,7 +96,7 @@ def _content(choice: Choice, evaluated: Sequence[EvaluatedModel]) -> dict[str, A
         "datasets": choice.datasets,
         "incomplete": {name: num for name, num in choice.best.incomplete.items() if name in choice.datasets},
         "settings": choice.settings,
-        "selected_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "selected_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "checkpoints": [_entry(model, choice) for model in evaluated if model.step is not None],
     }
 

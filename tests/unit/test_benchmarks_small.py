@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmarks import adaptive, grpo, health, monitor, quick
-from benchmarks.peer import with_peer
 from tests.helpers.health_curves import write_run
 
 
@@ -62,13 +61,7 @@ def test_only_the_guards_that_are_named_are_measured(
 def test_ranks_that_cannot_share_the_prompts_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["grpo", "--peer", "nowhere", "--ranks", "3"])
+    monkeypatch.setattr("sys.argv", ["grpo", "--ranks", "3"])
     with pytest.raises(SystemExit, match="2"):
         grpo.main()
     assert capsys.readouterr().err == "error: --ranks is 3; it must divide 4\n"
-
-
-def test_a_peer_that_is_there_is_not_installed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "peers" / "trl").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert with_peer(Path("peers")) == tmp_path / "peers"

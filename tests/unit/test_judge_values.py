@@ -8,7 +8,7 @@ import pickle
 import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from datetime import date, datetime, timedelta, timezone
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -77,7 +77,7 @@ Pair = namedtuple("Pair", "a b")
         (Fraction(1, 3),) * 2,
         (deque([1], 3),) * 2,
         (date(2020, 1, 2),) * 2,
-        (datetime(2020, 1, 2, tzinfo=timezone.utc),) * 2,
+        (datetime(2020, 1, 2, tzinfo=UTC),) * 2,
         (timedelta(1),) * 2,
         (bytearray(b"x"),) * 2,
         (..., ...),

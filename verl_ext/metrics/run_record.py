@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +209,8 @@ def _open_attempt(run: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _now() -> str:
-    return _iso(datetime.now(timezone.utc).timestamp())
+    return _iso(datetime.now(UTC).timestamp())
 
 
 def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
