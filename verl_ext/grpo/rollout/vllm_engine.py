@@ -79,7 +79,7 @@ class VllmRollout(WeightKeeper):
         self._engine = self._llm.llm_engine
         self._team = Team.of(settings.tensor_parallel_size)
         self._missing = self._parameters()
-        self._repacks, self._loading = not on_gpu, False  # on CPUs vLLM keeps linear weights in a layout of its own
+        self._packs, self._is_reloading = not on_gpu, False  # on CPUs vLLM computes with packed copies of weights
         self._end_tokens, self._sampling_params = settings.end_tokens, sampling_params
 
     def draw(self, draws: Sequence[Draw], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
@@ -98,19 +98,17 @@ class VllmRollout(WeightKeeper):
 
     def load_bucket(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         """See `WeightKeeper.load_bucket`."""
-        if self._repacks and not self._loading:
-            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-            self._llm.apply_model(initialize_layerwise_reload)
-            self._loading = True
+        if self._packs and not self._is_reloading:
+            self._llm.apply_model(_begin_reload)
+            self._is_reloading = True
         for loaded in self._llm.apply_model(lambda model: set(model.load_weights(iter(weights)))):
             self._missing -= loaded
 
     def end_load(self) -> None:
         """See `WeightKeeper.end_load`."""
-        if self._loading:
-            self._llm.apply_model(self._repack)
-            self._loading = False
+        if self._is_reloading:
+            self._llm.apply_model(lambda model: _end_reload(model, self._engine.vllm_config.model_config))
+            self._is_reloading = False
         # by name once: a model class whose names do not fit would go on with weights of no meaning
         if self._missing:
             raise UserError(
@@ -118,15 +116,6 @@ class VllmRollout(WeightKeeper):
                 "rollout.engine=hf"
             )
         self._engine.reset_prefix_cache()  # else a prompt longer than a block is answered from the old weights
-
-    def _repack(self, model: torch.nn.Module) -> None:
-        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        finalize_layerwise_reload(model, self._engine.vllm_config.model_config)
-        for module in model.modules():  # of a tied head nothing was loaded, so that vLLM leaves its packed copy as it was
-            if isinstance(module, VocabParallelEmbedding):
-                module.quant_method.process_weights_after_loading(module)
 
     def wake(self) -> None:
         """See `WeightKeeper.wake`."""
@@ -140,16 +129,41 @@ class VllmRollout(WeightKeeper):
             self._llm.sleep(level=2)  # the weights are sent anew anyway
 
     def close(self) -> None:
-        """See `RolloutEngine.close`."""
-        from unittest.mock import patch
+        """See `RolloutEngine.close`.
 
-        # vLLM would end the process group of the trainer
-        with patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"):
-            self._engine.engine_core.shutdown()
+        vLLM's own shutdown, also that at the end of the process, destroys the process group, which is the trainer's.
+        """
+        self._engine.engine_core._finalizer.detach()
+        self._engine.model_executor.shutdown()
 
     def _parameters(self) -> set[str]:
         (names,) = {frozenset(names) for names in self._llm.apply_model(_names_of)}
         return set(names)
+
+
+def _begin_reload(model: torch.nn.Module) -> None:
+    """Have vLLM keep what is loaded until a layer is whole, and then load and pack the layer as at the start.
+
+    It packs experts only with a new kernel; with the old one it copies unpacked weights over packed ones.
+    """
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _end_reload(model: torch.nn.Module, config: Any) -> None:
+    """Load what is left; nothing is loaded into a tied head itself, so its packed copy is made again here."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    finalize_layerwise_reload(model, config)
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def _names_of(model: torch.nn.Module) -> list[str]:
