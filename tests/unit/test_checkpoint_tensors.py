@@ -12,13 +12,23 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.core_model_loading import Chunk, Concatenate, Interleave, Transpose, WeightConverter
 
-from verl_ext.checkpoint.export import ExportWriter, create_files, layout_of, write_own_rows
+from verl_ext.checkpoint.export import ExportWriter, create_files, export_from_shards, layout_of, write_own_rows
+from verl_ext.checkpoint.layout import PLAN
 from verl_ext.checkpoint.shards import MODEL, ShardFiles, local_part, shard_name, shard_rows
 from verl_ext.checkpoint.space import bytes_of, require_space, warn_if_next_will_not_fit
 from verl_ext.checkpoint.staging import Stager
-from verl_ext.checkpoint.weights import Weight, exported_weights, plain_name
+from verl_ext.checkpoint.weights import Weight, exported_weights, plain_name, plan_to_json
 from verl_ext.checkpoint.writing import FileWriter, flush_and_digest
 from verl_ext.errors import UserError
 
@@ -98,6 +108,79 @@ def test_a_staged_copy_does_not_follow_and_ties_stay(state: dict) -> None:
     assert copy["list"][1:] == [3, "x"]
     assert copy["a"].data_ptr() == copy["b"].data_ptr()
     assert stager.stage(tied)["a"].data_ptr() == copy["a"].data_ptr()  # the memory serves again
+
+
+def model_of(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
+    if kind == "experts":
+        experts = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=6, num_key_value_heads=1, head_dim=4)
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
+    return Qwen2ForCausalLM(Qwen2Config(**sizes, num_key_value_heads=1, tie_word_embeddings=kind == "tied"))
+
+
+def assert_exported_as_saved(model: PreTrainedModel, directory: Path) -> set[str]:
+    """Written by three ranks, and from their shards, the export has what `save_pretrained` writes; its names."""
+    weights, state = exported_weights(model), model.state_dict()
+    layout = layout_of(weights, state, torch.float32, 1)
+    ranks, rebuilt, saved = (directory / name for name in ("ranks", "rebuilt", "saved"))
+    for made in (ranks, rebuilt):
+        made.mkdir()
+    create_files(ranks, layout)
+    for rank in range(3):
+        own = {name: shard(tensor, 3, rank) for name, tensor in state.items()}
+        write_own_rows(ExportWriter(ranks, layout), weights, own, {}, rank)
+        torch.save(own, directory / shard_name(MODEL, 3, rank))
+    (directory / PLAN).write_text(plan_to_json(weights))
+    export_from_shards(directory, rebuilt, torch.float32, 1, lambda _: None)
+    model.save_pretrained(saved)
+    expected = load_file(saved / "model.safetensors")
+    for made in (ranks, rebuilt):
+        found = load_file(made / "model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    return set(expected)
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied", "experts"])
+def test_an_export_is_what_transformers_saves(kind: str, tmp_path: Path) -> None:
+    model = model_of(kind)
+    names = assert_exported_as_saved(model, tmp_path)
+    assert ("model.layers.1.mlp.experts.4.down_proj.weight" in names) == (kind == "experts")
+    loaded = type(model).from_pretrained(tmp_path / "ranks", config=model.config).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_tensors_that_a_model_holds_cut_or_turned(tmp_path: Path) -> None:
+    """By rows of several rows, and by columns."""
+    model = model_of("experts")
+    model._weight_conversions = [
+        WeightConverter(["q.weight", "r.weight"], "q_proj.weight", [Concatenate(0)]),
+        WeightConverter(["experts.gate", "experts.up"], "experts.gate_up_proj", [Concatenate(1)]),
+        WeightConverter("experts.down", "experts.down_proj", [Transpose(1, 2)]),
+    ]
+    names = assert_exported_as_saved(model, tmp_path)
+    assert {f"model.layers.0.{name}" for name in ("self_attn.r.weight", "mlp.experts.up", "mlp.experts.down")} <= names
+
+
+def test_what_cannot_be_cut_out_keeps_its_name() -> None:
+    model = model_of("plain")
+    model._weight_conversions = [
+        WeightConverter("up_gate.weight", ["gate_proj.weight", "up_proj.weight"], [Chunk(0)]),
+        WeightConverter("mixed.weight", "down_proj.weight", [Interleave(1)]),
+        WeightConverter("turned.weight", "o_proj.weight", [Transpose(0, 1)]),
+    ]
+    assert [weight.name for weight in exported_weights(model)] == list(model.state_dict())
+
+
+def test_a_part_outside_of_its_tensor_is_refused(tmp_path: Path) -> None:
+    model = model_of("experts")
+    torch.save(model.state_dict(), tmp_path / shard_name(MODEL, 1, 0))
+    (tmp_path / "export").mkdir()
+    for old, new in (('"offset": 48', '"offset": 49'), ('"row": 4', '"row": -1'), ('"row": 4', '"row": 5')):
+        (tmp_path / PLAN).write_text(plan_to_json(exported_weights(model)).replace(old, new))
+        with pytest.raises(UserError, match=r"export_plan.json cannot be read \(.*is not inside of"):
+            export_from_shards(tmp_path, tmp_path / "export", torch.float32, 1, lambda _: None)
 
 
 def lora_model(kind: str) -> peft.PeftModel:

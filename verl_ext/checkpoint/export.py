@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ def layout_of(
     forms = {}
     for weight in weights:
         tensor = state[weight.source]
-        forms[weight.name] = Form(tuple(tensor.shape), dtype if tensor.dtype.is_floating_point else tensor.dtype)
+        forms[weight.name] = Form(weight.shape(tensor.shape), dtype if tensor.dtype.is_floating_point else tensor.dtype)
     return SafetensorsLayout(forms, int(max_shard_gib * GIB))
 
 
@@ -108,14 +109,15 @@ def write_own_rows(
         tensor = state[weight.source]
         start, end = rows_of(tensor)
         if start < end and (rank == 0 or is_sharded(tensor)):
-            writer.write_rows(weight.name, start, merged(weight, local_part(tensor), factors, start, end))
+            rows = merged(weight, local_part(tensor), factors, start, end)
+            writer.write_rows(weight.name, *weight.of_rows(rows, start))
     writer.close()
 
 
 def merged(
     weight: Weight, rows: torch.Tensor, factors: Mapping[str, torch.Tensor], start: int, end: int
 ) -> torch.Tensor:
-    """Rows of a weight with its adapter added."""
+    """Rows of a weight's source with its adapter added."""
     if weight.adapter is None:
         return rows
     return rows + weight.adapter.rows(factors, start, end).to(rows)
@@ -142,12 +144,13 @@ def export_from_shards(
     layout = layout_of(weights, state, dtype, max_shard_gib)
     create_files(directory, layout)
     writer = ExportWriter(directory, layout)
-    for weight in weights:
-        whole = files.tensor(weight.source).whole()
-        adapter = weight.adapter
-        factors = {name: files.tensor(name).whole() for name in ((adapter.down, adapter.up) if adapter else ())}
+    for source, of_source in groupby(weights, key=lambda weight: weight.source):
+        whole = files.tensor(source).whole()
         end = whole.shape[0] if whole.dim() else 1
-        writer.write_rows(weight.name, 0, merged(weight, whole, factors, 0, end))
+        for weight in of_source:
+            adapter = weight.adapter
+            factors = {name: files.tensor(name).whole() for name in ((adapter.down, adapter.up) if adapter else ())}
+            writer.write_rows(weight.name, *weight.of_rows(merged(weight, whole, factors, 0, end), 0))
         progress(whole.nbytes)
     writer.close()
     return layout

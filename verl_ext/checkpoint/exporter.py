@@ -17,7 +17,7 @@ from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.safetensors_layout import INDEX, SafetensorsLayout
 from verl_ext.checkpoint.shards import whole
 from verl_ext.checkpoint.weights import PLAN, Weight, exported_weights, plan_to_json
-from verl_ext.collective import on_every_rank
+from verl_ext.collective import on_every_rank, on_rank_zero
 from verl_ext.errors import UserError
 
 
@@ -59,7 +59,7 @@ class Exporter:
         is_writer: bool,
     ) -> None:
         self.options, self.exports_weights = options, exports_weights
-        self.weights = self._exportable(model)
+        self.weights = on_rank_zero(lambda: self._exportable(model))
         self.companions: dict[str, bytes] = on_every_rank(
             lambda: companion_files(model, tokenizer, options.export_dtype) if is_writer else {}
         )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from verl_ext.checkpoint.layout import PLAN
 from verl_ext.checkpoint.shards import local_part
@@ -44,6 +47,62 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Where a tensor of the export is in a tensor of the model: one expert's weight in that of all experts.
+
+    Attributes:
+        row: of the model's tensor, the first that it is in.
+        num_rows: it has so many rows, each in one row of the model's tensor; None: it is in that one row.
+        shape: in one row.
+        stride: in one row, elements.
+        offset: in one row, elements.
+    """
+
+    row: int
+    num_rows: int | None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(view: torch.Tensor, tensor: torch.Tensor) -> Part | None:
+        """Of a view of a contiguous tensor; None where a row of the view is in several rows of the tensor."""
+        row, offset = divmod(view.storage_offset(), tensor.stride(0))
+        shape, stride = tuple(view.shape), tuple(view.stride())
+        has_rows = stride[:1] == tensor.stride()[:1]
+        part = (
+            Part(row, shape[0], shape[1:], stride[1:], offset) if has_rows else Part(row, None, shape, stride, offset)
+        )
+        return part if part.fits(tensor.shape) else None
+
+    def fits(self, shape: torch.Size) -> bool:
+        """Whether it is inside of rows of a tensor of this shape."""
+        last_row = self.row + (1 if self.num_rows is None else self.num_rows) - 1
+        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride))
+        is_inside = len(shape) > 0 and last_row < shape[0] and last < shape[1:].numel()
+        return is_inside and min(self.row, self.offset, *self.shape, *self.stride) >= 0
+
+    def of_rows(self, rows: torch.Tensor, start: int) -> tuple[int, torch.Tensor]:
+        """What some rows of the model's tensor hold of it.
+
+        Args:
+            rows: of the model's tensor.
+            start: number of the first of them.
+
+        Returns:
+            Number of the first row of the export's tensor, and rows of it, maybe none.
+        """
+        end = self.row + (1 if self.num_rows is None else self.num_rows)
+        first, last = max(self.row, start), min(end, start + len(rows))
+        chosen = rows[first - start : max(first, last) - start].contiguous()
+        strides, offset = (chosen.stride(0), *self.stride), chosen.storage_offset() + self.offset
+        part = chosen.as_strided((len(chosen), *self.shape), strides, offset)
+        if self.num_rows is not None:
+            return first - self.row, part
+        return 0, part.flatten(0, 1) if self.shape else part
+
+
+@dataclass(frozen=True)
 class Weight:
     """One tensor of the export.
 
@@ -51,24 +110,38 @@ class Weight:
         name: in the export.
         source: in the sharded model's state.
         adapter: merged into it, if there is one.
+        part: of the source, if it is not all of it.
     """
 
     name: str
     source: str
     adapter: Adapter | None = None
+    part: Part | None = None
+
+    def shape(self, source: torch.Size) -> tuple[int, ...]:
+        """Of the tensor in the export, by that of its source."""
+        if self.part is None:
+            return tuple(source)
+        return self.part.shape if self.part.num_rows is None else (self.part.num_rows, *self.part.shape)
+
+    def of_rows(self, rows: torch.Tensor, start: int) -> tuple[int, torch.Tensor]:
+        """See `Part.of_rows`."""
+        return (start, rows) if self.part is None else self.part.of_rows(rows, start)
 
 
 def exported_weights(model: PreTrainedModel | PeftModel) -> list[Weight]:
-    """The tensors that a model's export holds; one that is tied to another is left to whoever loads it.
+    """The tensors that a model's export holds, those of `save_pretrained`; a tied one is left to whoever loads it.
+
+    To be asked of rank 0: it loaded the model from files, and knows the names in them, see `converted`.
 
     Raises:
         UserError: it has adapters that cannot be merged.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
-    tied = set(base._tied_weights_keys or ()) if base.config.tie_word_embeddings else set()
-    weights = []
-    for source in model.state_dict():
+    tied, state = set(base.all_tied_weights_keys), model.state_dict()
+    weights = {}
+    for source in state:
         if any(part in source for part in UNMERGEABLE):
             raise UserError(
                 f"the adapters hold {source}, which cannot be merged into the export; train plain LoRA adapters, or "
@@ -82,8 +155,53 @@ def exported_weights(model: PreTrainedModel | PeftModel) -> list[Weight]:
                 "export"
             )
         if name is not None and name not in tied:
-            weights.append(Weight(name, source, adapter))
-    return weights
+            weights[name] = Weight(name, source, adapter)
+    found = converted(base, {name: state[weight.source] for name, weight in weights.items()})
+    return [
+        Weight(name, weight.source, weight.adapter, part)
+        for weight in weights.values()
+        for name, part in found[weight.name].items()
+    ]
+
+
+def converted(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Part | None]]:
+    """Into which tensors of its files transformers takes a model's tensors apart.
+
+    Since transformers 5 a model may hold tensors otherwise than its files do: the weights of all experts of a layer as
+    one. `revert_weight_conversion` is what `save_pretrained` applies; here it is applied to tensors without memory.
+
+    Args:
+        model: without adapters. One that came from files knows how they were converted; others follow the default.
+        state: its tensors; only their shapes are looked at.
+
+    Returns:
+        By the model's name the names in its files, each with the part of the tensor that it has, None for all of it. A
+        tensor that cannot be had by cutting keeps its name and is whole; transformers loads that as well.
+    """
+    empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in state.items()}
+    names = {id(tensor): name for name, tensor in empty.items()}
+    with _NoCopies():
+        reverted = revert_weight_conversion(model, dict(empty))
+    found: dict[str, dict[str, Part | None]] = {name: {} for name in empty}
+    for name, tensor in reverted.items():
+        if id(tensor) in names:
+            found[names[id(tensor)]][name] = None
+        elif (source := names.get(id(tensor._base))) is not None and source in found:
+            part = Part.of(tensor, empty[source])
+            if part is None:
+                del found[source]
+            else:
+                found[source][name] = part
+    return {name: found.get(name) or {name: None} for name in empty}
+
+
+class _NoCopies(TorchFunctionMode):
+    """Within it a part of a tensor that is made contiguous stays a view, which tells where in the tensor it is."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 def plain_name(source: str) -> str | None:
@@ -108,7 +226,7 @@ def adapter_of(source: str, layers: Mapping[str, LoraLayer]) -> Adapter | None:
 
 def plan_to_json(weights: list[Weight]) -> str:
     """The text of `export_plan.json`, with which an export can be made from the shards alone."""
-    return json.dumps({"format": 1, "weights": [asdict(weight) for weight in weights]}, indent=1) + "\n"
+    return json.dumps({"format": 2, "weights": [asdict(weight) for weight in weights]}, indent=1) + "\n"
 
 
 def read_plan(checkpoint: Path, state: Mapping[str, torch.Tensor]) -> list[Weight]:
@@ -124,8 +242,7 @@ def read_plan(checkpoint: Path, state: Mapping[str, torch.Tensor]) -> list[Weigh
     path = checkpoint / PLAN
     if path.is_file():
         try:
-            entries = parse_json(path.read_bytes())["weights"]
-            return [Weight(e["name"], e["source"], Adapter(**e["adapter"]) if e["adapter"] else None) for e in entries]
+            return [_planned(entry, state) for entry in parse_json(path.read_bytes())["weights"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{path} cannot be read ({first_line_of(error)}); restore it, or take another checkpoint"
@@ -138,3 +255,13 @@ def read_plan(checkpoint: Path, state: Mapping[str, torch.Tensor]) -> list[Weigh
     places = {name: local_part(tensor).data_ptr() for name, tensor in state.items()}
     first = {place: name for name, place in reversed(places.items())}
     return [Weight(name, name) for name, place in places.items() if first[place] == name]
+
+
+def _planned(entry: dict[str, Any], state: Mapping[str, torch.Tensor]) -> Weight:
+    """An entry of a plan; format 1 knows no parts."""
+    adapter, part = (entry.get(name) for name in ("adapter", "part"))
+    if part is not None:
+        part = Part(**{name: tuple(value) if isinstance(value, list) else value for name, value in part.items()})
+        if not part.fits(state[entry["source"]].shape):
+            raise ValueError(f"{entry['name']} is not inside of {entry['source']}")
+    return Weight(entry["name"], entry["source"], Adapter(**adapter) if adapter else None, part)

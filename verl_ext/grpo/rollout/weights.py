@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -13,15 +14,23 @@ from transformers import PreTrainedModel
 from verl_ext.checkpoint.export import merged
 from verl_ext.checkpoint.shards import is_sharded, local_part, shard_rows, whole
 from verl_ext.checkpoint.weights import Weight, exported_weights
+from verl_ext.collective import on_rank_zero
 
 Bucket = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a weight's rows lie in the flat tensor that each rank gives."""
+    """Where a tensor's rows are in the flat tensor that each rank gives.
 
-    weight: Weight
+    Attributes:
+        weights: what the export makes of the tensor.
+        shape: of the whole tensor.
+        dtype: as it is sent.
+        rows_per_rank: the last ranks may have fewer.
+    """
+
+    weights: list[Weight]
     shape: torch.Size
     dtype: torch.dtype
     rows_per_rank: int
@@ -36,12 +45,16 @@ class _Slot:
         """Of the whole tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
+    def named(self, whole: torch.Tensor) -> Bucket:
+        """What is sent of the whole tensor."""
+        return [(weight.name, weight.of_rows(whole, 0)[1].reshape(weight.shape(self.shape))) for weight in self.weights]
+
 
 class WeightSource:
     """Gathers a sharded model's weights as its export has them, LoRA adapters merged, tied tensors once."""
 
     def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype, device: str, bucket_bytes: int) -> None:
-        """Plan the buckets.
+        """Plan the buckets; collective.
 
         Args:
             model: as FSDP2 modules over all ranks.
@@ -51,7 +64,8 @@ class WeightSource:
         """
         self._model, self._dtype, self._device = model, dtype, device
         self._num_ranks = dist.get_world_size()
-        self._buckets = list(self._planned(exported_weights(model), bucket_bytes))
+        weights = on_rank_zero(lambda: exported_weights(model))
+        self._buckets = list(self._planned(weights, bucket_bytes))
 
     @property
     def num_bytes(self) -> int:
@@ -60,18 +74,19 @@ class WeightSource:
 
     @torch.no_grad()
     def buckets(self) -> Iterator[Bucket]:
-        """Names and whole tensors, which are valid until the next bucket; collective."""
+        """Names and whole tensors, in memory that no later bucket uses and no update before the end; collective."""
         state = self._model.state_dict()
         for slots in self._buckets:
-            yield self._gathered(slots, state) if self._num_ranks > 1 else self._own(slots, state)
+            tensors = self._gathered(slots, state) if self._num_ranks > 1 else self._own(slots, state)
+            yield [named for slot, tensor in zip(slots, tensors) for named in slot.named(tensor)]
 
     def _planned(self, weights: list[Weight], bucket_bytes: int) -> Iterator[list[_Slot]]:
         state, size = self._model.state_dict(), 0
         bucket: list[_Slot] = []
-        for weight in weights:
-            shape, dtype = state[weight.source].shape, state[weight.source].dtype
+        for source, of_source in groupby(weights, key=lambda weight: weight.source):
+            shape, dtype = state[source].shape, state[source].dtype
             rows_per_rank = -(-shape[0] // self._num_ranks) if shape else 1
-            slot = _Slot(weight, shape, self._dtype if dtype.is_floating_point else dtype, rows_per_rank)
+            slot = _Slot(list(of_source), shape, self._dtype if dtype.is_floating_point else dtype, rows_per_rank)
             num_bytes = slot.numel * self._num_ranks * slot.dtype.itemsize
             if bucket and (size + num_bytes > bucket_bytes or slot.dtype != bucket[-1].dtype):
                 yield bucket
@@ -80,12 +95,11 @@ class WeightSource:
             size += num_bytes
         yield bucket
 
-    def _own(self, slots: list[_Slot], state: dict[str, torch.Tensor]) -> Bucket:
+    def _own(self, slots: list[_Slot], state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Where there is no other rank: nothing is copied that need not be."""
-        rows = [self._own_rows(slot, state) for slot in slots]
-        return [(slot.weight.name, part.to(self._device, slot.dtype)) for slot, part in zip(slots, rows)]
+        return [self._own_rows(slot, state).to(self._device, slot.dtype) for slot in slots]
 
-    def _gathered(self, slots: list[_Slot], state: dict[str, torch.Tensor]) -> Bucket:
+    def _gathered(self, slots: list[_Slot], state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         dtype = slots[0].dtype
         own = torch.empty(sum(slot.numel for slot in slots), dtype=dtype, device=self._device)
         for slot, part in zip(slots, own.split([slot.numel for slot in slots])):
@@ -94,17 +108,14 @@ class WeightSource:
         everyone = torch.empty(self._num_ranks, own.numel(), dtype=dtype, device=self._device)
         dist.all_gather_into_tensor(everyone.view(-1), own)
         parts = everyone.split([slot.numel for slot in slots], dim=1)
-        return [(slot.weight.name, self._whole(slot, part)) for slot, part in zip(slots, parts)]
+        return [part.reshape(-1)[: slot.shape.numel()].view(slot.shape) for slot, part in zip(slots, parts)]
 
     def _own_rows(self, slot: _Slot, state: dict[str, torch.Tensor]) -> torch.Tensor:
-        tensor, adapter = state[slot.weight.source], slot.weight.adapter
+        weight = slot.weights[0]  # the adapter is that of the whole tensor
+        tensor, adapter = state[weight.source], weight.adapter
         if not tensor.shape:
             return local_part(tensor)
         start, end = shard_rows(tensor.shape[0], self._num_ranks, dist.get_rank())
         rows = local_part(tensor) if is_sharded(tensor) else local_part(tensor)[start:end]
         factors = {name: whole(state[name]) for name in ((adapter.down, adapter.up) if adapter else ())}
-        return merged(slot.weight, rows, factors, start, end)
-
-    def _whole(self, slot: _Slot, part: torch.Tensor) -> torch.Tensor:
-        rows = part.reshape(-1)[: slot.shape.numel()]
-        return rows.view(slot.shape)
+        return merged(weight, rows, factors, start, end)
