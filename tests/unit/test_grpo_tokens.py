@@ -10,14 +10,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
+from tests.helpers.models import HEAD, PACKING_FAMILIES, PADDING_FAMILIES, SHAPE
 from verl_ext.errors import UserError
 from verl_ext.grpo.policy import Prompt, Sample
 from verl_ext.grpo.rollout.choosing import choose
@@ -162,14 +163,49 @@ def test_a_groups_prompt_is_computed_once(model: PreTrainedModel, pad: int) -> N
         torch.testing.assert_close(one.log_probs, other.log_probs, rtol=1e-4, atol=1e-4)
 
 
-def test_the_models_own_generation_settings_count_for_nothing(model: PreTrainedModel, pad: int) -> None:
-    """They would be drawn by another distribution than the trainer's."""
-    expected = [completion.token_ids for completion in drawn(engine_of(model, pad), draws(5, 20))]
-    model.generation_config.update(repetition_penalty=5.0, do_sample=True, top_k=2, no_repeat_ngram_size=1)
-    try:
-        assert [completion.token_ids for completion in drawn(engine_of(model, pad), draws(5, 20))] == expected
-    finally:
-        model.generation_config = GenerationConfig()
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_the_models_own_generation_settings_count_for_nothing(has_adapters: bool) -> None:
+    """They would be drawn by another distribution than the trainer's; afterwards they are as they were."""
+    base = family("qwen2")
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=2)) if has_adapters else base
+    expected = [completion.token_ids for completion in drawn(engine_of(model, 0), draws(5, 20))]
+    base.generation_config.update(repetition_penalty=5.0, do_sample=True, top_k=2, no_repeat_ngram_size=1)
+    before = base.generation_config
+    assert [completion.token_ids for completion in drawn(engine_of(model, 0), draws(5, 20))] == expected
+    assert base.generation_config is before and before.top_k == 2
+
+
+def family(name: str) -> PreTrainedModel:
+    """A tiny model of `PACKING_FAMILIES` or `PADDING_FAMILIES`, with uneven probabilities."""
+    model_type, settings = {**PACKING_FAMILIES, **PADDING_FAMILIES, **HYBRID}[name]
+    config = AutoConfig.for_model(model_type, **settings, vocab_size=400, eos_token_id=3, pad_token_id=0)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+HYBRID = {
+    "lfm2": ("lfm2", {**SHAPE, "layer_types": ["conv", "full_attention"]}),
+    "qwen3_5": ("qwen3_5_text", {**HEAD, "layer_types": ["linear_attention", "full_attention"]}),
+}
+
+
+@pytest.mark.parametrize("name", ["mistral with a window", "gemma3", "gpt_oss", "gemma2", "jamba", "mamba", *HYBRID])
+def test_a_groups_prompt_in_caches_of_every_kind(name: str) -> None:
+    """Of a window that is shorter than a prompt, of a state in place of keys and values, and of both."""
+    model = family(name)
+    wanted = [Draw(prompt_of(length), seed) for length in (40, 60, 5) for seed in (1, 2)]
+    together, alone = (drawn(engine_of(model, 0, batch_size=size), wanted) for size in (6, 1))
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    for one, other, draw in zip(together, alone, wanted):
+        torch.testing.assert_close(one.log_probs, other.log_probs, rtol=1e-3, atol=1e-3)
+        ids = torch.tensor([[*draw.prompt_ids, *one.token_ids]])
+        logits = model(ids, use_cache=False).logits[0, len(draw.prompt_ids) - 1 : -1].float() / SAMPLING.temperature
+        log_probs = logits.log_softmax(-1).gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(one.log_probs, log_probs, rtol=1e-3, atol=1e-3)
 
 
 def test_dropout_is_off() -> None:

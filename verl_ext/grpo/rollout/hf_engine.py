@@ -13,7 +13,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor, Logits
 from verl_ext.grpo.rollout.choosing import choose, uniform_numbers
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.engine import RolloutEngine
-from verl_ext.grpo.tokens.model import base_of, logits_of_last
+from verl_ext.grpo.tokens.model import base_of, logits_of_last, takes_cache
 
 
 class HfRollout(RolloutEngine):
@@ -62,12 +62,19 @@ class HfRollout(RolloutEngine):
         """See `RolloutEngine.close`; the model is the trainer's."""
 
     def _generate(self, **arguments: Any) -> torch.Tensor:
-        """Generate without the model's own settings, which may forbid repetitions and the like."""
-        own, self._model.generation_config = self._model.generation_config, GenerationConfig()
+        """Generate without the model's own settings, which may forbid repetitions and the like.
+
+        transformers 5 always takes from them what is not set; with adapters peft hands its own on to the model below.
+        """
+        models = [self._model, base_of(self._model)]
+        own = [model.generation_config for model in models]
         try:
+            for model in models:
+                model.generation_config = GenerationConfig()
             return self._model.generate(**arguments)
         finally:
-            self._model.generation_config = own
+            for model, settings in zip(models, own):
+                model.generation_config = settings
 
     def _batch(self, draws: Sequence[Draw], sampling: Sampling) -> list[Completion]:
         longest = max(len(draw.prompt_ids) for draw in draws)
@@ -100,7 +107,7 @@ class HfRollout(RolloutEngine):
         places: dict[tuple[int, ...], int] = {}
         of_draw = [places.setdefault(draw.prompt_ids, len(places)) for draw in draws]
         model = base_of(self._model)
-        if len(places) == len(draws) or input_ids.shape[1] == 1 or not model._supports_default_dynamic_cache():
+        if len(places) == len(draws) or input_ids.shape[1] == 1 or not takes_cache(model):
             return None
         rows = [of_draw.index(place) for place in range(len(places))]
         cache, mask = DynamicCache(config=model.config), attention_mask[rows, :-1]

@@ -21,6 +21,12 @@ def logits_of_last(model: PreTrainedModel | PeftModel, length: int) -> dict[str,
     return {_KEEP: length} if _KEEP in inspect.signature(type(base_of(model)).forward).parameters else {}
 
 
+def takes_cache(model: PreTrainedModel) -> bool:
+    """Whether its forward pass goes on from a cache of transformers' common kind; that of Mamba has its own."""
+    has_common_one = "past_key_values" in inspect.signature(type(model).forward).parameters
+    return has_common_one and model._supports_default_dynamic_cache()
+
+
 CAN_SHARE = ("gemma", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
 """Architectures whose attention is all by the mask and the positions that they are given; a test holds each to it."""
 
