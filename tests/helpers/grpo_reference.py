@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
 
 from tests.helpers.commands import torchrun
 from verl_ext.grpo.loss import LossSettings
@@ -152,32 +151,47 @@ def _aggregated(terms: list[torch.Tensor], loss: LossSettings) -> torch.Tensor:
     return sums if loss.loss_agg_mode == "seq-mean-token-sum" else sums / loss.loss_scale_factor
 
 
-def assert_engines_follow_weights(kind: str, quickstart: Path, directory: Path) -> None:
+def write_engine_models(quickstart: Path, directory: Path) -> list[str]:
+    """Configurations of the models of each kind of update, in a directory each; returns the kinds."""
+    plain = AutoConfig.from_pretrained(quickstart / "model")
+    sizes = {name: getattr(plain, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers", "eos_token_id")}
+    heads = {"num_attention_heads": plain.num_attention_heads, "num_key_value_heads": plain.num_key_value_heads}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 32}
+    configs = {
+        "plain": plain,
+        "tied": AutoConfig.from_pretrained(quickstart / "model", tie_word_embeddings=True),
+        "lora": plain,
+        "experts": Qwen3MoeConfig(**sizes, **heads, **experts, tie_word_embeddings=False),
+    }
+    for kind, config in configs.items():
+        config.save_pretrained(directory / kind)
+    return list(configs)
+
+
+def assert_engines_follow_weights(quickstart: Path, directory: Path) -> None:
     """On two ranks, after each update, every sampled token has the probability that the updated model gives it.
 
-    Both engines sample the same tokens, on prompts of several cache blocks.
+    Both engines sample the same tokens, on prompts of several cache blocks, from weights of several buckets.
 
     Args:
-        kind: of model: `plain`, `tied` (embeddings) or `lora`.
         quickstart: of the fixture of that name.
         directory: an empty one to write to.
     """
-    model, output = directory / "model", directory / "results.json"
-    shutil.copytree(quickstart / "model", model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": kind == "tied"}))
-    torchrun(2, "tests.ranks.engines", model, kind, output)
+    kinds, output = write_engine_models(quickstart, directory), directory / "results.json"
+    torchrun(2, "tests.ranks.engines", directory, ",".join(kinds), output)
     of_ranks = json.loads(output.read_text())
     assert len(of_ranks) == 2
-    for results in of_ranks:
-        assert len(results) == ENGINE_STEPS
-        for result in results:
-            assert result["buckets"] > 2
-            for engine in ("vllm", "hf"):
-                for temperature in (0.0, 0.8):
-                    assert result[f"{engine} {temperature}"] < 1e-4, result
-                    assert result[f"{engine} {temperature} repeats"], result
-            assert result["alone 0.0"] and result["alone 0.8"], result
-            # the engines use the same random numbers, and their probabilities differ by rounding only
-            assert result["same 0.0"] == result["same 0.8"] == 8, result
-            assert result["different 0.8"] > 4, "samples of one prompt do not have seeds of their own"
+    for of_kinds in of_ranks:
+        assert list(of_kinds) == kinds
+        for kind, results in of_kinds.items():
+            assert len(results) == ENGINE_STEPS
+            for result in results:
+                assert result["buckets"] > 2, kind
+                for engine in ("vllm", "hf"):
+                    for temperature in (0.0, 0.8):
+                        assert result[f"{engine} {temperature}"] < 1e-4, (kind, result)
+                        assert result[f"{engine} {temperature} repeats"], (kind, result)
+                assert result["alone 0.0"] and result["alone 0.8"], (kind, result)
+                # the engines use the same random numbers, and their probabilities differ by rounding only
+                assert result["same 0.0"] == result["same 0.8"] == 8, (kind, result)
+                assert result["different 0.8"] > 4, "samples of one prompt do not have seeds of their own"

@@ -1,6 +1,6 @@
 """Run by torchrun: after each update both engines sample, and every token is compared with the trained model.
 
-Arguments: directory of the model, `plain`, `tied` or `lora`, file for the results.
+Arguments: directory of the models, their names with commas between them, file for the results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from verl_ext.grpo.rollout.weights import WeightSource
 
 LENGTHS = (150, 20, 7, 133)
 """Of prompts, with two samples each; a block of vLLM's cache has 32 tokens."""
-BUCKET_BYTES = 2_000_000
+BUCKET_BYTES = 200_000
 END = 2
 SETTINGS = {
     **{"dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "end_tokens": [END]},
@@ -57,9 +57,20 @@ def error_of(model: Any, draw: Draw, completion: Completion, temperature: float)
     return float((log_probs - completion.log_probs).abs().max())
 
 
-def main(directory: Path, kind: str, output: Path) -> None:
-    """For each step, write the largest error of each engine and temperature, and whether samples repeat."""
+def main(directory: Path, kinds: str, output: Path) -> None:
+    """Write the results of each kind of model, from all ranks."""
     dist.init_process_group("gloo")
+    results = {kind: results_of(directory / kind, kind) for kind in kinds.split(",")}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, results)
+    if dist.get_rank() == 0:
+        output.write_text(json.dumps(everyone))
+    dist.barrier()
+    os._exit(0)
+
+
+def results_of(directory: Path, kind: str) -> list[dict[str, Any]]:
+    """For each step the largest error of each engine and temperature, and whether samples repeat."""
     model = build(directory, kind)
     vllm = VllmRollout(VllmSettings(str(directory), False, **SETTINGS))
     source = WeightSource(model, torch.float32, "cpu", BUCKET_BYTES)
@@ -99,13 +110,8 @@ def main(directory: Path, kind: str, output: Path) -> None:
         model(ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, results)
-    if dist.get_rank() == 0:
-        output.write_text(json.dumps(everyone))
     vllm.close()
-    dist.barrier()
-    os._exit(0)
+    return results
 
 
 if __name__ == "__main__":
