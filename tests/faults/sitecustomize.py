@@ -1,4 +1,5 @@
-"""Holds one rank at one call of the product until the test lets it continue; see `Hold` in tests/helpers/commands.py.
+"""Holds one rank at a call of the product until the test lets it continue, or drops calls; see `Hold` in
+tests/helpers/commands.py.
 
 Every Python process whose PYTHONPATH begins with this folder loads this file at its start. It does nothing unless HOLD
 describes a call and the process is the rank to hold. Then the function is wrapped as soon as its module has been
@@ -45,7 +46,7 @@ class HoldingFinder(MetaPathFinder):
 
 
 def wrap(module: ModuleType, hold: dict[str, Any]) -> None:
-    """Replace the function by one that waits before or after one of the calls that match."""
+    """Replace the function by one that waits before or after a matching call, or drops it and later ones."""
     *owners, name = hold["function"].split(".")
     owner = functools.reduce(getattr, owners, module)
     function = getattr(owner, name)
@@ -53,7 +54,10 @@ def wrap(module: ModuleType, hold: dict[str, Any]) -> None:
 
     @functools.wraps(function)
     def held(*args: Any, **kwargs: Any) -> Any:
-        is_now = hold["match"] in "\n".join(words_of(args)) and next(numbers) == hold["call"]
+        number = next(numbers) if hold["match"] in "\n".join(words_of(args)) else 0
+        if hold["when"] == "never" and number >= hold["call"]:
+            return None
+        is_now = number == hold["call"]
         if is_now and hold["when"] == "before":
             wait_for_the_test(Path(hold["directory"]))
         result = function(*args, **kwargs)

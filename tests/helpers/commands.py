@@ -110,11 +110,7 @@ class TrainingRun:
             directory: an empty one, for the two files by which test and rank communicate.
             overrides: of the recipe, for this start.
         """
-        variables = {
-            "PYTHONPATH": str(FAULTS),
-            "HOLD": json.dumps({**asdict(hold), "directory": str(directory)}),
-        }
-        with self.started(*overrides, **variables) as process:
+        with self.started(*overrides, **hold.variables(directory)) as process:
             wait_until((directory / "reached").exists, process)
             yield HeldRun(process, directory / "go")
 
@@ -255,7 +251,7 @@ class Hold:
         function: its name there, `function` or `Class.method`.
         match: a part of a number, text or path among the arguments of the calls that count.
         rank: the rank that waits.
-        when: `before` or `after` the call.
+        when: `before` or `after` the call; `never`: the rank does not wait, and this call and later ones do nothing.
         call: number of the call among those that match, from 1.
     """
 
@@ -265,6 +261,10 @@ class Hold:
     rank: int = 0
     when: str = "before"
     call: int = 1
+
+    def variables(self, directory: Path) -> dict[str, str]:
+        """The environment in which a command's rank is held; test and rank communicate by files in the directory."""
+        return {"PYTHONPATH": str(FAULTS), "HOLD": json.dumps({**asdict(self), "directory": str(directory)})}
 
 
 @dataclass

@@ -213,3 +213,24 @@ def test_a_reward_that_fails_on_every_sample_stops_the_run(quickstart: Path, tmp
     assert sorted(run.losses()) == [1, 2] and run.tracker() == "2" and not damaged_files(saved)
     logged = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(logged) == 2 and all(part in line for line in logged for part in (" | reward ", " | length ", " | KL "))
+
+
+def test_an_engine_with_old_weights_stops_the_run(quickstart: Path, tmp_path: Path) -> None:
+    """Rank 1's engine drops the first update: no rank learns from what it drew, and the command resumes."""
+    from transformers import AutoTokenizer
+
+    from tests.helpers.models import make_model, save
+
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
+    model = save(tmp_path / "model", make_model(tokenizer, 1024), tokenizer)  # so small that its weights are one bucket
+    words = (f"model.partial_pretrain={model}", "optim.lr=0.01", "optim.lr_warmup_steps_ratio=0", "trainer.save_freq=1")
+    run = GRPORun(quickstart, tmp_path / "run", *words, "trainer.total_training_steps=2", "data.eval_every_steps=0")
+    fault = Hold("verl_ext.grpo.rollout.vllm_engine", "VllmRollout.load_bucket", rank=1, when="never", call=2)
+    with run.started(**fault.variables(tmp_path)) as process:
+        done = end_of(process)
+    assert done.returncode == 2, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "step 2: the engine's log-probabilities differ from the trained model's by" in line
+    assert "Traceback" not in done.stderr
+    assert run.names() == {"1"} and run.record()["attempts"][0]["exit_reason"] in done.stderr
+    assert "global_step_1\n" in run.finish().stdout and run.last_logged() == 2

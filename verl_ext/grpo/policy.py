@@ -70,6 +70,8 @@ class Policy(ABC):
     """Of the metric that counts decisions."""
     rate_name = "valid_tokens_per_s"
     """Of the metric that tells how many there are in a second."""
+    engine_dtype: torch.dtype | None = None
+    """Of the weights of an engine that has its own; None where the trained model itself draws."""
 
     @contextmanager
     def drawing(self, version: int) -> Iterator[dict[str, float]]:
@@ -115,6 +117,13 @@ class Policy(ABC):
         Yields:
             Each sample as soon as it is there, in any order.
         """
+
+    def draw_whole(self, samples: Sequence[Sample], step: int) -> list[Sample]:
+        """Samples like these whose log-probabilities are of the whole distribution, as `log_probs` tells them.
+
+        Inside `drawing`; the arguments are those of `draw` and what it drew.
+        """
+        return list(samples)
 
     @abstractmethod
     def end_drawing(self) -> None:

@@ -21,7 +21,7 @@ from verl_ext.trainer.gathering import Gathering, keeps_gathered
 from verl_ext.trainer.grpo_parts import make_environment, make_policy
 from verl_ext.trainer.grpo_report import GRPOReport
 from verl_ext.trainer.grpo_settings import loss_settings, rollout_correction
-from verl_ext.trainer.guard import RewardGuard
+from verl_ext.trainer.guard import FLOAT32_GAP, EngineGuard, RewardGuard
 from verl_ext.trainer.hardware import peak_memory, pick_precision
 from verl_ext.trainer.loop import Metrics, PipelineTrainer
 from verl_ext.trainer.model import disable_dropout
@@ -57,6 +57,9 @@ class GRPOTrainer(PipelineTrainer):
         )
         self.report = GRPOReport(self.policy, self.environment, self.device_name)
         self.reward_guard = RewardGuard(self.environment.names, self.report.describe, self.device_name)
+        self.engine_guard = EngineGuard(
+            self.policy, self.max_engine_gap(), self.config.data.micro_batch_size_per_gpu, self.device_name
+        )
         rounds = algorithm.dynamic_sampling.max_rounds
         self.replacement = Replacement(rounds, self.further_prompts) if rounds else None
 
@@ -78,6 +81,12 @@ class GRPOTrainer(PipelineTrainer):
         precision = pick_precision(model.mixed_precision, self.device_name)
         keeps = keeps_gathered(model.fsdp_config.keep_gathered, self.fsdp_model, precision, self.device_name)
         return Gathering(self.fsdp_model, keeps)
+
+    def max_engine_gap(self) -> float:
+        """nat; how far log-probabilities of engine and trainer may be apart in their number types."""
+        trained = {parameter.dtype for parameter in self.fsdp_model.parameters()}
+        dtypes = {self.policy.engine_dtype, pick_precision(self.config.model.mixed_precision, self.device_name)}
+        return FLOAT32_GAP if dtypes | trained == {torch.float32} else self.config.health.limits.logprob_gap_alarm
 
     def fit(self) -> None:
         """See `PipelineTrainer.fit`; what draws and what rewards end with it."""
@@ -128,7 +137,9 @@ class GRPOTrainer(PipelineTrainer):
         self.rows_of_step = {row for rows in gather_results(lambda: batch.rows) for row in rows}
         with self.policy.drawing(self.global_step - 1) as weights:
             experience = self.collector.collect(prompts_of(batch.items), self.global_step, self.replacement)
+            compared = self.engine_guard.draw(self.global_step, experience.samples)
         self.reward_guard.check(self.global_step, experience.samples, experience.rewards)
+        self.engine_guard.check(self.global_step, compared)
         self.show_samples(experience)
         start = time.perf_counter()
         updated = self.updater.update(experience)

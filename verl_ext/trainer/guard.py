@@ -1,23 +1,28 @@
-"""Stops a run that has nothing to learn from: its loss is not a number, or a reward function always fails."""
+"""Stops a run that has nothing to learn from: no finite loss, rewards that always fail, an engine with old weights."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 
 from verl_ext.collective import gather_results
 from verl_ext.errors import UserError
 from verl_ext.grpo.environment import Reward
 from verl_ext.grpo.failure import RewardFailure
-from verl_ext.grpo.policy import Sample
+from verl_ext.grpo.policy import Policy, Sample
 from verl_ext.metrics.notice import warn
 from verl_ext.metrics.reduce import reduce_over_ranks
 
 TIMED_OUT_STEPS = 3
 """Steps in a row in which every call of a reward function timed out, after which the run stops; a machine may be busy
 for one or two."""
+FLOAT32_GAP = 0.01
+"""nat; in float32 engine and trainer differ by less than 1e-4, so more than this is another model."""
+CHECKED_STEPS = 2
+"""Of a start: the first has the weights that were loaded, the second those of the first update."""
 
 
 class NonFiniteGuard:
@@ -150,3 +155,54 @@ class RewardGuard:
             )
 
         return next(found for found in gather_results(of_this_rank) if found is not None)
+
+
+class EngineGuard:
+    """Stops a run whose engine has other weights than the trained model; the first steps of every start are checked.
+
+    Args:
+        policy: draws by an engine, and evaluates by the trained model.
+        max_gap: nat; largest mean distance of their log-probabilities.
+        micro_batch_size: samples of a rank that are compared, in one forward pass.
+        device: for reductions over ranks.
+    """
+
+    def __init__(self, policy: Policy, max_gap: float, micro_batch_size: int, device: str) -> None:
+        self.policy, self.max_gap, self.micro_batch_size, self.device = policy, max_gap, micro_batch_size, device
+        self._steps_left = CHECKED_STEPS if policy.engine_dtype is not None else 0
+
+    def draw(self, step: int, samples: Sequence[Sample]) -> list[Sample]:
+        """This rank's samples to `check`, none where it is not checked any more; while the policy is drawing.
+
+        Args:
+            step: the optimizer step.
+            samples: that were drawn in it.
+        """
+        return self.policy.draw_whole(samples[: self.micro_batch_size], step) if self._steps_left else []
+
+    def check(self, step: int, samples: Sequence[Sample]) -> None:
+        """Compare on every rank, and stop the run where one rank's engine differs; collective.
+
+        Args:
+            step: the optimizer step.
+            samples: what `draw` returned.
+
+        Raises:
+            UserError: on every rank, before the step's update.
+        """
+        if self._steps_left == 0:
+            return
+        self._steps_left -= 1
+        gap = reduce_over_ranks(maxima={"gap": self._gap(samples)}, device=self.device)["gap"]
+        if not gap <= self.max_gap:
+            raise UserError(
+                f"step {step}: the engine's log-probabilities differ from the trained model's by {gap:.3g} nat a token "
+                f"(more than {self.max_gap:g}), so it has other weights, and no update was made from this step; take "
+                "rollout.engine=hf, then start the same command again (earlier checkpoints are intact)"
+            )
+
+    @torch.no_grad()
+    def _gap(self, samples: Sequence[Sample]) -> float:
+        micro_batch = self.policy.collate(samples)
+        values = self.policy.log_probs(micro_batch).values.cpu()
+        return float((values - micro_batch["rollout_log_probs"])[micro_batch["mask"].bool()].abs().mean())

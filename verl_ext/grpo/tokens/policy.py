@@ -19,6 +19,9 @@ from verl_ext.grpo.seeds import seed_of
 from verl_ext.grpo.tokens.forward import completion_log_probs
 from verl_ext.grpo.tokens.layout import Layout, length_of
 
+COMPARED_TOKENS = 16
+"""Of a completion that is drawn to compare engine and model alone."""
+
 
 @dataclass(frozen=True)
 class TokenModel:
@@ -68,6 +71,7 @@ class TokenPolicy(Policy):
         self._model, self._tokenizer, self._engine, self._source = model, tokenizer, engine, source
         self._sampling, self._seed = sampling, seed
         self._version: int | None = None
+        self.engine_dtype = engine.dtype if isinstance(engine, WeightKeeper) else None
 
     def begin_drawing(self, version: int) -> dict[str, float]:
         """See `Policy.begin_drawing`."""
@@ -86,11 +90,22 @@ class TokenPolicy(Policy):
     def draw(self, prompts: Sequence[Prompt], step: int, *, num_samples: int, greedy: bool = False) -> Iterator[Sample]:
         """See `Policy.draw`."""
         places = [(prompt, number) for prompt in prompts for number in range(num_samples)]
+        sampling = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=-1) if greedy else self._sampling
+        return self._drawn(places, step, sampling)
+
+    def draw_whole(self, samples: Sequence[Sample], step: int) -> list[Sample]:
+        """See `Policy.draw_whole`; with `top_p` or `top_k` the engine tells of what these leave, so it draws again."""
+        if self._sampling.top_p == 1 and self._sampling.top_k <= 0:
+            return list(samples)
+        max_tokens = min(COMPARED_TOKENS, self._sampling.max_tokens)
+        sampling = replace(self._sampling, top_p=1.0, top_k=-1, max_tokens=max_tokens)
+        return list(self._drawn([(sample.prompt, sample.number) for sample in samples], step, sampling))
+
+    def _drawn(self, places: Sequence[tuple[Prompt, int]], step: int, sampling: Sampling) -> Iterator[Sample]:
         draws = [
             Draw(prompt.content["prompt_ids"], seed_of(self._seed, step, prompt.sample_id, number))
             for prompt, number in places
         ]
-        sampling = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=-1) if greedy else self._sampling
         for index, completion in self._engine.draw(draws, sampling):
             prompt, number = places[index]
             text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
