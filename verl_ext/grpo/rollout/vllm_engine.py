@@ -1,4 +1,4 @@
-"""vLLM inside each rank, its weights replaced in place."""
+"""vLLM inside each rank, which is sent the trained weights before it draws."""
 
 from __future__ import annotations
 
