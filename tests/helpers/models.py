@@ -52,12 +52,13 @@ PACKING_FAMILIES: dict[str, tuple[str, dict]] = {
     "mixtral": ("mixtral", {**SHAPE, "num_local_experts": 4}),
     "qwen3_moe": ("qwen3_moe", {**HEAD, **EXPERTS, "num_experts": 4}),
     "granite": ("granite", SHAPE),
+    "gpt2": ("gpt2", {**OLD_SHAPE, **NO_DROPOUT}),
 }
 PADDING_FAMILIES: dict[str, tuple[str, dict]] = {
     "gemma2": ("gemma2", {**HEAD, **WINDOW, "query_pre_attn_scalar": 16}),
     "falcon": ("falcon", FALCON_SHAPE),
     "falcon with alibi": ("falcon", {**FALCON_SHAPE, "alibi": True}),
-    "gpt2": ("gpt2", {**OLD_SHAPE, **NO_DROPOUT}),
+    "stablelm": ("stablelm", SHAPE),
     "bloom": ("bloom", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
     "gpt_oss": ("gpt_oss", {**HEAD, **MIXED, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "mamba": ("mamba", {"hidden_size": 64, "num_hidden_layers": 2}),

@@ -20,6 +20,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    StableLmConfig,
 )
 
 from tests.helpers.models import write_family
@@ -42,6 +43,7 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SMALL),
     "gemma": GemmaConfig(**SMALL),
     "window": MistralConfig(**SMALL, sliding_window=4),
+    "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
 }
 
 
@@ -144,7 +146,7 @@ def test_a_model_that_mixes_packed_samples_is_found_out() -> None:
     ("config", "reason"),
     [
         (Gemma2Config(**SMALL, attn_logit_softcapping=5.0), "caps attention scores"),
-        (GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2), "does not pass the boundaries"),
+        (StableLmConfig(**SMALL), "does not pass the boundaries"),
     ],
 )
 def test_attention_that_cannot_be_packed_is_found_out(config: PretrainedConfig, reason: str) -> None:
@@ -153,7 +155,7 @@ def test_attention_that_cannot_be_packed_is_found_out(config: PretrainedConfig, 
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(("name", "attention"), [("gpt2", "sdpa"), ("gemma2", "eager"), ("mamba", "eager")])
+@pytest.mark.parametrize(("name", "attention"), [("stablelm", "sdpa"), ("gemma2", "eager"), ("mamba", "eager")])
 def test_a_model_that_cannot_pack_trains_as_with_packing_off(
     name: str, attention: str, quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
