@@ -21,7 +21,7 @@ def test_model_answers_and_ends_its_turn(tmp_path: Path) -> None:
     text = "    def f(x): return x . y"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text  # no token before it, and no space removed
     turns = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt")
+    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False, return_tensors="pt")
     with torch.no_grad():
         (tokens,) = model.generate(prompt, max_new_tokens=40, do_sample=False)
     answer = tokens[prompt.shape[1] :]

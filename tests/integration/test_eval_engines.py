@@ -68,7 +68,8 @@ def test_an_answer_is_returned_when_it_is_finished(engine: Engine) -> None:
     arrived = [(request.problem_id, answer) for request, answer in engine.answers(requests, Sampling(max_tokens=2048))]
     assert [problem_id for problem_id, _ in arrived] == ["3", "2", "1", "0"]
     assert all(answer.truncated and answer.error is None for _, answer in arrived)
-    overhead = len(make_tokenizer().apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True))
+    empty = [{"role": "user", "content": ""}]
+    overhead = len(make_tokenizer().apply_chat_template(empty, add_generation_prompt=True, return_dict=False))
     assert dict(arrived)["3"].num_tokens == MAX_MODEL_LEN - overhead - 450
 
 

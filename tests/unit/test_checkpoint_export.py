@@ -43,6 +43,17 @@ def test_adapters_are_merged_also_where_training_wrote_no_export(
     assert not any("norm" in name or "embed" in name for name in changed)
 
 
+def test_an_export_has_every_file_of_a_model(quickstart: Path, tmp_path: Path) -> None:
+    make_trainer(small_config(quickstart, tmp_path, EVERYTHING)).save_checkpoint(1)
+    export, model = tmp_path / "global_step_1/huggingface", quickstart / "model"
+    names = {path.name for path in model.iterdir()}
+    assert {path.name for path in export.iterdir()} >= names >= {"vocab.json", "merges.txt", "special_tokens_map.json"}
+    for name in ("vocab.json", "merges.txt", "special_tokens_map.json", "tokenizer.json"):
+        assert (export / name).read_bytes() == (model / name).read_bytes(), name
+    config = json.loads((export / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10000.0
+
+
 def test_an_export_is_only_as_frequent_as_asked(quickstart: Path, tmp_path: Path) -> None:
     overrides = (EVERYTHING, "trainer.save_freq=1", "trainer.checkpoint.export.every=2")
     trainer = make_trainer(

@@ -105,7 +105,8 @@ def test_lengths_are_those_of_a_tokenizer_that_is_given(quickstart: Path, tmp_pa
     rows = [{"messages": chat(f"q{index}")} for index in range(10)]
     counts = run_chat(tmp_path, rows, "--tokenizer", str(quickstart / "model"))[2]
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
-    assert counts["tokens_max"] == max(len(tokenizer.apply_chat_template(row["messages"])) for row in rows)
+    chats = [tokenizer.apply_chat_template(row["messages"], return_dict=False) for row in rows]
+    assert counts["tokens_max"] == max(map(len, chats))
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "bare")
     (tmp_path / "empty").mkdir()

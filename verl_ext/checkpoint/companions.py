@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
 from verl_ext.checkpoint.layout import EXPORT
+from verl_ext.model_files import save_config, save_tokenizer
 
 
 def companion_files(
@@ -29,12 +30,12 @@ def companion_files(
     config.dtype = dtype
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        config.save_pretrained(root)
+        save_config(config, root)
         if getattr(config, "auto_map", None):
             custom_object_save(base, root, config=config)
         if base.can_generate():
             # to_json_string instead of save_pretrained, which refuses some generation configs that models ship with
             (root / "generation_config.json").write_text(base.generation_config.to_json_string())
-        tokenizer.save_pretrained(root)
+        save_tokenizer(tokenizer, root)
         found = sorted(path for path in root.rglob("*") if path.is_file())
         return {f"{EXPORT}/{path.relative_to(root)}": path.read_bytes() for path in found}

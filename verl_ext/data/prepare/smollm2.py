@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from verl_ext.data.prepare.files import staging_directory
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.errors import UserError
+from verl_ext.model_files import save_config, save_tokenizer
 from verl_ext.progress import staged
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ def _load_model(gguf: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMod
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    model.save_pretrained(directory, safe_serialization=True)
-    tokenizer.save_pretrained(directory)
+    model.save_pretrained(directory)
+    save_config(model.config, directory)
+    save_tokenizer(tokenizer, directory)
     # transformers copies the whole GGUF there and would later take it for a SentencePiece model.
     (directory / "tokenizer.model").unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from verl_ext.data.prepare.quickstart.problems import to_problem, to_prompt
 from verl_ext.data.prepare.quickstart.sampling import Dataset, sample_dataset
 from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME
 from verl_ext.data.prepare.stamp import Prepared
+from verl_ext.model_files import save_config, save_tokenizer
 from verl_ext.progress import staged
 
 HELP = "Make a toy instruction-to-code task, its held-out problems and a 2M-parameter model to train on it."
@@ -85,11 +86,12 @@ def _write_model(
     tokenizer = train_tokenizer(conversations)
     model = build_model(tokenizer, seed)
     with staging_directory(directory) as staging:
-        model.save_pretrained(staging, safe_serialization=True)
-        tokenizer.save_pretrained(staging)
+        model.save_pretrained(staging)
+        save_config(model.config, staging)
+        save_tokenizer(tokenizer, staging)
         files = sorted(f"{MODEL_NAME}/{path.name}" for path in staging.iterdir())
     begin("measuring lengths")
-    lengths = [len(tokenizer.apply_chat_template(messages)) for messages in conversations]
+    lengths = [len(tokenizer.apply_chat_template(messages, return_dict=False)) for messages in conversations]
     return files, {
         "vocabulary": len(tokenizer),
         "parameters": model.num_parameters(),

@@ -11,6 +11,7 @@ from verl_ext.argument_types import WholeNumber
 from verl_ext.data.prepare.files import staging_directory, write_parquet
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.data.prepare.vqa.cards import QUESTIONS, Row, draw_card, rows_of_card
+from verl_ext.model_files import save_config, save_tokenizer
 from verl_ext.progress import progress_bar, staged
 
 HELP = "Make cards with questions about them, and a 1.7M-parameter vision-language model to learn to answer them."
@@ -78,7 +79,8 @@ def _write_model(directory: Path, seed: int) -> tuple[list[str], float]:
     processor = build_processor()
     model = build_model(processor, seed)
     with staging_directory(directory) as staging:
-        model.save_pretrained(staging, safe_serialization=True)
-        processor.save_pretrained(staging)
+        model.save_pretrained(staging)
+        save_config(model.config, staging)
+        save_tokenizer(processor, staging)
         files = sorted(f"{MODEL_NAME}/{path.name}" for path in staging.iterdir())
     return files, model.num_parameters()

@@ -1,0 +1,114 @@
+"""A model's directory has the files and the keys that earlier releases of transformers and vLLM read."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+
+from tests.helpers.models import CHATML
+from verl_ext.model_files import earlier_rope_keys, save_config, save_tokenizer
+
+TEXT = "def f(x):\n    return x + 12  # naïve<|im_end|>\n"
+LETTERS = sorted({*pre_tokenizers.ByteLevel.alphabet()})
+NAMES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"}
+
+
+def of_model(model: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes whose end of turn is not in the model's vocabulary."""
+    backend = Tokenizer(model)
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML, **special)
+
+
+VOCABULARY = {letter: number for number, letter in enumerate([*LETTERS, "re", "tu", "retu", "<unk>"])}
+MODELS = {
+    "bpe": models.BPE(vocab=VOCABULARY, merges=[("r", "e"), ("t", "u"), ("re", "tu")]),
+    "word level": models.WordLevel(vocab=VOCABULARY, unk_token="<unk>"),
+    "unigram": models.Unigram([(piece, -1.0) for piece in VOCABULARY], unk_id=VOCABULARY["<unk>"]),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_tokenizer_has_every_file(kind: str, tmp_path: Path) -> None:
+    tokenizer = of_model(MODELS[kind])
+    save_tokenizer(tokenizer, tmp_path)
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written >= NAMES and ("merges.txt" in written) == (kind == "bpe")
+    assert json.loads((tmp_path / "vocab.json").read_text()) == VOCABULARY
+    assert json.loads((tmp_path / "added_tokens.json").read_text()) == {"<|im_start|>": 260, "<|im_end|>": 261}
+    special = json.loads((tmp_path / "special_tokens_map.json").read_text())
+    assert special["eos_token"] == "<|im_end|>" and special["additional_special_tokens"] == ["<|im_start|>"]
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded(TEXT).input_ids == tokenizer(TEXT).input_ids and loaded.extra_special_tokens == ["<|im_start|>"]
+    assert (loaded.eos_token, loaded.chat_template) == ("<|im_end|>", CHATML)
+
+
+def test_transformers_4_reads_the_tokenizers_configuration(tmp_path: Path) -> None:
+    """It knows no `TokenizersBackend`, and `extra_special_tokens` as a mapping alone."""
+    save_tokenizer(of_model(MODELS["bpe"]), tmp_path)
+    content = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert content["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert "extra_special_tokens" not in content and content["additional_special_tokens"] == ["<|im_start|>"]
+
+
+def test_vocabulary_and_merges_alone_give_the_same_tokens(tmp_path: Path) -> None:
+    tokenizer = of_model(MODELS["bpe"])
+    save_tokenizer(tokenizer, tmp_path)
+    backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.model = models.BPE.from_file(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    assert backend.encode(TEXT).ids == tokenizer(TEXT).input_ids
+    assert VOCABULARY["retu"] in backend.encode(TEXT).ids
+
+
+def test_merges_that_no_line_can_hold_are_not_written(tmp_path: Path) -> None:
+    """As those of Gemma, which merges line breaks."""
+    save_tokenizer(of_model(models.BPE(vocab={"\n": 0, "\n\n": 1}, merges=[("\n", "\n")])), tmp_path)
+    assert (tmp_path / "vocab.json").exists() and not (tmp_path / "merges.txt").exists()
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "expected"),
+    [
+        ("qwen2", {"rope_theta": 1e6}, {"rope_theta": 1e6, "rope_scaling": None}),
+        ("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3}, {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
+        ("phi3", {"rope_theta": 2e4, "partial_rotary_factor": 0.5}, {"rope_theta": 2e4, "partial_rotary_factor": 0.5}),
+        ("gemma3_text", {"rope_theta": 2e6}, {"rope_theta": 2e6, "rope_local_base_freq": 1e4, "rope_scaling": None}),
+    ],
+)
+def test_rotary_embeddings_are_written_in_both_forms(
+    model_type: str, settings: dict, expected: dict, tmp_path: Path
+) -> None:
+    config = AutoConfig.for_model(model_type, **deepcopy(settings))  # which transformers completes in place
+    save_config(config, tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert {key: content[key] for key in expected} == expected
+    assert content["rope_parameters"] == config.rope_parameters
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == config.rope_parameters
+
+
+def test_rotary_embeddings_of_a_part_are_written_in_both_forms(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1]}
+    config = AutoConfig.for_model("qwen2_5_vl", text_config={"rope_theta": 3e6, "rope_scaling": dict(rope)})
+    save_config(config, tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    assert text["rope_theta"] == 3e6 and text["rope_scaling"] == rope
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert loaded.text_config.rope_parameters == config.text_config.rope_parameters
+    assert loaded.vision_config.to_dict() == config.vision_config.to_dict()
+
+
+def test_embeddings_that_transformers_4_does_not_know_stay_as_they_are() -> None:
+    assert earlier_rope_keys({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e6}}) == {}
+    assert earlier_rope_keys({"rope_parameters": None}) == earlier_rope_keys({}) == {}

@@ -1,0 +1,112 @@
+"""A model's directory as earlier releases of transformers and vLLM expect it, beside what transformers 5 writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+
+EARLIER_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+"""Of rotary embeddings, in transformers 4.57."""
+
+
+def save_config(config: PreTrainedConfig, directory: Path) -> None:
+    """Write `config.json` with rotary embeddings in both forms: `rope_parameters`, and `rope_theta` and the like.
+
+    transformers 4 ignores `rope_parameters`, and would silently take a default for each value.
+
+    Args:
+        config: of the model.
+        directory: exists.
+    """
+    config.save_pretrained(directory)
+    path = directory / "config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    _add_earlier_rope_keys(content, config.to_dict())
+    _write_json(path, content)
+
+
+def _add_earlier_rope_keys(content: dict[str, Any], config: dict[str, Any]) -> None:
+    """Complete what is written of a configuration, and of its vision and text parts; defaults are not written."""
+    content |= {key: value for key, value in earlier_rope_keys(config).items() if content.get(key) is None}
+    for name, part in config.items():
+        if name.endswith("_config") and isinstance(content.get(name), dict):
+            _add_earlier_rope_keys(content[name], part)
+
+
+def earlier_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """What transformers 4 reads in the place of `rope_parameters`; nothing for what it does not know.
+
+    Args:
+        config: of a model, or of one of its parts.
+    """
+    rope = config.get("rope_parameters") or {}
+    of_window = rope.get("sliding_attention")
+    if of_window is not None:  # Gemma 3: two kinds of layers
+        rope = rope.get("full_attention") or {}
+    if rope.get("rope_type") not in EARLIER_ROPE_TYPES or "rope_theta" not in rope:
+        return {}
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    keys = {"rope_theta": rope["rope_theta"], "rope_scaling": scaling if scaling != {"rope_type": "default"} else None}
+    if "partial_rotary_factor" in rope:
+        keys["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if of_window is not None:
+        keys["rope_local_base_freq"] = of_window["rope_theta"]
+    return keys
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, directory: Path) -> None:
+    """Write a tokenizer, or a processor with its own, and the files that transformers 5 no longer writes.
+
+    These are `special_tokens_map.json`, `vocab.json`, `merges.txt` of a BPE, and `added_tokens.json` where the
+    vocabulary lacks some tokens. In `tokenizer_config.json` stand the names that transformers 4 knows as well.
+
+    Args:
+        tokenizer: with its chat template.
+        directory: exists.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    tokenizer.save_pretrained(directory)
+    own = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else tokenizer.tokenizer
+    special: dict[str, Any] = dict(own.special_tokens_map)
+    if own.extra_special_tokens:
+        special["additional_special_tokens"] = own.extra_special_tokens
+    _write_json(directory / "special_tokens_map.json", special)
+    _rename_in_tokenizer_config(directory / "tokenizer_config.json")
+    if own.is_fast:
+        _write_vocabulary(json.loads(own.backend_tokenizer.to_str()), directory)
+
+
+def _rename_in_tokenizer_config(path: Path) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if content.get("tokenizer_class") == "TokenizersBackend":
+        content["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(content.get("extra_special_tokens"), list):
+        content["additional_special_tokens"] = content.pop("extra_special_tokens")
+    _write_json(path, content)
+
+
+def _write_vocabulary(tokenizer: dict[str, Any], directory: Path) -> None:
+    """Write what a `tokenizer.json` holds of vocabulary and merges into files of their own."""
+    vocabulary = tokenizer["model"]["vocab"]
+    if isinstance(vocabulary, list):  # Unigram: pieces and their scores
+        vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+    ordered = dict(sorted(vocabulary.items(), key=lambda item: item[1]))
+    text = json.dumps(ordered, ensure_ascii=False, separators=(",", ":"))
+    (directory / "vocab.json").write_text(text, encoding="utf-8")
+    merges = [tuple(merge) for merge in tokenizer["model"].get("merges") or ()]
+    if merges and not any(" " in part or "\n" in part for merge in merges for part in merge):  # a line has two words
+        lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
+        (directory / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    added = {token["content"]: token["id"] for token in tokenizer["added_tokens"] if token["content"] not in vocabulary}
+    if added:
+        _write_json(directory / "added_tokens.json", added)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8")
