@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -56,3 +60,32 @@ def staged(expected_s: Mapping[str, float]) -> Iterator[Callable[[str], None]]:
 
         yield begin
         bar.update(bar.total - bar.n)
+
+
+def restrict_bars_of_transformers() -> None:
+    """Have transformers draw a bar on rank 0 alone, and only where standard error is a terminal.
+
+    It draws one for each model that it loads or saves. The bars of downloads are those of huggingface_hub and stay.
+    """
+    if _BeforeModels not in sys.meta_path:
+        sys.meta_path.insert(0, _BeforeModels)
+
+
+class _BeforeModels:
+    """Sets the hook when transformers' models are first imported, which takes seconds; it finds no module itself."""
+
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """No spec: the search continues with the other finders."""
+        if name == "transformers.modeling_utils":
+            from transformers.utils import logging
+
+            logging.set_tqdm_hook(_restricted)
+        return None
+
+
+def _restricted(factory: Callable[..., Any], args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+    disable = None if os.environ.get("RANK", "0") == "0" else True
+    return factory(*args, **{**settings, "disable": disable})

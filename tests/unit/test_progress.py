@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.helpers import ROOT
 from verl_ext.progress import progress_bar, staged
 
 
@@ -35,3 +38,33 @@ def test_parts_move_the_bar_by_what_they_are_expected_to_take(
         begin("second")
     shown = capsys.readouterr().err
     assert "first:   0%" in shown and "second:  25%" in shown and "second: 100%" in shown
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "rank", "is_drawn"), [(True, "0", True), (True, "1", False), (False, "0", False)]
+)
+def test_transformers_draws_its_bars_as_we_do(
+    is_terminal: bool,
+    rank: str,
+    is_drawn: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from huggingface_hub.utils import are_progress_bars_disabled
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    shape = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
+    Qwen2ForCausalLM(Qwen2Config(**shape, num_attention_heads=2)).save_pretrained(tmp_path)
+    Qwen2ForCausalLM.from_pretrained(tmp_path)
+    shown = capsys.readouterr().err
+    assert ("Loading weights" in shown, "Writing model shards" in shown) == (is_drawn, is_drawn)
+    assert not are_progress_bars_disabled()  # those of downloads
+
+
+def test_bars_of_transformers_cost_no_import() -> None:
+    code = "import sys, verl_ext.progress, eval_pipeline; print('transformers' in sys.modules, 'tqdm' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False False"
