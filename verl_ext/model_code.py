@@ -18,8 +18,10 @@ _ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementati
 def require_no_code(name: str, trusted: bool, local_files_only: bool = False) -> None:
     """Refuse a model whose `config.json` would have transformers run code that nobody asked for.
 
-    With `trust_remote_code=False` transformers 4.57 leaves classes of the model's own alone, but not what these keys
+    With `trust_remote_code=False` transformers 4.57 left classes of the model's own alone, but not what these keys
     name: `trust_remote_code` in a configuration (CVE-2026-5241), and an attention function on the hub (CVE-2026-4372).
+    transformers 5 no longer follows the first, and takes the second from verified organizations alone; the check holds
+    whatever a release does.
 
     Args:
         name: a directory, or a name on the hub.

@@ -193,8 +193,7 @@ def test_ranks_load_a_model_by_its_hub_name_from_the_cache(
     name: str, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = cache_as_hub(quickstart / "model", name, tmp_path)
-    for constant in ("huggingface_hub.constants.HF_HUB_CACHE", "transformers.utils.hub.TRANSFORMERS_CACHE"):
-        monkeypatch.setattr(constant, str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     config = config_with(quickstart, tmp_path, f"model.partial_pretrain={name}")
     check_config(config)
     check_inputs(config)

@@ -167,8 +167,8 @@ def test_code_that_a_configuration_asks_for_by_itself_is_refused(tmp_path: Path,
         with pytest.raises(UserError, match=r"asks by itself for code to be run \(trust_remote_code"):
             load(config)
     assert not marker.exists()
-    AutoConfig.from_pretrained(model, trust_remote_code=False)
-    assert marker.exists()  # what transformers makes of it
+    AutoConfig.from_pretrained(code, trust_remote_code=True)
+    assert marker.exists()  # what the configuration asks for
     nested = {"model_type": "llama", "vision_config": {"_attn_implementation_internal": "someone/kernel"}}
     (model / "config.json").write_text(json.dumps(nested))
     with pytest.raises(UserError, match="asks for attention code from the hub"):
