@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 EARLIER_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """Of rotary embeddings, in transformers 4.57."""
+EARLIER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
+"""Of keys, in the model types that had names of their own."""
 
 
 def save_config(config: PreTrainedConfig, directory: Path) -> None:
@@ -55,7 +57,8 @@ def earlier_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
         keys["partial_rotary_factor"] = rope["partial_rotary_factor"]
     if of_window is not None:
         keys["rope_local_base_freq"] = of_window["rope_theta"]
-    return keys
+    names = EARLIER_NAMES.get(config.get("model_type", ""), {})
+    return {names.get(key, key): value for key, value in keys.items()}
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, directory: Path) -> None:

@@ -84,6 +84,7 @@ LLAMA3 |= {"original_max_position_embeddings": 64}
         ("qwen2", {"rope_theta": 1e6}, {"rope_theta": 1e6, "rope_scaling": None}),
         ("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3}, {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
         ("phi3", {"rope_theta": 2e4, "partial_rotary_factor": 0.5}, {"rope_theta": 2e4, "partial_rotary_factor": 0.5}),
+        ("gpt_neox", {"rotary_emb_base": 2e4}, {"rotary_emb_base": 2e4, "rotary_pct": 0.25}),
         ("gemma3_text", {"rope_theta": 2e6}, {"rope_theta": 2e6, "rope_local_base_freq": 1e4, "rope_scaling": None}),
     ],
 )
