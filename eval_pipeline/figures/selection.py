@@ -102,8 +102,14 @@ def _comparable(model: EvaluatedModel, settings: Settings) -> set[str]:
     return {
         name
         for name, result in model.datasets.items()
-        if name in settings and settings[name].items() <= {**result.protocol}.items()
+        if name in settings and _without_versions(settings[name]).items() <= _without_versions(result.protocol).items()
     }
+
+
+def _without_versions(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """With the names alone of packages that programs may import: their releases are no reason not to compare."""
+    packages = settings.get("packages")
+    return {**settings, "packages": sorted(packages)} if isinstance(packages, Mapping) else {**settings}
 
 
 def _common(models: Sequence[EvaluatedModel], settings: Settings) -> tuple[str, ...]:

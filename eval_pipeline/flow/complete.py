@@ -15,8 +15,6 @@ from eval_pipeline.flow.session import Session
 from eval_pipeline.judge.packages import versions_of
 from eval_pipeline.work.evaluation import Evaluation
 
-RESULT_FILE = "result.json"
-
 
 def write_result(session: Session, evaluation: Evaluation) -> None:
     """Sum up a job: its verdicts, a sample for people to read, and the figures that `metrics.json` will hold.
@@ -49,7 +47,7 @@ def write_result(session: Session, evaluation: Evaluation) -> None:
         weights=session.weights_of(job.checkpoint),
         datasets={job.dataset: result},
     )
-    write_json(session.place.work_of(job.checkpoint, job.dataset) / RESULT_FILE, model.to_json())
+    write_json(session.place.result_of(job.checkpoint, job.dataset), model.to_json())
 
 
 def _protocol(session: Session, evaluation: Evaluation) -> dict[str, Any]:
@@ -66,7 +64,7 @@ def _protocol(session: Session, evaluation: Evaluation) -> dict[str, Any]:
 
 
 def settings_of(session: Session, dataset: str) -> dict[str, Any]:
-    """The part of the protocol that must be the same where figures are compared: what is asked, how, and the limits."""
+    """The part of the protocol that is compared where figures are: what is asked, how, and the limits."""
     recipe = session.recipe
     return {
         "sampling": asdict(recipe.sampling),

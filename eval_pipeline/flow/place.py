@@ -41,6 +41,10 @@ class Place:
         """Where the answers and verdicts of one data set are kept as they come."""
         return self.directory_of(label) / WORK_FOLDER / dataset
 
+    def result_of(self, label: str, dataset: str) -> Path:
+        """Where the figures of one data set are kept once all verdicts are in."""
+        return self.work_of(label, dataset) / "result.json"
+
 
 def place_of_run(run_dir: Path) -> Place:
     """The place of a training run.

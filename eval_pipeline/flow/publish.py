@@ -14,7 +14,6 @@ from eval_pipeline.figures.evaluated import EvaluatedModel
 from eval_pipeline.figures.files import read_evaluation, write_evaluation
 from eval_pipeline.figures.table import format_table
 from eval_pipeline.flow.choose import Chooser
-from eval_pipeline.flow.complete import RESULT_FILE
 from eval_pipeline.flow.session import Session
 from eval_pipeline.flow.track import track
 from eval_pipeline.ledger.job import Job
@@ -123,7 +122,7 @@ class Publisher:
         return [result for result in results if result.weights == weights]
 
     def _result_of(self, job: Job) -> EvaluatedModel:
-        path = self._session.place.work_of(job.checkpoint, job.dataset) / RESULT_FILE
+        path = self._session.place.result_of(job.checkpoint, job.dataset)
         try:
             return EvaluatedModel.of_json(parse_json(path.read_bytes()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

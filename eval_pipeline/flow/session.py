@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from eval_pipeline.figures.evaluated import EvaluatedModel
 from eval_pipeline.figures.files import METRICS_FILE, SUMMARY_FILE, read_evaluation
 from eval_pipeline.flow.place import Place
+from eval_pipeline.judge.packages import versions_of
 from eval_pipeline.ledger.job import Job
 from eval_pipeline.ledger.ledger import Ledger
 from eval_pipeline.models.checkpoint import Checkpoint
@@ -17,6 +19,7 @@ from eval_pipeline.work.digests import Digests, digests_of
 from eval_pipeline.work.driver import Task
 from eval_pipeline.work.evaluation import Evaluation
 from verl_ext.errors import UserError
+from verl_ext.metrics.atomic import parse_json
 from verl_ext.metrics.notice import warn
 
 
@@ -70,7 +73,7 @@ class Session:
 
     def _enter(self, checkpoint: Checkpoint, dataset: str, tier: int) -> Task:
         try:
-            digests = digests_of(checkpoint, self.digest_of_problems(dataset), self.recipe)
+            digests = self._digests_of(checkpoint, dataset)
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read {checkpoint.path} ({error}); name another checkpoint") from error
         self._digests[checkpoint.label, dataset] = digests
@@ -79,6 +82,28 @@ class Session:
             self._drop_figures_of_other_weights(checkpoint.label)
         self.ledger.add(checkpoint.label, dataset, tier, digests.verdicts)
         return Task(checkpoint, dataset, digests.verdicts)
+
+    def _digests_of(self, checkpoint: Checkpoint, dataset: str) -> Digests:
+        """With the versions of packages that a finished evaluation was judged with, or else with the installed ones.
+
+        Newer packages could change a verdict, but a new release is no reason to judge everything again.
+        """
+        installed = versions_of(self.recipe.judge_packages)
+        judged_with = self._judged_with(checkpoint.label, dataset)
+        problems = self.digest_of_problems(dataset)
+        if judged_with != installed and judged_with.keys() == installed.keys():
+            digests = digests_of(checkpoint, problems, self.recipe, judged_with)
+            if (checkpoint.label, dataset, digests.verdicts) in self._ended():
+                return digests
+        return digests_of(checkpoint, problems, self.recipe, installed)
+
+    def _judged_with(self, label: str, dataset: str) -> dict[str, str]:
+        """Versions of packages by name, as the last result has them."""
+        try:
+            model = EvaluatedModel.of_json(parse_json(self.place.result_of(label, dataset).read_bytes()))
+            return dict(model.datasets[dataset].protocol["packages"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # it is judged again
+            return {}
 
     def begin(self, job: Job, checkpoint: Checkpoint) -> Evaluation:
         """Open a claimed job's files.
@@ -120,5 +145,8 @@ class Session:
 
     def left_of(self, tasks: Sequence[Task]) -> list[Task]:
         """Those that have not ended."""
-        ended = {(job.checkpoint, job.dataset, job.digest) for job in self.ledger.jobs() if job.has_ended}
+        ended = self._ended()
         return [task for task in tasks if (*task.key, task.digest) not in ended]
+
+    def _ended(self) -> set[tuple[str, str, str]]:
+        return {(job.checkpoint, job.dataset, job.digest) for job in self.ledger.jobs() if job.has_ended}

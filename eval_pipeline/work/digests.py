@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from eval_pipeline.judge.packages import versions_of
 from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.models.integrity import exported_files, has_manifest
 from eval_pipeline.recipe.schema import EvalRecipe
@@ -27,13 +27,14 @@ class Digests:
     verdicts: str
 
 
-def digests_of(checkpoint: Checkpoint, problems: str, recipe: EvalRecipe) -> Digests:
+def digests_of(checkpoint: Checkpoint, problems: str, recipe: EvalRecipe, packages: Mapping[str, str]) -> Digests:
     """Digests of the model, of everything that decides the answers, and of that and all that decides the verdicts.
 
     Args:
         checkpoint: the model.
         problems: digest of the data set's problems.
         recipe: of the evaluation.
+        packages: versions of those that programs may import.
 
     Raises:
         OSError: the export has gone.
@@ -50,7 +51,7 @@ def digests_of(checkpoint: Checkpoint, problems: str, recipe: EvalRecipe) -> Dig
         }
     )
     judge = {"answers": answers, "isolation": recipe.isolation, "limits": asdict(recipe.limits)}
-    return Digests(model, answers, _digest({**judge, "packages": versions_of(recipe.judge_packages)}))
+    return Digests(model, answers, _digest({**judge, "packages": packages}))
 
 
 def identity_of(checkpoint: Checkpoint) -> Any:

@@ -89,6 +89,33 @@ def answer_all(evaluation: Evaluation, num_right: int, others: ErrorType = "wron
     evaluation.handle(Finished(batch.id, {"generate_s": 1.0, "judge_s": 1.0}))
 
 
+def test_newer_packages_are_no_reason_to_judge_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was judged with older ones takes part in the choice, and what is judged now has the installed ones."""
+
+    def installed(version: str) -> None:
+        for module in ("session", "complete"):
+            monkeypatch.setattr(f"eval_pipeline.flow.{module}.versions_of", lambda names: dict.fromkeys(names, version))
+
+    def later(*overrides: str) -> Session:
+        return Session(session.place, load_recipe(str(tmp_path / "few.yaml"), ["tiers.tier2=[]", *overrides]))
+
+    def due(session: Session) -> list[int | None]:
+        return [task.checkpoint.step for task in session.left_of(watcher_of(session).tasks())]
+
+    installed("1.26.4")
+    session = session_of(tmp_path, "tiers.tier2=[]")
+    for step, num_right in ((10, 6), (20, 2)):
+        evaluated(session, step, num_right, "runtime_error", leads=True)
+    installed("2.3.5")
+    assert due(later()) == [30, 40]
+    for step, leads in ((30, True), (40, False)):
+        evaluated(later(), step, 4, "runtime_error", leads)
+        chosen = best_of(session)
+        assert chosen["step"] == 10 and chosen["checkpoints"][0]["step"] == 10
+    assert due(later()) == []
+    assert due(later("judge.packages=[]")) == [10, 20, 30, 40]
+
+
 @pytest.mark.parametrize(("every", "wanted"), [(1, [10, 20, 30, 40]), (2, [20, 40]), (3, [30]), (5, [])])
 def test_tier_2_is_for_every_so_manieth_checkpoint(tmp_path: Path, every: int, wanted: list[int]) -> None:
     tasks = watcher_of(session_of(tmp_path, f"tier2_every={every}")).tasks()

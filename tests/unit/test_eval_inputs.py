@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,9 @@ def test_a_served_model_is_what_its_server_says_of_it(tmp_path: Path) -> None:
     recipes = [
         load_recipe(None, ["engine.kind=openai", f"engine.base_url=http://localhost:{port}/v1"]) for port in (1, 2)
     ]
-    first, *others = [digests_of(served_model(card, tmp_path), "problems", recipes[0]) for card in cards]
+    first, *others = [digests_of(served_model(card, tmp_path), "problems", recipes[0], {}) for card in cards]
     assert len({first.model, *(other.model for other in others)}) == 4
-    assert digests_of(served_model(cards[0], tmp_path), "problems", recipes[1]) == first
+    assert digests_of(served_model(cards[0], tmp_path), "problems", recipes[1], {}) == first
 
 
 @pytest.mark.parametrize(
@@ -148,6 +149,19 @@ def test_the_manifest_tells_a_checkpoint_from_a_later_one_of_the_same_step(tmp_p
     files = {**manifest.files, name: flush_and_digest(tmp_path / "copy" / "global_step_3" / name)}
     (tmp_path / "copy" / "global_step_3" / "manifest.json").write_text(manifest.with_files(files).to_json())
     assert identity_of(find_checkpoint(tmp_path / "copy" / "global_step_3")) != first
+
+
+def test_an_evaluation_keeps_its_identity_over_releases(tmp_path: Path) -> None:
+    """Recorded with torch 2.9, transformers 4.57 and vLLM 0.12: another value has every evaluation begin anew."""
+    checkpoint = make_export(tmp_path / "run" / "global_step_3" / "huggingface").parent
+    files = {"huggingface/model.safetensors": {"bytes": 1, "xxh3_128": "0" * 32}, "model.pt": {"bytes": 2}}
+    (checkpoint / "manifest.json").write_text(Manifest(3, 1, "", files).to_json())
+    digests = digests_of(find_checkpoint(checkpoint), "problems", load_recipe("quickstart", []), {"numpy": "1.26.4"})
+    assert asdict(digests) == {
+        "model": "c5dfbd96a29a92daf1d56b441264230e",
+        "answers": "1ce555b3da98a15c6048bcc07c27badd",
+        "verdicts": "88d7624bd016e817b6e81bd01871093f",
+    }
 
 
 def test_discovery_finds_complete_checkpoints_and_says_once_what_is_wrong_with_others(
