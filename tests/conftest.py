@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 from filelock import FileLock
 
+import verl_ext  # noqa: F401  # before any test imports verl
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 

@@ -1,47 +1,116 @@
-"""What keeps verl 0.7.0 working on today's libraries; each entry names the release that made it necessary.
+"""What keeps verl 0.7.0 working on today's libraries; each repair names the release that made it necessary.
 
-verl's own files are not edited. `prepare_for_verl` is called by `verl_ext/__init__.py`, so what is here holds
-before the first import of verl, and costs nothing in a command that does not import it.
+verl's files stay as released. `prepare_for_verl` is called by `verl_ext/__init__.py`: each repair is applied when the
+module of verl that needs it is imported, and costs nothing in a command that does not import verl. A script that
+imports verl first imports `verl_ext` before it.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 
-class BeforeVerl:
-    """Runs `restore_names` when verl is first imported: importing transformers any earlier would cost seconds."""
+def restore_transformers_names() -> None:
+    """Give transformers what verl expects there.
+
+    - transformers 5.0 removed `AutoModelForVision2Seq` in favor of `AutoModelForImageTextToText`. The property is on
+      the module's class, because transformers replaces its own module while it is being imported.
+    - transformers 5.0 removed the default of `tie_word_embeddings`, which `apply_fsdp2` asks of every model.
+    """
+    import transformers
+    from transformers.utils.import_utils import _LazyModule
+
+    alias: Any = property(lambda module: module.AutoModelForImageTextToText)
+    _LazyModule.AutoModelForVision2Seq = alias
+    default: Any = False
+    transformers.PreTrainedConfig.tie_word_embeddings = default
+
+
+def hide_trl(import_utils: ModuleType) -> None:
+    """trl 0.29 removed `AutoModelForCausalLMWithValueHead`, which `apply_monkey_patch` imports where there is trl."""
+    import_utils.is_trl_available = lambda: False  # type: ignore[attr-defined]
+
+
+def count_tokens(chat_template: ModuleType) -> None:
+    """transformers 5.0 has `apply_chat_template` return a mapping, of which verl's datasets take the length.
+
+    They would drop and mask two tokens, as many as the mapping has keys, in place of the template's own.
+    """
+    for name in ("initialize_system_prompt", "extract_system_prompt_and_generation"):
+        setattr(chat_template, name, _with_lists(getattr(chat_template, name)))
+
+
+def _with_lists(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def with_lists(tokenizer: Any, **kwargs: Any) -> Any:
+        return function(_ListsOfTokens(tokenizer), **kwargs)
+
+    return with_lists
+
+
+class _ListsOfTokens:
+    """A tokenizer whose `apply_chat_template` returns a list."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+
+
+def list_layer_classes(fsdp_utils: ModuleType) -> None:
+    """transformers 5.0 made `_no_split_modules` a set, of which `apply_fsdp2` takes the first item."""
+    apply_fsdp2 = fsdp_utils.apply_fsdp2
+
+    @functools.wraps(apply_fsdp2)
+    def with_a_list(model: Any, fsdp_kwargs: Any, config: Any) -> None:
+        model._no_split_modules = sorted(model._no_split_modules or ())
+        apply_fsdp2(model, fsdp_kwargs, config)
+
+    fsdp_utils.apply_fsdp2 = with_a_list  # type: ignore[attr-defined]
+
+
+BEFORE: dict[str, Callable[[], None]] = {"verl": restore_transformers_names}
+"""What is done before a module of verl is executed."""
+AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "verl.utils.import_utils": hide_trl,
+    "verl.utils.chat_template": count_tokens,
+    "verl.utils.fsdp_utils": list_layer_classes,
+}
+"""What is done with a module of verl after it has been executed."""
+
+
+class RepairingFinder:
+    """Finds the modules of verl that need a repair as the other finders do, and has them repaired when executed."""
 
     @classmethod
     def find_spec(
         cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """No spec: the search goes on with the other finders."""
-        if name == "verl":
-            sys.meta_path.remove(cls)
-            restore_names()
-        return None
+        """The module's spec; None for all other modules, which leaves them to the other finders."""
+        if name not in BEFORE and name not in AFTER:
+            return None
+        finders = [finder for finder in sys.meta_path if finder is not cls]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = _with_repairs(spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+
+def _with_repairs(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    def exec_module(module: ModuleType) -> None:
+        if module.__name__ in BEFORE:
+            BEFORE[module.__name__]()
+        execute(module)
+        if module.__name__ in AFTER:
+            AFTER[module.__name__](module)
+
+    return exec_module
 
 
 def prepare_for_verl() -> None:
-    """Have `restore_names` run before the first import of verl."""
-    if BeforeVerl not in sys.meta_path and "verl" not in sys.modules:
-        sys.meta_path.insert(0, BeforeVerl)
-
-
-def restore_names() -> None:
-    """Give libraries the older names that verl imports.
-
-    - transformers 5.0 removed `AutoModelForVision2Seq` in favour of `AutoModelForImageTextToText`. The property is on
-      the module's class, since transformers replaces its own module while it is being imported.
-    """
-    import transformers
-    from transformers.utils.import_utils import _LazyModule
-
-    if not hasattr(transformers, "AutoModelForVision2Seq"):
-        alias: Any = property(lambda module: module.AutoModelForImageTextToText)
-        _LazyModule.AutoModelForVision2Seq = alias
+    """Have the repairs applied to what is imported of verl from now on."""
+    if RepairingFinder not in sys.meta_path:
+        sys.meta_path.insert(0, RepairingFinder)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import verl_ext  # noqa: F401  # before verl, which it repairs
+
+# isort: split
 import torch
 import verl.trainer.fsdp_sft_trainer as stock
 import verl.utils.distributed

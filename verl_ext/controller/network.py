@@ -57,7 +57,6 @@ class BudgetControllerConfig(PretrainedConfig):
         self.low_ms, self.high_ms = low_ms, high_ms
         self.hidden, self.dropout = hidden, dropout
         self.vlm = dict(vlm or {})
-        self.tie_word_embeddings = False  # verl asks every configuration; transformers 5 has no default
         super().__init__(**kwargs)
 
     @property
