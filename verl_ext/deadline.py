@@ -53,10 +53,8 @@ def to_seconds(value: object) -> float | None:
 
 def seconds_of_iso(text: str) -> float | None:
     """Seconds since 1970 of ISO 8601 text; None where it is malformed or names no time zone."""
-    if text[-1:] in ("Z", "z"):  # which Python 3.10 does not read
-        text = f"{text[:-1]}+00:00"
     try:
-        moment = datetime.fromisoformat(text)
+        moment = datetime.fromisoformat(text.upper())  # which reads Z, but not z
     except ValueError:
         return None
     return moment.timestamp() if moment.tzinfo is not None else None

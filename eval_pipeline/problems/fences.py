@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass
 from functools import cached_property
 
-import regex  # unlike `re`, its possessive quantifiers hold in Python 3.10 and before 3.11.5
+import regex  # unlike `re`, its possessive quantifiers hold before Python 3.11.5
 
 from eval_pipeline.problems.python_source import MAX_PARSED_CHARS, SourceParser
 from eval_pipeline.problems.triple_quotes import open_quote

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import regex  # unlike `re`, its possessive quantifiers hold in Python 3.10 and before 3.11.5
+import regex  # unlike `re`, its possessive quantifiers hold before Python 3.11.5
 
 _TRIPLE = r"'''|\"\"\""
 _CODE = regex.compile(

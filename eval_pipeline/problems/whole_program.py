@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-import regex  # unlike `re`, its possessive quantifiers hold in Python 3.10 and before 3.11.5
+import regex  # unlike `re`, its possessive quantifiers hold before Python 3.11.5
 
 from eval_pipeline.problems.answer_text import code_before, code_blocks
 from eval_pipeline.problems.fences import PYTHON_TAGS, FencedBlock, one_line_blocks

@@ -126,6 +126,4 @@ def _encode(values: Sequence[object]) -> str:
 
 
 def _decode(line: bytes) -> list[str]:
-    # A crash of the machine can leave zero bytes, which the csv module of Python 3.10 refuses.
-    text = line.decode(errors="replace").replace("\0", "")
-    return next(csv.reader([text]), [])
+    return next(csv.reader([line.decode(errors="replace")]), [])

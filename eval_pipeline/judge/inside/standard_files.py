@@ -15,7 +15,7 @@ _NUMBERS |= {f"/proc/self/fd/{number}": number for number in range(3)}
 
 def make_openable() -> None:
     """Replace `open` in this process."""
-    # no plain function: the pathlib of Python 3.10 keeps it in a class, where that would become a method
+    # no plain function: kept in a class, it would become a method, as the real one does not
     builtins.open = io.open = functools.update_wrapper(functools.partial(_open), io.open)
 
 
