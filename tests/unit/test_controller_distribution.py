@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
+from verl_ext.controller.controlled import load_controller
 from verl_ext.controller.distribution import Choices, ConfigurationDistribution, number_of_decisions
 from verl_ext.controller.masks import BlockMasks
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
+from verl_ext.controller.traced import TracedController
 from verl_ext.errors import UserError
 
 SPACES = {
@@ -182,9 +184,25 @@ def test_a_saved_controller_decides_as_before(space: ConfigurationSpace, tmp_pat
     controller.save_pretrained(tmp_path)
     loaded = BudgetController.from_pretrained(tmp_path)
     assert loaded.space == space
+    for (name, buffer), (_, other) in zip(loaded.named_buffers(), controller.named_buffers(), strict=True):
+        assert torch.equal(buffer, other), name
     inputs = torch.randn(3, 12), torch.randn(3, 16), torch.tensor([10.0, 30.0, 60.0])
     for one, other in zip(loaded(*inputs), controller(*inputs), strict=True):
-        torch.testing.assert_close(one, other)
+        assert torch.equal(one, other)
+    decided, before = (each.distribution(*inputs).mode().configurations(space) for each in (loaded, controller))
+    assert decided == before
+
+
+def test_an_export_in_bf16_decides_in_fp32(tmp_path: Path) -> None:
+    """As training did: what it sees of a question is in fp32, whatever precision the model runs in."""
+    controller = controller_of(SPACES["experts"]).bfloat16()
+    controller.config.vlm = {"path": "somewhere", "tier_sizes": [1], "max_new_tokens": 1}
+    controller.save_pretrained(tmp_path)
+    loaded, _ = load_controller(tmp_path)
+    decide = TracedController(loaded)
+    with torch.inference_mode():
+        logits = decide(torch.randn(1, 12), torch.randn(1, 16), 20.0)
+    assert {part.dtype for part in logits} == {torch.float32}
 
 
 def test_a_fresh_controller_prefers_nothing_and_learns_from_every_input() -> None:

@@ -23,17 +23,20 @@ class LatencyBudgetEncoder(nn.Module):
     """
 
     frequencies: torch.Tensor
+    """(num_features / 2,), radians per millisecond; no part of a checkpoint."""
 
     def __init__(self, width: int, low_ms: float, high_ms: float, num_features: int = 256) -> None:
         super().__init__()
-        self.low_ms, self.high_ms, self.num_features = low_ms, high_ms, num_features
-        self.register_buffer("frequencies", self.make_frequencies(), persistent=False)
+        self.low_ms, self.span_ms = low_ms, high_ms - low_ms or high_ms
+        self.register_buffer("frequencies", torch.empty(num_features // 2), persistent=False)
+        self.reset_frequencies()
         self.mlp = nn.Sequential(nn.Linear(num_features, width), nn.GELU(), nn.Linear(width, width))
 
-    def make_frequencies(self) -> torch.Tensor:
-        span = self.high_ms - self.low_ms or self.high_ms
-        steps = torch.linspace(0, 1, self.num_features // 2)
-        return 2 * math.pi / (4 * span * (1 / 400) ** steps)
+    def reset_frequencies(self) -> None:
+        """Fill the buffer; `from_pretrained` of transformers makes it without memory, so that `__init__` cannot."""
+        steps = torch.linspace(0, 1, len(self.frequencies))
+        wavelengths = 4 * self.span_ms * (1 / 400) ** steps
+        self.frequencies.copy_(2 * math.pi / wavelengths)
 
     def forward(self, budgets_ms: torch.Tensor) -> torch.Tensor:
         """Features (batch, width) of budgets (batch,) in milliseconds."""

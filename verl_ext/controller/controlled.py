@@ -105,7 +105,7 @@ def load_controller(
         UserError: it is no controller's export.
     """
     try:
-        controller = BudgetController.from_pretrained(directory).eval()
+        controller = BudgetController.from_pretrained(directory, dtype=torch.float32).eval()
         space = controller.space
         numbers = {"num_blocks": space.num_blocks, "topk": space.topk_choices[-1] if space.topk_choices else 0}
         model = ControlledModel.of({**controller.config.vlm, **numbers})
