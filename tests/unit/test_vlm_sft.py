@@ -71,6 +71,12 @@ def test_a_chat_is_what_the_model_is_asked_and_its_answer(tier: int) -> None:
     assert torch.equal(made["image_grid_thw"], asked["image_grid_thw"])
     assert PROCESSOR.tokenizer.decode(made["input_ids"][0, length:]) == "1<|im_end|>"
     assert made["loss_mask"][0].tolist() == [0] * length + [1, 1]
+    types = asked["mm_token_type_ids"][0].tolist()
+    assert made["mm_token_type_ids"][0].tolist() == [*types, 0, 0] and sum(types) > 0
+    learnt = {name: tensor for name, tensor in made.items() if name != "loss_mask"}
+    with torch.no_grad():
+        logits = MODEL(**learnt).logits[:, length - 1]
+        torch.testing.assert_close(logits, adapter.begin(asked).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_later_turns_are_as_the_template_writes_them() -> None:

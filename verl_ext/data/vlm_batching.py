@@ -63,7 +63,12 @@ class VLMBatcher:
         return self.at(samples, len(self.tier_sizes) - 1)
 
     def at(self, samples: Sequence[dict[str, Any]], tier: int) -> MicroBatch:
-        """A micro-batch at a tier: `input_ids`, `attention_mask` and `loss_mask` of (batch, seq), and the images."""
+        """A micro-batch at a tier, with what the model is given of the images.
+
+        Returns:
+            `input_ids`, `attention_mask`, `loss_mask` and `mm_token_type_ids` (1 for a part of an image), each of
+            (batch, seq); `pixel_values` and `image_grid_thw` as the image processor gives them.
+        """
         chats = [sample["chat"] for sample in samples]
         images = self.processor.image_processor(
             [chat.questions[0].opened() for chat in chats], size=self.size(tier), return_tensors="pt"
@@ -76,6 +81,7 @@ class VLMBatcher:
             "input_ids": input_ids,
             "attention_mask": (torch.arange(input_ids.shape[1]) < lengths[:, None]).long(),
             "loss_mask": pad_sequence([learnt for _, learnt in rows], batch_first=True),
+            "mm_token_type_ids": (input_ids == self.processor.image_token_id).int(),
             "pixel_values": images["pixel_values"],
             "image_grid_thw": images["image_grid_thw"],
         }
