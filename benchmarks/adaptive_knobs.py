@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
+from benchmarks.flops import flop_counter
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.calibration import deciding_ms
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
@@ -29,8 +29,8 @@ from verl_ext.progress import progress_bar
 QUESTION = "Sum of the digits?"
 HIDDEN = 256
 """Width of the controller, as recipes have it unless they say otherwise."""
-Run = tuple[str, str, Configuration, bool]
-"""Knob, its value, the configuration, and whether the model runs exactly as it was released."""
+Run = tuple[str, str, Configuration]
+"""Knob, its value, and the configuration."""
 
 
 def made_model(directory: Path) -> str:
@@ -55,14 +55,14 @@ def made_model(directory: Path) -> str:
 def runs_of(space: ConfigurationSpace) -> Iterator[Run]:
     """The model as it was released, and each knob turned alone, the dearest setting first."""
     everything = [True] * space.num_blocks
-    yield "model", "as released", space.full, True
+    yield "model", "as released", space.full
     for tier in reversed(range(len(space.tiers))):
-        yield "tier", space.tiers[tier], space.configuration(tier, everything), False
+        yield "tier", space.tiers[tier], space.configuration(tier, everything)
     for count in range(space.num_blocks, 0, -1):
         blocks = [block < count for block in range(space.num_blocks)]
-        yield "blocks", str(count), space.configuration(len(space.tiers) - 1, blocks), False
+        yield "blocks", str(count), space.configuration(len(space.tiers) - 1, blocks)
     for topk in reversed(space.topk_choices):
-        yield "top-k", str(topk), space.configuration(len(space.tiers) - 1, everything, topk), False
+        yield "top-k", str(topk), space.configuration(len(space.tiers) - 1, everything, topk)
 
 
 class Bench:
@@ -75,9 +75,9 @@ class Bench:
         self._picture = Image.fromarray(pixels).resize((scale * SIDE, scale * SIDE))
         self._inputs = [adapter.inputs(self._picture, QUESTION, tier) for tier in range(len(adapter.tier_sizes))]
 
-    def run(self, configuration: Configuration, exact: bool) -> Latency:
+    def run(self, configuration: Configuration) -> Latency:
         """How long one run takes."""
-        with self.adapter.configured(configuration, exact=exact), LatencyMeter(self.adapter) as meter:
+        with self.adapter.configured(configuration), LatencyMeter(self.adapter) as meter:
             self.adapter.generate(self._inputs[configuration.tier], self._new_tokens, [])
         return meter.latency
 
@@ -88,9 +88,9 @@ class Bench:
         questions = [ImageQuestion(str(number), encoded.getvalue(), QUESTION, ("0",)) for number in range(rounds)]
         return deciding_ms(Executor(self.adapter, self._new_tokens), space, questions, HIDDEN)
 
-    def flops(self, configuration: Configuration, exact: bool) -> int:
+    def flops(self, configuration: Configuration) -> int:
         """Of one run."""
-        with self.adapter.configured(configuration, exact=exact), FlopCounterMode(display=False) as counter:
+        with self.adapter.configured(configuration), flop_counter() as counter:
             self.adapter.generate(self._inputs[configuration.tier], self._new_tokens, [])
         return counter.get_total_flops()
 
@@ -101,11 +101,11 @@ def measure(bench: Bench, space: ConfigurationSpace, rounds: int) -> list[dict[s
     found: list[list[Latency]] = [[] for _ in runs]
     for number in progress_bar(range(rounds + 1), desc="measuring", unit="rounds"):
         for place in sorted(range(len(runs)), reverse=number % 2 == 1):
-            latency = bench.run(*runs[place][2:])
+            latency = bench.run(runs[place][2])
             if number:  # the first round is for warming up
                 found[place].append(latency)
     counting = progress_bar(runs, desc="counting FLOPs", unit="runs")
-    rows = [row_of(run, latencies, bench.flops(*run[2:])) for run, latencies in zip(counting, found)]
+    rows = [row_of(run, latencies, bench.flops(run[2])) for run, latencies in zip(counting, found)]
     for row in rows:
         row["ms_ratio"] = row["total_ms"] / rows[0]["total_ms"]
         row["flops_ratio"] = row["gflops"] / rows[0]["gflops"]

@@ -32,7 +32,7 @@ class Idefics3Adapter(VLMAdapter):
 
     def skip(self, index: int) -> Skipped:
         """See `VLMAdapter`; a block returns its hidden states alone."""
-        return Skipped(self.blocks[index], lambda hidden_states: hidden_states)
+        return Skipped(lambda hidden_states: hidden_states)
 
     def inputs(self, image: Image.Image, question: str, tier: int) -> Inputs:
         """See `VLMAdapter`."""
@@ -64,11 +64,8 @@ class Idefics3Adapter(VLMAdapter):
         return Decoding(found.logits[:, -1], found.past_key_values, inputs["input_ids"].shape[1])
 
     def go_on(self, decoding: Decoding, token: torch.Tensor) -> Decoding:
-        """See `VLMAdapter`; the length is told, for the cache of a block that did not run has none."""
-        position = torch.tensor([decoding.length], device=self.model.device)
-        found = self.model(
-            input_ids=token, past_key_values=decoding.cache, cache_position=position, use_cache=True, logits_to_keep=1
-        )
+        """See `VLMAdapter`."""
+        found = self.model(input_ids=token, past_key_values=decoding.cache, use_cache=True, logits_to_keep=1)
         return Decoding(found.logits[:, -1], found.past_key_values, decoding.length + 1)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from transformers import (
     Qwen2TokenizerFast,
     Qwen2VLImageProcessorFast,
     Qwen2VLVideoProcessor,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
     Qwen3VLProcessor,
@@ -75,10 +80,7 @@ def qwen3_vl_moe(seed: int = 0, **text: Any) -> tuple[nn.Module, Qwen3VLProcesso
         },
         **special_ids(),
     )
-    images = Qwen2VLImageProcessorFast(patch_size=8, size={"shortest_edge": 256, "longest_edge": 65536})
-    videos = Qwen3VLVideoProcessor(patch_size=8)
-    processor = Qwen3VLProcessor(images, tokenizer(), videos, chat_template=TEMPLATE)
-    return loud(Qwen3VLMoeForConditionalGeneration(config)), processor
+    return loud(Qwen3VLMoeForConditionalGeneration(config)), qwen3_processor()
 
 
 def qwen2_5_vl(seed: int = 0, **text: Any) -> tuple[nn.Module, Qwen2_5_VLProcessor]:
@@ -101,6 +103,42 @@ def qwen2_5_vl(seed: int = 0, **text: Any) -> tuple[nn.Module, Qwen2_5_VLProcess
     videos = Qwen2VLVideoProcessor(patch_size=8)
     processor = Qwen2_5_VLProcessor(images, tokenizer(), videos, chat_template=TEMPLATE)
     return loud(Qwen2_5_VLForConditionalGeneration(config)), processor
+
+
+def qwen3_5(experts: bool = False, seed: int = 0) -> tuple[nn.Module, Qwen3VLProcessor]:
+    """Four blocks, the second and the last of full attention, dense or with eight experts and a shared one."""
+    torch.manual_seed(seed)
+    text: dict[str, Any] = {
+        **{"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "max_position_embeddings": 4096},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "linear_num_key_heads": 2},
+        **{"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+            **{"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+        },
+    }
+    vision = {
+        **{"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32},
+        **{"patch_size": 8, "num_position_embeddings": 64},
+    }
+    model: nn.Module
+    if experts:
+        text |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 8}
+        text["num_experts_per_tok"] = 4
+        model = Qwen3_5MoeForConditionalGeneration(
+            Qwen3_5MoeConfig(text_config=text, vision_config=vision, **special_ids())
+        )
+    else:
+        text["intermediate_size"] = 64
+        model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision, **special_ids()))
+    return loud(model), qwen3_processor()
+
+
+def qwen3_processor() -> Qwen3VLProcessor:
+    """Of patches of 8 pixels."""
+    images = Qwen2VLImageProcessorFast(patch_size=8, size={"shortest_edge": 256, "longest_edge": 65536})
+    return Qwen3VLProcessor(images, tokenizer(), Qwen3VLVideoProcessor(patch_size=8), chat_template=TEMPLATE)
 
 
 IMAGE = "<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"
@@ -139,6 +177,14 @@ def special_ids() -> dict[str, int]:
     names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
     names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
     return {key: ids(token) for key, token in names.items()}
+
+
+def continued(inputs: Mapping[str, torch.Tensor], tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+    """What a model reads of a prompt and the tokens that answer it."""
+    more = torch.tensor([tokens])
+    added = {"input_ids": more, "attention_mask": torch.ones_like(more), "mm_token_type_ids": torch.zeros_like(more)}
+    longer = {name: torch.cat([inputs[name], added[name]], dim=1) for name in added if name in inputs}
+    return {**inputs, **longer}
 
 
 def loud(model: nn.Module) -> nn.Module:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.flop_counter import FlopCounterMode
+from transformers.cache_utils import LinearAttentionLayer
 
+from benchmarks.flops import flop_counter
 from tests.helpers import vlms
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.registry import adapter_of
@@ -21,12 +24,14 @@ from verl_ext.own_code import OwnCode
 MODELS: dict[str, tuple[Callable, tuple[int, ...]]] = {
     "qwen3_vl_moe": (vlms.qwen3_vl_moe, (1024, 4096, 16384)),
     "qwen2_5_vl": (vlms.qwen2_5_vl, (1024, 4096, 16384)),
+    "qwen3_5": (vlms.qwen3_5, (1024, 4096, 16384)),
+    "qwen3_5_moe": (partial(vlms.qwen3_5, experts=True), (1024, 4096, 16384)),
     "molmo": (vlms.molmo, (3, 6, 12)),
     "idefics3": (vlms.idefics3, (32, 64, 128)),
 }
 OWN = {"idefics3": OwnCode.named("examples/new_adapter/idefics3.py:Idefics3Adapter", "--adapter")}
 """Adapters that are examples, as a user names them."""
-WITH_EXPERTS = ["qwen3_vl_moe", "molmo"]
+WITH_EXPERTS = ["qwen3_vl_moe", "qwen3_5_moe", "molmo"]
 QUESTION = "what is the number ?"
 
 
@@ -60,8 +65,6 @@ def test_the_full_configuration_is_the_released_model_to_the_bit(adapter: VLMAda
     plain = logits_of(adapter)
     with adapter.configured(configuration_of(adapter)):
         assert torch.equal(logits_of(adapter), plain)
-    with adapter.configured(configuration_of(adapter), exact=False):
-        torch.testing.assert_close(logits_of(adapter), plain, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("blocks", ["1011", "1000", "1101"])
@@ -79,17 +82,19 @@ def test_skipped_blocks_are_those_of_a_model_without_them(adapter: VLMAdapter, b
         decoding = adapter.begin(inputs)
         for token in tokens:
             decoding = adapter.go_on(decoding, torch.tensor([[token]]))
-        whole = {**inputs, "input_ids": torch.cat([inputs["input_ids"], torch.tensor([tokens])], dim=1)}
-        if "attention_mask" in inputs:
-            whole["attention_mask"] = torch.ones_like(whole["input_ids"])
-        at_once = adapter.begin(whole)
+        at_once = adapter.begin(vlms.continued(inputs, tokens))
     for hook in hooks:
         hook.remove()
     assert set(ran) == {number for number, runs in enumerate(blocks) if runs == "1"}
     torch.testing.assert_close(decoding.logits, at_once.logits, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(logits_of(adapter), with_configuration(adapter, configuration), atol=1e-2)
-    caches = decoding.cache if isinstance(decoding.cache, list) else [layer.keys for layer in decoding.cache.layers]
+    caches = decoding.cache if isinstance(decoding.cache, list) else [kept_of(each) for each in decoding.cache.layers]
     assert [cache is not None and len(cache) > 0 for cache in caches] == [runs == "1" for runs in blocks]
+
+
+def kept_of(layer: Any) -> torch.Tensor | None:
+    """What a cache has of a block."""
+    return layer.recurrent_states[0] if isinstance(layer, LinearAttentionLayer) else layer.keys
 
 
 def with_configuration(adapter: VLMAdapter, configuration: Configuration) -> torch.Tensor:
@@ -104,18 +109,19 @@ def test_topk_is_what_the_released_code_computes_with_it(name: str) -> None:
         configuration = configuration_of(adapter, topk=k)
         assert configuration.topk == (4, k, k, k)
         found = with_configuration(adapter, configuration)
-        for block, each in zip(adapter.blocks, configuration.topk, strict=True):
-            block.mlp.top_k = each
+        routers = [block.mlp if name == "molmo" else block.mlp.gate for block in adapter.blocks]
+        for router, each in zip(routers, configuration.topk, strict=True):
+            router.top_k = each
         torch.testing.assert_close(found, logits_of(adapter), rtol=1e-4, atol=1e-4)
-        for block in adapter.blocks:
-            block.mlp.top_k = 4
+        for router in routers:
+            router.top_k = 4
         assert not torch.allclose(found, logits_of(adapter), atol=1e-3)
 
 
 def flops(adapter: VLMAdapter, configuration: Configuration) -> int:
     """Floating-point operations of matrix products and attention."""
     inputs = adapter.inputs(image(), QUESTION, configuration.tier)
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), adapter.configured(configuration, exact=False):
+    with flop_counter() as counter, torch.no_grad(), adapter.configured(configuration):
         adapter.begin(inputs)
     return counter.get_total_flops()
 
@@ -130,6 +136,39 @@ def test_each_knob_alone_saves_work(adapter: VLMAdapter) -> None:
     for knob, configurations in knobs.items():
         work = [flops(adapter, each) for each in configurations]
         assert work == sorted(set(work)), knob
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen2_5_vl"])
+def test_each_block_costs_as_much_as_the_next_and_each_expert_too(name: str) -> None:
+    """All of the model included, which is the released one."""
+    adapter = make(name)
+    work = [flops(adapter, configuration_of(adapter, blocks)) for blocks in ("1000", "1100", "1110", "1111")]
+    assert len({more - less for less, more in zip(work, work[1:])}) == 1
+    if adapter.trained_topk:
+        one, two, four = (flops(adapter, configuration_of(adapter, topk=k)) for k in (1, 2, 4))
+        assert (four - two) == 2 * (two - one) and four == work[-1]
+
+
+def test_grouped_products_of_experts_are_counted_as_those_of_each_expert() -> None:
+    adapter, counts = make("qwen3_vl_moe"), {}
+    for implementation in ("grouped_mm", "eager", "batched_mm"):
+        adapter.model.set_experts_implementation(implementation)
+        counts[implementation] = [flops(adapter, configuration_of(adapter, topk=k)) for k in (1, 2, 4)]
+    assert counts["grouped_mm"] == counts["eager"] == counts["batched_mm"]
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_only_the_experts_that_a_token_is_routed_to_run(implementation: str) -> None:
+    """The weights of all others are no numbers, so whatever runs them tells."""
+    adapter = make("qwen3_vl_moe")
+    adapter.model.set_experts_implementation(implementation)
+    mixture, tokens = adapter.mixture(adapter.blocks[1]), torch.randn(1, 2, 32)
+    with torch.no_grad(), adapter.configured(configuration_of(adapter, topk=2)):
+        plain, (_, _, chosen) = mixture(tokens), mixture.gate(tokens)
+        unused = [expert for expert in range(8) if expert not in chosen.flatten().tolist()]
+        assert len(unused) >= 4
+        mixture.experts.gate_up_proj[unused] = mixture.experts.down_proj[unused] = torch.nan
+        assert torch.equal(mixture(tokens), plain)
 
 
 def test_the_model_is_as_before_also_when_it_fails(adapter: VLMAdapter) -> None:
@@ -156,7 +195,7 @@ def test_an_encoding_serves_in_place_of_the_image(adapter: VLMAdapter) -> None:
 
 
 def test_generation_is_that_of_transformers() -> None:
-    for name in ("qwen3_vl_moe", "qwen2_5_vl", "idefics3"):
+    for name in ("qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "idefics3"):
         adapter = make(name)
         inputs = adapter.inputs(image(), QUESTION, 2)
         wanted = adapter.model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)

@@ -82,7 +82,7 @@ def test_the_model_reads_cards_under_the_recipes_configurations() -> None:
     for tier, patches in enumerate((36, 144, 324)):
         inputs = adapter.inputs(asked[0].opened(), asked[0].question, tier)
         assert adapter.num_patches(inputs) == patches
-        with torch.no_grad(), adapter.configured(space.configuration(tier, [True, True, *[False] * 4], 1), exact=False):
+        with torch.no_grad(), adapter.configured(space.configuration(tier, [True, True, *[False] * 4], 1)):
             assert adapter.begin(inputs).logits.shape == (1, len(processor.tokenizer))
     lengths = [len(processor.tokenizer.tokenize(answer)) for answer in ("red", "4", "orange", "3+4=7;7-4=3")]
     assert lengths == [1, 1, 1, 11]

@@ -87,7 +87,7 @@ def answer_loss(adapter: VLMAdapter, question: ImageQuestion, configuration: Con
     inputs = adapter.inputs(question.opened(), question.question, configuration.tier)
     answer = adapter.tokenizer(question.references[0], add_special_tokens=False)["input_ids"]
     total = 0.0
-    with adapter.configured(configuration, exact=False), adapter.seeing(encoding):
+    with adapter.configured(configuration), adapter.seeing(encoding):
         decoding = adapter.begin(inputs)
         for place, token in enumerate(answer):
             total -= float(decoding.logits[0].float().log_softmax(-1)[token])

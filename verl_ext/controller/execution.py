@@ -141,16 +141,15 @@ class Executor:
             encoding = self.adapter.encode(inputs)
         return Seen(inputs, encoding, meter.vision_ms)
 
-    def answer(self, seen: Seen, configuration: Configuration, *, exact: bool = False) -> Outcome:
+    def answer(self, seen: Seen, configuration: Configuration) -> Outcome:
         """Answer a question about an image that was encoded at the configuration's tier.
 
         Args:
             seen: the image with its question.
             configuration: of the model.
-            exact: see `VLMAdapter.configured`.
         """
         with (
-            self.adapter.configured(configuration, exact=exact),
+            self.adapter.configured(configuration),
             self.adapter.seeing(seen.encoding),
             LatencyMeter(self.adapter) as meter,
         ):

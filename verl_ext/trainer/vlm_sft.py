@@ -113,7 +113,7 @@ class VLMSFTTrainer(SFTTrainer):
 
     def what_runs(self, number: int) -> AbstractContextManager[None]:
         """See `SFTTrainer.what_runs`: the same on every rank, for each gathers a block's weights from all."""
-        return self.adapter.configured(self.configuration(number), exact=False)
+        return self.adapter.configured(self.configuration(number))
 
     def tier(self, number: int) -> int:
         """Of a micro-batch of this step, the same on every rank, so that none waits for another."""
@@ -135,5 +135,5 @@ class VLMSFTTrainer(SFTTrainer):
     @torch.no_grad()
     def validate(self) -> Metrics:
         """See `SFTTrainer.validate`: all of the model, at the highest tier."""
-        with self.adapter.configured(self.space.full, exact=False):
+        with self.adapter.configured(self.space.full):
             return super().validate()

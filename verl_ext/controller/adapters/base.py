@@ -71,12 +71,12 @@ class VLMAdapter(ABC):
         """What stands in the place of a block that does not run."""
 
     def mixture(self, block: Any) -> Any:
-        """A block's mixture of experts, its `mlp` where that has some, with `top_k` and `num_experts`; else None."""
+        """A block's mixture of experts, its `mlp` where that has experts; else None."""
         return block.mlp if hasattr(block, "mlp") and hasattr(block.mlp, "experts") else None
 
-    def routed(self, mixture: Any) -> Mapping[tuple[nn.Module, str], nn.Module]:
-        """What to swap in a mixture so that it runs only the experts that it routes to; nothing where it does."""
-        return {}
+    def router(self, mixture: Any) -> Any:
+        """What of a mixture holds `top_k`, the experts that each token is routed to and that run."""
+        return mixture.gate
 
     @abstractmethod
     def inputs(self, image: Image.Image, question: str, tier: int) -> Inputs:
@@ -113,7 +113,13 @@ class VLMAdapter(ABC):
     @property
     def trained_topk(self) -> int:
         """How many experts a token was routed to in training; 0 for a model without experts."""
-        return next((router_of(mixture).top_k for mixture in map(self.mixture, self.blocks) if mixture is not None), 0)
+        return next((router.top_k for router in self.routers if router is not None), 0)
+
+    @property
+    def routers(self) -> list[Any]:
+        """Of each block, see `router`; None for a block without experts."""
+        mixtures = [self.mixture(block) for block in self.blocks]
+        return [None if mixture is None else self.router(mixture) for mixture in mixtures]
 
     def space(self, min_active: int, max_active: int, topk_choices: Sequence[int] = ()) -> ConfigurationSpace:
         """What a controller may choose of this model.
@@ -136,37 +142,31 @@ class VLMAdapter(ABC):
         return ConfigurationSpace(tuple(names), len(self.blocks), min_active, max_active, tuple(topk_choices))
 
     @contextmanager
-    def configured(self, configuration: Configuration, *, exact: bool = True) -> Iterator[None]:
+    def configured(self, configuration: Configuration) -> Iterator[None]:
         """Run the model as a configuration says: only its blocks, and in each only its experts.
 
-        The tier is not a matter of the model but of its `inputs`.
+        The tier is not a matter of the model but of its `inputs`. With all blocks and the trained top-k the model is
+        the released one, to the bit.
 
         Args:
             configuration: of this model's space.
-            exact: leave a model of which everything runs exactly as it was released, to the bit, even where its code
-                runs experts that no token is routed to. Without this it runs as all other configurations do.
         """
-        mixtures = [self.mixture(block) for block in self.blocks]
         trained = self.trained_topk
-        if exact and all(configuration.blocks) and all(k == trained for k in configuration.topk):
-            yield
-            return
         places: dict[tuple[nn.Module, str], nn.Module] = {}
         topk: list[tuple[Any, int]] = []
-        for index, (runs, mixture) in enumerate(zip(configuration.blocks, mixtures, strict=True)):
+        for index, (runs, router) in enumerate(zip(configuration.blocks, self.routers, strict=True)):
             if not runs:
                 places[self.blocks, str(index)] = self.skip(index)
-            elif mixture is not None:
-                topk.append((mixture, configuration.topk[index]))
-                places.update(self.routed(mixture))
+            elif router is not None:
+                topk.append((router, configuration.topk[index]))
         try:
             with swapped(places):
-                for mixture, k in topk:
-                    router_of(mixture).top_k = k
+                for router, k in topk:
+                    router.top_k = k
                 yield
         finally:
-            for mixture, _ in topk:
-                router_of(mixture).top_k = trained
+            for router, _ in topk:
+                router.top_k = trained
 
     def seeing(self, encoding: Any) -> AbstractContextManager[None]:
         """Have the model take an image's encoding as it is, in place of encoding the image again."""
@@ -201,8 +201,3 @@ class VLMAdapter(ABC):
             if len(tokens) == max_new_tokens:
                 return tokens
             decoding = self.go_on(decoding, token)
-
-
-def router_of(mixture: Any) -> Any:
-    """What holds `top_k`: the mixture itself (transformers 4, Molmo), or its router (transformers 5)."""
-    return mixture if hasattr(mixture, "top_k") else mixture.gate

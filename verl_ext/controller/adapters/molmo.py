@@ -17,7 +17,7 @@ from verl_ext.controller.adapters.swap import Skipped
 
 
 class MolmoAdapter(VLMAdapter):
-    """`tier_sizes` are `max_crops` of the processor; its mixture runs only the experts that it routes to as it is."""
+    """`tier_sizes` are `max_crops` of the processor."""
 
     unit = "crops"
 
@@ -33,7 +33,11 @@ class MolmoAdapter(VLMAdapter):
 
     def skip(self, index: int) -> Skipped:
         """See `VLMAdapter`; the model insists on a cache of each block, so that of a skipped one is empty."""
-        return Skipped(self.blocks[index], lambda hidden_states: (hidden_states, ()))
+        return Skipped(lambda hidden_states: (hidden_states, ()))
+
+    def router(self, mixture: Any) -> Any:
+        """See `VLMAdapter`; the mixture routes its tokens itself."""
+        return mixture
 
     def inputs(self, image: Image.Image, question: str, tier: int) -> Inputs:
         """See `VLMAdapter`."""

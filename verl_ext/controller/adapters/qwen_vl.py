@@ -1,24 +1,27 @@
-"""Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE as transformers has them: tiers are pixels of the image."""
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5 as transformers has them, dense or with experts: tiers are pixels of the image."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import nn
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import DynamicCache, PreTrainedModel, ProcessorMixin
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from verl_ext.controller.adapters.base import Decoding, Inputs, VLMAdapter
-from verl_ext.controller.adapters.routed_experts import RoutedExperts
 from verl_ext.controller.adapters.swap import Skipped
 from verl_ext.errors import UserError
 from verl_ext.rendering import rendering
 
 
 class QwenVLAdapter(VLMAdapter):
-    """What the family has in common; `tier_sizes` are the most pixels that an image is scaled to."""
+    """Dense or with experts; `tier_sizes` are the most pixels that an image is scaled to.
+
+    DeepStack (Qwen3-VL) adds to the hidden states behind a block whether or not that block runs.
+    """
 
     unit = "pixels"
 
@@ -26,13 +29,14 @@ class QwenVLAdapter(VLMAdapter):
         """See `VLMAdapter`.
 
         Raises:
-            UserError: its blocks do not all attend alike, and the cache's length is asked of one that may be skipped.
+            UserError: some of its blocks attend to a sliding window, and the length of those caches is asked of a
+                block that may be skipped.
         """
         super().__init__(model, processor, tier_sizes)
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-        if len(kinds) > 1:
+        if len(kinds) > 1 and "sliding_attention" in kinds:
             raise UserError(
-                f"{type(model).__name__} with blocks of {' and '.join(sorted(map(str, kinds)))} cannot skip any; "
+                f"{type(model).__name__} with blocks of {' and '.join(sorted(kinds))} cannot skip any; "
                 "set use_sliding_window to false in its config.json"
             )
 
@@ -45,6 +49,10 @@ class QwenVLAdapter(VLMAdapter):
     def vision_site(self) -> tuple[nn.Module, str]:
         """See `VLMAdapter`."""
         return self.model.model, "visual"
+
+    def skip(self, index: int) -> Skipped:
+        """See `VLMAdapter`; a block returns its hidden states alone."""
+        return Skipped(lambda hidden_states: hidden_states)
 
     def inputs(self, image: Image.Image, question: str, tier: int) -> Inputs:
         """See `VLMAdapter`; the image keeps its proportions."""
@@ -61,54 +69,52 @@ class QwenVLAdapter(VLMAdapter):
         return len(inputs["pixel_values"])
 
     @torch.no_grad()
-    def encode(self, inputs: Inputs) -> Any:
+    def encode(self, inputs: Inputs) -> BaseModelOutputWithPooling:
         """See `VLMAdapter`."""
         encoder: Any = self.vision_encoder
-        pixels = inputs["pixel_values"].type(encoder.dtype)
-        return encoder(pixels, grid_thw=inputs["image_grid_thw"])
+        return encoder(inputs["pixel_values"].type(encoder.dtype), grid_thw=inputs["image_grid_thw"])
+
+    def pooled_vision(self, encoding: BaseModelOutputWithPooling) -> torch.Tensor:
+        """See `VLMAdapter`; there is one crop, of whose merged patches (patches, vision width) this is the mean."""
+        return encoding.pooler_output.mean(0)
 
     def begin(self, inputs: Inputs) -> Decoding:
         """See `VLMAdapter`."""
-        length = inputs["input_ids"].shape[1]
-        positions = torch.arange(length, device=self.model.device)
-        found = self.model(**inputs, cache_position=positions, use_cache=True, logits_to_keep=1)
-        return Decoding(found.logits[:, -1], found.past_key_values, length)
+        found = self.model(**inputs, use_cache=True, logits_to_keep=1)
+        return Decoding(found.logits[:, -1], found.past_key_values, inputs["input_ids"].shape[1])
 
     def go_on(self, decoding: Decoding, token: torch.Tensor) -> Decoding:
         """See `VLMAdapter`; the offset of the text's positions is the model's own, from its last `begin`."""
-        position = torch.tensor([decoding.length], device=self.model.device)
-        found = self.model(
-            input_ids=token, past_key_values=decoding.cache, cache_position=position, use_cache=True, logits_to_keep=1
-        )
+        found = self.model(input_ids=token, past_key_values=decoding.cache, use_cache=True, logits_to_keep=1)
         return Decoding(found.logits[:, -1], found.past_key_values, decoding.length + 1)
 
 
-class Qwen25VLAdapter(QwenVLAdapter):
-    """Dense; a block returns a tuple, the vision encoder its patches."""
+class Qwen35Adapter(QwenVLAdapter):
+    """Most blocks are of linear attention, whose caches are states of one size whatever the length."""
 
-    def skip(self, index: int) -> Skipped:
+    def begin(self, inputs: Inputs) -> Decoding:
         """See `VLMAdapter`."""
-        return Skipped(self.blocks[index], lambda hidden_states: hidden_states)
+        length, cache = inputs["input_ids"].shape[1], CountedCache(config=self.model.config)
+        found = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache.length = length
+        return Decoding(found.logits[:, -1], cache, length)
 
-    def pooled_vision(self, encoding: torch.Tensor) -> torch.Tensor:
-        """See `VLMAdapter`; there is one crop."""
-        return encoding.pooler_output.mean(0)
-
-
-class Qwen3VLAdapter(QwenVLAdapter):
-    """Dense or with experts; the vision encoder also gives what DeepStack adds behind the first blocks.
-
-    DeepStack adds to the hidden states behind a block whether or not that block runs.
-    """
-
-    def skip(self, index: int) -> Skipped:
+    def go_on(self, decoding: Decoding, token: torch.Tensor) -> Decoding:
         """See `VLMAdapter`."""
-        return Skipped(self.blocks[index], lambda hidden_states: hidden_states)
+        found = super().go_on(decoding, token)
+        found.cache.length = found.length
+        return found
 
-    def routed(self, mixture: Any) -> Mapping[tuple[nn.Module, str], nn.Module]:
-        """See `VLMAdapter`."""
-        return {}  # transformers 5 runs only the experts that a token is routed to
 
-    def pooled_vision(self, encoding: tuple[torch.Tensor, list[torch.Tensor]]) -> torch.Tensor:
-        """See `VLMAdapter`; there is one crop."""
-        return encoding.pooler_output.mean(0)
+class CountedCache(DynamicCache):
+    """Is told its length, which others ask of their first block of full attention; that one may be skipped."""
+
+    length = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """How many tokens were seen before."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """How many tokens full attention sees, and how many of the first ones it does not."""
+        return self.length + query_length, 0

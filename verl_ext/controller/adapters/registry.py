@@ -8,14 +8,16 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.molmo import MolmoAdapter
-from verl_ext.controller.adapters.qwen_vl import Qwen3VLAdapter, Qwen25VLAdapter
+from verl_ext.controller.adapters.qwen_vl import Qwen35Adapter, QwenVLAdapter
 from verl_ext.errors import UserError
 from verl_ext.own_code import OwnCode
 
 ADAPTERS: dict[str, type[VLMAdapter]] = {
-    "qwen2_5_vl": Qwen25VLAdapter,
-    "qwen3_vl": Qwen3VLAdapter,
-    "qwen3_vl_moe": Qwen3VLAdapter,
+    "qwen2_5_vl": QwenVLAdapter,
+    "qwen3_vl": QwenVLAdapter,
+    "qwen3_vl_moe": QwenVLAdapter,
+    "qwen3_5": Qwen35Adapter,
+    "qwen3_5_moe": Qwen35Adapter,
     "molmo": MolmoAdapter,
 }
 

@@ -28,15 +28,12 @@ class Skipped(nn.Module):
     """A transformer block that does not run: hidden states pass, and no keys or values are kept.
 
     Args:
-        block: the one that is left out; what the model asks its blocks about is answered as it would.
         answer: makes what such a block returns from its hidden states.
     """
 
-    def __init__(self, block: nn.Module, answer: Callable[[torch.Tensor], Any]) -> None:
+    def __init__(self, answer: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
         self._answer = answer
-        if hasattr(block, "attention_type"):
-            self.attention_type = block.attention_type
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """The hidden states as they came."""
@@ -63,5 +60,5 @@ class Remembered(nn.Module):
             return getattr(object.__getattribute__(self, "_encoder"), name)
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """What the encoder returned."""
-        return copy.copy(self._output)  # transformers 5 writes into it
+        """A copy of what the encoder returned, for Qwen-VL models replace parts of what they get from it."""
+        return copy.copy(self._output)
