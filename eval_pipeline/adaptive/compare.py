@@ -62,7 +62,7 @@ def compare(measured: Measured, statics: Sequence[Configuration], budgets_ms: Se
         "lookup_table": measured.statics.columns(table),
         "oracle": oracle(measured.statics.beside(measured.chosen), budgets_ms),
         "random": measured.drawn,
-        **{name: results.columns([0] * len(budgets_ms)) for name, results in measured.full.items()},
+        "full": measured.full.columns([0] * len(budgets_ms)),
     }
     deciding = dict(zip(DECIDING, measured.deciding.mean((0, 1)).tolist()))
     summary = summarise(methods, budgets_ms, deciding, measured.full_ms, measured.share_again)

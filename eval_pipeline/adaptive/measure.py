@@ -61,7 +61,7 @@ class Measured:
         chosen: (samples, budgets), the controller's choices without what deciding took.
         deciding: (samples, budgets, 4), milliseconds by `DECIDING`.
         drawn: (samples, budgets), configurations that were drawn evenly.
-        full: by name (samples, 1), all of the model; `full` as it was released, `full_routed` as configurations run.
+        full: (samples, 1), all of the model.
         full_ms: mean of that in milliseconds as measured, wherever latencies come from otherwise.
         share_again: measurements that were made again over all runs, see `Canary`.
     """
@@ -71,7 +71,7 @@ class Measured:
     chosen: Results
     deciding: NDArray[np.float64]
     drawn: Results
-    full: dict[str, Results]
+    full: Results
     full_ms: float
     share_again: float
 
@@ -84,7 +84,7 @@ class SampleCells:
     chosen: list[Cell]
     deciding: list[tuple[float, ...]]
     drawn: list[Cell]
-    full: list[Cell]
+    full: Cell
     full_ms: float
 
 
@@ -100,7 +100,6 @@ class Bench:
     def __init__(self, subject: Subject, plan: Plan, latency: LatencySource) -> None:
         self._subject, self._plan, self._latency = subject, plan, latency
         self._cheapest = cheapest(subject.space, subject.importance)
-        self._full = ways_of_full(subject, latency)
         self._canary = Canary(latency.is_measured and subject.model.executor.adapter.model.device.type == "cpu")
 
     def check_budgets(self, samples: Sequence[ImageQuestion]) -> None:
@@ -128,25 +127,24 @@ class Bench:
         """
         self._score = AnswerScorer([*train, *held_out])
         plan, num_budgets = self._plan, len(self._plan.budgets_ms)
-        of_sample = len(plan.statics) + 2 * num_budgets + len(self._full)
+        of_sample = len(plan.statics) + 2 * num_budgets + 1
         total = len(train) * len(plan.statics) + len(held_out) * of_sample
         with progress_bar(total=total, desc="measuring", unit="runs") as bar:
             trained = [self._statics(self._runs(sample), bar) for sample in train]
             cells = [self._held_out(self._runs(sample), bar) for sample in held_out]
-        full = Results.of([each.full for each in cells])
         return Measured(
             Results.of(trained),
             Results.of([each.statics for each in cells]),
             Results.of([each.chosen for each in cells]),
             np.array([each.deciding for each in cells]),
             Results.of([each.drawn for each in cells]),
-            {name: full.columns([place]) for place, name in enumerate(self._full)},
+            Results.of([[each.full] for each in cells]),
             statistics.fmean(each.full_ms for each in cells),
             self._canary.share_again,
         )
 
     def _held_out(self, runs: SampleRuns, bar: tqdm) -> SampleCells:
-        subject, budgets = self._subject, self._plan.budgets_ms
+        space, budgets = self._subject.space, self._plan.budgets_ms
         statics = self._statics(runs, bar)
         decisions = [runs.decide(budget) for budget in budgets]
         added = [self._added(runs, decision) for decision in decisions]
@@ -155,8 +153,8 @@ class Bench:
         ]
         chosen = [self._cell(runs, decision.configuration, bar) for decision in decisions]
         drawn = [self._cell(runs, self._draw(runs.sample, place), bar) for place in range(len(budgets))]
-        full = [self._cell(runs, subject.space.full, bar, exact) for exact in self._full.values()]
-        full_ms = runs.run(subject.space.full, next(iter(self._full.values()))).latency.total_ms
+        full = self._cell(runs, space.full, bar)
+        full_ms = runs.run(space.full).latency.total_ms
         return SampleCells(statics, chosen, deciding, drawn, full, full_ms)
 
     def _added(self, runs: SampleRuns, decision: Decision) -> float:
@@ -173,8 +171,8 @@ class Bench:
     def _statics(self, runs: SampleRuns, bar: tqdm) -> list[Cell]:
         return [self._cell(runs, configuration, bar) for configuration in self._plan.statics]
 
-    def _cell(self, runs: SampleRuns, configuration: Configuration, bar: tqdm, exact: bool = False) -> Cell:
-        outcome = runs.run(configuration, exact)
+    def _cell(self, runs: SampleRuns, configuration: Configuration, bar: tqdm) -> Cell:
+        outcome = runs.run(configuration)
         bar.update()
         accuracy = self._score(runs.sample, outcome.answer)
         return accuracy, self._latency.of_run(outcome), self._subject.space.complexity(configuration)
@@ -189,13 +187,3 @@ class Bench:
             runs.decide(self._plan.budgets_ms[0])
             for tier in range(len(space.tiers)):
                 runs.run(space.configuration(tier, [True] * space.num_blocks))
-            for exact in self._full.values():
-                runs.run(space.full, exact)
-
-
-def ways_of_full(subject: Subject, latency: LatencySource) -> dict[str, bool]:
-    """How all of the model is run, by the method's name: whether exactly as it was released."""
-    if not subject.has_own_experts:
-        return {"full": False}  # one and the same
-    routed = {"full_routed": False}
-    return {"full": True, **routed} if latency.is_measured else routed  # a latency model is fitted to nothing else

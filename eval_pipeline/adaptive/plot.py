@@ -17,7 +17,6 @@ from eval_pipeline.figures.plots.style import (
     GREEN,
     ORANGE,
     PURPLE,
-    SKY,
     VERMILLION,
     legend_below,
     panels,
@@ -34,7 +33,6 @@ _LINES = {
     "lookup_table": (ORANGE, "s", "lookup table"),
     "controller": (BLUE, "o", "controller"),
 }
-_STARS = {"full": (VERMILLION, "all of it, as released"), "full_routed": (SKY, "all of it, routed")}
 
 
 def plot_pareto(directory: Path, comparison: Comparison) -> Path:
@@ -50,10 +48,8 @@ def plot_pareto(directory: Path, comparison: Comparison) -> Path:
     _draw_statics(axes, comparison)
     drawn = _means(comparison.methods["random"])
     axes.scatter(*drawn, color=PURPLE, marker="v", s=30, label="drawn at random", zorder=3)
-    for name, (colour, label) in _STARS.items():
-        if name in comparison.methods:
-            latency, accuracy = _means(comparison.methods[name])
-            axes.scatter(latency[:1], accuracy[:1], color=colour, marker="*", s=190, label=label, zorder=3)
+    latency, accuracy = _means(comparison.methods["full"])
+    axes.scatter(latency[:1], accuracy[:1], color=VERMILLION, marker="*", s=190, label="all of it", zorder=3)
     for name, (colour, marker, label) in _LINES.items():
         _draw_line(axes, comparison, name, colour=colour, marker=marker, label=label)
     _scale(axes)

@@ -37,7 +37,7 @@ class SampleRuns:
         self._canary = canary
         self._image = sample.opened()
         self._seen: dict[int, Seen] = {}
-        self._outcomes: dict[tuple[Configuration, bool], Outcome] = {}
+        self._outcomes: dict[Configuration, Outcome] = {}
 
     def seen(self, tier: int) -> Seen:
         """The image at a tier."""
@@ -45,14 +45,13 @@ class SampleRuns:
             self._seen[tier] = self._see(tier)
         return self._seen[tier]
 
-    def run(self, configuration: Configuration, exact: bool = False) -> Outcome:
-        """What a configuration gives; the arguments are those of `Executor.answer`."""
-        key = configuration, exact
-        if key not in self._outcomes:
+    def run(self, configuration: Configuration) -> Outcome:
+        """What a configuration gives."""
+        if configuration not in self._outcomes:
             seen, answer = self.seen(configuration.tier), self._model.executor.answer
-            found = self._measure(lambda: answer(seen, configuration, exact=exact))
-            self._outcomes[key] = replace(found[0], latency=median_of([each.latency for each in found]))
-        return self._outcomes[key]
+            found = self._measure(lambda: answer(seen, configuration))
+            self._outcomes[configuration] = replace(found[0], latency=median_of([each.latency for each in found]))
+        return self._outcomes[configuration]
 
     def decide(self, budget_ms: float) -> Decision:
         """What the controller chooses for a budget, each time right behind an encoding of the image, as in use.

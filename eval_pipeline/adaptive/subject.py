@@ -49,12 +49,6 @@ class Subject:
         """Of the model."""
         return self.model.executor.adapter
 
-    @property
-    def has_own_experts(self) -> bool:
-        """Whether the released code runs experts otherwise than every configuration here does."""
-        mixtures = (self.adapter.mixture(block) for block in self.adapter.blocks)
-        return any(self.adapter.routed(mixture) for mixture in mixtures if mixture is not None)
-
 
 def load_subject(
     source: ControllerSource,
