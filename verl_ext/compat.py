@@ -94,8 +94,9 @@ class RepairingFinder:
             return None
         finders = [finder for finder in sys.meta_path if finder is not cls]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = _with_repairs(spec.loader.exec_module)  # type: ignore[method-assign]
+        if spec is not None:
+            loader: Any = spec.loader
+            loader.exec_module = _with_repairs(loader.exec_module)
         return spec
 
 
