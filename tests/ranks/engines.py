@@ -82,7 +82,7 @@ def results_of(directory: Path, kind: str) -> list[dict[str, Any]]:
     together, own = Team.of(dist.get_world_size()).together(draws[dist.get_rank() :])
     assert len(together) == 2 * len(draws) - 1 and together[own.start : own.stop] == draws[dist.get_rank() :]
     results = []
-    for _ in range(ENGINE_STEPS):
+    for step in range(ENGINE_STEPS):
         num_buckets = 0
         for bucket in source.buckets():
             vllm.load_bucket(bucket)
@@ -94,15 +94,17 @@ def results_of(directory: Path, kind: str) -> list[dict[str, Any]]:
             for name, engine in (("vllm", vllm), ("hf", hf)):
                 found = dict(engine.draw(draws, sampling))
                 tokens[name] = [found[n].token_ids for n in range(len(draws))]
-                again = dict(engine.draw(draws[::-1], sampling))
                 errors = [error_of(model, draw, found[n], temperature) for n, draw in enumerate(draws)]
                 result[f"{name} {temperature}"] = max(errors)
-                result[f"{name} {temperature} repeats"] = all(
-                    found[n].token_ids == again[len(draws) - 1 - n].token_ids for n in found
-                )
-            # rank 0 has nothing to sample, as in a measurement of fewer prompts than ranks
-            alone = dict(hf.draw(draws if dist.get_rank() else [], sampling))
-            result[f"alone {temperature}"] = all(tokens["hf"][n] == alone[n].token_ids for n in alone)
+                if step == 0:
+                    again = dict(engine.draw(draws[::-1], sampling))
+                    result[f"{name} {temperature} repeats"] = all(
+                        found[n].token_ids == again[len(draws) - 1 - n].token_ids for n in found
+                    )
+            if step == 0:
+                # rank 0 has nothing to sample, as in a measurement of fewer prompts than ranks
+                alone = dict(hf.draw(draws if dist.get_rank() else [], sampling))
+                result[f"alone {temperature}"] = all(tokens["hf"][n] == alone[n].token_ids for n in alone)
             result[f"same {temperature}"] = sum(a == b for a, b in zip(tokens["vllm"], tokens["hf"]))
             result[f"different {temperature}"] = len({*tokens["vllm"]})
         results.append(result)
