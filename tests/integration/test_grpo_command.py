@@ -223,8 +223,10 @@ def test_an_engine_with_old_weights_stops_the_run(quickstart: Path, tmp_path: Pa
 
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
     model = save(tmp_path / "model", make_model(tokenizer, 1024), tokenizer)  # so small that its weights are one bucket
-    words = (f"model.partial_pretrain={model}", "optim.lr=0.01", "optim.lr_warmup_steps_ratio=0", "trainer.save_freq=1")
-    run = GRPORun(quickstart, tmp_path / "run", *words, "trainer.total_training_steps=2", "data.eval_every_steps=0")
+    (tmp_path / "mine.py").write_text("def length(solution_str, **rest): return float(len(solution_str))\n")
+    words = (f"model.partial_pretrain={model}", f"reward.functions=[{tmp_path}/mine.py:length]", "optim.lr=0.01")
+    steps = ("trainer.save_freq=1", "trainer.total_training_steps=2", "data.eval_every_steps=0")
+    run = GRPORun(quickstart, tmp_path / "run", *words, *steps)
     fault = Hold("verl_ext.grpo.rollout.vllm_engine", "VllmRollout.load_bucket", rank=1, when="never", call=2)
     with run.started(**fault.variables(tmp_path)) as process:
         done = end_of(process)
