@@ -67,7 +67,7 @@ class Part:
     @staticmethod
     def of(view: torch.Tensor, tensor: torch.Tensor) -> Part | None:
         """Of a view of a contiguous tensor; None where a row of the view is in several rows of the tensor."""
-        row, offset = divmod(view.storage_offset(), tensor.stride(0))
+        row, offset = divmod(int(view.storage_offset()), tensor.stride(0))
         shape, stride = tuple(view.shape), tuple(view.stride())
         has_rows = stride[:1] == tensor.stride()[:1]
         part = (
@@ -261,7 +261,7 @@ def _planned(entry: dict[str, Any], state: Mapping[str, torch.Tensor]) -> Weight
     """An entry of a plan; format 1 knows no parts."""
     adapter, part = (entry.get(name) for name in ("adapter", "part"))
     if part is not None:
-        part = Part(**{name: tuple(value) if isinstance(value, list) else value for name, value in part.items()})
+        part = Part(part["row"], part["num_rows"], tuple(part["shape"]), tuple(part["stride"]), part["offset"])
         if not part.fits(state[entry["source"]].shape):
             raise ValueError(f"{entry['name']} is not inside of {entry['source']}")
     return Weight(entry["name"], entry["source"], Adapter(**adapter) if adapter else None, part)

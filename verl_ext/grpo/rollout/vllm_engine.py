@@ -150,7 +150,7 @@ def _begin_reload(model: torch.nn.Module) -> None:
 
     initialize_layerwise_reload(model)
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
