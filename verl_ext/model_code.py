@@ -58,8 +58,8 @@ _MEND = "remove that key from it, or set trust_remote_code=true if you trust who
 def vllm_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of vllm.LLM with which it runs no code of the model's own unless `trust_remote_code` asks for it.
 
-    vLLM 0.12 imports what `auto_map` names whatever `trust_remote_code` says (CVE-2026-22807, CVE-2026-4944), so it
-    gets a configuration without.
+    vLLM below 0.14 imports what `auto_map` names whatever `trust_remote_code` says (CVE-2026-22807, CVE-2026-4944), so
+    it gets a configuration without.
 
     Args:
         arguments: with `model`.
