@@ -106,8 +106,8 @@ class BudgetController(PreTrainedModel):
         for all before they learn whom it suits. Orthogonal with a gain of sqrt(2), as is usual for policies ("The 37
         Implementation Details of Proximal Policy Optimization", Huang et al., 2022).
         """
-        if isinstance(module, LatencyBudgetEncoder):  # transformers 5 makes models on no device, which loses buffers
-            module.frequencies.copy_(module.make_frequencies())
+        if isinstance(module, LatencyBudgetEncoder):
+            module.reset_frequencies()
         if isinstance(module, nn.Linear):
             if module in (self.tier_head, self.block_head, self.topk_head):
                 nn.init.zeros_(module.weight)
