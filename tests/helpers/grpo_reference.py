@@ -158,10 +158,11 @@ def write_engine_models(quickstart: Path, directory: Path) -> list[str]:
     heads = {"num_attention_heads": plain.num_attention_heads, "num_key_value_heads": plain.num_key_value_heads}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 32}
     configs = {
+        # first, since the first engine of a process decides whether vLLM has a group for experts
+        "experts": Qwen3MoeConfig(**sizes, **heads, **experts, architectures=["Qwen3MoeForCausalLM"]),
         "plain": plain,
         "tied": AutoConfig.from_pretrained(quickstart / "model", tie_word_embeddings=True),
         "lora": plain,
-        "experts": Qwen3MoeConfig(**sizes, **heads, **experts, architectures=["Qwen3MoeForCausalLM"]),
     }
     for kind, config in configs.items():
         config.save_pretrained(directory / kind)

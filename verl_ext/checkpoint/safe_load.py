@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import typing
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +39,25 @@ ALLOWED = (*_OF_RANDOM_STATES, *_OF_OPTIMIZERS)
 """What shards of verl hold beside tensors and plain values; none of it does anything when it is made."""
 
 
+@contextmanager
+def _without_groups() -> Iterator[None]:
+    """Shards name the process groups of their run; torch warns of each that this process does not have."""
+    logger = logging.getLogger("torch.distributed.device_mesh")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def load_shard(path: Path) -> Any:
     """What one rank saved, its tensors mapped into memory and read on access.
 
     Raises:
         UserError: it holds anything that could run code when it is loaded, or is no such file.
     """
-    with safe_globals(list(ALLOWED)):
+    with safe_globals(list(ALLOWED)), _without_groups():
         try:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except (EOFError, RuntimeError) as error:  # how torch tells of an empty file and of one that was cut
