@@ -50,6 +50,8 @@ def cluster_of_two() -> Iterator[Cluster]:
 
 def make_inputs(directory: Path, num_problems: int) -> Path:
     """Write `recipe.yaml`, and `model/`, which has been trained on the answers to some of the problems."""
+    from transformers import AutoTokenizer
+
     from tests.helpers.models import learn, make_model, make_tokenizer, save
 
     tests = ["import time\ntime.sleep(0.1)\nassert f(1) == 2", "assert f(2) == 3"]
@@ -58,8 +60,10 @@ def make_inputs(directory: Path, num_problems: int) -> Path:
     answers = {each["prompt"]: f"```python\ndef f(x):\n    return {body}\n```" for each, body in zip(problems, bodies)}
     tokenizer = make_tokenizer([*answers, *answers.values()])
     model = make_model(tokenizer, max_model_len=128)
-    learn(model, tokenizer, answers)
     save(directory / "model", model, tokenizer)
+    # as it will be read: transformers 5 gives every tokenizer of a Qwen2 that model's own split into words
+    learn(model, AutoTokenizer.from_pretrained(directory / "model"), answers)
+    model.save_pretrained(directory / "model")
     keys = {"batch_size": 4, "sampling": {"max_tokens": 64}, "wandb": False}
     write_recipe(directory / "recipe.yaml", {"tier1": {"sums": problems}}, **keys)
     return directory
