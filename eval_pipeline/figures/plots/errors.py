@@ -51,7 +51,7 @@ def _draw(axes: Axes, dataset: str, models: Sequence[EvaluatedModel], best: Eval
     _mark_best(axes, models, best)
     # the base model is always named; the best is marked
     every = -(-len(models) // _MOST_LABELS)
-    named = [place for place in places if place % every == 0]
+    named = range(0, len(models), every)
     axes.set_xticks(named, [_name(models[place]) for place in named], rotation=45 if len(named) > 8 else 0)
     axes.set_xlim(-0.8, max(len(models) - 0.2, 2.2))
     axes.set_xlabel("optimizer step")
