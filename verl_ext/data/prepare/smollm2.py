@@ -93,9 +93,12 @@ def _load_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
 
 def _load_model(gguf: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GgufConfig
 
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    plain = GgufConfig(dequantize=True)  # packed weights can be neither trained nor saved
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=plain
+    )
     for config in (model.config, model.generation_config):
         config.eos_token_id = tokenizer.eos_token_id
         config.pad_token_id = tokenizer.pad_token_id
