@@ -20,7 +20,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
     Qwen2TokenizerFast,
-    Qwen2VLImageProcessorFast,
+    Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
@@ -99,7 +99,7 @@ def qwen2_5_vl(seed: int = 0, **text: Any) -> tuple[nn.Module, Qwen2_5_VLProcess
         },
         **special_ids(),
     )
-    images = Qwen2VLImageProcessorFast(patch_size=8, size={"shortest_edge": 256, "longest_edge": 65536})
+    images = Qwen2VLImageProcessor(patch_size=8, size={"shortest_edge": 256, "longest_edge": 65536})
     videos = Qwen2VLVideoProcessor(patch_size=8)
     processor = Qwen2_5_VLProcessor(images, tokenizer(), videos, chat_template=TEMPLATE)
     return loud(Qwen2_5_VLForConditionalGeneration(config)), processor
@@ -137,7 +137,7 @@ def qwen3_5(experts: bool = False, seed: int = 0) -> tuple[nn.Module, Qwen3VLPro
 
 def qwen3_processor() -> Qwen3VLProcessor:
     """Of patches of 8 pixels."""
-    images = Qwen2VLImageProcessorFast(patch_size=8, size={"shortest_edge": 256, "longest_edge": 65536})
+    images = Qwen2VLImageProcessor(patch_size=8, size={"shortest_edge": 256, "longest_edge": 65536})
     return Qwen3VLProcessor(images, tokenizer(), Qwen3VLVideoProcessor(patch_size=8), chat_template=TEMPLATE)
 
 

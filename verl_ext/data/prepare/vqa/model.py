@@ -35,7 +35,7 @@ def weight_std(width: int) -> float:
 
 def build_processor() -> Qwen3VLProcessor:
     """A tokenizer for the cards' words, and an image processor for their sizes."""
-    from transformers import Qwen2VLImageProcessorFast, Qwen3VLProcessor, Qwen3VLVideoProcessor
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     digits = range(len(GLYPHS))
     answers = [*COLOURS, *map(str, digits), *itertools.starmap(added, itertools.product(digits, repeat=2))]
@@ -45,7 +45,7 @@ def build_processor() -> Qwen3VLProcessor:
     tokenizer.add_special_tokens({"additional_special_tokens": [TURN_START, TURN_END, *VISION]})
     tokenizer.chat_template = TEMPLATE
     sizes = {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": SIDE**2}
-    images = Qwen2VLImageProcessorFast(patch_size=PATCH, temporal_patch_size=1, size=sizes)
+    images = Qwen2VLImageProcessor(patch_size=PATCH, temporal_patch_size=1, size=sizes)
     videos = Qwen3VLVideoProcessor(patch_size=PATCH, temporal_patch_size=1)
     return Qwen3VLProcessor(images, tokenizer, videos, chat_template=TEMPLATE)
 
