@@ -25,6 +25,7 @@ from transformers.core_model_loading import Chunk, Concatenate, Interleave, Tran
 
 from verl_ext.checkpoint.export import ExportWriter, create_files, export_from_shards, layout_of, write_own_rows
 from verl_ext.checkpoint.layout import PLAN
+from verl_ext.checkpoint.load import load_model
 from verl_ext.checkpoint.shards import MODEL, ShardFiles, local_part, shard_name, shard_rows
 from verl_ext.checkpoint.space import bytes_of, require_space, warn_if_next_will_not_fit
 from verl_ext.checkpoint.staging import Stager
@@ -66,6 +67,22 @@ def test_any_rows_of_any_number_of_shards(num_ranks: int, num_readers: int, stat
             files.tensor(name).copy_rows(start, end, parts[-1])
         assert torch.equal(torch.cat(parts), tensor)
         assert torch.equal(files.tensor(name).whole(), tensor)
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ("experts.0.down_proj.weight", r"by model.partial_pretrain=.*/huggingface and another trainer.experiment_name"),
+        ("experts.down", "is of another model: it lacks mlp.experts.down_proj"),
+    ],
+)
+def test_another_models_tensors_are_refused(saved: str, message: str, tmp_path: Path) -> None:
+    """Those of a mixture of experts, which transformers 4 held one by one, with a sentence of their own."""
+    torch.save({f"mlp.{saved}": torch.zeros(1)}, tmp_path / shard_name(MODEL, 1, 0))
+    model = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": torch.nn.Module()})})
+    model.mlp.experts.down_proj = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(UserError, match=message):
+        load_model(model, tmp_path)
 
 
 def test_missing_shards_are_named(state: dict, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, set_seed
 
+from verl_ext.checkpoint.layout import EXPORT
 from verl_ext.checkpoint.resume import another_optimizer
 from verl_ext.checkpoint.shards import MODEL, OPTIMIZER, SavedTensor, ShardFiles, local_part, rows_of
 from verl_ext.checkpoint.stock import is_stock
 from verl_ext.checkpoint.stock_optimizer import Entries, FlatTensor, stock_entries, whole_tensors
 from verl_ext.errors import UserError
+
+ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+"""In the name of a tensor that belongs to one expert of a mixture."""
 
 
 @torch.no_grad()
@@ -46,6 +51,12 @@ def load_model(model: torch.nn.Module, checkpoint: Path) -> None:
 def require_same_names(saved: set[str], wanted: set[str], checkpoint: Path) -> None:
     """Refuse a checkpoint whose tensors are not those of the model."""
     if saved != wanted:
+        if any(ONE_EXPERT.search(name) for name in saved - wanted):
+            raise UserError(
+                f"{checkpoint} has a tensor for each expert, as transformers 4 had; the installed release has one for "
+                "all experts of a layer, so the optimizer's state does not fit. Start another run from the weights, "
+                f"by model.partial_pretrain={checkpoint / EXPORT} and another trainer.experiment_name"
+            )
         lacks, extra = sorted(wanted - saved), sorted(saved - wanted)
         difference = f"it lacks {lacks[0]}" if lacks else f"it has {extra[0]} beside what this run has"
         raise UserError(
