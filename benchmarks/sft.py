@@ -1,9 +1,9 @@
 """Useful tokens per second of supervised fine-tuning: ours beside a bare loop, stock verl and TRL, in one run.
 
 All train the same model of 26M parameters on the same functions of Python's standard library at their natural lengths,
-at most 1024 tokens, on two ranks where they have ranks. A token is useful if it is no padding. All sides take turns,
-`--rounds` times; a side's figure is its median, and `runs` has each. Each first step is left out. `--quick` is ours
-beside the packed bare loop alone, for `benchmarks/run.sh --quick`.
+at most 1024 tokens, on two ranks where they have ranks, in fp32 unless the side's name says bf16. A token is useful if
+it is no padding. All sides take turns, `--rounds` times; a side's figure is its median, and `runs` has each. Each first
+step is left out. `--quick` is ours beside the packed bare loop alone, for `benchmarks/run.sh --quick`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ PEERS = {
     "verl in fp32": ("sft_stock", "fp32"),
     "TRL, like lengths, 4 samples": ("sft_peer", "unpacked_4"),
     "TRL, like lengths, 8 samples": ("sft_peer", "unpacked_8"),
+    "TRL, like lengths, 8 samples, bf16": ("sft_peer", "unpacked_8_bf16"),
     "TRL, packed, 1 row": ("sft_peer", "packed_1"),
     "TRL, packed, 2 rows": ("sft_peer", "packed_2"),
 }
@@ -56,7 +57,7 @@ class Bench:
     def __init__(self, scratch: Path, num_steps: int) -> None:
         self.scratch, self.num_steps = scratch, num_steps
 
-    def ours(self, *more: str) -> float:
+    def ours(self, *more: str, precision: str = "fp32") -> float:
         """Useful tokens per second of `run_sft.sh`, as its metrics have them."""
         with tempfile.TemporaryDirectory(dir=self.scratch) as directory:
             settings = {
@@ -69,6 +70,7 @@ class Bench:
                 "data.max_tokens_per_gpu": ROW,
                 "data.token_cache": self.scratch / "tokens",
                 "model.partial_pretrain": self.scratch / "model",
+                "model.mixed_precision": precision,
                 "trainer.total_training_steps": self.num_steps,
                 "trainer.save_freq": -1,
                 "trainer.test_freq": -1,
@@ -114,6 +116,7 @@ def measure(bench: Bench, rounds: int, quick: bool) -> dict[str, Any]:
     sides |= {name: partial(bench.bare, *BARE[name]) for name in (QUICK if quick else BARE)}
     if not quick:
         steps = f"trainer.total_training_steps={2 * bench.num_steps}"
+        sides["ours, bf16"] = partial(bench.ours, precision="bf16")
         sides["ours, compiled"] = partial(bench.ours, "model.compile=true", steps)
         sides |= {name: partial(bench.peers, *how) for name, how in PEERS.items()}
     runs: dict[str, list[float]] = {name: [] for name in sides}

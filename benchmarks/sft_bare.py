@@ -66,7 +66,7 @@ def main(words: list[str]) -> None:
     if job.way == "tuned":
         keep_freed_memory()
     attention = "sdpa" if job.way == "padded" else PACKED_SDPA
-    model = AutoModelForCausalLM.from_pretrained(job.model, attn_implementation=attention).train()
+    model = AutoModelForCausalLM.from_pretrained(job.model, attn_implementation=attention, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.01)
     for batch in batches_of(job, rank, num_ranks):
         begun = time.perf_counter()

@@ -1,9 +1,9 @@
-"""TRL's `SFTTrainer` for the SFT benchmark, on DDP and in fp32, as torchrun starts it.
+"""TRL's `SFTTrainer` for the SFT benchmark, on DDP, as torchrun starts it.
 
     torchrun --nproc-per-node=2 -m benchmarks.side sft_peer JOB.json
 
 `unpacked_N`: N samples of a step's part in a forward pass, those of like lengths together. `packed_N`: N rows of
-max_length tokens, TRL's first-fit-decreasing packing.
+max_length tokens, TRL's first-fit-decreasing packing. `_bf16` at the end: the forward pass in bf16, weights in fp32.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Watch(TrainerCallback):
 def main(words: list[str]) -> None:
     """Train as the job says."""
     job = Job.load(words[0])
-    kind, size = job.way.rsplit("_", 1)
+    kind, size, *precision = job.way.split("_")
     chats = [[dict(turn) for turn in chat] for chat in pd.read_parquet(job.data)["messages"]]
     rows = [{"prompt": chat[:1], "completion": chat[1:]} for chat in chats]
     watch = Watch()
@@ -70,7 +70,7 @@ def main(words: list[str]) -> None:
     config = SFTConfig(
         output_dir=job.output,
         use_cpu=True,
-        bf16=False,
+        bf16=precision == ["bf16"],
         gradient_checkpointing=False,
         max_length=job.max_length,
         packing=kind == "packed",
@@ -90,7 +90,7 @@ def main(words: list[str]) -> None:
         dataloader_num_workers=0,
         dataloader_pin_memory=False,
     )
-    model = AutoModelForCausalLM.from_pretrained(job.model, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(job.model, attn_implementation="sdpa", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     trainer = Counted(
         model, config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[watch]
