@@ -24,6 +24,7 @@ def test_killed_judges_change_nothing(seed: int, grpo_run: GRPORun, quickstart: 
         [{name: value for name, value in row.items() if name.startswith(kinds)} for row in each.rows()]
         for each in (grpo_run, run)
     )
+    expected, found = ([row for row in rows if row] for rows in (expected, found))  # a save's row comes when it is done
     assert found == expected and not any(row.get("train/samples_without_reward") for row in found)
 
 
