@@ -170,6 +170,7 @@ add("other programs use the machine for a while", "sft", tokens_per_s=from_(0.4,
 add("steps so short that they measure the machine", "sft", step_s=flat(0.2, 0.3), tokens_per_s=JUMPING)
 add("slow for a moment at the end", "sft", step_s=from_(0.96, flat(0.2), flat(1.0)), tokens_per_s=JUMPING)
 add("random weights begin at guessing", "sft", loss=falling(6.1, 1.1), untrained_loss=6.2)
+add("random weights learn at once", "sft", steps=30, loss=falling(6.0, 0.2, 1.7, 0.02), untrained_loss=6.0)
 add("the disk fills slowly", "sft", disk=line(900, 700, 0.0))
 add("rotation keeps the disk steady", "sft", disk=flat(40, 0.001))
 add("rewards rise", "grpo")

@@ -50,7 +50,8 @@ def loss_diverging(history: History, facts: Facts, limits: Limits) -> Seen | Non
     recent, buckets = series.recent(limits.window), series.buckets
     if len(recent) < limits.window or len(buckets) < 2:
         return None
-    now, best = float(np.median(recent)), float(buckets.min())
+    later = recent[-len(recent) // 2 :]  # where the loss falls fast, the whole window's median is behind the best
+    now, best = float(min(np.median(recent), np.median(later))), float(buckets.min())
     told = f"the recent loss is {now:.4g}, the best was {best:.4g}"
     risen = now - best
     if risen < limits.loss_min_change or risen < NOISES * noise_of(series.recent()) or now < 1.3 * best:
