@@ -57,7 +57,7 @@ def test_the_best_checkpoint_of_a_stage(stage: str) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_every_so_many_steps_have_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"trainer.default_local_dir={tmp_path}", "trainer.logger=[console]", "trainer.log_every=3"]
-    with Attempt(compose_config("sft", [*words, "health.enabled=false"]), 0, 100, 10, 1, True) as attempt:
+    with Attempt(compose_config("sft", [*words, "health.enabled=false"]), 0, 100, 10, 1, True, "fp32") as attempt:
         for step in range(1, 8):
             attempt.log(step, {"train/loss": 1.0})
     assert re.findall(r"step (\d+)/100", capsys.readouterr().out) == ["3", "6"]

@@ -29,7 +29,7 @@ from verl_ext.launch.component_check import check_components
 from verl_ext.launch.configure import check_config, check_inputs, check_run_directory, configure
 from verl_ext.launch.outcome import describe
 from verl_ext.launch.prepare import needed_commands
-from verl_ext.launch.run import first_start, may_be_longer
+from verl_ext.launch.run import first_start, may_be_longer, recorded_precision
 from verl_ext.launch.stop import StopSignals
 from verl_ext.launch.torchrun import torchrun_options
 from verl_ext.metrics.recorder import verl_backends
@@ -411,6 +411,22 @@ def test_a_resumed_run_was_first_started_when_its_checkpoints_run_was(quickstart
     assert datetime.now() - started() < timedelta(minutes=1)
     path = f"trainer.resume_from_path={save(tmp_path / 'other', 4)}"
     assert started("trainer.resume_mode=resume_path", path) == former
+
+
+def test_a_resumed_run_has_the_precision_of_its_checkpoints_run(quickstart: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def recorded(*words: str) -> str | None:
+        return recorded_precision(configure(parse_arguments([*words_of_a_launch(quickstart, run_dir), *words])))
+
+    RunRecord(run_dir).mark_waiting(precision="bf16")
+    assert recorded() is None, "a run that starts at step 0 chooses again"
+    save(run_dir, 2)
+    assert recorded() == "bf16" and recorded("trainer.resume_mode=disable") is None
+    RunRecord(run_dir).mark_waiting(precision=None)
+    assert recorded() == "fp32", "a run of an earlier version"
+    (run_dir / "run.json").write_text("damaged")
+    assert recorded() == "fp32"
 
 
 def test_a_finished_run_with_a_damaged_number_of_epochs_may_be_longer() -> None:

@@ -163,6 +163,7 @@ class Launch:
                 config_digest=config_digest(self.config),
                 untrained_loss=untrained_loss(str(self.config.model.partial_pretrain)),
                 first_start=first_start(self.next_config()).isoformat(timespec="seconds"),
+                precision=recorded_precision(self.next_config()),
             )
 
 
@@ -174,6 +175,20 @@ def first_start(config: DictConfig) -> datetime:
     except UserError:
         known = None  # a damaged record is put aside, with a warning
     return known or datetime.now()
+
+
+def recorded_precision(config: DictConfig) -> str | None:
+    """Number type of the forward pass of the run that a launch resumes; None if it starts at step 0.
+
+    Records of earlier versions have none: on CPUs, which alone ask, those runs computed in fp32.
+    """
+    checkpoint = checkpoint_that_suits(config)
+    if checkpoint is None:
+        return None
+    try:
+        return RunRecord(checkpoint.parent).read()["precision"] or "fp32"
+    except UserError:
+        return "fp32"
 
 
 def is_finished(config: DictConfig, record: RunRecord) -> bool:

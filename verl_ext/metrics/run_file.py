@@ -16,10 +16,12 @@ from verl_ext.metrics.notice import warn
 RUN_FILE = "run.json"
 IDENTITY_KEYS = (
     "project", "experiment", "stage", "recipe", "total_steps", "config_digest", "untrained_loss", "first_start",
+    "precision",
 )  # fmt: skip
 STATUSES = ("waiting", "running", "finished", "stopped", "failed")
 
 _TEXT, _COUNT = (str, type(None)), (int, type(None))
+_PRECISIONS = ("bf16", "fp32", None)
 _TYPES = {
     **dict.fromkeys(("project", "experiment", "stage", "recipe", "config_digest"), _TEXT),
     "total_steps": _COUNT,
@@ -100,9 +102,13 @@ def _is_run(run: Any) -> bool:
     if not isinstance(run, dict) or run.get("status") not in STATUSES or not _has_types(run, _TYPES):
         return False
     attempts = run.get("attempts")
-    return isinstance(attempts, list) and all(
-        isinstance(each, dict) and _KEYS_OF_AN_ATTEMPT <= each.keys() and _has_types(each, _TYPES_OF_AN_ATTEMPT)
-        for each in attempts
+    return (
+        run.get("precision") in _PRECISIONS
+        and isinstance(attempts, list)
+        and all(
+            isinstance(each, dict) and _KEYS_OF_AN_ATTEMPT <= each.keys() and _has_types(each, _TYPES_OF_AN_ATTEMPT)
+            for each in attempts
+        )
     )
 
 

@@ -65,13 +65,14 @@ class RunRecord:
             self._before = self._path.read_text(encoding="utf-8")
         self._write({**run, **identity, "status": "waiting"})
 
-    def start_attempt(self, *, first_step: int, world_size: int, total_steps: int) -> int:
+    def start_attempt(self, *, first_step: int, world_size: int, total_steps: int, precision: str | None = None) -> int:
         """Record that training begins; an attempt that a kill left open is closed from its last row of metrics.
 
         Args:
             first_step: the step this attempt starts from.
             world_size: number of ranks.
             total_steps: optimizer steps of the whole run.
+            precision: number type of the forward pass.
 
         Returns:
             The number of the attempt, from 1.
@@ -83,7 +84,7 @@ class RunRecord:
         self._close_lost_attempt(run)
         number = self._next_number(run)
         run["attempts"].append(_attempt(number, first_step=first_step, world_size=world_size))
-        self._write({**run, "status": "running", "total_steps": total_steps})
+        self._write({**run, "status": "running", "total_steps": total_steps, "precision": precision})
         return number
 
     def end_attempt(self, status: str, last_step: int | None, exit_reason: str) -> None:

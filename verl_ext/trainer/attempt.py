@@ -35,6 +35,7 @@ class Attempt:
         steps_per_epoch: optimizer steps in a pass over the data.
         world_size: ranks.
         is_main: whether this is rank 0.
+        precision: number type of the forward pass.
     """
 
     def __init__(
@@ -45,13 +46,14 @@ class Attempt:
         steps_per_epoch: int,
         world_size: int,
         is_main: bool,
+        precision: str,
     ) -> None:
         self.config, self.is_main = config, is_main
         self.steps_per_epoch = steps_per_epoch
         self.health: HealthWatch | None = None
         self.run_dir = Path(config.trainer.default_local_dir)
         self.first_step, self.last_step, self.total_steps = first_step, first_step, total_steps
-        self.world_size = world_size
+        self.world_size, self.precision = world_size, precision
 
     def __enter__(self) -> Attempt:
         on_rank_zero(self._open)
@@ -62,7 +64,10 @@ class Attempt:
         self.record = RunRecord(self.run_dir)
         self.health = self._watch()
         number = self.record.start_attempt(
-            first_step=self.first_step, world_size=self.world_size, total_steps=self.total_steps
+            first_step=self.first_step,
+            world_size=self.world_size,
+            total_steps=self.total_steps,
+            precision=self.precision,
         )
         self.recorder = self._open_recorder(number)  # may refuse; config.yaml is then that of the run as it was
         replace_file(self.run_dir / "config.yaml", [OmegaConf.to_yaml(self.config)])

@@ -38,7 +38,7 @@ def pick_attention(setting: str, device_name: str, precision: torch.dtype) -> st
 def pick_precision(setting: str, device_name: str) -> torch.dtype:
     """`model.mixed_precision` with auto resolved: bf16 on accelerators that have it, fp32 elsewhere.
 
-    CPUs get fp32: without bf16 units autocast was measured to double the step time.
+    Which CPUs compute in bf16 is settled in `precision.py`: without bf16 units autocast doubles the step time.
     """
     if setting == "auto":
         has_bf16 = device_name == "npu" or (

@@ -28,6 +28,7 @@ from verl_ext.metrics.timers import StepTimer
 from verl_ext.metrics.trace import Trace
 from verl_ext.trainer.attempt import Attempt
 from verl_ext.trainer.guard import NonFiniteGuard
+from verl_ext.trainer.precision import settle_precision
 from verl_ext.trainer.preemption import Preemption
 from verl_ext.trainer.setup import TrainerSetup, verls_config
 from verl_ext.trainer.stop_signals import RankSignals
@@ -72,6 +73,7 @@ class PipelineTrainer(TrainerSetup, ABC):
         self.preemption = Preemption(signals, self.deadline(config), list(config.health.stop_on))
         with open(os.devnull, "w") as sink, redirect_stdout(sink):  # verl prints the whole configuration and more
             copy = verls_config(config)
+            copy.model.mixed_precision = settle_precision(config, self.device_name)
             both: Any = train_dataset, val_dataset  # verl does not know of runs without validation
             super().__init__(copy, device_mesh, ulysses_device_mesh, tokenizer, *both)
         self.global_step = self.saved_step = self.resume_global_step
@@ -111,7 +113,9 @@ class PipelineTrainer(TrainerSetup, ABC):
         """
         self.preemption.hold()
         steps = self.global_step, self.total_training_steps, self.steps_per_epoch
-        self.attempt = Attempt(self.recorded_config, *steps, dist.get_world_size(), self.is_main)
+        self.attempt = Attempt(
+            self.recorded_config, *steps, dist.get_world_size(), self.is_main, self.config.model.mixed_precision
+        )
         with self.attempt:
             try:
                 self.train()

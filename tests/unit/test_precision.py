@@ -1,0 +1,88 @@
+"""The number type of the forward pass: chosen once for a run, and the same on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.trainer import make_trainer, small_config
+from verl_ext.config.compose import compose_config
+from verl_ext.metrics.run_record import RunRecord
+from verl_ext.trainer import precision
+from verl_ext.trainer.precision import has_bf16_units, settle_precision
+
+WITH_UNITS, WITHOUT = "flags\t\t: fpu avx512f avx512_bf16 amx_tile\n", "flags\t\t: fpu avx2\n"
+
+
+@pytest.fixture
+def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that tells what the processor has; one without bf16 units."""
+    path = tmp_path / "cpuinfo"
+    path.write_text(WITHOUT)
+    monkeypatch.setattr(precision, "CPUINFO", path)
+    return path
+
+
+def settled(tmp_path: Path, command: str = "sft", setting: str = "auto") -> str:
+    words = [f"trainer.default_local_dir={tmp_path / 'run'}", f"model.mixed_precision={setting}"]
+    return settle_precision(compose_config(command, words), "cpu")
+
+
+def record(tmp_path: Path, value: str | None) -> None:
+    RunRecord(tmp_path / "run").start_attempt(first_step=0, world_size=1, total_steps=6, precision=value)
+
+
+@pytest.mark.parametrize(
+    ("text", "has_units"),
+    [(WITH_UNITS, True), ("processor : 0\nflags : amx_bf16\n", True), (WITHOUT, False), ("Features : bf16\n", False)],
+)
+def test_bf16_units_are_among_the_processors_flags(cpuinfo: Path, text: str, has_units: bool) -> None:
+    cpuinfo.write_text(text)
+    assert has_bf16_units() == has_units
+
+
+def test_without_its_description_a_processor_has_none(cpuinfo: Path) -> None:
+    cpuinfo.unlink()
+    assert not has_bf16_units()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_chats_are_learnt_in_bf16_where_the_processor_has_units(cpuinfo: Path, tmp_path: Path) -> None:
+    assert settled(tmp_path) == "fp32"
+    cpuinfo.write_text(WITH_UNITS)
+    assert settled(tmp_path) == "bf16"
+    assert settled(tmp_path, setting="fp32") == "fp32"
+    assert settled(tmp_path, command="grpo") == "fp32"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_ranks_agree_on_the_least_capable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(precision, "gather_results", lambda function: [True, False])
+    assert settled(tmp_path) == "fp32"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_resumed_run_keeps_its_precision_on_another_processor(
+    cpuinfo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path, "bf16")
+    assert settled(tmp_path) == "bf16"
+    assert "without bf16 units" in capsys.readouterr().err
+    cpuinfo.write_text(WITH_UNITS)
+    assert settled(tmp_path) == "bf16" and capsys.readouterr().err == ""
+    record(tmp_path, "fp32")
+    assert settled(tmp_path) == "fp32"
+
+
+@pytest.mark.usefixtures("one_rank", "cpuinfo")
+def test_the_trainer_computes_and_records_what_is_settled(quickstart: Path, tmp_path: Path) -> None:
+    record(tmp_path, "bf16")
+    trainer = make_trainer(small_config(quickstart, tmp_path / "run", "model.mixed_precision=auto"))
+    assert trainer.token_loss.precision == torch.bfloat16
+    assert trainer.recorded_config.model.mixed_precision == "auto", "the run stays the same run"
+    assert {parameter.dtype for parameter in trainer.fsdp_model.parameters()} == {torch.float32}
+    trainer.total_training_steps = 1
+    trainer.fit()
+    assert RunRecord(tmp_path / "run").read()["precision"] == "bf16"
