@@ -15,6 +15,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -201,12 +203,23 @@ def test_a_part_outside_of_its_tensor_is_refused(tmp_path: Path) -> None:
             export_from_shards(tmp_path, tmp_path / "export", torch.float32, 1, lambda _: None)
 
 
+EXPERTS = ["gate_up_proj", "down_proj"]
+
+
 def lora_model(kind: str) -> peft.PeftModel:
     torch.manual_seed(0)
     if kind == "qwen2":
         sizes = dict(vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=1)
         base = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
         config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"])
+    elif kind == "experts":  # each expert has adapters of its own; peft wraps their module once for each parameter
+        base = model_of("experts")
+        config = peft.LoraConfig(r=2, lora_alpha=6, target_modules="all-linear")
+    elif kind == "turned experts":  # stored as (experts, in, out)
+        sizes = dict(vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_local_experts=3)
+        heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_experts_per_tok=2)
+        base = GptOssForCausalLM(GptOssConfig(**sizes, **heads))
+        config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], target_parameters=EXPERTS)
     else:  # its layers store the weight as (in, out)
         base = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2))
         config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["c_attn"], fan_in_fan_out=True)
@@ -217,26 +230,36 @@ def lora_model(kind: str) -> peft.PeftModel:
     return model
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "experts", "turned experts"])
 def test_adapters_are_merged_row_by_row_as_peft_merges_them(kind: str, tmp_path: Path) -> None:
     model = lora_model(kind)
     weights, state = exported_weights(model), model.state_dict()
     layout = layout_of(weights, state, torch.float32, 1)
-    create_files(tmp_path, layout)
+    ranks, rebuilt, saved = (tmp_path / name for name in ("ranks", "rebuilt", "saved"))
+    for made in (ranks, rebuilt):
+        made.mkdir()
+    create_files(ranks, layout)
     for rank in (0, 1, 2):
         own = {name: shard(tensor, 3, rank) for name, tensor in state.items()}
-        write_own_rows(ExportWriter(tmp_path, layout), weights, own, state, rank)
-    loaded = load_file(tmp_path / "model.safetensors")
-    merged = model.merge_and_unload().state_dict()
-    assert loaded.keys() == merged.keys() - ({"lm_head.weight"} if kind == "gpt2" else set())  # tied in GPT-2
-    for name, tensor in loaded.items():
-        torch.testing.assert_close(tensor, merged[name], rtol=1e-6, atol=1e-6)
+        write_own_rows(ExportWriter(ranks, layout), weights, own, state, rank)
+        torch.save(own, tmp_path / shard_name(MODEL, 3, rank))
+    (tmp_path / PLAN).write_text(plan_to_json(weights))
+    export_from_shards(tmp_path, rebuilt, torch.float32, 1, lambda _: None)
+    model.merge_and_unload().save_pretrained(saved)
+    merged = load_file(saved / "model.safetensors")
+    assert any("experts" in name for name in merged) == ("experts" in kind)
+    for made in (ranks, rebuilt):
+        loaded = load_file(made / "model.safetensors")
+        assert loaded.keys() == merged.keys()
+        for name, tensor in loaded.items():
+            torch.testing.assert_close(tensor, merged[name], rtol=1e-6, atol=1e-6)
 
 
 def test_names_without_peft() -> None:
     assert plain_name("base_model.model.lm_head.modules_to_save.default.weight") == "lm_head.weight"
     assert plain_name("base_model.model.lm_head.original_module.weight") is None
     assert plain_name("base_model.model.model.norm.weight") == "model.norm.weight"
+    assert plain_name("base_model.model.mlp.experts.base_layer.base_layer.down_proj") == "mlp.experts.down_proj"
 
 
 def test_adapters_that_cannot_be_merged_are_refused() -> None:

@@ -12,7 +12,7 @@ import torch
 from verl_ext.checkpoint.safetensors_layout import Form, SafetensorsLayout
 from verl_ext.checkpoint.shards import MODEL, ShardFiles, is_sharded, local_part, rows_of
 from verl_ext.checkpoint.space import GIB
-from verl_ext.checkpoint.weights import Weight, read_plan
+from verl_ext.checkpoint.weights import Adapter, Weight, read_plan
 from verl_ext.checkpoint.writing import naming
 
 
@@ -105,22 +105,21 @@ def write_own_rows(
         factors: whole A and B of every LoRA adapter.
         rank: rank 0 writes the tensors that are not sharded.
     """
-    for weight in weights:
-        tensor = state[weight.source]
+    for source, of_source in groupby(weights, key=lambda weight: weight.source):
+        tensor, parts = state[source], list(of_source)
         start, end = rows_of(tensor)
         if start < end and (rank == 0 or is_sharded(tensor)):
-            rows = merged(weight, local_part(tensor), factors, start, end)
-            writer.write_rows(weight.name, *weight.of_rows(rows, start))
+            rows = merged(parts[0].adapter, local_part(tensor), factors, start, end)
+            for weight in parts:
+                writer.write_rows(weight.name, *weight.of_rows(rows, start))
     writer.close()
 
 
 def merged(
-    weight: Weight, rows: torch.Tensor, factors: Mapping[str, torch.Tensor], start: int, end: int
+    adapter: Adapter | None, rows: torch.Tensor, factors: Mapping[str, torch.Tensor], start: int, end: int
 ) -> torch.Tensor:
-    """Rows of a weight's source with its adapter added."""
-    if weight.adapter is None:
-        return rows
-    return rows + weight.adapter.rows(factors, start, end).to(rows)
+    """Rows of a tensor with its adapter added."""
+    return rows if adapter is None else rows + adapter.rows(factors, start, end).to(rows)
 
 
 def export_from_shards(
@@ -145,12 +144,13 @@ def export_from_shards(
     create_files(directory, layout)
     writer = ExportWriter(directory, layout)
     for source, of_source in groupby(weights, key=lambda weight: weight.source):
-        whole = files.tensor(source).whole()
+        whole, parts = files.tensor(source).whole(), list(of_source)
         end = whole.shape[0] if whole.dim() else 1
-        for weight in of_source:
-            adapter = weight.adapter
-            factors = {name: files.tensor(name).whole() for name in ((adapter.down, adapter.up) if adapter else ())}
-            writer.write_rows(weight.name, *weight.of_rows(merged(weight, whole, factors, 0, end), 0))
+        adapter = parts[0].adapter
+        factors = {name: files.tensor(name).whole() for name in ((adapter.down, adapter.up) if adapter else ())}
+        rows = merged(adapter, whole, factors, 0, end)
+        for weight in parts:
+            writer.write_rows(weight.name, *weight.of_rows(rows, 0))
         progress(whole.nbytes)
     writer.close()
     return layout

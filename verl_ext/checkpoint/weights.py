@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -32,16 +33,24 @@ class Adapter:
         up: name of B, (out, rank).
         scaling: factor of B A.
         transposed: whether the weight is stored as (in, out).
+        num_experts: the weight is that of so many experts, (num_experts, out, in), and their factors are stacked as
+            peft's `ParamWrapper` stacks them; None for a single matrix.
     """
 
     down: str
     up: str
     scaling: float
     transposed: bool
+    num_experts: int | None = None
 
     def rows(self, factors: Mapping[str, torch.Tensor], start: int, end: int) -> torch.Tensor:
         """Rows of scale · B A, what the adapter adds to its weight; Hu et al. 2021, arXiv:2106.09685."""
         down, up = factors[self.down].float(), factors[self.up].float()
+        if self.num_experts is not None:
+            down = down.unflatten(0, (self.num_experts, -1))[start:end]  # (rows, rank, in)
+            up = up.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)[start:end]  # (rows, out, rank)
+            product = up @ down
+            return (product.mT if self.transposed else product) * self.scaling
         product = down[:, start:end].T @ up.T if self.transposed else up[start:end] @ down
         return product * self.scaling
 
@@ -210,18 +219,32 @@ def plain_name(source: str) -> str | None:
         return None
     head, trained, tail = source.removeprefix("base_model.model.").partition(".modules_to_save.")
     name = f"{head}.{tail.partition('.')[2]}" if trained else head  # without the adapter's name
-    return name.replace(".base_layer.", ".")
+    return re.sub(r"(\.base_layer)+\.", ".", name)  # one for each adapter of a module that has several
 
 
-def adapter_of(source: str, layers: Mapping[str, LoraLayer]) -> Adapter | None:
-    """The active adapter of the layer whose weight this is."""
-    owner = source.removesuffix(".base_layer.weight")
-    if owner == source or owner not in layers:
+def adapter_of(source: str, layers: Mapping[str, Any]) -> Adapter | None:
+    """The active adapter of a weight.
+
+    Args:
+        source: name of the weight.
+        layers: peft's layers by name. A layer of experts is wrapped once for each of its parameters, from the inside.
+    """
+    owner, _, parameter = source.rpartition(".")
+    while owner.endswith(".base_layer"):
+        owner = owner.removesuffix(".base_layer")
+        layer = layers.get(owner)
+        adapted = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+        if layer is not None and adapted == parameter:
+            break
+    else:
         return None
-    layer = layers[owner]
     active = layer.active_adapters[0]
     down, up = (f"{owner}.lora_{part}.{active}.weight" for part in "AB")
-    return Adapter(down, up, float(layer.scaling[active]), bool(layer.fan_in_fan_out))  # type: ignore[attr-defined]  # of every layer that LoRA has
+    scaling = float(layer.scaling[active])
+    if isinstance(layer, ParamWrapper) and layer.get_param().dim() == 3:
+        is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)  # few experts of transformers say
+        return Adapter(down, up, scaling, is_transposed, layer.num_experts)
+    return Adapter(down, up, scaling, bool(layer.fan_in_fan_out))
 
 
 def plan_to_json(weights: list[Weight]) -> str:

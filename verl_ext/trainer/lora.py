@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from omegaconf import DictConfig
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from transformers import PreTrainedModel
@@ -44,4 +46,7 @@ def wrap_in_adapters(model: PreTrainedModel, config: DictConfig) -> PeftModel:
         target_modules=convert_to_regular_types(config.model.target_modules),
         bias="none",
     )
-    return get_peft_model(model, lora)
+    with warnings.catch_warnings():
+        # peft looks for the ranks that it gives to experts among the modules, and finds them among the parameters
+        warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys")
+        return get_peft_model(model, lora)

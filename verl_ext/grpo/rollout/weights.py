@@ -118,4 +118,4 @@ class WeightSource:
         start, end = shard_rows(tensor.shape[0], self._num_ranks, dist.get_rank())
         rows = local_part(tensor) if is_sharded(tensor) else local_part(tensor)[start:end]
         factors = {name: whole(state[name]) for name in ((adapter.down, adapter.up) if adapter else ())}
-        return merged(weight, rows, factors, start, end)
+        return merged(adapter, rows, factors, start, end)
