@@ -186,18 +186,21 @@ class SFTRun(TrainingRun):
 
 
 class GRPORun(TrainingRun):
-    """`run_grpo.sh 2` of four steps on the session's quickstart.
+    """`run_grpo.sh` of four steps on the session's quickstart.
 
     Args:
         quickstart: of the fixture of that name.
         run_dir: where it writes; may hold checkpoints already.
         overrides: of the recipe, for every start.
+        num_ranks: number of ranks.
         cold: start new processes only.
     """
 
-    def __init__(self, quickstart: Path, run_dir: Path, *overrides: str, cold: bool = False) -> None:
+    def __init__(
+        self, quickstart: Path, run_dir: Path, *overrides: str, num_ranks: int = 2, cold: bool = False
+    ) -> None:
         words = [
-            *("bash", str(ROOT / "run_grpo.sh"), "2", "prepare=[]", f"trainer.default_local_dir={run_dir}"),
+            *("bash", str(ROOT / "run_grpo.sh"), str(num_ranks), "prepare=[]", f"trainer.default_local_dir={run_dir}"),
             *(f"data.train_files={quickstart}/prompts.parquet", f"data.val_files={quickstart}/val_prompts.parquet"),
             *(f"model.partial_pretrain={quickstart}/model", "data.train_batch_size=4", "actor.ppo_mini_batch_size=2"),
             *("data.micro_batch_size_per_gpu=4", "rollout.n=4", "data.max_response_length=16"),

@@ -24,13 +24,13 @@ CHATML = (
 
 
 SHAPE = {
-    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "max_position_embeddings": 1024},
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "max_position_embeddings": 1024},
 }
 OLD_SHAPE = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024}
 FALCON_SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-HEAD = {**SHAPE, "head_dim": 16}
+HEAD = {**SHAPE, "head_dim": 32}
 WINDOW = {"sliding_window": 32}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 JAMBA = {
@@ -38,11 +38,20 @@ JAMBA = {
     **{"use_mamba_kernels": False, "num_experts_per_tok": 2},
 }
 MIXED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA4 = {
+    **{"num_hidden_layers": 4, "layer_types": 2 * MIXED["layer_types"], "num_kv_shared_layers": 2, **WINDOW},
+    **{"global_head_dim": 64, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 512},
+}
+LINEAR = {
+    **{"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+}
 PACKING_FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", SHAPE),
     "qwen2": ("qwen2", SHAPE),
     "qwen3": ("qwen3", HEAD),
     "gemma3": ("gemma3_text", {**HEAD, **MIXED, "query_pre_attn_scalar": 16}),
+    "gemma4": ("gemma4_text", {**HEAD, **GEMMA4}),
     "gpt_neox": ("gpt_neox", {name: size for name, size in SHAPE.items() if name != "num_key_value_heads"}),
     "phi3": ("phi3", SHAPE),
     "olmo2": ("olmo2", SHAPE),
@@ -51,6 +60,7 @@ PACKING_FAMILIES: dict[str, tuple[str, dict]] = {
     "smollm3": ("smollm3", {**SHAPE, "num_hidden_layers": 4}),
     "mixtral": ("mixtral", {**SHAPE, "num_local_experts": 4}),
     "qwen3_moe": ("qwen3_moe", {**HEAD, **EXPERTS, "num_experts": 4}),
+    "glm4_moe": ("glm4_moe", {**HEAD, **EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}),
     "granite": ("granite", SHAPE),
     "gpt2": ("gpt2", {**OLD_SHAPE, **NO_DROPOUT}),
 }
@@ -61,6 +71,7 @@ PADDING_FAMILIES: dict[str, tuple[str, dict]] = {
     "stablelm": ("stablelm", SHAPE),
     "bloom": ("bloom", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
     "gpt_oss": ("gpt_oss", {**HEAD, **MIXED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_5": ("qwen3_5_text", {**HEAD, **LINEAR}),
     "mamba": ("mamba", {"hidden_size": 64, "num_hidden_layers": 2}),
     "jamba": ("jamba", {**SHAPE, **JAMBA}),
 }
