@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,37 @@ PADDING_FAMILIES: dict[str, tuple[str, dict]] = {
 """Model type and settings of tiny models whose samples can be packed into one row, and of others."""
 
 
+@dataclass(frozen=True)
+class Support:
+    """What can be done with the models of a family that people fine-tune today; docs/models.md has it as a table.
+
+    Attributes:
+        models: of the family.
+        family: in `PACKING_FAMILIES` or `PADDING_FAMILIES`.
+        reasons: by cell of `CELLS` why it does not work; every other cell does.
+    """
+
+    models: str
+    family: str
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+CELLS = ("SFT", "packing", "LoRA", "evaluation", "GRPO with vllm", "GRPO with hf")
+SUPPORT = (
+    Support("Qwen3", "qwen3"),
+    Support("Qwen3-MoE", "qwen3_moe"),
+    Support("Qwen3.5 (text)", "qwen3_5", {"packing": "linear attention mixes packed samples"}),
+    Support("Gemma 3 (text)", "gemma3"),
+    Support("Gemma 4 (text)", "gemma4"),
+    Support("Llama", "llama"),
+    Support("Mistral", "mistral with a window"),
+    Support("Phi-4", "phi3"),
+    Support("SmolLM3", "smollm3"),
+    Support("GLM-4.5", "glm4_moe"),
+    Support("gpt-oss", "gpt_oss", {"packing": "its attention sinks need eager attention"}),
+)
+
+
 def family_config(name: str, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     """The configuration of a model of `PACKING_FAMILIES` or `PADDING_FAMILIES`."""
     from transformers import AutoConfig
@@ -88,13 +120,16 @@ def family_config(name: str, tokenizer: PreTrainedTokenizerBase) -> PretrainedCo
 
 
 def write_family(name: str, quickstart: Path, directory: Path) -> Path:
-    """A copy of the quickstart's directory whose `model/` is of another family, with random weights."""
+    """A copy of the quickstart's directory whose `model/` is of another family, with uneven probabilities."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(family_config(name, tokenizer))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
     directory.mkdir()
     for file in ("train.parquet", "val.parquet"):
         (directory / file).symlink_to(quickstart / file)
