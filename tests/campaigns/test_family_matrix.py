@@ -14,8 +14,9 @@ from tests.helpers.commands import GRPORun, SFTRun
 from tests.helpers.evaluation import evaluate, problem, read_lines, write_recipe
 from tests.helpers.models import SUPPORT, Support, write_family
 
-PROMPTS = ("add: write the function add.", "Name a colour.", "f: " + "word " * 30, "1 2 3 4")
+PROMPTS = ("add: write the function add.", "f: name a color.", "g: " + "word " * 30, "h: 1 2 3 4")
 NUM_TOKENS = 24
+OPTIONS = {"sampling": {"max_tokens": NUM_TOKENS}, "qa_per_error_type": len(PROMPTS), "max_attempts": 1}
 
 
 @pytest.fixture(scope="module", params=SUPPORT, ids=lambda support: support.family)
@@ -86,7 +87,7 @@ def test_lora(model: Path, quickstart: Path, tmp_path: Path) -> None:
 def test_evaluation(trained: tuple[SFTRun, str], tmp_path: Path) -> None:
     """vLLM gives the greedy answers that transformers gives."""
     problems = [problem(f"p{number}", prompt, "assert True") for number, prompt in enumerate(PROMPTS)]
-    recipe = write_recipe(tmp_path / "few.yaml", {"all": {"few": problems}}, sampling={"max_tokens": NUM_TOKENS})
+    recipe = write_recipe(tmp_path / "few.yaml", {"tier1": {"few": problems}}, **OPTIONS)
     words = ("--checkpoint", export_of(trained[0]), "--output", tmp_path / "output", "--recipe", recipe, "--no-wandb")
     done = evaluate("run", *words)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -51,6 +51,8 @@ def make_policy(
     """
     device_name = config.trainer.device
     precision = lambda: autocast(pick_precision(config.model.mixed_precision, device_name), device_name)  # noqa: E731
+    # first, for building vLLM changes classes of transformers if it has none of its own for the model
+    reference = make_reference(config, model, device_mesh)
     engine = make_engine(config, model, tokenizer, precision)
     source = None
     if isinstance(engine, WeightKeeper):
@@ -58,7 +60,7 @@ def make_policy(
     return TokenPolicy(
         TokenModel(
             model,
-            make_reference(config, model, device_mesh),
+            reference,
             precision,
             device_name,
             config.actor.entropy_coeff != 0,

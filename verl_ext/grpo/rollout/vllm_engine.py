@@ -68,19 +68,21 @@ class VllmRollout(WeightKeeper):
             raise UserError("rollout.tensor_model_parallel_size above 1 needs GPUs; leave it at 1 on CPUs")
         self.forgets_in_sleep = settings.free_cache_engine and on_gpu
         self.dtype = getattr(torch, pick_rollout_dtype(settings.dtype, on_gpu))
+        self._end_tokens, self._sampling_params = settings.end_tokens, sampling_params
         try:
             self._llm = LLM(**vllm_arguments(_arguments(settings, on_gpu, self.forgets_in_sleep, Choosing)))
+            self._engine = self._llm.llm_engine
+            self._team = Team.of(settings.tensor_parallel_size)
+            self._llm.apply_model(_leave_to_trainer)
+            list(self.draw([Draw((0,), 0)], Sampling(0.0, 1.0, -1, 2)))  # some kernels refuse a model only here
         except UserError:
             raise
         except Exception as error:  # vLLM and transformers have no exception in common
             raise UserError(
                 f"vLLM cannot use {settings.model} ({first_line_of(error)}); take rollout.engine=hf"
             ) from error
-        self._engine = self._llm.llm_engine
-        self._team = Team.of(settings.tensor_parallel_size)
         self._missing = self._parameters()
         self._packs, self._is_reloading = not on_gpu, False  # on CPUs vLLM computes with packed copies of weights
-        self._end_tokens, self._sampling_params = settings.end_tokens, sampling_params
 
     def draw(self, draws: Sequence[Draw], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """See `RolloutEngine.draw`; ranks that share an engine begin and end together."""
@@ -107,8 +109,13 @@ class VllmRollout(WeightKeeper):
     def end_load(self) -> None:
         """See `WeightKeeper.end_load`."""
         if self._is_reloading:
-            self._llm.apply_model(lambda model: _end_reload(model, self._engine.vllm_config.model_config))
+            (stale,) = self._llm.apply_model(lambda model: _end_reload(model, self._engine.vllm_config.model_config))
             self._is_reloading = False
+            if stale:
+                raise UserError(
+                    f"vLLM's class for this model keeps the old weights of {', '.join(stale[:3])} when new ones are "
+                    "sent to a CPU; take rollout.engine=hf"
+                )
         # by name once: a model class whose names do not fit would go on with weights of no meaning
         if self._missing:
             raise UserError(
@@ -141,6 +148,18 @@ class VllmRollout(WeightKeeper):
         return set(names)
 
 
+def _leave_to_trainer(model: torch.nn.Module) -> None:
+    """Have the trainer's model called as before.
+
+    A model that vLLM has no class for runs as that of transformers. vLLM changes its class for torch.compile, which
+    then expects an attribute of every instance.
+    """
+    for module in model.modules():
+        if "do_not_compile" in vars(module):
+            kind: Any = type(module)
+            kind.do_not_compile = True
+
+
 def _begin_reload(model: torch.nn.Module) -> None:
     """Have vLLM keep what is loaded until a layer is whole, and then load and pack the layer as at the start.
 
@@ -155,15 +174,29 @@ def _begin_reload(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
-def _end_reload(model: torch.nn.Module, config: Any) -> None:
-    """Load what is left; nothing is loaded into a tied head itself, so its packed copy is made again here."""
+def _end_reload(model: torch.nn.Module, config: Any) -> list[str]:
+    """Load what is left; nothing is loaded into a tied head itself, so its packed copy is made again here.
+
+    Returns:
+        Modules that keep their old weights: some model classes copy weights past the loaders that vLLM waits for.
+    """
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+    stale = [
+        name
+        for name, module in model.named_modules()
+        if not isinstance(module, VocabParallelEmbedding)
+        and any(True for _ in module.parameters(recurse=False))
+        and (info := get_layerwise_info(module)).can_load()
+        and not info.load_numel
+    ]
     finalize_layerwise_reload(model, config)
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):
             module.quant_method.process_weights_after_loading(module)
+    return stale
 
 
 def _names_of(model: torch.nn.Module) -> list[str]:
