@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import GRPORun, SFTRun
+from tests.helpers.commands import GRPORun, SFTRun, TrainingRun
 from tests.helpers.evaluation import evaluate, problem, read_lines, write_recipe
 from tests.helpers.models import SUPPORT, Support, write_family
 
@@ -73,9 +73,14 @@ def test_packing(support: Support, trained: tuple[SFTRun, str], model: Path, qui
     lines = [line for line in trained[1].splitlines() if line.startswith("Samples are padded instead of packed: ")]
     assert len(lines) == ("packing" in support.reasons)
     if lines:
-        result = sft_run(model, quickstart, tmp_path / "run", "data.packing=true").start()
-        [error] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-        assert result.returncode == 2 and "data.packing=auto" in error, result.stderr
+        assert_refused(sft_run(model, quickstart, tmp_path / "run", "data.packing=true"), "data.packing=auto")
+
+
+def assert_refused(run: TrainingRun, remedy: str) -> None:
+    """The command ends with one sentence, which says what to do instead."""
+    result = run.start()
+    [error] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode == 2 and remedy in error and "Traceback" not in result.stderr, result.stderr
 
 
 def test_lora(model: Path, quickstart: Path, tmp_path: Path) -> None:
@@ -84,24 +89,26 @@ def test_lora(model: Path, quickstart: Path, tmp_path: Path) -> None:
     assert_learns_and_exports(run, quickstart, tmp_path)
 
 
-def test_evaluation(trained: tuple[SFTRun, str], tmp_path: Path) -> None:
+def test_evaluation(support: Support, trained: tuple[SFTRun, str], tmp_path: Path) -> None:
     """vLLM gives the greedy answers that transformers gives."""
+    dtype = "bfloat16" if support.family == "qwen3_5" else "float32"
     problems = [problem(f"p{number}", prompt, "assert True") for number, prompt in enumerate(PROMPTS)]
-    recipe = write_recipe(tmp_path / "few.yaml", {"tier1": {"few": problems}}, **OPTIONS)
+    recipe = write_recipe(tmp_path / "few.yaml", {"tier1": {"few": problems}}, engine={"dtype": dtype}, **OPTIONS)
     words = ("--checkpoint", export_of(trained[0]), "--output", tmp_path / "output", "--recipe", recipe, "--no-wandb")
     done = evaluate("run", *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    answers = {row["problem_id"]: row["answer"] for row in read_lines(tmp_path / "output/qa_logs/few_qa.jsonl")}
-    assert answers == {f"p{number}": answer for number, answer in enumerate(greedy_answers(export_of(trained[0])))}
+    rows = {row["problem_id"]: row["answer"] for row in read_lines(tmp_path / "output/qa_logs/few_qa.jsonl")}
+    answers = [rows[f"p{number}"] for number in range(len(PROMPTS))]
+    # vLLM leaves out bytes that are no whole character yet
+    assert answers == [answer.rstrip("\ufffd") for answer in greedy_answers(export_of(trained[0]), dtype)]
 
 
-def greedy_answers(export: Path) -> list[str]:
+def greedy_answers(export: Path, dtype: str) -> list[str]:
     """What transformers answers to `PROMPTS`."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(export)
-    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=dtype)
     answers = []
     for prompt in PROMPTS:
         chat = [{"role": "user", "content": prompt}]
@@ -112,12 +119,15 @@ def greedy_answers(export: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "hf"])
-def test_grpo(engine: str, model: Path, quickstart: Path, tmp_path: Path) -> None:
+def test_grpo(engine: str, support: Support, model: Path, quickstart: Path, tmp_path: Path) -> None:
     """The second step samples from weights that the first one has changed."""
     (tmp_path / "mine.py").write_text("def length(solution_str, **rest): return float(len(solution_str))\n")
     options = (f"model.partial_pretrain={model}", f"rollout.engine={engine}", "optim.lr=0.01", "trainer.save_freq=-1")
     reward = (f"reward.functions=[{tmp_path}/mine.py:length]", "data.eval_every_steps=0")
     run = GRPORun(quickstart, tmp_path / "run", *options, *reward, "trainer.total_training_steps=2", num_ranks=1)
+    if f"GRPO with {engine}" in support.reasons:
+        assert_refused(run, "rollout.engine=hf")
+        return
     run.finish()
     rows = [row for row in run.rows() if "train/loss" in row]
     assert len(rows) == 2 and all(row["train/grad_norm"] > 0.01 and math.isfinite(row["train/loss"]) for row in rows)

