@@ -21,7 +21,8 @@ def arguments_for(settings: EngineSettings, model: str, on_gpu: bool) -> dict[st
         on_gpu: whether vLLM will run on a GPU.
 
     Raises:
-        UserError: an argument that vLLM does not have, or a model that asks for code to be run.
+        UserError: an argument that vLLM does not have, a number type that it does not have for the model, or a model
+            that asks for code to be run.
     """
     from vllm import EngineArgs
 
@@ -45,6 +46,13 @@ def arguments_for(settings: EngineSettings, model: str, on_gpu: bool) -> dict[st
     # vLLM's own reading of the configuration, which knows every way to write down a length, scaled positions included
     config = EngineArgs(**arguments).create_model_config()
     dtype = pick_dtype(settings.dtype, on_gpu, config.hf_text_config.dtype)
+    if not on_gpu and "linear_attention" in (getattr(config.hf_text_config, "layer_types", None) or ()):
+        if settings.dtype not in ("auto", "bfloat16"):
+            raise UserError(
+                f"vLLM computes linear attention, which {model} has, in bfloat16 alone on a CPU; set engine.dtype=auto"
+            )
+        dtype = "bfloat16"
+        arguments = {"enable_prefix_caching": False, **arguments}  # of states it needs chunked prefill
     return {**arguments, "dtype": dtype, "max_model_len": min(config.max_model_len, settings.max_model_len)}
 
 

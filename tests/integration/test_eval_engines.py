@@ -169,12 +169,12 @@ def test_what_cannot_be_loaded_is_refused(
 
 
 @pytest.fixture(scope="module")
-def arguments(export: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What vLLM gets for the model, and for two models that bring code.
+def arguments(export: Path, quickstart: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What vLLM gets for the model, for two models that bring code, and for one with linear attention.
 
     `own` has an architecture of its own, `known` one that vLLM has. Both name code that leaves a mark.
     """
-    from tests.helpers.models import make_model, make_tokenizer, save
+    from tests.helpers.models import make_model, make_tokenizer, save, write_family
 
     directory, tokenizer = tmp_path_factory.mktemp("arguments"), make_tokenizer()
     known = save(directory / "known", make_model(tokenizer), tokenizer)
@@ -187,7 +187,8 @@ def arguments(export: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     (known / "config.json").write_text(json.dumps(config))
     own = Path(shutil.copytree(known, directory / "own"))
     (own / "config.json").write_text(json.dumps({**config, "architectures": ["Planted"]}))
-    done = python("tests.ranks.vllm_arguments", export, directory / "planted", own, known, imports="vllm")
+    linear = write_family("qwen3_5", quickstart, directory / "linear") / "model"
+    done = python("tests.ranks.vllm_arguments", export, directory / "planted", own, known, linear, imports="vllm")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -200,6 +201,13 @@ def test_vllm_gets_what_the_recipe_says(arguments: dict[str, Any], export: Path)
 
 def test_on_a_cpu_float32_weights_are_used_as_they_are(arguments: dict[str, Any]) -> None:
     assert (arguments["cpu"]["dtype"], arguments["gpu"]["dtype"]) == ("float32", "bfloat16")
+
+
+def test_linear_attention_is_computed_in_bfloat16_on_a_cpu(arguments: dict[str, Any]) -> None:
+    """vLLM has no other kernels there; its cache of prefixes would need chunked prefill."""
+    linear = arguments["linear"]
+    assert (linear["dtype"], linear["enable_prefix_caching"]) == ("bfloat16", False)
+    assert "set engine.dtype=auto" in arguments["linear in float32"]
 
 
 def test_vllm_runs_code_of_a_model_only_on_request(arguments: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
-"""Prints as JSON which arguments vLLM gets. Arguments: the model's directory, a mark, and two models that bring code.
+"""Prints as JSON which arguments vLLM gets.
 
-The code of the models creates the mark, if it is run.
+Arguments: the model's directory, a mark, two models that bring code, and a model with linear attention. The code of the
+models creates the mark, if it is run.
 """
 
 from __future__ import annotations
@@ -13,18 +14,24 @@ from typing import Any
 from eval_pipeline.engines.settings import EngineSettings
 from eval_pipeline.engines.vllm_arguments import arguments_for
 from eval_pipeline.recipe.load import load_recipe
+from verl_ext.errors import UserError
 
 KEYS = {"gpu_memory_utilization": 0.3, "tensor_parallel_size": 2, "max_model_len": 64, "dtype": "float16"}
 
 
-def main(export: str, mark: str, own: str, known: str) -> None:
+def main(export: str, mark: str, own: str, known: str, linear: str) -> None:
     """Print a value for each name."""
     overrides = [*(f"engine.{key}={value}" for key, value in KEYS.items()), "engine.vllm.max_num_seqs=7"]
     report: dict[str, Any] = {
         "overridden": arguments_for(load_recipe("quickstart", overrides).engine, export, on_gpu=True),
         "cpu": arguments_for(load_recipe("quickstart", []).engine, export, on_gpu=False),
         "gpu": arguments_for(load_recipe("quickstart", []).engine, export, on_gpu=True),
+        "linear": arguments_for(EngineSettings(), linear, on_gpu=False),
     }
+    try:
+        arguments_for(EngineSettings(dtype="float32"), linear, on_gpu=False)
+    except UserError as error:
+        report["linear in float32"] = str(error)
     for name, model, trusted in (("own", own, False), ("known", known, False), ("trusted", own, True)):
         vllm = {"trust_remote_code": True} if trusted else {}
         try:

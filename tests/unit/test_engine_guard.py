@@ -16,6 +16,7 @@ from verl_ext.grpo.policy import Prompt
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.engine import WeightKeeper
 from verl_ext.grpo.rollout.hf_engine import HfRollout
+from verl_ext.grpo.rollout.vllm_engine import leave_to_trainer
 from verl_ext.grpo.tokens.layout import Layout
 from verl_ext.grpo.tokens.policy import TokenModel, TokenPolicy
 from verl_ext.trainer.guard import CHECKED_STEPS, FLOAT32_GAP, EngineGuard
@@ -95,3 +96,19 @@ def test_an_engine_that_tells_of_a_part_of_the_distribution_draws_again() -> Non
     with pytest.raises(UserError, match="step 1"):
         wrong = policy_of(OtherEngine(0.05), replace(SAMPLING, top_k=3))
         check_steps(EngineGuard(wrong, FLOAT32_GAP, 4, "cpu"), wrong, [1])
+
+
+def test_a_class_that_vllm_changes_serves_the_trainer_too() -> None:
+    """As vLLM changes a class of transformers that it runs: calls look for an attribute of vLLM's own instances."""
+
+    class Decoder(torch.nn.Module):
+        def forward(self, value: int) -> int:
+            return value
+
+    trained, drawing = Decoder(), Decoder()
+    Decoder.__call__ = lambda self, value: self.forward(value) if self.do_not_compile else -1  # type: ignore[method-assign]
+    drawing.do_not_compile = False
+    with pytest.raises(AttributeError):
+        trained(3)
+    leave_to_trainer(torch.nn.Sequential(drawing))
+    assert trained(3) == 3 and drawing(3) == -1

@@ -73,7 +73,7 @@ class VllmRollout(WeightKeeper):
             self._llm = LLM(**vllm_arguments(_arguments(settings, on_gpu, self.forgets_in_sleep, Choosing)))
             self._engine = self._llm.llm_engine
             self._team = Team.of(settings.tensor_parallel_size)
-            self._llm.apply_model(_leave_to_trainer)
+            self._llm.apply_model(leave_to_trainer)
             list(self.draw([Draw((0,), 0)], Sampling(0.0, 1.0, -1, 2)))  # some kernels refuse a model only here
         except UserError:
             raise
@@ -148,7 +148,7 @@ class VllmRollout(WeightKeeper):
         return set(names)
 
 
-def _leave_to_trainer(model: torch.nn.Module) -> None:
+def leave_to_trainer(model: torch.nn.Module) -> None:
     """Have the trainer's model called as before.
 
     A model that vLLM has no class for runs as that of transformers. vLLM changes its class for torch.compile, which
