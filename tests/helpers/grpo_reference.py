@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
+from transformers import AutoConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from tests.helpers.commands import torchrun
 from verl_ext.grpo.loss import LossSettings
@@ -157,11 +157,12 @@ def write_engine_models(quickstart: Path, directory: Path) -> list[str]:
     sizes = {name: getattr(plain, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers", "eos_token_id")}
     heads = {"num_attention_heads": plain.num_attention_heads, "num_key_value_heads": plain.num_key_value_heads}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 32}
+    dense = {"intermediate_size": plain.intermediate_size, "head_dim": 32, "tie_word_embeddings": True}
     configs = {
         # first, since the first engine of a process decides whether vLLM has a group for experts
         "experts": Qwen3MoeConfig(**sizes, **heads, **experts, architectures=["Qwen3MoeForCausalLM"]),
         "plain": plain,
-        "tied": AutoConfig.from_pretrained(quickstart / "model", tie_word_embeddings=True),
+        "tied": Qwen3Config(**sizes, **heads, **dense, architectures=["Qwen3ForCausalLM"]),
         "lora": plain,
     }
     for kind, config in configs.items():
