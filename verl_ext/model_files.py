@@ -1,10 +1,12 @@
-"""A model's directory as earlier releases of transformers and vLLM expect it, beside what transformers 5 writes."""
+"""A model's directory: read whole, and written so that earlier releases of transformers and vLLM can read it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from verl_ext.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
@@ -13,6 +15,26 @@ EARLIER_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama
 """Of rotary embeddings, in transformers 4.57."""
 EARLIER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
 """Of keys, in the model types that had names of their own."""
+
+
+def load_whole(loader: Any, path: str, **arguments: Any) -> Any:
+    """`loader.from_pretrained(path)`. If weights are missing, transformers only warns, and fills them at random.
+
+    Args:
+        loader: an automatic class of transformers.
+        path: a directory, or a name on the hub.
+        arguments: of `from_pretrained`.
+
+    Raises:
+        UserError: weights are missing.
+    """
+    model, found = loader.from_pretrained(path, output_loading_info=True, **arguments)
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(
+            f"{path} lacks {len(missing)} of the model's weights, {missing[0]} among them; restore its files, or name "
+            "another model"
+        )
+    return model
 
 
 def save_config(config: PreTrainedConfig, directory: Path) -> None:

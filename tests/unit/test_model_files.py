@@ -8,11 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from tests.helpers.models import CHATML
-from verl_ext.model_files import earlier_rope_keys, save_config, save_tokenizer
+from verl_ext.errors import UserError
+from verl_ext.model_files import earlier_rope_keys, load_whole, save_config, save_tokenizer
 
 TEXT = "def f(x):\n    return x + 12  # naïve<|im_end|>\n"
 LETTERS = sorted({*pre_tokenizers.ByteLevel.alphabet()})
@@ -113,3 +122,16 @@ def test_rotary_embeddings_of_a_part_are_written_in_both_forms(tmp_path: Path) -
 def test_embeddings_that_transformers_4_does_not_know_stay_as_they_are() -> None:
     assert earlier_rope_keys({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e6}}) == {}
     assert earlier_rope_keys({"rope_parameters": None}) == earlier_rope_keys({}) == {}
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_model_without_all_weights_is_refused(is_tied: bool, tmp_path: Path) -> None:
+    sizes = dict(vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
+    Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=is_tied)).save_pretrained(tmp_path)
+    assert load_whole(AutoModelForCausalLM, str(tmp_path)).config.num_hidden_layers == 2
+    weights = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in weights) != is_tied
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="lacks 1 of the model's weights, model.layers.1.mlp.up_proj.weight among them"):
+        load_whole(AutoModelForCausalLM, str(tmp_path))

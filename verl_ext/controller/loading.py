@@ -17,6 +17,7 @@ from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_code import require_no_code
+from verl_ext.model_files import load_whole
 from verl_ext.own_code import OwnCode
 from verl_ext.tell import tell
 
@@ -60,7 +61,7 @@ def load_adapter(
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         brings_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
         loader = AutoModelForCausalLM if brings_code else AutoModelForImageTextToText
-        model = loader.from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = load_whole(loader, name, dtype=dtype, trust_remote_code=trust_remote_code)
         processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # each part of a damaged model raises an exception of its own kind
         raise UserError(

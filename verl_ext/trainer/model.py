@@ -20,6 +20,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_ext.collective import on_every_rank
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_code import require_no_code
+from verl_ext.model_files import load_whole
 from verl_ext.trainer.hardware import packs_samples, pick_attention, pick_precision
 from verl_ext.trainer.local_path import local_path
 from verl_ext.trainer.lora import add_lora
@@ -84,7 +85,7 @@ def load_model(
         }
         # Tied weights must be real everywhere: two meta tensors that are one parameter come apart on materialising.
         if device_mesh.get_rank() == 0 or model_config.tie_word_embeddings:
-            return auto_class.from_pretrained(local_model_path(config), config=model_config, **arguments)
+            return load_whole(auto_class, local_model_path(config), config=model_config, **arguments)
         with init_empty_weights(include_buffers=False):
             return auto_class.from_config(model_config, **arguments)
     except UserError:
