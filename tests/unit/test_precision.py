@@ -10,8 +10,8 @@ import torch
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.config.compose import compose_config
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.trainer import precision
-from verl_ext.trainer.precision import has_bf16_units, settle_precision
+from verl_ext.trainer import hardware
+from verl_ext.trainer.hardware import has_bf16_units, settle_precision
 
 WITH_UNITS, WITHOUT = "flags\t\t: fpu avx512f avx512_bf16 amx_tile\n", "flags\t\t: fpu avx2\n"
 
@@ -21,7 +21,7 @@ def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that tells what the processor has; one without bf16 units."""
     path = tmp_path / "cpuinfo"
     path.write_text(WITHOUT)
-    monkeypatch.setattr(precision, "CPUINFO", path)
+    monkeypatch.setattr(hardware, "CPUINFO", path)
     return path
 
 
@@ -59,7 +59,7 @@ def test_chats_are_learnt_in_bf16_where_the_processor_has_units(cpuinfo: Path, t
 
 @pytest.mark.usefixtures("one_rank")
 def test_ranks_agree_on_the_least_capable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(precision, "gather_results", lambda function: [True, False])
+    monkeypatch.setattr(hardware, "gather_results", lambda function: [True, False])
     assert settled(tmp_path) == "fp32"
 
 

@@ -28,7 +28,7 @@ from verl_ext.metrics.timers import StepTimer
 from verl_ext.metrics.trace import Trace
 from verl_ext.trainer.attempt import Attempt
 from verl_ext.trainer.guard import NonFiniteGuard
-from verl_ext.trainer.precision import settle_precision
+from verl_ext.trainer.hardware import settle_precision
 from verl_ext.trainer.preemption import Preemption
 from verl_ext.trainer.setup import TrainerSetup, verls_config
 from verl_ext.trainer.stop_signals import RankSignals
