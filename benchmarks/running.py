@@ -10,8 +10,6 @@ from pathlib import Path
 from verl_ext.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-TOLD_LINES = 15
-"""Of what a command wrote before it failed."""
 
 
 def run(command: Sequence[str | Path], **variables: str) -> str:
@@ -27,8 +25,7 @@ def run(command: Sequence[str | Path], **variables: str) -> str:
     environment = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", **os.environ, **variables}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
-        last = "\n".join((done.stdout + done.stderr).splitlines()[-TOLD_LINES:])
-        raise UserError(f"{' '.join(map(str, command[:6]))} ended with {done.returncode}:\n{last}")
+        raise UserError(f"{' '.join(map(str, command[:6]))} ended with {done.returncode}: {reason_of(done)}")
     return done.stdout
 
 

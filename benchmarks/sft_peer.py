@@ -76,7 +76,7 @@ def main(words: list[str]) -> None:
         packing=kind == "packed",
         per_device_train_batch_size=int(size),
         gradient_accumulation_steps=max(1, per_rank // int(size)),
-        group_by_length=kind == "unpacked",
+        train_sampling_strategy="group_by_length" if kind == "unpacked" else "random",
         max_steps=job.num_steps,
         learning_rate=job.lr,
         lr_scheduler_type="constant",

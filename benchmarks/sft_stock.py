@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import verl.trainer.fsdp_sft_trainer as stock
+from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -28,8 +29,8 @@ MICRO_BATCH_SIZE = 4
 
 
 def config_of(job: Job) -> Any:
-    """Of verl's own keys."""
-    return compose_config(
+    """Of verl's own keys, without one of ours that verl would read: null there is no layer in place of the model's."""
+    config = compose_config(
         "sft",
         [
             "data.multiturn.enable=true",
@@ -47,6 +48,9 @@ def config_of(job: Job) -> Any:
             "trainer.device=cpu",
         ],
     )
+    OmegaConf.set_struct(config, False)
+    del config.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
+    return config
 
 
 def main(words: list[str]) -> None:
