@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.grpo_reward import variety
-from verl_ext.vllm_environment import prepare_environment
 
 
 class Clock:
@@ -73,9 +72,6 @@ class Watch(TrainerCallback):
         trainer.accelerator.backward = timed("model_s", trainer.accelerator.backward)
         trainer._get_per_token_logps_and_entropies = timed("model_s", trainer._get_per_token_logps_and_entropies)
         trainer.accelerator.clip_grad_norm_ = timed("model_s", trainer.accelerator.clip_grad_norm_)
-        if trainer.use_vllm:
-            generation = trainer.vllm_generation
-            generation.sync_weights = timed("sync_s", generation.sync_weights)
         self._trainer = trainer
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -96,18 +92,12 @@ class Watch(TrainerCallback):
 
 def main(words: list[str]) -> None:
     """Train as the job says."""
-    prepare_environment()  # else vLLM compiles for minutes, and takes half of the memory
     job = json.loads(Path(words[0]).read_text())
     print("ABOUT", json.dumps({name: version(name) for name in ("trl", "transformers", "accelerate")}), flush=True)
     prompts = pd.read_parquet(job["prompts"])["prompt"].tolist()
     rows = [{"prompt": [dict(turn) for turn in prompt]} for prompt in prompts] * job["num_steps"]
-    on_vllm = job["engine"] == "vllm"
-    more = {"vllm_mode": "colocate", "vllm_importance_sampling_correction": False} if on_vllm else {}
-    if on_vllm:
-        more["vllm_max_model_length"] = job["max_model_len"]
     config = GRPOConfig(
         output_dir=job["output"],
-        use_vllm=on_vllm,
         per_device_train_batch_size=job["micro_batch_size"],
         gradient_accumulation_steps=job["num_samples"] // job["micro_batch_size"],
         num_generations=job["group_size"],
@@ -126,7 +116,6 @@ def main(words: list[str]) -> None:
         logging_strategy="no",
         disable_tqdm=True,
         use_cpu=True,
-        **more,
     )
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype="float32")

@@ -79,19 +79,17 @@ def our_step(row: Step) -> Step:
     }
 
 
-def peer_steps(engine: str, ranks: int, num_steps: int, scratch: Path) -> tuple[list[Step], dict[str, str]]:
+def peer_steps(ranks: int, num_steps: int, scratch: Path) -> tuple[list[Step], dict[str, str]]:
     """TRL's trainer, started as torchrun starts it; its steps and the versions."""
     job = {
-        "engine": engine,
         "model": str(MODEL),
         "prompts": str(scratch / "prompts.parquet"),
-        "output": str(scratch / f"peer_{engine}"),
+        "output": str(scratch / "peer"),
         "num_steps": num_steps,
         "group_size": GROUP_SIZE,
         "num_samples": PROMPTS * GROUP_SIZE // ranks,
         "micro_batch_size": MICRO_BATCH_SIZE,
         "max_tokens": MAX_TOKENS,
-        "max_model_len": MAX_PROMPT_TOKENS + MAX_TOKENS,
         "lr": LR,
     }
     path = scratch / "job.json"
