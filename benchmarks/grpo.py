@@ -97,9 +97,7 @@ def table_of(figures: dict[str, Any]) -> str:
 def main() -> None:
     """Measure, print the figures and write them."""
     parser = bench_parser("grpo", __doc__, "", "--engines hf --num-steps 8 --output FILE.json")
-    parser.add_argument(
-        "--engines", nargs="+", choices=("hf", "vllm"), default=["hf", "vllm"], help="of our trainer"
-    )
+    parser.add_argument("--engines", nargs="+", choices=("hf", "vllm"), default=["hf", "vllm"], help="of our trainer")
     parser.add_argument(
         "--ranks", type=WholeNumber(), default=1, help=f"processes of each side, a divisor of {PROMPTS}"
     )
