@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,8 @@ def main() -> None:
         runs = found["runs"][name]
         spread = f"{min(runs):.0f} to {max(runs):.0f}"
         tell(f"{name:<32}{rate:8.0f} tokens/s  ({spread}){found['ours_over'][name]:10.2f}")
-    write_figures({**job, **found}, arguments.output)
+    versions = {name: version(name) for name in ("verl", "trl")}
+    write_figures({**job, **found, "versions": versions}, arguments.output)
 
 
 if __name__ == "__main__":
