@@ -50,7 +50,7 @@ class Clock:
         return call
 
     def pop(self) -> dict[str, float]:
-        """The seconds so far; begins anew."""
+        """The seconds since the last call."""
         found, self._seconds = dict(self._seconds), defaultdict(float)
         return found
 
