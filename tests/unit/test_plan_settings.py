@@ -72,6 +72,24 @@ def test_weights_stay_gathered_by_themselves_where_they_are_small() -> None:
     assert not workload_of(settings, 2_000_000_001, 8, HARDWARE["h100"], Lengths()).keeps_gathered
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hardware", "expected"),
+    [
+        ("null", "h100", "foreach"),
+        ("null", "cpu", "for-loop"),
+        ("{fused: true}", "h100", "fused"),
+        ("{foreach: false}", "h100", "for-loop"),
+        ("{foreach: true}", "cpu", "foreach"),
+    ],
+)
+def test_the_optimizer_is_implemented_as_asked_or_as_torch_takes_it(
+    arguments: str, hardware: str, expected: str
+) -> None:
+    settings = config(f"optim.override_optimizer_config={arguments}")
+    work = workload_of(settings, 7_615_616_512, 8, HARDWARE[hardware], Lengths())
+    assert work.optimizer_implementation == expected
+
+
 def test_a_share_of_the_tokens_is_learnt() -> None:
     assert workload(lengths=Lengths(learnt_share=0.5)).learnt_tokens == 4096
 

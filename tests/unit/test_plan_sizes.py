@@ -56,6 +56,7 @@ def work(**settings: Any) -> Workload:
         is_eager=False,
         fused_loss=False,
         keeps_gathered=False,
+        optimizer_implementation="foreach",
     )
     return replace(plain, **settings)
 
@@ -119,6 +120,17 @@ def test_sharded_state_is_sixteen_bytes_a_parameter() -> None:
     state = at_update["weights"] + at_update["gradients"] + at_update["optimizer"]
     # ZeRO's 16 bytes are for bf16 weights and gradients beside fp32 ones; here all is fp32, with AdamW's temporary
     assert state == pytest.approx((4 + 4 + 8 + 4) * shape.numel / 8)
+
+
+def test_the_optimizer_adds_what_its_implementation_holds_at_a_time() -> None:
+    shape = built_in("Qwen/Qwen2.5-Coder-7B-Instruct")
+    held = {}
+    for implementation in ("foreach", "for-loop", "fused"):
+        settings = work(**BF16, optimizer_implementation=implementation)
+        held[implementation] = StepMemory(shape, settings, 8, is_gpu=True).memory().moments["optimizer"]["optimizer"]
+    assert held["fused"] == 8 * shape.numel / 8
+    assert held["foreach"] - held["fused"] == 4 * shape.numel / 8
+    assert held["for-loop"] - held["fused"] == 2 * 4 * shape.vocab * shape.hidden / 8
 
 
 def test_more_ranks_hold_less() -> None:

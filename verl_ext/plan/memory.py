@@ -55,8 +55,7 @@ class StepMemory:
             shape: of the model.
             work: of one rank.
             num_ranks: that the model is sharded over.
-            is_gpu: else gloo, which copies the input of a reduce-scatter, and an optimizer that updates one parameter
-                at a time.
+            is_gpu: else gloo, which copies the input of a reduce-scatter.
         """
         self._shape, self._work, self._num_ranks, self._is_gpu = shape, work, num_ranks, is_gpu
         shard = work.master_bytes * shape.shard_numel(num_ranks)
@@ -212,11 +211,11 @@ class StepMemory:
     def _update(self) -> Parts:
         """All gradients, and the optimizer's temporaries.
 
-        On GPUs AdamW keeps the square roots of all second moments at a time (`_multi_tensor_adam`); on CPUs those of
-        one parameter, before and after a division.
+        AdamW keeps the square roots of all second moments at a time (foreach, `_multi_tensor_adam`), those of one
+        parameter, before and after a division (for-loop), or none (fused).
         """
-        groups, size = self._shape.groups, self._work.master_bytes
+        groups, work, size = self._shape.groups, self._work, self._work.master_bytes
         shards = [Group((each,)).shard_numel(self._num_ranks) for group in groups for each in group.shapes]
-        temporary = sum(shards) if self._is_gpu else 2 * max(shards)
+        temporary = {"foreach": sum(shards), "for-loop": 2 * max(shards), "fused": 0}[work.optimizer_implementation]
         gradients = size * sum(shards) - self._sharded_before - self._whole_before
         return {"gradients": gradients, "optimizer": size * temporary}

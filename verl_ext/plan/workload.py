@@ -43,6 +43,7 @@ class Workload:
         is_flash: flash-attention, else PyTorch's sdpa; `is_eager`: attention scores are kept.
         fused_loss: logits are made in chunks, and the gradients with them.
         keeps_gathered: weights stay gathered, and gradients whole, until the last micro-batch of an update.
+        optimizer_implementation: for-loop, foreach or fused, as in torch's `torch.optim`.
     """
 
     is_grpo: bool
@@ -65,6 +66,7 @@ class Workload:
     is_eager: bool
     fused_loss: bool
     keeps_gathered: bool
+    optimizer_implementation: str
 
     @property
     def tokens(self) -> int:
@@ -133,6 +135,7 @@ def workload_of(config: DictConfig, numel: int, gpus: int, hardware: Hardware, l
         is_eager=model.attn_implementation == "eager",
         fused_loss=switch(config, "model.fused_loss"),
         keeps_gathered=keeps_gathered(config, numel * (compute + 4), hardware),
+        optimizer_implementation=optimizer_implementation(config, hardware),
     )
 
 
@@ -152,6 +155,15 @@ def keeps_gathered(config: DictConfig, whole_bytes: int, hardware: Hardware) -> 
     """`model.fsdp_config.keep_gathered`; auto is where it takes little of the memory, as for the trainer."""
     setting = switch(config, "model.fsdp_config.keep_gathered")
     return whole_bytes <= GATHERED_SHARE * hardware.memory_bytes if setting == "auto" else bool(setting)
+
+
+def optimizer_implementation(config: DictConfig, hardware: Hardware) -> str:
+    """What `optim.override_optimizer_config` asks for; otherwise torch takes foreach on GPUs and for-loop on CPUs."""
+    asked = config.optim.override_optimizer_config or {}
+    if asked.get("fused"):
+        return "fused"
+    foreach = asked.get("foreach")
+    return "foreach" if (hardware.is_gpu if foreach is None else foreach) else "for-loop"
 
 
 def refuse_unknown(config: DictConfig) -> None:
