@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import sys
@@ -102,6 +103,16 @@ def packs_samples(config: DictConfig) -> bool:
 def autocast(precision: torch.dtype, device_name: str) -> Any:
     """The forward pass's autocast context; none in fp32."""
     return nullcontext() if precision == torch.float32 else torch.autocast(device_name, dtype=precision)
+
+
+def use_deterministic_kernels() -> None:
+    """Have torch, cuBLAS and flash-attention compute the same bits every time; an operation that cannot do so fails.
+
+    cuBLAS and flash-attention read their environment variables when they are first used.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
+    torch.use_deterministic_algorithms(True)
 
 
 def peak_memory(device_name: str) -> dict[str, float]:

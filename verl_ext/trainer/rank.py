@@ -11,6 +11,7 @@ from verl_ext.errors import Stop
 from verl_ext.metrics.startup import startup
 from verl_ext.native_output import quiet_native_stdout
 from verl_ext.trainer.distributed import build_meshes, init_process_group, settle_device
+from verl_ext.trainer.hardware import use_deterministic_kernels
 from verl_ext.trainer.loop import PipelineTrainer
 from verl_ext.trainer.malloc import keep_freed_memory
 from verl_ext.trainer.stages import Stage
@@ -48,6 +49,8 @@ def build_trainer(config: DictConfig, stage: Stage) -> PipelineTrainer:
     device_name = settle_device(config)
     if device_name == "cpu":
         keep_freed_memory()
+    if config.trainer.get("deterministic"):
+        use_deterministic_kernels()
     with quiet_native_stdout():
         init_process_group(device_name)
         meshes = build_meshes(device_name, config.ulysses_sequence_parallel_size)

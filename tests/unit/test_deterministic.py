@@ -1,0 +1,36 @@
+"""`trainer.deterministic`: only deterministic kernels from before the first of them runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from verl_ext.config.compose import compose_config
+from verl_ext.trainer import rank
+from verl_ext.trainer.stages import load_stage
+
+VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC")
+
+
+@pytest.fixture(autouse=True)
+def process_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("setting", [True, False])
+def test_kernels_are_chosen_before_the_ranks_meet(setting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def meet(device_name: str) -> None:
+        raise ConnectionError(device_name)
+
+    monkeypatch.setattr(rank, "init_process_group", meet)
+    config = compose_config("sft", [f"trainer.deterministic={str(setting).lower()}"])
+    with pytest.raises(ConnectionError, match="cpu"):
+        rank.build_trainer(config, load_stage(config.stage))
+    assert torch.are_deterministic_algorithms_enabled() is setting
+    assert [os.environ[name] for name in VARIABLES] == ([":4096:8", "1"] if setting else ["", ""])
