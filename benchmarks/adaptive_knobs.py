@@ -75,23 +75,31 @@ class Bench:
         self._picture = Image.fromarray(pixels).resize((scale * SIDE, scale * SIDE))
         self._inputs = [adapter.inputs(self._picture, QUESTION, tier) for tier in range(len(adapter.tier_sizes))]
 
+    def generate(self, configuration: Configuration) -> None:
+        """One run."""
+        with self.adapter.configured(configuration):
+            self.adapter.generate(self._inputs[configuration.tier], self._new_tokens, [])
+
     def run(self, configuration: Configuration) -> Latency:
         """How long one run takes."""
-        with self.adapter.configured(configuration), LatencyMeter(self.adapter) as meter:
-            self.adapter.generate(self._inputs[configuration.tier], self._new_tokens, [])
+        with LatencyMeter(self.adapter) as meter:
+            self.generate(configuration)
         return meter.latency
+
+    def questions(self, count: int) -> list[ImageQuestion]:
+        """The question about the picture, under different ids."""
+        encoded = io.BytesIO()
+        self._picture.save(encoded, "png")
+        return [ImageQuestion(str(number), encoded.getvalue(), QUESTION, ("0",)) for number in range(count)]
 
     def deciding_ms(self, space: ConfigurationSpace, rounds: int) -> float:
         """How long a controller of the usual width takes, the median over rounds."""
-        encoded = io.BytesIO()
-        self._picture.save(encoded, "png")
-        questions = [ImageQuestion(str(number), encoded.getvalue(), QUESTION, ("0",)) for number in range(rounds)]
-        return deciding_ms(Executor(self.adapter, self._new_tokens), space, questions, HIDDEN)
+        return deciding_ms(Executor(self.adapter, self._new_tokens), space, self.questions(rounds), HIDDEN)
 
     def flops(self, configuration: Configuration) -> int:
         """Of one run."""
-        with self.adapter.configured(configuration), flop_counter() as counter:
-            self.adapter.generate(self._inputs[configuration.tier], self._new_tokens, [])
+        with flop_counter() as counter:
+            self.generate(configuration)
         return counter.get_total_flops()
 
 

@@ -32,9 +32,15 @@ def bench_parser(
 
 
 def write_figures(figures: dict[str, Any], path: Path | None) -> None:
-    """Write the figures, with when and on what machine they were made, where the command line says, and tell it."""
+    """Write the figures where the command line says, and tell it."""
+    save_figures(figures, path)
+    if path is not None:
+        tell(f"wrote {path}")
+
+
+def save_figures(figures: dict[str, Any], path: Path | None) -> None:
+    """Write the figures with the date, the machine and the versions, where the command line says."""
     if path is not None:
         head = about("torch", "transformers")
         versions = {**head["versions"], **figures.get("versions", {})}
         path.write_text(json.dumps({**head, **figures, "versions": versions}, indent=1) + "\n")
-        tell(f"wrote {path}")

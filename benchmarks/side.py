@@ -9,7 +9,7 @@ import importlib
 
 from verl_ext.command_line import CommandParser, clean_exit
 
-SIDES = ("grpo_peer", "plan_rank", "sft_bare", "sft_peer", "sft_stock")
+SIDES = ("gpu_correctness", "gpu_speed", "grpo_peer", "plan_rank", "sft_bare", "sft_peer", "sft_stock")
 """Modules with a function `main(words)`."""
 
 

@@ -1,0 +1,298 @@
+"""Check the product on this machine's GPUs: is it correct, and how fast is it? At most ten minutes.
+
+The check runs in parts, each in a process of its own, and writes the JSON file after every part. A part that fails or
+runs out of time costs only itself. Parts that need vLLM, flash-attention or Liger run where these are installed. The
+rows of a part are figures; a row with a limit is a check, which fails above the limit. `--tiny` runs the same code with
+tiny models on the CPU. benchmarks/gpu_check.md lists the wheels that a machine without a network needs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.command import bench_parser, save_figures
+from benchmarks.running import ROOT, reason_of
+from verl_ext.argument_types import Number, WholeNumber
+from verl_ext.command_line import FAILURES, CommandParser, clean_exit
+from verl_ext.errors import UserError
+from verl_ext.gpus import DEVICES, visible_gpus
+from verl_ext.tell import tell
+
+EXIT_CODES = {"0": "every check holds", "1": "a check or a part failed, or a part ran out of time", **FAILURES}
+MIN_PART_S = 15.0
+"""A part does not start with less time than this."""
+LORA = ("model.lora_rank=16", "model.enable_gradient_checkpointing=true")
+FUSED = "optim.override_optimizer_config={fused: true}"
+WITH_EXPORT = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+STAND_INS = {"ray": "class ObjectRef:\n    pass\n", "qwen_vl_utils": "fetch_image = fetch_video = None\n"}
+"""Modules that verl imports when it is imported, with the names that it reads. No part uses them."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every part is told, in `settings.json` of the scratch directory.
+
+    Attributes:
+        scratch: directory for models, data and runs.
+        num_gpus: ranks of the parts that use all GPUs.
+        tiny: whether models are tiny and run on the CPU.
+    """
+
+    scratch: str
+    num_gpus: int
+    tiny: bool
+
+    @classmethod
+    def load(cls, scratch: str) -> Settings:
+        """Read what the command wrote."""
+        return cls(**json.loads((Path(scratch) / "settings.json").read_text()))
+
+    def add_row(self, name: str, value: float, unit: str = "", limit: float | None = None, note: str = "") -> None:
+        """Record a figure of the running part; `limit` makes it a check, which holds up to that value."""
+        row = {"name": name, "value": value, "unit": unit, "limit": limit, "note": note}
+        with (Path(self.scratch) / "rows.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def skip(self, reason: str) -> None:
+        """Record why the running part, or something in it, did not run."""
+        self.add_row("skipped", 0.0, note=reason)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process of the check.
+
+    Attributes:
+        name: of the part.
+        words: the module under `benchmarks`, and what it is told.
+        limit_s: the longest that it may run.
+        on_all_gpus: whether it runs a rank on every GPU instead of one process.
+        needs: packages without which it is skipped.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    limit_s: float
+    on_all_gpus: bool = False
+    needs: tuple[str, ...] = ()
+
+
+def parts_of(tiny: bool) -> list[Part]:
+    """All parts, in the order in which they run."""
+    correctness = [
+        Part("losses", ("gpu_correctness", "losses", "qwen2", "qwen3"), 120),
+        Part("kill and resume", ("gpu_correctness", "resume"), 120),
+        Part("GPU to CPU and back", ("gpu_correctness", "devices"), 120),
+        Part("asynchronous save", ("gpu_correctness", "async_save"), 60),
+        Part("GRPO, hf", ("gpu_correctness", "grpo", "hf"), 90),
+        Part("GRPO, vLLM", ("gpu_correctness", "grpo", "vllm"), 180, needs=("vllm",)),
+        Part("controller", ("gpu_speed", "controller"), 60, needs=("torchvision",)),
+    ]
+    if tiny:
+        speed = [speed_part("tiny"), speed_part("tiny", "LoRA", *LORA), save_part("tiny", True)]
+        return correctness + speed
+    factors = [
+        speed_part("1.5b", "all logits", "model.fused_loss=false"),
+        speed_part("1.5b", "compile", "model.compile=true", limit_s=120),
+        speed_part("1.5b", "sdpa", "model.attn_implementation=sdpa"),
+        speed_part("1.5b", "fused AdamW", FUSED),
+        speed_part("1.5b", "AdamW by tensor", "optim.override_optimizer_config={foreach: false}"),
+        speed_part("1.5b", "Liger", "model.use_liger=true", needs=("liger_kernel",)),
+        speed_part("1.5b", "flash-attention", "model.attn_implementation=flash_attention_2", needs=("flash_attn",)),
+    ]
+    speed = [speed_part("1.5b"), *factors, save_part("1.5b", False), save_part("1.5b", True)]
+    speed += [speed_part("0.5b"), speed_part("3b"), speed_part("7b", "LoRA", *LORA), speed_part("7b", "", FUSED)]
+    return correctness + speed
+
+
+def speed_part(shape: str, what: str = "", *overrides: str, limit_s: float = 75, needs: tuple[str, ...] = ()) -> Part:
+    """Training steps of one shape, with what differs from the defaults."""
+    name = f"SFT {shape}, {what}" if what else f"SFT {shape}"
+    return Part(name, ("gpu_speed", "steps", shape, *overrides), limit_s, on_all_gpus=True, needs=needs)
+
+
+def save_part(shape: str, in_background: bool) -> Part:
+    """A save of one shape."""
+    name = f"save {shape}{', asynchronous' if in_background else ''}"
+    words = ("gpu_speed", "save", shape, WITH_EXPORT, f"trainer.checkpoint.async_save={str(in_background).lower()}")
+    return Part(name, words, 90, on_all_gpus=True)
+
+
+class Check:
+    """Runs parts and keeps their results.
+
+    Args:
+        settings: of the run.
+        deadline: on the clock of `time.monotonic`; a part is stopped then.
+    """
+
+    def __init__(self, settings: Settings, deadline: float) -> None:
+        self.settings, self.deadline = settings, deadline
+        self.results: list[dict[str, Any]] = []
+
+    @property
+    def failures(self) -> list[str]:
+        """What failed, one line each."""
+        failed = [f"{part['part']}: {part['problem']}" for part in self.results if part["problem"]]
+        rows = [(part["part"], row) for part in self.results for row in part["rows"] if is_wrong(row)]
+        return failed + [f"{part}: {row['name']} is {row['value']:.3g}, above {row['limit']:.3g}" for part, row in rows]
+
+    def run(self, part: Part) -> None:
+        """Run one part, print its rows and keep them."""
+        missing = [package for package in part.needs if importlib.util.find_spec(package) is None]
+        begun, left = time.monotonic(), self.deadline - time.monotonic()
+        rows_file = Path(self.settings.scratch) / "rows.jsonl"
+        rows_file.unlink(missing_ok=True)
+        problem = ""
+        if missing:
+            self.settings.skip(f"{missing[0]} is not installed")
+        elif left < MIN_PART_S:
+            problem = "there was no time left for it"
+        else:
+            problem = self._start(part, min(part.limit_s, left))
+        rows = [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.exists() else []
+        seconds = time.monotonic() - begun
+        self.results.append({"part": part.name, "seconds": round(seconds, 1), "problem": problem, "rows": rows})
+        tell(f"{part.name} ({seconds:.0f} s)")
+        for row in rows:
+            tell(f"  {line_of(row)}")
+        if problem:
+            tell(f"  FAILED: {problem}")
+
+    def _start(self, part: Part, limit_s: float) -> str:
+        """Run the part's process; returns what went wrong, empty if nothing did."""
+        launcher = [sys.executable]
+        if part.on_all_gpus and self.settings.num_gpus > 1:
+            ranks = str(self.settings.num_gpus)
+            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        command = [*launcher, "-m", "benchmarks.side", part.words[0], self.settings.scratch, *part.words[1:]]
+        log = Path(self.settings.scratch) / "part.log"
+        with log.open("w") as file:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+            try:
+                code = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                return f"ran out of time after {limit_s:.0f} s"
+            finally:
+                kill_tree(process)
+        return reason_of(subprocess.CompletedProcess(command, code, log.read_text(), "")) if code else ""
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its descendants, which may be in sessions of their own."""
+    if process.poll() is None:
+        descendants = psutil.Process(process.pid).children(recursive=True)
+        for each in descendants:
+            each.kill()
+        process.kill()
+    process.wait()
+
+
+def is_wrong(row: dict[str, Any]) -> bool:
+    """Whether a check does not hold; NaN is above every limit."""
+    return row["limit"] is not None and not row["value"] <= row["limit"]
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row for people."""
+    if row["name"] == "skipped":
+        return f"skipped: {row['note']}"
+    limit = "" if row["limit"] is None else f"   limit {row['limit']:.3g}   {'FAILED' if is_wrong(row) else 'ok'}"
+    note = f"   ({row['note']})" if row["note"] else ""
+    return f"{row['name']:<60}{row['value']:>12.5g} {row['unit']:<10}{limit}{note}"
+
+
+def set_up(scratch: Path) -> None:
+    """Environment variables of all parts, stand-ins for modules that are missing, and data for the small models.
+
+    Raises:
+        UserError: the data cannot be prepared.
+    """
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    stand_ins = scratch / "stand_ins"
+    stand_ins.mkdir()
+    for module, content in STAND_INS.items():
+        if importlib.util.find_spec(module) is None:
+            (stand_ins / f"{module}.py").write_text(content)
+    paths.append(str(stand_ins))
+    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "VERL_EXT_PYTHON": sys.executable}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"}
+    from verl_ext.data.prepare import prepare
+
+    prepare(["quickstart", "--output", str(scratch / "quickstart"), "--samples", "500"])
+
+
+def build_parser() -> CommandParser:
+    """The options."""
+    examples = "--output gpu.json", "--tiny", "--parts 'SFT 1.5b' 'kill and resume'"
+    parser = bench_parser("gpu_check", __doc__, *examples, exit_codes=EXIT_CODES)
+    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU, to see that the check itself runs")
+    parser.add_argument("--minutes", type=Number(), default=10.0, help="for all parts together")
+    parser.add_argument("--num-gpus", type=WholeNumber(), help="for the parts that use several (default: all visible)")
+    parser.add_argument("--parts", nargs="+", metavar="NAME", help="run only these (default: all; --list names them)")
+    parser.add_argument("--list", action="store_true", help="print the names of the parts")
+    return parser
+
+
+def chosen_parts(names: list[str] | None, tiny: bool) -> list[Part]:
+    """The parts of these names; all for None.
+
+    Raises:
+        UserError: there is no part of a name.
+    """
+    parts = parts_of(tiny)
+    known = [part.name for part in parts]
+    for name in names or ():
+        if name not in known:
+            raise UserError(f"there is no part '{name}'; take some of {', '.join(known)}")
+    return [part for part in parts if names is None or part.name in names]
+
+
+@clean_exit()
+def main() -> int:
+    """Run the parts, print their rows, and write them."""
+    arguments = build_parser().parse_args()
+    parts = chosen_parts(arguments.parts, arguments.tiny)
+    if arguments.list:
+        tell("\n".join(part.name for part in parts))
+        return 0
+    num_visible = len(visible_gpus())
+    if not arguments.tiny and not num_visible:
+        raise UserError("no GPU is visible; --tiny runs the check on the CPU")
+    if arguments.num_gpus is not None and not arguments.tiny and arguments.num_gpus > num_visible:
+        raise UserError(f"--num-gpus is {arguments.num_gpus}, but {num_visible} can be used here; lower it")
+    deadline = time.monotonic() + 60 * arguments.minutes
+    if arguments.tiny:
+        os.environ[DEVICES] = ""
+    num_gpus = arguments.num_gpus or (1 if arguments.tiny else num_visible)
+    with tempfile.TemporaryDirectory(prefix="gpu_check_", ignore_cleanup_errors=True) as scratch:
+        settings = Settings(scratch, num_gpus, arguments.tiny)
+        (Path(scratch) / "settings.json").write_text(json.dumps(asdict(settings)))
+        set_up(Path(scratch))
+        check = Check(settings, deadline)
+        for part in parts:
+            check.run(part)
+            figures = {"num_gpus": num_gpus, "tiny": arguments.tiny, "parts": check.results}
+            save_figures(figures, arguments.output)
+    if arguments.output is not None:
+        tell(f"wrote {arguments.output}")
+    for failure in check.failures:
+        tell(f"FAILED: {failure}")
+    num_checks = sum(row["limit"] is not None for part in check.results for row in part["rows"])
+    tell(f"{num_checks} checks in {len(parts)} parts, {len(check.failures)} failures")
+    return int(bool(check.failures))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

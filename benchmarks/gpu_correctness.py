@@ -1,0 +1,405 @@
+"""The parts of `benchmarks.gpu_check` that compare what the GPU computes with the CPU, with itself, and with float64.
+
+    python -m benchmarks.side gpu_correctness SCRATCH PART WORD ...
+
+SCRATCH is the directory of the check, with its `settings.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from omegaconf import DictConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.gpu_check import Settings
+from benchmarks.gpu_trainer import build_trainer, free_port, gathered, parameters_of, sft_config, sft_words
+from benchmarks.running import ROOT, run
+from verl_ext.checkpoint.compare import compare
+from verl_ext.checkpoint.shards import MODEL, OPTIMIZER
+from verl_ext.config.compose import compose_config
+from verl_ext.errors import UserError
+from verl_ext.gpus import DEVICES
+from verl_ext.grpo.advantages import group_advantages
+from verl_ext.grpo.experience import Experience
+from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
+from verl_ext.model_files import save_tokenizer
+from verl_ext.trainer.grpo import prompts_of
+from verl_ext.trainer.sft import SFTTrainer
+
+Gradients = Mapping[str, torch.Tensor]
+TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (5e-3, 5e-2)}
+"""Relative error of the loss and of all gradients together, by number type of the forward pass."""
+SAVED_STEP, LAST_STEP = 10, 20
+GROUP_SIZE, NUM_PROMPTS = 4, 4
+
+
+# Loss and gradients
+
+
+def losses(settings: Settings, *families: str) -> None:
+    """Loss and gradients of one step against float64, in each number type; packed against padded."""
+    for family in families:
+        losses_of(settings, family)
+
+
+def losses_of(settings: Settings, family: str) -> None:
+    """The rows of a model family."""
+    model = small_model(settings, family)
+    reference: tuple[float, Gradients] | None = None
+    for precision, (max_loss_error, max_error) in TOLERANCES.items():
+        found = {}
+        for way, overrides in ways_of_computing(precision).items():
+            words = [f"model.mixed_precision={precision}", *overrides]
+            trainer = build_trainer(sft_config(settings, model, *words))
+            batch = next(trainer.remaining_batches())
+            loss, _ = trainer.forward_backward(batch)
+            found[way] = gradients_of(trainer)
+            reference = reference or in_float64(model, [trainer.train_dataset[row] for row in batch.rows])
+            name, error = f"{family}, {precision}, {way}", abs(float(loss) - reference[0]) / reference[0]
+            settings.add_row(f"{name}: loss against float64", error, "relative", max_loss_error)
+            distance = relative_distance(found[way], reference[1])
+            settings.add_row(f"{name}: gradients against float64", distance, "relative", max_error)
+        distance = relative_distance(found["packed"], found["padded"])
+        settings.add_row(f"{family}, {precision}: gradients, packed against padded", distance, "relative", max_error)
+
+
+def ways_of_computing(precision: str) -> dict[str, list[str]]:
+    """Overrides by name: how samples share a forward pass, and what makes the loss."""
+    ways = {
+        "packed": ["model.attn_implementation=sdpa"],
+        "packed, all logits": ["model.attn_implementation=sdpa", "model.fused_loss=false"],
+        "padded": ["data.packing=false", "model.attn_implementation=sdpa"],
+    }
+    if not torch.cuda.is_available():
+        return ways
+    if transformers.utils.is_flash_attn_2_available() and precision == "bf16":
+        ways["packed, flash-attention"] = ["model.attn_implementation=flash_attention_2"]
+    if transformers.utils.is_liger_kernel_available():
+        ways["packed, Liger"] = ["model.attn_implementation=sdpa", "model.use_liger=true"]
+    return ways
+
+
+def gradients_of(trainer: SFTTrainer) -> dict[str, torch.Tensor]:
+    """Of the last backward pass, in float64 on the CPU."""
+    parameters = parameters_of(trainer.fsdp_model)
+    return {name: gathered(each.grad).double() for name, each in parameters.items() if each.grad is not None}
+
+
+def in_float64(model: Path, samples: list[dict[str, Any]]) -> tuple[float, Gradients]:
+    """Mean cross-entropy over the learnt tokens of all samples, and its gradients, sample by sample on the CPU."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
+    total = torch.zeros((), dtype=torch.float64)
+    num_tokens = sum(int(sample["loss_mask"][1:].sum()) for sample in samples)
+    for sample in samples:
+        logits = reference(input_ids=sample["input_ids"][None]).logits[0, :-1]
+        learnt = sample["loss_mask"][1:].bool()
+        log_probs = logits.log_softmax(-1)[learnt]
+        loss = -log_probs.gather(1, sample["input_ids"][1:][learnt][:, None]).sum() / num_tokens
+        loss.backward()
+        total += loss.detach()
+    return float(total), {name: each.grad for name, each in reference.named_parameters() if each.grad is not None}
+
+
+def relative_distance(one: Gradients, other: Gradients) -> float:
+    """Norm of the difference of all tensors, over the norm of the second ones; infinite if they are not the same."""
+    if set(one) != set(other):
+        return math.inf
+    difference = sum(float((one[name] - other[name]).square().sum()) for name in other)
+    return math.sqrt(difference / sum(float(tensor.square().sum()) for tensor in other.values()))
+
+
+def small_model(settings: Settings, family: str) -> Path:
+    """A random model with the quickstart's tokenizer, in float32."""
+    path = Path(settings.scratch) / family
+    if path.exists():
+        return path
+    tokenizer = AutoTokenizer.from_pretrained(Path(settings.scratch) / "quickstart/model")
+    hidden, layers = (64, 2) if settings.tiny else (512, 8)
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    kind = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}[family]
+    more = {"head_dim": hidden // 8} if family == "qwen3" else {}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(kind(**sizes, **more)).save_pretrained(path)
+    save_tokenizer(tokenizer, path)
+    return path
+
+
+# Runs of the command
+
+
+def resume(settings: Settings) -> None:
+    """20 steps without a stop, against 10 steps, SIGKILL and a second start: bit for bit."""
+    words = [f"trainer.total_training_steps={LAST_STEP}", f"trainer.save_freq={SAVED_STEP}"]
+    words += ["trainer.deterministic=true", "trainer.max_ckpt_to_keep=2"]
+    straight, killed = (Path(settings.scratch) / name for name in ("straight", "killed"))
+    train(settings, straight, *words)
+    killed_at = train_and_kill(settings, killed, *words)
+    settings.add_row("step at which the run was killed", killed_at, limit=LAST_STEP - 1)
+    train(settings, killed, *words)
+    expected, found = rows_by_step(straight), rows_by_step(killed)
+    different = [
+        step
+        for step in range(1, LAST_STEP + 1)
+        if any(expected[step][name] != found[step][name] for name in ("train/loss", "train/grad_norm"))
+    ]
+    settings.add_row("steps whose loss or gradient norm differs", len(different), limit=0)
+    last = f"global_step_{LAST_STEP}"
+    pairs = compare(straight / last, killed / last, (MODEL, OPTIMIZER), lambda _: None)
+    names = [each.name for each in pairs if not each.is_equal]
+    settings.add_row("tensors of the last checkpoint that differ", len(names), limit=0, note=", ".join(names[:3]))
+    for each in (straight, killed):
+        shutil.rmtree(each)
+
+
+def devices(settings: Settings) -> None:
+    """A checkpoint of the GPU continued on the CPU, and that one's on the GPU, in float32, against the GPU alone."""
+    first = small_trainer(settings, "first_gpu")
+    expected = trained(first, 4)
+    first.save_checkpoint(4)
+    expected |= trained(first, 12)
+    on_cpu("devices_on_cpu", settings.scratch)
+    second = small_trainer(settings, "second_gpu", *resumed_from(settings, "cpu", 8))
+    found = json.loads((Path(settings.scratch) / "cpu.json").read_text())
+    found = {int(step): loss for step, loss in found.items()} | trained(second, 12)
+    for where, steps in (("on the CPU", range(5, 9)), ("back on the GPU", range(9, 13))):
+        error = max(abs(found[step] / expected[step] - 1) for step in steps)
+        settings.add_row(f"losses {where}, steps {steps[0]} to {steps[-1]}", error, "relative", 1e-3)
+
+
+def devices_on_cpu(settings: Settings) -> None:
+    """The CPU's side of `devices`."""
+    trainer = small_trainer(settings, "cpu", *resumed_from(settings, "first_gpu", 4))
+    (Path(settings.scratch) / "cpu.json").write_text(json.dumps(trained(trainer, 8)))
+    trainer.save_checkpoint(8)
+
+
+def small_trainer(settings: Settings, name: str, *overrides: str) -> SFTTrainer:
+    """Of the small Qwen2 in float32, with a run directory of that name."""
+    words = ["model.mixed_precision=fp32", f"trainer.default_local_dir={Path(settings.scratch) / name}", *overrides]
+    trainer: SFTTrainer = build_trainer(sft_config(settings, small_model(settings, "qwen2"), *words))
+    return trainer
+
+
+def resumed_from(settings: Settings, name: str, step: int) -> list[str]:
+    """Overrides that name a checkpoint of another run."""
+    checkpoint = Path(settings.scratch) / name / f"global_step_{step}"
+    return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
+
+
+def trained(trainer: SFTTrainer, last_step: int) -> dict[int, float]:
+    """The loss of each step from the trainer's present one to the last."""
+    losses_by_step = {}
+    for batch in trainer.remaining_batches():
+        losses_by_step[trainer.global_step] = trainer.training_step(batch)["train/loss"]
+        trainer.train_sampler.advance()
+        if trainer.global_step == last_step:
+            break
+    return losses_by_step
+
+
+def command_of(settings: Settings, run_dir: Path, words: tuple[str, ...]) -> list[str]:
+    """`run_sft.sh` on the small Qwen2."""
+    words_of_run = sft_words(settings, small_model(settings, "qwen2"), run_dir, *words)
+    return ["bash", "run_sft.sh", str(settings.num_gpus), *words_of_run]
+
+
+def train(settings: Settings, run_dir: Path, *words: str) -> None:
+    """Run the command to its end.
+
+    Raises:
+        UserError: it failed.
+    """
+    run(command_of(settings, run_dir, words))
+
+
+def train_and_kill(settings: Settings, run_dir: Path, *words: str) -> int:
+    """Run the command and send SIGKILL to it as soon as its first checkpoint is complete; returns its last step.
+
+    Raises:
+        UserError: it ended before that.
+    """
+    process = subprocess.Popen(
+        command_of(settings, run_dir, words), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    latest = run_dir / "latest_checkpointed_iteration.txt"
+    while not latest.exists():
+        if process.poll() is not None:
+            raise UserError(f"the run ended with {process.returncode} before it could be killed")
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)  # the kernel kills the ranks with their launcher
+    process.wait()
+    return max(rows_by_step(run_dir))
+
+
+def rows_by_step(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """The metrics of each training step; of a step that ran twice, the second."""
+    return {row["step"]: row for row in read_metrics(run_dir / METRICS_FILE) if "train/loss" in row}
+
+
+def async_save(settings: Settings) -> None:
+    """A save in the background while the weights change, against the weights at the time of the save."""
+    trainer = small_trainer(settings, "async", "trainer.checkpoint.async_save=true")
+    batches = trainer.remaining_batches()
+    for _ in range(3):
+        trainer.training_step(next(batches))
+    expected = state_of(trainer)
+    path = Path(settings.scratch) / "async/global_step_3"
+    trainer.checkpoint_manager.save_checkpoint(str(path), global_step=3)
+    num_beside = 0
+    while trainer.checkpoint_manager.is_writing or num_beside < 3:
+        trainer.training_step(next(batches))
+        num_beside += 1
+    trainer.checkpoint_manager.wait()
+    trainer.checkpoint_manager.load_checkpoint(str(path))
+    found = state_of(trainer)
+    names = [name for name in expected if not torch.equal(expected[name], found[name])]
+    settings.add_row("steps while the save was being written", num_beside)
+    settings.add_row("tensors that are not those of the save's step", len(names), limit=0, note=", ".join(names[:3]))
+
+
+def state_of(trainer: SFTTrainer) -> dict[str, torch.Tensor]:
+    """Copies of weights and optimizer state on the CPU."""
+    named = parameters_of(trainer.fsdp_model)
+    state = {
+        f"{name} {entry}": tensor
+        for name, parameter in named.items()
+        for entry, tensor in trainer.optimizer.state[parameter].items()
+    }
+    return {name: gathered(tensor).clone() for name, tensor in (named | state).items()}
+
+
+# GRPO
+
+
+def grpo(settings: Settings, engine: str) -> None:
+    """Completions and one update on the GPU, and the same update on the CPU; vLLM sleeps, wakes and generates again."""
+    scratch = Path(settings.scratch)
+    trainer = build_trainer(grpo_config(settings, engine))
+    experience = generated(trainer, 0)
+    update = updated(trainer, experience)
+    update["moved"] = largest_gap(trainer, experience)
+    update["gap after the update"] = largest_gap(trainer, generated(trainer, 1))
+    (scratch / f"{engine}.pickle").write_bytes(pickle.dumps((experience, update)))
+    trainer.environment.close()
+    trainer.policy.close()
+    on_cpu("grpo_on_cpu", settings.scratch, engine)
+
+
+def grpo_on_cpu(settings: Settings, engine: str) -> None:
+    """The CPU's side of `grpo`, which adds the rows."""
+    experience, expected = pickle.loads((Path(settings.scratch) / f"{engine}.pickle").read_bytes())
+    trainer = build_trainer(grpo_config(settings, "hf"))
+    gap = largest_gap(trainer, experience)
+    found = updated(trainer, experience)
+    settings.add_row("log-probabilities of the engine, against the CPU's", gap, "nat", 1e-3)
+    stale = expected["gap after the update"] / expected["moved"]
+    note = f"the update moves them by {expected['moved']:.3g} nat"
+    settings.add_row("the same after the update, against the GPU's", stale, "of the move", 0.05, note)
+    for name in ("loss", "grad_norm"):
+        error = abs(expected[name] - found[name]) / max(abs(found[name]), 1e-3)
+        settings.add_row(f"{name} of the update, against the CPU's", error, "relative", 1e-3)
+    distance = relative_distance(expected["change"], found["change"])
+    settings.add_row("change of the weights, against the CPU's", distance, "relative", 1e-2)
+    trainer.environment.close()
+    trainer.policy.close()
+
+
+def grpo_config(settings: Settings, engine: str) -> DictConfig:
+    """The quickstart's GRPO recipe in float32, with SGD, whose update is the gradient."""
+    data = Path(settings.scratch) / "quickstart"
+    overrides = {
+        "prepare": "[]",
+        "data.train_files": data / "prompts.parquet",
+        "data.val_files": "null",
+        "data.eval_every_steps": 0,
+        "data.train_batch_size": NUM_PROMPTS,
+        "data.max_response_length": 32,
+        "actor.ppo_mini_batch_size": "null",
+        "model.sft_run": "null",
+        "model.partial_pretrain": data / "model",
+        "model.mixed_precision": "fp32",
+        "rollout.engine": engine,
+        "rollout.n": GROUP_SIZE,
+        "rollout.dtype": "float32",
+        "rollout.gpu_memory_utilization": 0.3,
+        "reward.functions": "[length_penalty]",
+        "optim.optimizer": "SGD",
+        "optim.lr": 1.0,
+        "optim.weight_decay": 0.0,
+        "optim.clip_grad": 1e6,
+        "trainer.default_local_dir": Path(settings.scratch) / f"grpo_{engine}",
+        "trainer.logger": "[]",
+    }
+    return compose_config("grpo", ["recipe=quickstart", *(f"{key}={value}" for key, value in overrides.items())])
+
+
+def generated(trainer: Any, version: int) -> Experience:
+    """Completions by the model as it is, and advantages by their numbers, as a random model has no good answers."""
+    prompts = prompts_of([trainer.train_dataset[row] for row in range(NUM_PROMPTS)])
+    trainer.global_step = version + 1
+    with trainer.policy.drawing(version):
+        samples, rewards = trainer.collector.rewarded(prompts, version + 1, GROUP_SIZE)
+    values = [float(sample.number) for sample in samples]
+    groups = [place // GROUP_SIZE for place in range(len(samples))]
+    return Experience(samples, rewards, group_advantages(values, groups, divide_by_std=True))
+
+
+def updated(trainer: Any, experience: Experience) -> dict[str, Any]:
+    """Loss, gradient norm and change of the weights of one update."""
+    parameters = parameters_of(trainer.fsdp_model)
+    before = {name: gathered(each).clone() for name, each in parameters.items()}
+    trainer.fsdp_model.train()
+    update = asdict(trainer.updater.update(experience))
+    change = {name: (gathered(each) - before[name]).double() for name, each in parameters.items()}
+    return {"loss": update["loss"], "grad_norm": update["grad_norm"], "change": change}
+
+
+@torch.no_grad()
+def largest_gap(trainer: Any, experience: Experience) -> float:
+    """nat; between the log-probabilities that came with the completions and the model's own."""
+    micro_batch = trainer.policy.collate(experience.samples)
+    values = trainer.policy.log_probs(micro_batch).values.cpu()
+    return float((values - micro_batch["rollout_log_probs"])[micro_batch["mask"].bool()].abs().max())
+
+
+def on_cpu(part: str, scratch: str, *words: str) -> None:
+    """Run a part's other side in a process of its own, which sees no GPU.
+
+    Raises:
+        UserError: it failed.
+    """
+    command = [sys.executable, "-m", "benchmarks.side", "gpu_correctness", scratch, part, *words]
+    run(command, **{DEVICES: "", "MASTER_PORT": str(free_port())})
+
+
+PARTS = {each.__name__: each for each in (losses, resume, devices, devices_on_cpu, async_save, grpo, grpo_on_cpu)}
+
+
+def main(words: list[str]) -> None:
+    """Run a part: the scratch directory, its name, and its arguments."""
+    PARTS[words[1]](Settings.load(words[0]), *words[2:])

@@ -1,0 +1,90 @@
+"""The product's trainers, built in the process of a part of `benchmarks.gpu_check`."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from verl.utils.device import get_device_name
+
+from benchmarks.gpu_check import Settings
+from verl_ext.config.compose import compose_config
+from verl_ext.trainer.distributed import build_meshes, init_process_group, settle_device
+from verl_ext.trainer.stages import load_stage
+from verl_ext.trainer.tokenizer import load_tokenizer
+
+
+def build_trainer(config: DictConfig) -> Any:
+    """The trainer of the configuration's stage, on the ranks of torchrun or else on this process alone."""
+    OmegaConf.set_struct(config, True)
+    device_name = settle_device(config)
+    join_ranks()
+    stage = load_stage(config.stage)
+    torch.manual_seed(config.trainer.seed)
+    tokenizer = load_tokenizer(config)
+    datasets = stage.load_datasets(config, tokenizer, progress=False)
+    return stage.trainer(config, *build_meshes(device_name, 1), tokenizer, *datasets)
+
+
+def join_ranks() -> None:
+    """Join the ranks of torchrun, or else be the only one; once in a process."""
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    init_process_group(get_device_name())
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The sharded parameters by name; after a forward pass without a backward pass the root has gathered ones."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return dict(model.named_parameters())
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor as a whole, detached, on the CPU; collective."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().cpu()
+
+
+def sft_config(settings: Settings, model: Path, *overrides: str) -> DictConfig:
+    """The quickstart's recipe with another model, nothing saved and nothing logged."""
+    return compose_config("sft", sft_words(settings, model, Path(settings.scratch) / "run", *overrides))
+
+
+def sft_words(settings: Settings, model: Path, run_dir: Path, *overrides: str) -> list[str]:
+    """The words of `run_sft.sh` behind the number of ranks; of a key that is given again, the last value counts."""
+    data = Path(settings.scratch) / "quickstart"
+    values = {
+        "recipe": "quickstart",
+        "prepare": "[]",
+        "data.train_files": data / "train.parquet",
+        "data.val_files": "null",
+        "data.token_cache": Path(settings.scratch) / "tokens",
+        "data.train_batch_size": 16,
+        "model.partial_pretrain": model,
+        "model.mixed_precision": "auto",
+        "trainer.default_local_dir": run_dir,
+        "trainer.total_epochs": 1000,
+        "trainer.checkpoint.save_contents": "[model,optimizer,extra]",
+        "trainer.logger": "[]",
+    }
+    values |= {key: value for key, _, value in (word.partition("=") for word in overrides)}
+    return [f"{key}={value}" for key, value in values.items()]

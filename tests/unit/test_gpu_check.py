@@ -1,0 +1,114 @@
+"""The GPU check: what a part's rows mean, and that a part which fails costs only itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from benchmarks import gpu_check, gpu_correctness, gpu_speed
+from benchmarks.gpu_check import Check, Part, Settings, chosen_parts, is_wrong, kill_tree, parts_of
+from benchmarks.gpu_correctness import relative_distance
+from tests.helpers import ROOT
+from verl_ext.errors import UserError
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Check:
+    settings = Settings(str(tmp_path), 1, tiny=True)
+    (tmp_path / "settings.json").write_text(json.dumps(asdict(settings)))
+    return Check(settings, time.monotonic() + 600)
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+def test_every_part_has_a_name_of_its_own_and_something_to_run(tiny: bool) -> None:
+    parts = parts_of(tiny)
+    assert len({part.name for part in parts}) == len(parts)
+    functions = {"gpu_correctness": gpu_correctness.PARTS, "gpu_speed": gpu_speed.PARTS}
+    for part in parts:
+        module, function, *words = part.words
+        assert function in functions[module]
+        assert function not in ("steps", "save") or words[0] in gpu_speed.SHAPES
+
+
+def test_a_check_holds_up_to_its_limit() -> None:
+    rows = [{"value": value, "limit": limit} for value, limit in ((1.0, 1.0), (1.1, 1.0), (math.nan, 1.0), (9.0, None))]
+    assert [is_wrong(row) for row in rows] == [False, True, True, False]
+
+
+def test_a_part_that_fails_costs_only_itself(check: Check) -> None:
+    check.run(Part("fails", ("no_such_side",), 60))
+    check.run(Part("is skipped", ("gpu_correctness", "losses"), 60, needs=("no_such_package",)))
+    failed, skipped = check.results
+    assert "no_such_side" in failed["problem"]
+    assert skipped["problem"] == "" and skipped["rows"][0]["note"] == "no_such_package is not installed"
+    assert len(check.failures) == 1 and check.failures[0].startswith("fails: ")
+
+
+def test_a_part_that_takes_too_long_is_stopped(check: Check) -> None:
+    check.run(Part("slow", ("gpu_correctness", "losses", "qwen2"), 0.5))
+    assert check.results[0]["problem"] == "ran out of time after 0 s"
+    check.deadline = time.monotonic()
+    check.run(Part("late", ("gpu_correctness", "losses", "qwen2"), 60))
+    assert check.results[1]["problem"] == "there was no time left for it" and len(check.failures) == 2
+
+
+def test_a_row_above_its_limit_is_a_failure(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(part: Part, limit_s: float) -> str:
+        check.settings.add_row("error", 2e-3, limit=1e-3)
+        check.settings.add_row("seconds", 5.0)
+        return ""
+
+    monkeypatch.setattr(check, "_start", start)
+    check.run(Part("wrong", ("gpu_correctness", "losses", "qwen2"), 60))
+    assert check.failures == ["wrong: error is 0.002, above 0.001"]
+
+
+def test_processes_of_a_stopped_part_end_with_it() -> None:
+    code = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True); sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    while not (children := psutil.Process(process.pid).children(recursive=True)):
+        time.sleep(0.01)
+    kill_tree(process)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+def test_an_unknown_part_is_refused() -> None:
+    with pytest.raises(UserError, match="there is no part 'SFT'"):
+        chosen_parts(["SFT"], tiny=True)
+    assert [part.name for part in chosen_parts(["controller"], tiny=False)] == ["controller"]
+
+
+def test_without_a_gpu_the_command_says_how_to_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_check"])
+    monkeypatch.setattr(gpu_check, "visible_gpus", list)
+    with pytest.raises(SystemExit, match="2"):
+        gpu_check.main()
+    assert capsys.readouterr().err == "error: no GPU is visible; --tiny runs the check on the CPU\n"
+
+
+def test_gradients_are_apart_by_the_norm_of_their_difference() -> None:
+    expected = {"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(2)}
+    assert relative_distance(expected, expected) == 0.0
+    assert relative_distance(expected | {"b": torch.tensor([0.0, 0.5])}, expected) == pytest.approx(0.1)
+    assert relative_distance({"a": expected["a"]}, expected) == math.inf
+
+
+def test_the_wheels_have_the_releases_of_the_product() -> None:
+    pinned, carried = (
+        dict(re.findall(r"^([\w.-]+)===?([\w.]+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE))
+        for name in ("cpu.txt", "gpu_check.txt")
+    )
+    assert carried == {name: pinned[name] for name in carried}
