@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.command import bench_parser, write_figures
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import FAILURES, clean_exit
-from verl_ext.tell import tell
+from verl_ext.console import print_line
 
 EXIT_CODES = {"0": "each turn of a knob makes it quicker", "1": "one does not", **FAILURES}
 
@@ -57,11 +57,11 @@ def main() -> int:
     settings = arguments.tier_sizes, arguments.topk_choices, arguments.new_tokens, arguments.rounds
     figures = figures_of(arguments.model, *settings)
     rows, deciding = figures["rows"], figures["deciding_ms"]
-    tell(table_of(rows))
-    tell(f"deciding {deciding:.2f} ms, {100 * deciding / rows[0]['total_ms']:.2f} % of the model as released")
+    print_line(table_of(rows))
+    print_line(f"deciding {deciding:.2f} ms, {100 * deciding / rows[0]['total_ms']:.2f} % of the model as released")
     write_figures(figures, arguments.output)
     if wrong := not_falling(rows):
-        tell(f"latency does not fall at: {', '.join(wrong)}")
+        print_line(f"latency does not fall at: {', '.join(wrong)}")
     return int(bool(wrong))
 
 

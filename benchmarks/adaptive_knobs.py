@@ -15,6 +15,7 @@ from PIL import Image
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from benchmarks.flops import flop_counter
+from verl_ext.console import progress_bar
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.calibration import deciding_ms
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
@@ -24,7 +25,6 @@ from verl_ext.controller.loading import default_device, load_adapter
 from verl_ext.data.prepare.vqa.cards import SIDE
 from verl_ext.data.prepare.vqa.model import build_processor
 from verl_ext.data.questions import ImageQuestion
-from verl_ext.progress import progress_bar
 
 QUESTION = "Sum of the digits?"
 HIDDEN = 256

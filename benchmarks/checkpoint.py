@@ -17,8 +17,8 @@ from pathlib import Path
 from benchmarks.command import bench_parser, write_figures
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import clean_exit
+from verl_ext.console import print_line
 from verl_ext.errors import UserError
-from verl_ext.tell import tell
 
 
 @clean_exit()
@@ -49,7 +49,7 @@ def main() -> None:
     init_process_group("cuda" if torch.cuda.is_available() else "cpu")
     figures = measure(arguments.directory, arguments.tokenizer, arguments.repeats, arguments.quick)
     if dist.get_rank() == 0:
-        tell(json.dumps(figures, indent=1))
+        print_line(json.dumps(figures, indent=1))
         write_figures(figures, arguments.output)
         shutil.rmtree(arguments.directory)
     dist.destroy_process_group()

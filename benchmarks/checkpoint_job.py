@@ -21,7 +21,7 @@ from verl.utils.fsdp_utils import apply_fsdp2
 from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.retention import Retention
-from verl_ext.progress import progress_bar
+from verl_ext.console import progress_bar
 from verl_ext.trainer.resume import verify_together
 
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.about import about
 from verl_ext.argument_types import output_file
 from verl_ext.command_line import CommandParser
-from verl_ext.tell import tell
+from verl_ext.console import print_line
 
 
 def bench_parser(
@@ -35,7 +35,7 @@ def write_figures(figures: dict[str, Any], path: Path | None) -> None:
     """Write the figures where the command line says, and tell it."""
     save_figures(figures, path)
     if path is not None:
-        tell(f"wrote {path}")
+        print_line(f"wrote {path}")
 
 
 def save_figures(figures: dict[str, Any], path: Path | None) -> None:

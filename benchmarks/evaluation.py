@@ -32,8 +32,7 @@ from benchmarks.running import ROOT
 from eval_pipeline.recipe.load import load_recipe
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import clean_exit
-from verl_ext.progress import progress_bar
-from verl_ext.tell import tell
+from verl_ext.console import print_line, progress_bar
 
 MODEL = ROOT / "data" / "quickstart" / "model"
 Found = dict[str, list[Turn]]
@@ -122,12 +121,12 @@ def main() -> int:
         found = measure_turns(turns, arguments.repeats)
         about = {"answers": turns.about(), "num_problems": turns.num_problems}
     summary = summary_of(found, turns.num_problems, len(os.sched_getaffinity(0)))
-    tell(table_of(summary))
+    print_line(table_of(summary))
     if arguments.commands:
         turns_of_it = progress_bar(range(arguments.commands + 1), desc="the command", unit="runs")
         commands = [command_parts(arguments.model.resolve(), overrides) for _ in turns_of_it][1:]
         summary["command"] = medians_of(commands)
-        tell("command: " + ", ".join(f"{name} {value:.2f}" for name, value in summary["command"].items()))
+        print_line("command: " + ", ".join(f"{name} {value:.2f}" for name, value in summary["command"].items()))
     job = {"model": arguments.model.name, "overrides": overrides, **about, "repeats": arguments.repeats}
     write_figures({**job, **summary, "turns": found}, arguments.output)
     return 0

@@ -25,9 +25,9 @@ from benchmarks.command import bench_parser, save_figures
 from benchmarks.running import ROOT, reason_of
 from verl_ext.argument_types import Number, WholeNumber
 from verl_ext.command_line import FAILURES, CommandParser, clean_exit
+from verl_ext.console import print_line
 from verl_ext.errors import UserError
 from verl_ext.gpus import DEVICES, visible_gpus
-from verl_ext.tell import tell
 
 EXIT_CODES = {"0": "every check holds", "1": "a check or a part failed, or a part ran out of time", **FAILURES}
 MIN_PART_S = 15.0
@@ -164,11 +164,11 @@ class Check:
         rows = [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.exists() else []
         seconds = time.monotonic() - begun
         self.results.append({"part": part.name, "seconds": round(seconds, 1), "problem": problem, "rows": rows})
-        tell(f"{part.name} ({seconds:.0f} s)")
+        print_line(f"{part.name} ({seconds:.0f} s)")
         for row in rows:
-            tell(f"  {line_of(row)}")
+            print_line(f"  {line_of(row)}")
         if problem:
-            tell(f"  FAILED: {problem}")
+            print_line(f"  FAILED: {problem}")
 
     def _start(self, part: Part, limit_s: float) -> str:
         """Run the part's process; returns what went wrong, empty if nothing did."""
@@ -265,7 +265,7 @@ def main() -> int:
     arguments = build_parser().parse_args()
     parts = chosen_parts(arguments.parts, arguments.tiny)
     if arguments.list:
-        tell("\n".join(part.name for part in parts))
+        print_line("\n".join(part.name for part in parts))
         return 0
     num_visible = len(visible_gpus())
     if not arguments.tiny and not num_visible:
@@ -286,11 +286,11 @@ def main() -> int:
             figures = {"num_gpus": num_gpus, "tiny": arguments.tiny, "parts": check.results}
             save_figures(figures, arguments.output)
     if arguments.output is not None:
-        tell(f"wrote {arguments.output}")
+        print_line(f"wrote {arguments.output}")
     for failure in check.failures:
-        tell(f"FAILED: {failure}")
+        print_line(f"FAILED: {failure}")
     num_checks = sum(row["limit"] is not None for part in check.results for row in part["rows"])
-    tell(f"{num_checks} checks in {len(parts)} parts, {len(check.failures)} failures")
+    print_line(f"{num_checks} checks in {len(parts)} parts, {len(check.failures)} failures")
     return int(bool(check.failures))
 
 

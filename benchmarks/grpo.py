@@ -24,9 +24,8 @@ from benchmarks.command import bench_parser, write_figures
 from benchmarks.grpo_runs import GROUP_SIZE, MAX_TOKENS, MODEL, PROMPTS, Step, our_steps, peer_steps, write_prompts
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import clean_exit
+from verl_ext.console import print_line, progress_bar
 from verl_ext.errors import UserError
-from verl_ext.progress import progress_bar
-from verl_ext.tell import tell
 
 PARTS = ("step_s", "generation_s", "model_s", "sync_s", "reward_s")
 
@@ -109,7 +108,7 @@ def main() -> None:
     if not MODEL.is_dir():
         raise UserError(f"{MODEL} is missing; run `python -m verl_ext.data.prepare smollm2 --output {MODEL}`")
     figures = measure(arguments)
-    tell(table_of(figures))
+    print_line(table_of(figures))
     write_figures(figures, arguments.output)
 
 

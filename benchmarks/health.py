@@ -13,13 +13,13 @@ from pathlib import Path
 from benchmarks.command import bench_parser, write_figures
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import clean_exit
+from verl_ext.console import print_line
 from verl_ext.health.history import History
 from verl_ext.health.replay import rows_in_force
 from verl_ext.health.rules import WATCHED
 from verl_ext.health.run_files import RunFiles
 from verl_ext.health.watch import HealthWatch
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
-from verl_ext.tell import tell
 
 ROUNDS = 5
 """Replays of each run, of which the quickest counts: it is the one that nothing else disturbed."""
@@ -64,7 +64,7 @@ def main() -> int:
     arguments = parser.parse_args()
     found = [measure(run_dir, arguments.every) for run_dir in arguments.run_dirs]
     for each in found:
-        tell(
+        print_line(
             f"{each['stage']:8} {each['steps']} steps of {each['step_ms']:.0f} ms, rules "
             f"{each['health_us_per_step']:.0f} us: {each['share']:.3%}"
         )

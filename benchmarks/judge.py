@@ -38,8 +38,7 @@ from benchmarks.processor_time import ProcessorTime
 from eval_pipeline.judge.levels import LEVELS
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import FAILURES, clean_exit
-from verl_ext.progress import progress_bar
-from verl_ext.tell import tell
+from verl_ext.console import print_line, progress_bar
 
 JUDGES = ("ours", *PEERS)
 SETS = ("canonical", "mixed", "loops")
@@ -158,10 +157,10 @@ def main() -> None:
     parser.add_argument("--isolation", default="auto", choices=("auto", *LEVELS), help="of our judge")
     arguments = parser.parse_args()
     figures = measure(arguments)
-    tell(table_of(figures))
+    print_line(table_of(figures))
     write_figures(figures, arguments.output)
     for answer in figures["disagreements"]:
-        tell(f"disagreement: {json.dumps(answer)}", sys.stderr)
+        print_line(f"disagreement: {json.dumps(answer)}", sys.stderr)
     if figures["disagreements"]:
         sys.exit(1)
 

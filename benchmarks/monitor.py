@@ -18,11 +18,11 @@ import orjson
 from benchmarks.command import bench_parser, write_figures
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import clean_exit
+from verl_ext.console import print_line
 from verl_ext.monitor.charts import OTHER, charts_for
 from verl_ext.monitor.store.database import open_database
 from verl_ext.monitor.store.ingest import Ingest
 from verl_ext.monitor.view import RunView
-from verl_ext.tell import tell
 
 ROW = {
     **{"train/loss": 6.260452793394665, "train/lr(1e-3)": 0.05405405405405406, "train/grad_norm": 6.25535249710083},
@@ -55,7 +55,7 @@ def measure(directory: Path, rows: int) -> dict[str, float]:
     """Seconds of each part."""
     root = directory / "checkpoints"
     write_run(root / "p/e", rows)
-    tell(f"taking in {rows} rows, about {rows / 50_000:.0f} s", sys.stderr)
+    print_line(f"taking in {rows} rows, about {rows / 50_000:.0f} s", sys.stderr)
     begun = time.perf_counter()
     with open(root / "p/e/metrics.jsonl", "rb") as file:
         for line in file:
@@ -91,7 +91,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         found = measure(Path(directory), arguments.rows)
-    tell("  ".join(f"{name} {value:.2f}" for name, value in found.items()))
+    print_line("  ".join(f"{name} {value:.2f}" for name, value in found.items()))
     write_figures({"rows": arguments.rows, **found}, arguments.output)
     return 0
 

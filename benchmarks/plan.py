@@ -19,8 +19,7 @@ from typing import Any
 from benchmarks.command import bench_parser, write_figures
 from benchmarks.plan_settings import SETTINGS, TARGET
 from verl_ext.command_line import clean_exit
-from verl_ext.progress import progress_bar
-from verl_ext.tell import tell
+from verl_ext.console import print_line, progress_bar
 
 NAMES = f"default: all, which are {'; '.join(SETTINGS)}"
 
@@ -53,7 +52,7 @@ def main() -> None:
             found[setting] = compare(bench, SETTINGS[setting])
             if arguments.output is not None:
                 record(found, arguments.output)
-    tell(table_of(found))
+    print_line(table_of(found))
 
 
 def record(found: dict[str, dict[str, Any]], path: Path) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.running import ROOT, reason_of
 from verl_ext.command_line import CommandParser, clean_exit
+from verl_ext.console import print_line
 from verl_ext.data.prepare import prepare
-from verl_ext.tell import tell
 
 TOLERANCE = 0.15
 TIMEOUT_S = 150
@@ -137,11 +137,11 @@ def main() -> None:
             try:
                 now = guard.ratio(measured(guard, scratch))
             except RuntimeError as error:
-                tell(f"{each:<12}not measured: {error}")
+                print_line(f"{each:<12}not measured: {error}")
                 continue
             then = guard.ratio(json.loads((ROOT / "benchmarks/results" / guard.results).read_text()))
             told = f"{now:8.2f}, committed {then:.2f}: {verdict(now, then, guard.more_is_better)}"
-            tell(f"{each:<12}{guard.what:<62}{told} ({time.monotonic() - begun:.0f} s)")
+            print_line(f"{each:<12}{guard.what:<62}{told} ({time.monotonic() - begun:.0f} s)")
 
 
 if __name__ == "__main__":

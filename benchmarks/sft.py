@@ -23,9 +23,8 @@ from benchmarks.running import ROOT, run
 from benchmarks.sft_job import Job
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import clean_exit
+from verl_ext.console import print_line, progress_bar
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
-from verl_ext.progress import progress_bar
-from verl_ext.tell import tell
 
 RANKS, BATCH_SIZE, STOCK_BATCH_SIZE, MAX_LENGTH, ROW = 2, 64, 8, 1024, 2048
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -147,7 +146,7 @@ def main() -> None:
     for name, rate in found["tokens_per_s"].items():
         runs = found["runs"][name]
         spread = f"{min(runs):.0f} to {max(runs):.0f}"
-        tell(f"{name:<32}{rate:8.0f} tokens/s  ({spread}){found['ours_over'][name]:10.2f}")
+        print_line(f"{name:<32}{rate:8.0f} tokens/s  ({spread}){found['ours_over'][name]:10.2f}")
     versions = {name: version(name) for name in ("verl", "trl")}
     write_figures({**job, **found, "versions": versions}, arguments.output)
 

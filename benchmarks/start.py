@@ -20,9 +20,8 @@ from benchmarks.command import bench_parser, write_figures
 from benchmarks.running import run
 from verl_ext.argument_types import Number, WholeNumber
 from verl_ext.command_line import FAILURES, clean_exit
+from verl_ext.console import print_line, progress_bar
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
-from verl_ext.progress import progress_bar
-from verl_ext.tell import tell
 
 PREFIX = "time/start/"
 Parts = dict[str, float]
@@ -82,7 +81,7 @@ def main() -> int:
     turns = progress_bar(range(arguments.repeats + 1), desc="starting", unit="starts")
     starts = [start_once(arguments.ranks, arguments.overrides) for _ in turns][1:]
     parts = summary_of(starts)
-    tell(table_of(parts))
+    print_line(table_of(parts))
     job = {"ranks": arguments.ranks, "overrides": arguments.overrides, "limit_s": arguments.limit}
     write_figures({**job, "parts": parts, "starts": starts}, arguments.output)
     return int(parts["total_s"]["median"] > arguments.limit)

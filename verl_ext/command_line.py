@@ -16,9 +16,9 @@ from types import FrameType
 from typing import Any, NoReturn, TypeAlias
 
 from verl_ext.argument_types import Number, WholeNumber
+from verl_ext.console import print_line
 from verl_ext.errors import SAME_REQUEST_S, STOP_SIGNALS, STOPPED_EXIT_CODE, UserError, exit_on_user_error
 from verl_ext.suggestions import RANKS, meant_command, meant_key, meant_option
-from verl_ext.tell import tell
 
 FAILURES = {"2": "bad input; the message says how to fix it", "75": "stopped by a signal, such as Ctrl-C"}
 EXIT_CODES = {"0": "done", **FAILURES}
@@ -91,7 +91,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print as argparse does, which ignores write errors; `exit_on_user_error` reports them later."""
-        tell(message, file, end="")
+        print_line(message, file, end="")
 
     def _commands(self) -> Collection[str]:
         """The commands that there are; none where the parser takes its arguments itself."""
@@ -206,7 +206,7 @@ def clean_exit(typed_again: str = "starts over") -> Iterator[None]:
             with stop_on_signals():
                 yield
         except StopRequested as stop:
-            tell(f"Stopped by {stop}; the same command {typed_again}.", sys.stderr)
+            print_line(f"Stopped by {stop}; the same command {typed_again}.", sys.stderr)
             raise SystemExit(STOPPED_EXIT_CODE) from None
 
 

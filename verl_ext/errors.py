@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from verl_ext.tell import output_problem, tell, wait_for_readers
+from verl_ext.console import make_streams_blocking, output_error, print_line
 
 USER_ERROR_EXIT_CODE = 2
 STOPPED_EXIT_CODE = 75
@@ -58,10 +58,10 @@ def exit_on_user_error() -> Iterator[None]:
     try:
         if sys.stdout is None:  # the next file that is opened would receive what libraries print
             raise UserError("standard output is closed; redirect it to a file or to /dev/null")
-        wait_for_readers()
+        make_streams_blocking()
         yield
     except UserError as error:
-        tell(f"error: {error}", sys.stderr)
+        print_line(f"error: {error}", sys.stderr)
         raise SystemExit(USER_ERROR_EXIT_CODE) from None
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
@@ -72,8 +72,10 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def _require_output() -> None:
-    problem = output_problem()
+    problem = output_error()
     if problem is not None:
         why = first_line_of(problem)
-        tell(f"error: standard output cannot be written ({why}); free space, or redirect it elsewhere", sys.stderr)
+        print_line(
+            f"error: standard output cannot be written ({why}); free space, or redirect it elsewhere", sys.stderr
+        )
         raise SystemExit(1)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from verl_ext.console import progress_bar
 from verl_ext.controller.block_importance import answer_loss
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.execution import Executor
 from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.data.questions import ImageQuestion
-from verl_ext.progress import progress_bar
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -21,12 +21,10 @@ from eval_pipeline.adaptive.statics import statics_for
 from eval_pipeline.adaptive.subject import Subject, load_latency, load_subject
 from eval_pipeline.adaptive.text import console_text
 from eval_pipeline.adaptive.tracking import track
+from verl_ext.console import print_line, print_summary, typed_path, warn
 from verl_ext.controller.calibration import machine_name
 from verl_ext.controller.latency_source import LatencySource, MeasuredLatency
-from verl_ext.metrics.notice import warn
 from verl_ext.own_code import OwnCode
-from verl_ext.summary import tell_summary, typed_path
-from verl_ext.tell import tell
 
 
 @dataclass(frozen=True)
@@ -91,9 +89,9 @@ def evaluate(source: ControllerSource, settings: Settings, output: Path, wandb: 
     comparison = compare(bench.run(samples["train"], samples["val"]), statics, budgets)
     about = about_evaluation(source, subject, settings, config, comparison)
     write_comparison(output, comparison, subject.space, about, source)
-    tell(console_text(comparison))
+    print_line(console_text(comparison))
     rows = {"report": typed_path(output / TABLE_FILE), "results": typed_path(output)}
-    tell_summary(f"Finished: comparison of {source.label}", rows)
+    print_summary(f"Finished: comparison of {source.label}", rows)
     if wandb:
         track(comparison, about, source, output)
 

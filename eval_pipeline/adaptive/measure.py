@@ -15,6 +15,7 @@ from eval_pipeline.adaptive.canary import Canary
 from eval_pipeline.adaptive.results import Cell, Results
 from eval_pipeline.adaptive.sample_runs import SampleRuns
 from eval_pipeline.adaptive.subject import Subject
+from verl_ext.console import progress_bar
 from verl_ext.controller.block_importance import cheapest
 from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.inference import Decision
@@ -22,7 +23,6 @@ from verl_ext.controller.latency_source import LatencySource
 from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.data.questions import ImageQuestion
 from verl_ext.errors import UserError
-from verl_ext.progress import progress_bar
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from eval_pipeline.adaptive.source import ControllerSource
+from verl_ext.console import warn
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.block_importance import Importance, load_importance
 from verl_ext.controller.calibration import other_machine
@@ -20,7 +21,6 @@ from verl_ext.controller.latency_model import LATENCY_FILE
 from verl_ext.controller.latency_source import ModelledLatency
 from verl_ext.controller.loading import default_device
 from verl_ext.controller.network import BudgetController
-from verl_ext.metrics.notice import warn
 from verl_ext.own_code import OwnCode
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

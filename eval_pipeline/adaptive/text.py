@@ -9,8 +9,8 @@ from typing import Any
 from eval_pipeline.adaptive.compare import Comparison
 from eval_pipeline.adaptive.results import Row
 from eval_pipeline.figures.table import markdown_table
+from verl_ext.console import text_table
 from verl_ext.controller.configuration import ConfigurationSpace
-from verl_ext.summary import text_table
 
 HEADER = ("method", "budget ms", "accuracy", "latency ms", "p50", "p95", "violations", "complexity")
 Table = list[list[str]]

@@ -11,7 +11,7 @@ from eval_pipeline.adaptive.compare import Comparison
 from eval_pipeline.adaptive.plot import PARETO_PLOT
 from eval_pipeline.adaptive.source import ControllerSource
 from eval_pipeline.models.run_config import read_run_config
-from verl_ext.metrics.notice import warn
+from verl_ext.console import warn
 from verl_ext.metrics.wandb_run import open_wandb_run
 
 if TYPE_CHECKING:

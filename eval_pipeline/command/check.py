@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import RECIPE_EXAMPLE, add_action, add_overrides
 from verl_ext.command_line import Commands
-from verl_ext.tell import tell
+from verl_ext.console import print_line
 
 if TYPE_CHECKING:
     from eval_pipeline.recipe.schema import EvalRecipe
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         "isolation": _probe_sandbox(recipe),
         "gpus": _count_gpus(recipe),
     }
-    tell(json.dumps(found) if arguments.json else _in_words(found))
+    print_line(json.dumps(found) if arguments.json else _in_words(found))
     return 0
 
 

@@ -14,7 +14,7 @@ from eval_pipeline.command.arguments import add_action, add_overrides
 from eval_pipeline.command.paths import input_path, output_path
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import Commands
-from verl_ext.summary import tell_summary, typed_path
+from verl_ext.console import print_summary, typed_path
 
 if TYPE_CHECKING:
     from eval_pipeline.judge.submission import Submission
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     counts = Counter(verdict.error_type for verdict in verdicts)
     facts: dict[str, object] = {**dict(counts.most_common()), "isolation": isolation}
     facts["verdicts"] = typed_path(arguments.output)
-    tell_summary(f"Judged: {len(verdicts)} answers", facts)
+    print_summary(f"Judged: {len(verdicts)} answers", facts)
     return 0
 
 

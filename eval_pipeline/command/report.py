@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from eval_pipeline.command.arguments import add_action, add_directory, add_recipe
 from eval_pipeline.command.paths import input_path
 from verl_ext.command_line import FAILURES, Commands
-from verl_ext.summary import tell_summary, typed_path
+from verl_ext.console import print_summary, typed_path
 
 if TYPE_CHECKING:
     from eval_pipeline.flow.session import Session
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if code == 0:
         table = _write(session, baseline.label, best.label)
         rows = {"report": typed_path(table), "plots": typed_path(table.parent / "*.png")}
-        tell_summary(f"Finished: report on {place.of_run.name}", rows)
+        print_summary(f"Finished: report on {place.of_run.name}", rows)
     return code
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from eval_pipeline.command.arguments import add_action, add_directory
 from verl_ext.command_line import Commands
-from verl_ext.tell import tell
+from verl_ext.console import print_line
 
 TEXT = (
     "Re-queue every evaluation of a run that failed, or that has answers without a verdict. The next `watch` or `run` "
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         reason = f"failed: {first_line}"
         if job.state == "done":
             reason = f"{incomplete[job.checkpoint, job.dataset]} answers without a verdict"
-        tell(f"Re-queued: {job.checkpoint} on {job.dataset} ({reason})")
+        print_line(f"Re-queued: {job.checkpoint} on {job.dataset} ({reason})")
     if not due:
-        tell("No evaluation has failed or is incomplete, so there is nothing to retry.")
+        print_line("No evaluation has failed or is incomplete, so there is nothing to retry.")
     return 0

@@ -12,7 +12,7 @@ from eval_pipeline.command.arguments import add_action, add_recipe
 from eval_pipeline.command.paths import input_path, output_path, where_the_user_stands
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import FAILURES, Commands
-from verl_ext.tell import tell
+from verl_ext.console import print_line
 
 if TYPE_CHECKING:
     from eval_pipeline.models.checkpoint import Checkpoint
@@ -90,7 +90,7 @@ def _sampled(recipe: EvalRecipe, size: int) -> EvalRecipe:
     """The recipe with a sample of each of its data sets, which the user is told about."""
     from eval_pipeline.problems.source import SAMPLE_SEED
 
-    tell(
+    print_line(
         f"--limit {size}: at most {size} problems of each data set, sampled across its file with seed {SAMPLE_SEED}; "
         "every checkpoint and every run is asked the same ones",
         sys.stderr,

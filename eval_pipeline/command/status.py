@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import add_action, add_directory
 from verl_ext.command_line import FAILURES, Commands
-from verl_ext.summary import aligned
-from verl_ext.tell import tell
+from verl_ext.console import aligned_rows, print_line
 
 if TYPE_CHECKING:
     from eval_pipeline.ledger.job import Job
@@ -38,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     jobs = Ledger(find_place(arguments.directory).root).jobs()
     if arguments.json:
         for job in jobs:
-            tell(json.dumps(asdict(job)))
+            print_line(json.dumps(asdict(job)))
     else:
         _print_table(jobs)
     return int(any(job.state == "failed" for job in jobs))
@@ -46,11 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print_table(jobs: Sequence[Job]) -> None:
     header = ("checkpoint", "data set", "tier", "state", "attempts", "seconds", "worker")
-    lines = aligned([header, *(_cells(job) for job in jobs)])
+    lines = aligned_rows([header, *(_cells(job) for job in jobs)])
     for line, job in zip(lines, [None, *jobs], strict=True):
-        tell(line)
+        print_line(line)
         if job is not None and job.error is not None:
-            tell(f"    {_when(job)}{job.error}")
+            print_line(f"    {_when(job)}{job.error}")
 
 
 def _cells(job: Job) -> tuple[str, ...]:

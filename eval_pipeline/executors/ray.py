@@ -14,8 +14,8 @@ from eval_pipeline.executors.ray_cluster import capacity, connected, gpus_per_wo
 from eval_pipeline.executors.ray_worker import RayWorker
 from eval_pipeline.recipe.schema import EvalRecipe
 from eval_pipeline.work.batch import Batch, Event
+from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.metrics.notice import warn
 
 LOOK_S = 2.0
 """How often the cluster is asked what nodes it has, and dead workers are replaced."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from eval_pipeline.figures.evaluated import DatasetResult
 from eval_pipeline.figures.intervals import Interval
-from verl_ext.summary import text_table
+from verl_ext.console import text_table
 
 
 def format_table(datasets: Mapping[str, DatasetResult]) -> str:

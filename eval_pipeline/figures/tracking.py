@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval_pipeline.figures.evaluated import EvaluatedModel
-from verl_ext.metrics.notice import warn
+from verl_ext.console import warn
 from verl_ext.metrics.wandb_run import open_wandb_run
 
 if TYPE_CHECKING:

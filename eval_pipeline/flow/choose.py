@@ -13,8 +13,8 @@ from eval_pipeline.figures.selection import Choice, choose_best
 from eval_pipeline.flow.complete import settings_of
 from eval_pipeline.flow.session import Session
 from verl_ext.checkpoint.layout import BEST
+from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.metrics.notice import warn
 
 
 class Chooser:

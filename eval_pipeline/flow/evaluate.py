@@ -9,8 +9,8 @@ from eval_pipeline.flow.session import Session
 from eval_pipeline.flow.work_off import work_off
 from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.work.driver import Task
+from verl_ext.console import print_summary, typed_path
 from verl_ext.errors import UserError
-from verl_ext.summary import tell_summary, typed_path
 
 
 def evaluate_now(session: Session, checkpoint: Checkpoint, tier: int) -> int:
@@ -38,10 +38,10 @@ def evaluate_now(session: Session, checkpoint: Checkpoint, tier: int) -> int:
     failed = [job for job in session.ledger.jobs() if job.state == "failed" and job.key in keys]
     if failed:
         reasons = {job.dataset: (job.error or "").partition("\n")[0] for job in failed}
-        tell_summary(f"Failed: evaluation of {checkpoint.label}", reasons)
+        print_summary(f"Failed: evaluation of {checkpoint.label}", reasons)
     elif checkpoint.label not in published:
         directory = session.place.directory_of(checkpoint.label)
-        tell_summary(f"Evaluated already: {checkpoint.label}", {"results": typed_path(directory)})
+        print_summary(f"Evaluated already: {checkpoint.label}", {"results": typed_path(directory)})
     return int(bool(failed))
 
 

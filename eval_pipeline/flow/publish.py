@@ -18,10 +18,9 @@ from eval_pipeline.flow.session import Session
 from eval_pipeline.flow.track import track
 from eval_pipeline.ledger.job import Job
 from eval_pipeline.work.driver import Task
+from verl_ext.console import print_summary, typed_path, warn
 from verl_ext.errors import UserError
 from verl_ext.metrics.atomic import parse_json
-from verl_ext.metrics.notice import warn
-from verl_ext.summary import tell_summary, typed_path
 
 LOCK_FILE = "publish.lock"
 TRACK_LOCK_FILE = "track.lock"
@@ -94,7 +93,7 @@ class Publisher:
                     "and evaluate again"
                 )
             rows = {"results": typed_path(directory)}
-            tell_summary(f"Evaluated: {label}", rows, table=format_table(model.datasets))
+            print_summary(f"Evaluated: {label}", rows, table=format_table(model.datasets))
             ledger.published.mark(label, _digest(jobs))
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl_ext.metrics.notice import warn
+from verl_ext.console import warn
 from verl_ext.metrics.run_file import RUN_FILE, load_run
 
 _WAITING = {

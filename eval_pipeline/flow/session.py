@@ -18,9 +18,9 @@ from eval_pipeline.recipe.schema import EvalRecipe
 from eval_pipeline.work.digests import Digests, digests_of
 from eval_pipeline.work.driver import Task
 from eval_pipeline.work.evaluation import Evaluation
+from verl_ext.console import warn
 from verl_ext.errors import UserError
 from verl_ext.metrics.atomic import parse_json
-from verl_ext.metrics.notice import warn
 
 
 class Session:

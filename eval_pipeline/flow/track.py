@@ -10,7 +10,7 @@ from eval_pipeline.figures.qa_log import read_qa_logs
 from eval_pipeline.figures.tracking import log_to_wandb
 from eval_pipeline.flow.session import Session
 from eval_pipeline.models.run_config import read_run_config
-from verl_ext.metrics.notice import warn
+from verl_ext.console import warn
 from verl_ext.metrics.wandb_run import persistent_run_id
 
 

@@ -17,10 +17,8 @@ from eval_pipeline.models.discover import Discovery
 from eval_pipeline.models.run_config import read_run_config
 from eval_pipeline.work.driver import Task
 from verl_ext.checkpoint.layout import BEST
+from verl_ext.console import print_line, print_next, print_summary, typed_path, typed_script, warn
 from verl_ext.errors import UserError
-from verl_ext.metrics.notice import warn
-from verl_ext.summary import tell_next, tell_summary, typed_path, typed_script
-from verl_ext.tell import tell
 
 MAX_NAMED = 5
 """Most failed evaluations that the summary names."""
@@ -146,7 +144,7 @@ def watch(session: Session, recipe_name: str | None = None) -> int:
     if not any(session.recipe.tiers.values()):
         raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; set tiers.tier1")
     run_dir, results = typed_path(session.place.of_run), typed_path(session.place.root)
-    tell(f"Watching {run_dir} until the run has finished. Results go to {results}.")
+    print_line(f"Watching {run_dir} until the run has finished. Results go to {results}.")
     publisher = Publisher(session, leads=True)
     watcher = Watcher(session, publisher)
     work_off(session, watcher, publisher)
@@ -178,8 +176,8 @@ def _tell_end(session: Session, failed: Sequence[Job], num_wanted: int, recipe: 
         failures = f"{len(failed)} of {num_wanted} evaluations: {', '.join(names + more)}"
         then = [[*script, "status", run], [*script, "retry", run], [*script, "watch", run, *recipe]]
     rows = {"best checkpoint": best, "failed": failures, "results": typed_path(session.place.root)}
-    tell_summary(f"Finished: evaluation of {run_dir.name}", rows)
-    tell_next(then)
+    print_summary(f"Finished: evaluation of {run_dir.name}", rows)
+    print_next(then)
 
 
 def _step_of(label: str) -> int | None:

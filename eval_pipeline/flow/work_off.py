@@ -11,7 +11,7 @@ from eval_pipeline.flow.publish import Publisher
 from eval_pipeline.flow.session import Session
 from eval_pipeline.ledger.heartbeat import heartbeat
 from eval_pipeline.work.driver import Driver, Task
-from verl_ext.metrics.notice import warn
+from verl_ext.console import warn
 
 
 class Agenda(Protocol):

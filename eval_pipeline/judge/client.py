@@ -24,9 +24,8 @@ from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.judge.wire import dump_submission, load_verdict, num_tests_of
 from verl_ext.config.secrets import bare_environment
+from verl_ext.console import progress_bar, warn
 from verl_ext.errors import UserError
-from verl_ext.metrics.notice import warn
-from verl_ext.progress import progress_bar
 
 _ROOT = Path(__file__).resolve().parents[2]
 _END_S = 10.0

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from eval_pipeline.ledger.holder import RENEWAL_S
 from eval_pipeline.ledger.ledger import Ledger
+from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.metrics.notice import warn
 
 
 @contextmanager

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TextIO
 
 from eval_pipeline.lmms.question import Question
+from verl_ext.console import print_line
 from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.controller.inference import Answered
 from verl_ext.errors import UserError
-from verl_ext.tell import tell
 
 
 class AnswerLog:
@@ -61,7 +61,9 @@ class AnswerLog:
         late = sum(total > self._budget_ms for total in self._totals_ms)
         if count := len(self._totals_ms):
             mean = statistics.fmean(self._totals_ms)
-            tell(f"budget_controller: {count} answers, {mean:.1f} ms on average, {late} above {self._budget_ms:g} ms")
+            print_line(
+                f"budget_controller: {count} answers, {mean:.1f} ms on average, {late} above {self._budget_ms:g} ms"
+            )
 
 
 def _opened(path: Path) -> TextIO:

@@ -12,12 +12,11 @@ from eval_pipeline.adaptive.subject import load_model
 from eval_pipeline.lmms.arguments import Arguments
 from eval_pipeline.lmms.log import AnswerLog
 from eval_pipeline.lmms.question import Question, Request, question_of
+from verl_ext.console import print_line, progress_bar
 from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.controller.controlled import ControlledModel
 from verl_ext.controller.inference import AdaptiveModel, Answered
 from verl_ext.errors import UserError
-from verl_ext.progress import progress_bar
-from verl_ext.tell import tell
 
 
 class Responder:
@@ -93,7 +92,7 @@ class Responder:
             if value is not None and (name not in kept or kept[name] != value)
         ]
         if others:
-            tell(
+            print_line(
                 f"warning: {question.task} asks for {', '.join(others)}; answers are the likeliest ones, of at most "
                 f"{self._controlled.max_new_tokens} tokens, as the controller was trained with them"
             )
@@ -114,6 +113,8 @@ def load_responder(arguments: Arguments) -> Responder:
     )
     low, high = controller.config.low_ms, controller.config.high_ms
     if not low <= arguments.budget_ms <= high:
-        tell(f"warning: the controller was trained for {low:g} to {high:g} ms, and not for {arguments.budget_ms:g}")
+        print_line(
+            f"warning: the controller was trained for {low:g} to {high:g} ms, and not for {arguments.budget_ms:g}"
+        )
     log = AnswerLog(arguments.log, controller.space, arguments.budget_ms)
     return Responder(model, controlled, controller.space, arguments.budget_ms, log)

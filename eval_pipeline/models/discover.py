@@ -6,8 +6,8 @@ from pathlib import Path
 
 from eval_pipeline.models.checkpoint import Checkpoint, find_checkpoint
 from verl_ext.checkpoint.layout import EXPORT, list_steps, what_is_wrong
+from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.metrics.notice import warn
 
 
 class Discovery:

@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 
 from eval_pipeline.models.checkpoint import Checkpoint
 from verl_ext.checkpoint.lease import leased
+from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.metrics.notice import warn
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.models.hold import held
 from eval_pipeline.work.batch import Event
 from eval_pipeline.work.evaluation import Evaluation
+from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.metrics.notice import warn
 
 WAIT_S = 0.5
 """How long the driver waits for an event before it looks for something else to do."""

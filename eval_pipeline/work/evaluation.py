@@ -31,9 +31,7 @@ from eval_pipeline.work.batch import (
 )
 from eval_pipeline.work.digests import Digests
 from eval_pipeline.work.store import Store
-from verl_ext.metrics.notice import warn
-from verl_ext.progress import progress_bar
-from verl_ext.tell import tell
+from verl_ext.console import print_line, progress_bar, warn
 
 MAX_LOSSES = 3
 """Workers that may die over one batch before its job has failed: perhaps the batch is what kills them."""
@@ -87,7 +85,7 @@ class Evaluation:
         what = f"Evaluating {self.checkpoint.label} on {self.job.dataset}: {len(self._keys) - done} answers to go"
         if self.checkpoint.export is not None:
             what += "; loading the model takes about 15 s, or a few minutes if it is large"
-        tell(f"{what}.", sys.stderr)
+        print_line(f"{what}.", sys.stderr)
 
     def __enter__(self) -> Evaluation:
         return self

@@ -19,13 +19,13 @@ from verl_ext.checkpoint.resume import find_checkpoint
 from verl_ext.checkpoint.retention import Retention
 from verl_ext.checkpoint.rotation import rotate
 from verl_ext.config.written import load_written
+from verl_ext.console import printable
 from verl_ext.errors import UserError
 from verl_ext.health.__main__ import main as health
 from verl_ext.launch.grpo_model import best_export
 from verl_ext.launch.restarts import last_save
 from verl_ext.metrics.jsonl import MetricsFile, read_metrics
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.tell import printable
 from verl_ext.trainer.health import told_before
 
 DEEP = "[" * 100_000

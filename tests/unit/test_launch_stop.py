@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from tests.helpers import ROOT
 from verl_ext.checkpoint.layout import TRACKER, Manifest
 from verl_ext.command_line import StopRequested, clean_exit
+from verl_ext.console import print_line
 from verl_ext.deadline import ENVIRONMENT, deadline_from_environment, parse_deadline
 from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UserError
 from verl_ext.launch.arguments import parse_arguments
@@ -27,7 +28,6 @@ from verl_ext.launch.preemption_check import check_preemption
 from verl_ext.launch.ranks import failed_to_meet
 from verl_ext.launch.restarts import last_save, pause_before, run_with_restarts
 from verl_ext.launch.stop import StopRequest, StopSignals
-from verl_ext.tell import tell
 
 TERM = Request(signal.SIGTERM)
 
@@ -146,9 +146,9 @@ def test_a_terminal_that_is_gone_is_no_error(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as stream:
-        tell("nobody reads this", stream)
+        print_line("nobody reads this", stream)
         assert os.fstat(stream.fileno()).st_rdev == os.stat(os.devnull).st_rdev
-        tell("nor this", stream)
+        print_line("nor this", stream)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
-from verl_ext.progress import progress_bar, staged
+from verl_ext.console import progress_bar, staged_progress
 
 
 @pytest.mark.parametrize(("is_terminal", "show"), [(True, True), (True, False), (False, True)])
@@ -33,7 +33,7 @@ def test_parts_move_the_bar_by_what_they_are_expected_to_take(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with staged({"first": 1, "second": 3}) as begin:
+    with staged_progress({"first": 1, "second": 3}) as begin:
         begin("first")
         begin("second")
     shown = capsys.readouterr().err
@@ -65,6 +65,6 @@ def test_transformers_draws_its_bars_as_we_do(
 
 
 def test_bars_of_transformers_cost_no_import() -> None:
-    code = "import sys, verl_ext.progress, eval_pipeline; print('transformers' in sys.modules, 'tqdm' in sys.modules)"
+    code = "import sys, verl_ext.console, eval_pipeline; print('transformers' in sys.modules, 'tqdm' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False False"

@@ -11,18 +11,18 @@ from omegaconf import DictConfig
 
 from tests.helpers import ROOT
 from verl_ext.config.compose import compose_config
-from verl_ext.launch.summary import next_after_evaluation, next_commands, print_summary
-from verl_ext.summary import tell_next, tell_summary, text_table, typed_path
+from verl_ext.console import print_next, print_summary, text_table, typed_path
+from verl_ext.launch.summary import next_after_evaluation, next_commands, print_run_summary
 
 
 def test_a_summary_is_what_was_done_then_facts_then_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_summary("Done: it", {"short": 1, "left out": None, "a name that is longer": "x"}, ["ls", "a b"], table="1\n2")
+    print_summary("Done: it", {"short": 1, "left out": None, "a name that is longer": "x"}, ["ls", "a b"], table="1\n2")
     assert capsys.readouterr().out == (
         "Done: it\n  1\n  2\n  short                 1\n  a name that is longer x\nNext: ls 'a b'\n"
     )
-    tell_summary("Done: it")
+    print_summary("Done: it")
     assert capsys.readouterr().out == "Done: it\n"
-    tell_next([["ls"], [], ["cat", "b"]])
+    print_next([["ls"], [], ["cat", "b"]])
     assert capsys.readouterr().out == "Next: ls\n      cat b\n"
 
 
@@ -121,7 +121,7 @@ def test_a_finished_run_tells_what_was_learnt_without_what_an_attempt_overtook(
         "".join(json.dumps({"step": s, "attempt": a, "time": 0.0, "train/loss": loss}) + "\n" for s, a, loss in rows)
     )
     (tmp_path / "training_history.csv").touch()
-    print_summary(run)
+    print_run_summary(run)
     output = capsys.readouterr().out
     assert output.startswith("Finished: mine (sft)\n")
     shown_rows = rows_of(output)
@@ -135,12 +135,12 @@ def test_a_run_without_weights_says_why_and_how_to_export_them(
     run: DictConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export = f"-m verl_ext.checkpoint export {tmp_path}/global_step_5"
-    print_summary(run)
+    print_run_summary(run)
     output = capsys.readouterr().out
     assert "no weights" in rows_of(output)["Hugging Face"] and "hf_model" not in output
     assert output.splitlines()[-1].startswith("Next: ") and output.splitlines()[-1].endswith(export)
     run.trainer.checkpoint.save_contents = ["model"]
-    print_summary(run)
+    print_run_summary(run)
     output = capsys.readouterr().out
     assert "save_contents lacks hf_model" in rows_of(output)["Hugging Face"] and output.endswith(f"{export}\n")
 
@@ -150,10 +150,10 @@ def test_a_run_with_weights_shows_them_and_the_next_commands_unless_an_evaluatio
     run: DictConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "global_step_5/huggingface/model.safetensors").touch()
-    print_summary(run)
+    print_run_summary(run)
     output = capsys.readouterr().out
     assert rows_of(output)["Hugging Face"] == f"{tmp_path}/global_step_5/huggingface"
     assert f"\nNext: bash eval_pipeline/run.sh watch {tmp_path}\n" in output
     run.eval.watch = True
-    print_summary(run)
+    print_run_summary(run)
     assert "Next:" not in capsys.readouterr().out

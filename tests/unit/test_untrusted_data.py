@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
+from verl_ext.console import print_line
 from verl_ext.data.question_sources import QuestionSource
 from verl_ext.data.questions import QuestionDataset
 from verl_ext.errors import UserError, exit_on_user_error
-from verl_ext.tell import tell
 
 
 def encoded(kind: str) -> bytes:
@@ -64,8 +64,8 @@ def test_formats_that_other_programs_read_are_refused(tmp_path: Path) -> None:
 
 def test_a_terminal_obeys_no_words_of_others(capsys: pytest.CaptureFixture[str]) -> None:
     hostile = "a\x1b[2Jb\rc\x9b31m\td\ne"
-    tell(hostile)
-    tell(hostile, sys.stderr)
+    print_line(hostile)
+    print_line(hostile, sys.stderr)
     with pytest.raises(SystemExit), exit_on_user_error():
         raise UserError(hostile)
     shown = capsys.readouterr()

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.metrics.notice import warn
 
 LOCK = "run.lock"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)

@@ -18,9 +18,9 @@ from verl_ext.checkpoint.shards import MODEL
 from verl_ext.checkpoint.stock import is_stock
 from verl_ext.checkpoint.verify import damaged_files, ignore_progress
 from verl_ext.checkpoint.writing import FileWriter, flush_and_digest, naming
+from verl_ext.console import warn
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.metrics.atomic import flush_directory, parse_json, replace_file
-from verl_ext.metrics.notice import warn
 
 Progress = Callable[[int], None]
 """Told how many more bytes of the shards were read; each is read once for its digest and once for its weights."""

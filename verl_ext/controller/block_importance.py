@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
+from verl_ext.console import progress_bar
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.loading import fingerprint, is_of_model
 from verl_ext.data.questions import ImageQuestion
 from verl_ext.errors import UserError
-from verl_ext.progress import progress_bar
 
 KEYS = ("importance_scores", "merged_scores", "train_scores")
 """Under which a file may have its scores; a file of nothing else is read too."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import CommandParser, clean_exit
+from verl_ext.console import print_line, print_summary
 from verl_ext.controller.command import EXAMPLE_INPUTS, add_model_arguments
-from verl_ext.summary import tell_summary
-from verl_ext.tell import tell
 
 TEXT = """Fit the latency model to this machine.
 
@@ -49,14 +48,16 @@ def main() -> None:
     sizes = arguments.configurations, arguments.repeats, arguments.max_new_tokens, arguments.hidden
     found = calibrate(adapter, space, questions, *sizes)
     for part, weights in found.coefficients.items():
-        tell(f"{part}: " + ", ".join(f"{weight:.3g} * {name}" for name, weight in weights.items() if weight))
-    tell(f"R squared on configurations that were not fitted: {found.r2:.4f}{doubts(found.r2)}")
+        print_line(f"{part}: " + ", ".join(f"{weight:.3g} * {name}" for name, weight in weights.items() if weight))
+    print_line(f"R squared on configurations that were not fitted: {found.r2:.4f}{doubts(found.r2)}")
     ratios = ", ".join(f"{percentile} % within {ratio:.2f}" for percentile, ratio in found.scatter.items())
-    tell(f"single runs take {ratios} times what it says; a controller of this width takes {found.deciding_ms:.2f} ms")
+    print_line(
+        f"single runs take {ratios} times what it says; a controller of this width takes {found.deciding_ms:.2f} ms"
+    )
     found.save(arguments.output)
     path = arguments.output.absolute()
     then = ("bash", "run_grpo.sh", 2, "recipe=budget_controller", f"latency.file={path}")
-    tell_summary(f"Calibrated: {arguments.model}", {"latency model": path}, then)
+    print_summary(f"Calibrated: {arguments.model}", {"latency model": path}, then)
 
 
 if __name__ == "__main__":

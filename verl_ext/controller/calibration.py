@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl_ext.console import print_line, progress_bar
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.execution import Executor, Outcome
@@ -22,8 +23,6 @@ from verl_ext.controller.latency_model import PERCENTILES, LatencyModel, explain
 from verl_ext.controller.loading import fingerprint
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.data.questions import ImageQuestion
-from verl_ext.progress import progress_bar
-from verl_ext.tell import tell
 
 GOOD_R2 = 0.95
 """From which on a latency model tells configurations apart well."""
@@ -72,7 +71,9 @@ def calibrate(
         kept.append((told_ms, found))
         if found.scatter[TOLD] <= CALM or not left:
             break
-        tell(f"the machine is busy: a tenth of the runs take {found.scatter[TOLD]:.2f} times as long; measuring again")
+        print_line(
+            f"the machine is busy: a tenth of the runs take {found.scatter[TOLD]:.2f} times as long; measuring again"
+        )
     return min(kept, key=lambda each: each[0])[1]
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from verl_ext.command_line import CommandParser, clean_exit
+from verl_ext.console import print_line, print_summary
 from verl_ext.controller.command import EXAMPLE_INPUTS, add_model_arguments
-from verl_ext.summary import tell_summary
-from verl_ext.tell import tell
 
 TEXT = """Measure how much a model loses when one of its blocks is left out.
 
@@ -33,11 +32,11 @@ def main() -> None:
 
     found = measure_importance(adapter_from(arguments), questions_from(arguments))
     for block, score in sorted(found.scores.items(), key=lambda item: -item[1]):
-        tell(f"block {block:>3}  {score:+.4f}")
+        print_line(f"block {block:>3}  {score:+.4f}")
     found.save(arguments.output)
     path = arguments.output.absolute()
     then = ("bash", "run_grpo.sh", 2, "recipe=budget_controller", f"controller.importance_file={path}")
-    tell_summary(f"Measured: the blocks of {arguments.model}", {"importance": path}, then)
+    print_summary(f"Measured: the blocks of {arguments.model}", {"importance": path}, then)
 
 
 if __name__ == "__main__":

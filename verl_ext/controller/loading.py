@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
+from verl_ext.console import print_line
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_code import require_no_code
 from verl_ext.model_files import load_whole
 from verl_ext.own_code import OwnCode
-from verl_ext.tell import tell
 
 FINGERPRINT_VERSION = 2
 OLD_FINGERPRINT = re.compile("[0-9a-f]{16}")
@@ -118,7 +118,7 @@ def is_of_model(
 @lru_cache
 def _warn_of_old_fingerprint(source: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        tell(
+        print_line(
             f"warning: {source} was written by an earlier version, whose fingerprint of the model cannot be compared "
             "any more; no other number of blocks or experts shows, so it is taken for this model's",
             sys.stderr,

@@ -13,13 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_ext.config.inputs import file_list, place_of
 from verl_ext.config.plain import as_dict
+from verl_ext.console import print_line, progress_bar
 from verl_ext.data.chat_encoder import check_turns
 from verl_ext.data.parquet import plain, read_frame
 from verl_ext.data.rows import Rows, UniqueIds
 from verl_ext.data.template import TEMPLATE_ERRORS, ChatTemplate, clock_arguments
 from verl_ext.errors import UserError
-from verl_ext.progress import progress_bar
-from verl_ext.tell import tell
 
 
 class PromptDataset(Rows):
@@ -58,7 +57,9 @@ class PromptDataset(Rows):
         if not kept:
             raise UserError(f"no prompt of {', '.join(names)} is left; raise data.max_prompt_length")
         if len(kept) < len(items) and progress:
-            tell(f"{len(items) - len(kept)} of {len(items)} prompts are longer than data.max_prompt_length and skipped")
+            print_line(
+                f"{len(items) - len(kept)} of {len(items)} prompts are longer than data.max_prompt_length and skipped"
+            )
         unique = UniqueIds()
         self._rows = [
             {**item, "row": number, "sample_id": unique(item["sample_id"])} for number, item in enumerate(kept)

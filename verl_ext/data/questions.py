@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
+from verl_ext.console import progress_bar, warn
 from verl_ext.data.question_sources import KNOWN, QuestionSource, records_of
 from verl_ext.data.rows import Rows, UniqueIds
 from verl_ext.errors import UserError
-from verl_ext.progress import progress_bar
-from verl_ext.tell import tell
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 """Of images. Pillow knows more, among them some that it hands on to other programs (EPS to Ghostscript)."""
@@ -132,7 +130,7 @@ def tell_of_unreadable(messages: Sequence[str], most: int) -> None:
             f"{len(messages)} images cannot be read, more than data.max_unreadable_images={most}: {shown}; "
             "mend them, or raise it"
         )
-    tell(f"warning: {len(messages)} images cannot be read and are left out: {shown}", sys.stderr)
+    warn(f"{len(messages)} images cannot be read and are left out: {shown}")
 
 
 def question_of(

@@ -6,7 +6,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -18,12 +17,11 @@ import transformers
 
 from verl_ext.cache import users_cache
 from verl_ext.config.plain import as_dict
+from verl_ext.console import progress_bar, warn
 from verl_ext.data import tokenised
 from verl_ext.data.chat_encoder import ChatEncoder, Tokens
 from verl_ext.data.parquet import read_frame
 from verl_ext.data.tokenised import Tokenised
-from verl_ext.progress import progress_bar
-from verl_ext.tell import tell
 
 VERSION = 3
 """Of what is made of a row; another one makes every kept file useless."""
@@ -64,10 +62,7 @@ def tokenise(
         tokenised.write(made, path)
         return tokenised.read(path)
     except OSError as error:
-        tell(
-            f"warning: the tokenized data cannot be cached in {directory} ({error}); every start tokenizes again",
-            sys.stderr,
-        )
+        warn(f"the tokenized data cannot be cached in {directory} ({error}); every start tokenizes again")
         return made
 
 

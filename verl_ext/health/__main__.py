@@ -10,13 +10,13 @@ from itertools import chain
 from pathlib import Path
 
 from verl_ext.command_line import FAILURES, CommandParser, clean_exit
+from verl_ext.console import print_line
 from verl_ext.errors import UserError
 from verl_ext.health.checklist import Point, checklists, gravest
 from verl_ext.health.findings import Finding, Level
 from verl_ext.health.own_rules import all_rules
 from verl_ext.health.run_files import RunFiles
 from verl_ext.own_code import FORM
-from verl_ext.tell import tell
 
 MARKS = {Level.OK: "ok     ", Level.NOTICE: "notice ", Level.WARNING: "WARNING", Level.ALARM: "ALARM  "}
 UNKNOWN = "-      "
@@ -64,13 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = build_parser().parse_args(argv)
         rules = all_rules(arguments.own_rules, "--own-rules")
         if arguments.rules:
-            tell("\n".join(f"{each.name:28} {each.meaning}" for each in rules))
+            print_line("\n".join(f"{each.name:28} {each.meaning}" for each in rules))
             return 0
         if arguments.run_dir is None:
             raise UserError("no run is named; give its directory, checkpoints/<project>/<experiment>")
         files = RunFiles.read(arguments.run_dir, rules)
         lists, findings = checklists(files), list(files.findings().values())
-        tell(as_json(files, lists, findings) if arguments.json else as_text(files, lists, findings))
+        print_line(as_json(files, lists, findings) if arguments.json else as_text(files, lists, findings))
         worst = max([gravest(chain(*lists.values())), *(each.level for each in findings)])
         return int(worst == Level.ALARM)
 

@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Callable
 
+from verl_ext.console import print_line
 from verl_ext.errors import exit_on_user_error
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.stop import StopRequest, StopSignals
 from verl_ext.metrics.startup import process_start, startup
-from verl_ext.tell import tell
 
 
 def main() -> int:
@@ -29,7 +29,7 @@ def stoppable(command: Callable[[StopSignals], int]) -> int:
         with exit_on_user_error():
             sys.exit(command(signals))
     except StopRequest as stop:
-        tell(f"Stopped by {stop.signal.name} before training started; run the same command again to train.")
+        print_line(f"Stopped by {stop.signal.name} before training started; run the same command again to train.")
         return stop.exit_code
     finally:
         signals.ignore()
@@ -50,7 +50,7 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
 
         config = configure(arguments)
         if arguments.print_config:
-            tell(OmegaConf.to_yaml(config), end="")
+            print_line(OmegaConf.to_yaml(config), end="")
             return 0
         from verl_ext.launch.eval_check import check_evaluation
         from verl_ext.launch.prepare import commands_to_run, output_of, prepare_inputs

@@ -18,6 +18,7 @@ from verl_ext.config.compose import STAGES
 from verl_ext.config.evaluation import check_evaluation_keys
 from verl_ext.config.inputs import check_data, check_model, check_own_chat_template, check_parquet, file_list
 from verl_ext.config.overrides import keys_set_by
+from verl_ext.console import print_line
 from verl_ext.errors import UserError
 from verl_ext.launch.component_check import check_components
 from verl_ext.launch.from_verl import compose_as_typed
@@ -29,7 +30,6 @@ from verl_ext.launch.prepare import is_within
 from verl_ext.launch.sft_check import check_sft
 from verl_ext.launch.summary import WRITTEN
 from verl_ext.metrics.names import describe
-from verl_ext.tell import tell
 
 
 def configure(arguments: argparse.Namespace) -> DictConfig:
@@ -52,7 +52,7 @@ def configure(arguments: argparse.Namespace) -> DictConfig:
     config.trainer.trace |= arguments.trace
     config.trainer.merge_with(ranks)
     for sentence in convert_own_files(config, arguments.overrides):
-        tell(sentence, sys.stderr if arguments.print_config else None)
+        print_line(sentence, sys.stderr if arguments.print_config else None)
     return config
 
 

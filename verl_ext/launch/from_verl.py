@@ -14,9 +14,9 @@ from verl_ext.checkpoint.layout import list_steps
 from verl_ext.checkpoint.stock import is_stock
 from verl_ext.config.compose import compose_config
 from verl_ext.config.inputs import file_list
+from verl_ext.console import print_line
 from verl_ext.errors import UserError
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.tell import tell
 
 RECIPE = "verl"
 PATHS = (
@@ -38,7 +38,7 @@ def compose_as_typed(stage: str, overrides: list[str]) -> DictConfig:
         config = with_paths_of_caller(compose_config(stage, [f"recipe={RECIPE}", *overrides]))
         if was_begun_by_verl(config):
             run_dir = config.trainer.default_local_dir
-            tell(
+            print_line(
                 f"No recipe= is given and verl itself began {run_dir}: using recipe={RECIPE}, verl's defaults.",
                 sys.stderr,
             )

@@ -15,9 +15,9 @@ from verl_ext.config.compose import STAGES, sft_recipe_of
 from verl_ext.config.inputs import is_hub_name
 from verl_ext.config.recipes import default_recipe
 from verl_ext.config.written import load_written
+from verl_ext.console import print_line
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.metrics.atomic import parse_json
-from verl_ext.tell import tell
 
 
 def settle_model(config: DictConfig) -> None:
@@ -32,7 +32,7 @@ def settle_model(config: DictConfig) -> None:
     model = config.model
     if model.partial_pretrain is not None:
         if model.sft_run is not None:
-            tell(f"model.partial_pretrain={model.partial_pretrain} takes precedence over model.sft_run")
+            print_line(f"model.partial_pretrain={model.partial_pretrain} takes precedence over model.sft_run")
         return
     if model.sft_run is None:
         raise UserError(
@@ -47,7 +47,7 @@ def settle_model(config: DictConfig) -> None:
     else:
         export = newest_export(sft_run, config.trainer.n_gpus_per_node)
         if config.stage == "grpo":
-            tell(
+            print_line(
                 f"{sft_run} has not been evaluated; starting from its newest checkpoint, {export.parent.name} "
                 f"(`bash eval_pipeline/run.sh watch {sft_run}` chooses the best one)"
             )
@@ -158,5 +158,5 @@ def holding_model(config: DictConfig) -> Iterator[None]:
         try:
             stack.enter_context(leased(export.parent))
         except OSError as error:  # another user's, say
-            tell(f"{export.parent} cannot be kept from being removed ({error.strerror}); a resume will need it")
+            print_line(f"{export.parent} cannot be kept from being removed ({error.strerror}); a resume will need it")
         yield

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import psutil
 
+from verl_ext.console import print_line
 from verl_ext.launch.outcome import Request
 from verl_ext.launch.stop import StopSignals
-from verl_ext.tell import tell
 
 POLL_S = 0.1
 LEAVE_AFTER_S = 10.0
@@ -71,7 +71,7 @@ class Keeper:
         waiting = f"no rank is running yet, exiting within {LEAVE_AFTER_S:g} s"
         quits = "SIGKILL" if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN else "SIGQUIT"  # as behind `&`
         again = "press Ctrl-C again" if number is signal.SIGINT else f"send {quits}"
-        tell(f"{number.name}: {saving if self._asked else waiting}; {again} to stop immediately")
+        print_line(f"{number.name}: {saving if self._asked else waiting}; {again} to stop immediately")
 
     def _kill_those_whose_time_is_up(self) -> None:
         assert self.request is not None

@@ -16,10 +16,10 @@ from verl_ext.config.compose import load_yaml
 from verl_ext.config.evaluation import evaluation_recipe
 from verl_ext.config.plain import as_dict
 from verl_ext.config.recipes import find_recipe
+from verl_ext.console import print_line
 from verl_ext.data.prepare import is_prepared, prepare
 from verl_ext.data.prepare.commands import parse_arguments
 from verl_ext.errors import UserError
-from verl_ext.tell import tell
 
 PREPARE_LOCK = Path(__file__).resolve().parents[2] / ".prepare.lock"
 
@@ -52,7 +52,7 @@ def prepare_inputs(commands: Iterable[str]) -> None:
             with PREPARE_LOCK.open("w") as lock:
                 take(lock, fcntl.LOCK_EX)
                 if not is_prepared(words):
-                    tell(f"Preparing: {command}")
+                    print_line(f"Preparing: {command}")
                     prepare(words)
 
 
@@ -70,7 +70,7 @@ def needed_commands(config: DictConfig) -> list[str]:
     needed = [command for command, output in outputs.items() if _holds(output, named)]
     for command in outputs:
         if command not in needed and not is_prepared(_words(command)):
-            tell(f"Not preparing what this configuration does not use: {command}")
+            print_line(f"Not preparing what this configuration does not use: {command}")
     return needed
 
 

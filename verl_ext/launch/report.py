@@ -8,12 +8,12 @@ from signal import Signals
 from omegaconf import DictConfig
 
 from verl_ext.checkpoint.layout import step_of
+from verl_ext.console import print_line, warn
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import checkpoint_that_suits
 from verl_ext.launch.outcome import Failure, Outcome, Stopped
-from verl_ext.launch.summary import print_summary
+from verl_ext.launch.summary import print_run_summary
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.tell import tell
 
 
 def report(outcome: Outcome, config: DictConfig, record: RunRecord | None) -> int:
@@ -37,7 +37,7 @@ def report(outcome: Outcome, config: DictConfig, record: RunRecord | None) -> in
     if isinstance(outcome, Stopped):
         return report_stop(outcome, config, record)
     if record is not None:
-        print_summary(config)
+        print_run_summary(config)
     return 0
 
 
@@ -56,7 +56,7 @@ def report_failure(failure: Failure, config: DictConfig, record: RunRecord | Non
     if failure.is_user_error:
         raise UserError(failure.message)  # `run_to_the_end` closes run.json, as for what the launcher itself refuses
     close(record, "failed", failure.message)
-    tell(f"error: {failure.message}; {next_start(config)}", sys.stderr)
+    print_line(f"error: {failure.message}; {next_start(config)}", sys.stderr)
     return 1
 
 
@@ -73,9 +73,11 @@ def report_stop(stopped: Stopped, config: DictConfig, record: RunRecord | None) 
         elif last_step is not None and not request.was_too_slow:
             reason += f" after step {last_step}"
     if request is not None and request.was_too_slow:
-        tell(f"error: {reason}; {next_start(config)}. Raise trainer.preemption.grace_s to allow more time", sys.stderr)
+        print_line(
+            f"error: {reason}; {next_start(config)}. Raise trainer.preemption.grace_s to allow more time", sys.stderr
+        )
     else:
-        tell(f"{reason[0].upper()}{reason[1:]}; {next_start(config, last_step)}.")
+        print_line(f"{reason[0].upper()}{reason[1:]}; {next_start(config, last_step)}.")
     return stopped.exit_code
 
 
@@ -85,7 +87,7 @@ def close(record: RunRecord | None, status: str, reason: str) -> None:
         try:
             record.end_if_running(status, reason)
         except UserError as lost:
-            tell(f"warning: {lost}", sys.stderr)
+            warn(f"{lost}")
 
 
 def why(stopped: Stopped, grace_s: float) -> str:

@@ -17,6 +17,7 @@ from eval_pipeline.problems.problem import ReferenceAnswer
 from eval_pipeline.problems.reference import is_right
 from eval_pipeline.problems.verl_rl import read_tests
 from verl_ext.config.inputs import ORIGIN_KEY, file_list, place_of, reading_parquet
+from verl_ext.console import print_line, warn
 from verl_ext.data.parquet import first_row, plain
 from verl_ext.errors import UserError
 from verl_ext.grpo.failure import RewardError
@@ -24,9 +25,7 @@ from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.custom import START_S, try_function
 from verl_ext.grpo.rewards.judged import OF_TESTS, tests_of
 from verl_ext.grpo.rewards.registry import wanted_rewards
-from verl_ext.metrics.notice import warn
 from verl_ext.own_code import OwnCode
-from verl_ext.tell import tell
 
 QUIET_S = 10.0
 """Seconds of loading and calling a function before the user is told what takes so long."""
@@ -168,14 +167,16 @@ def try_on_row(own: OwnCode, answer: RewardedAnswer, where: str, time_limit_s: f
         time_limit_s: of the call.
     """
     name = f"{own.place}:{own.name}"
-    waiting = Timer(QUIET_S, tell, [f"Loading and trying the reward function {name} (loading has {START_S:g} s) ..."])
+    waiting = Timer(
+        QUIET_S, print_line, [f"Loading and trying the reward function {name} (loading has {START_S:g} s) ..."]
+    )
     waiting.daemon = True
     waiting.start()
     try:
         try_function(own, answer, time_limit_s)
     except RewardError as error:
         if error.failure.traceback:
-            tell(error.failure.traceback.rstrip(), sys.stderr)
+            print_line(error.failure.traceback.rstrip(), sys.stderr)
         fix = "it must return a finite number for every completion, such as 0 for one that it cannot parse"
         if error.failure.timed_out:
             fix = "make it faster or raise reward.time_limit_s"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
@@ -20,6 +19,7 @@ from verl_ext.config.inputs import untrained_loss
 from verl_ext.config.overrides import flatten
 from verl_ext.config.plain import as_dict
 from verl_ext.config.written import load_written
+from verl_ext.console import print_line, typed_path, warn
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import checkpoint_that_suits, make_run_directory
 from verl_ext.launch.grpo_model import holding_model
@@ -28,12 +28,9 @@ from verl_ext.launch.ranks import RANK_MODULE, run_ranks
 from verl_ext.launch.report import report
 from verl_ext.launch.restarts import FIRST_PAUSE_S, going_on, last_save, run_with_restarts
 from verl_ext.launch.stop import StopRequest, StopSignals
-from verl_ext.launch.summary import print_summary
+from verl_ext.launch.summary import print_run_summary
 from verl_ext.launch.watcher import watching
-from verl_ext.metrics.notice import warn
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.summary import typed_path
-from verl_ext.tell import tell
 
 NOT_ASKED = (*NOT_IDENTITY, "trainer.default_local_dir", "trainer.resume_", "trainer.trace", "recipe", "prepare")
 """Keys that may differ from those that a finished run was trained with."""
@@ -137,7 +134,7 @@ class Launch:
             self.record.end_if_running("failed", failure.message)
         checkpoint = checkpoint_that_suits(self.next_config())
         self.mark_waiting()
-        tell(f"{failure.message}; {plan} from {'step 0' if checkpoint is None else checkpoint.name}")
+        print_line(f"{failure.message}; {plan} from {'step 0' if checkpoint is None else checkpoint.name}")
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -149,7 +146,7 @@ class Launch:
                 try:
                     self.record.end_refused(str(error))
                 except UserError as lost:  # why the launch was refused matters more
-                    tell(f"warning: {lost}", sys.stderr)
+                    warn(f"{lost}")
             raise
 
     def mark_waiting(self) -> None:
@@ -249,7 +246,7 @@ def may_be_longer(changed: Collection[str], former: Mapping[str, Any], now: Mapp
 def tell_that_it_starts(config: DictConfig) -> None:
     """Say so: the ranks import and load for a while before they print anything."""
     ranks = config.trainer.n_gpus_per_node
-    tell(
+    print_line(
         f"Starting {config.trainer.experiment_name} ({config.stage}) on {ranks} rank{'s' * (ranks > 1)}. "
         "Expect the first step in about 15 s, or a few minutes for a large model."
     )
@@ -259,8 +256,8 @@ def tell_that_it_is_finished(config: DictConfig) -> None:
     """Say so, how to train longer, and what the run has achieved."""
     trainer = config.trainer
     length = "total_epochs" if trainer.total_training_steps is None else "total_training_steps"
-    tell(
+    print_line(
         f"This run is finished: {typed_path(trainer.default_local_dir)}. To train longer, raise trainer.{length} (now "
         f"{trainer[length]}); to start another run, set trainer.experiment_name to a new name."
     )
-    print_summary(config)
+    print_run_summary(config)

@@ -10,9 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.checkpoint.layout import EXPORT, read_tracker
 from verl_ext.config.compose import STAGES, load_yaml
 from verl_ext.config.recipes import RECIPES, default_recipe
+from verl_ext.console import REPOSITORY, print_next, print_summary, typed_module, typed_path, typed_script
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
-from verl_ext.summary import REPOSITORY, tell_next, tell_summary, typed_module, typed_path, typed_script
 
 LEARNT = ("train/loss", "val/loss", "eval/reward_total_mean", "eval/accuracy_mean", "eval/budget_violation_mean")
 """Metrics whose first and last values are shown, where a run has them."""
@@ -24,7 +24,7 @@ WRITTEN = (
 EVALUATE = "eval_pipeline/run.sh"
 
 
-def print_summary(config: DictConfig) -> None:
+def print_run_summary(config: DictConfig) -> None:
     """Print the summary of a finished run from its files.
 
     With `eval.watch=true` the next command depends on how the evaluation ends: `print_next` prints it then.
@@ -43,8 +43,8 @@ def print_summary(config: DictConfig) -> None:
         else:
             rows["Hugging Face"] = f"no weights: {why_no_weights(config)}; the next command exports them"
             then = [[*typed_module("verl_ext.checkpoint"), "export", typed_path(checkpoint)]]
-    tell_summary(f"Finished: {config.trainer.experiment_name} ({config.stage})", rows)
-    tell_next(then)
+    print_summary(f"Finished: {config.trainer.experiment_name} ({config.stage})", rows)
+    print_next(then)
 
 
 def why_no_weights(config: DictConfig) -> str:

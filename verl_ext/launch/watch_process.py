@@ -12,9 +12,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl_ext.config.evaluation import evaluation_environment, evaluation_recipe
+from verl_ext.console import warn
 from verl_ext.metrics.lines import naming
 from verl_ext.parent_death import end_with_parent
-from verl_ext.tell import tell
 
 LOG = Path("eval", "watch.log")
 LAST_BYTES = 4096
@@ -51,7 +51,7 @@ class WatchProcess:
             try:
                 self._process = self._start()
             except OSError as error:
-                tell(f"warning: the evaluation cannot start ({error.strerror})", sys.stderr)
+                warn(f"the evaluation cannot start ({error.strerror})")
                 return 1
         return self._process.wait()
 

@@ -13,14 +13,13 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl_ext.checkpoint.retention import read_choice
+from verl_ext.console import print_line, print_next, typed_path, typed_script, warn
 from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from verl_ext.launch.restarts import FIRST_PAUSE_S, pause_before
 from verl_ext.launch.stop import StopRequest, StopSignals
 from verl_ext.launch.summary import EVALUATE, next_after_evaluation, with_recipe
 from verl_ext.launch.watch_process import LOG, WatchProcess
 from verl_ext.metrics.run_file import RUN_FILE, load_run
-from verl_ext.summary import tell_next, typed_path, typed_script
-from verl_ext.tell import tell
 
 POLL_S = 0.1
 STOP_S = 30.0
@@ -61,21 +60,23 @@ class Watcher:
         """
         log = typed_path(self._run_dir / LOG)
         if self._thread.is_alive():
-            tell(f"Waiting for the evaluation of every checkpoint; {log} shows the progress.")
+            print_line(f"Waiting for the evaluation of every checkpoint; {log} shows the progress.")
         try:
             with signals.raising():
                 while self._thread.is_alive():
                     self._thread.join(POLL_S)
         except StopRequest as stop:
-            tell(f"Stopped by {stop.signal.name} while evaluating; the same command resumes the evaluation.")
+            print_line(f"Stopped by {stop.signal.name} while evaluating; the same command resumes the evaluation.")
             return stop.exit_code
         if self._exit_code:
             self._tell_failure()
         else:
             best, _ = read_choice(self._run_dir)
             results = typed_path(self._run_dir / LOG.parent)
-            tell(f"Evaluation finished: results are in {results}" + (f", the best is {best.name}" if best else ""))
-            tell_next(next_after_evaluation(self._config))
+            print_line(
+                f"Evaluation finished: results are in {results}" + (f", the best is {best.name}" if best else "")
+            )
+            print_next(next_after_evaluation(self._config))
         return 0
 
     def stop(self, signals: StopSignals) -> None:
@@ -119,15 +120,15 @@ class Watcher:
             then = [[*typed_script(EVALUATE), command, *some] for command in ("status", "retry")]
         else:
             reason, then = self._process.last_line().removeprefix("error: "), []
-        tell(
+        print_line(
             f"error: training finished, but the evaluation {how_it_ended(self._exit_code)} ({reason}); see "
             f"{typed_path(self._run_dir / LOG)}",
             sys.stderr,
         )
-        tell_next([*then, with_recipe(self._config, "watch", *some)])
+        print_next([*then, with_recipe(self._config, "watch", *some)])
 
     def _warn(self, what_follows: str) -> None:
-        tell(f"warning: the evaluation during training {how_it_ended(self._exit_code)}; {what_follows}", sys.stderr)
+        warn(f"the evaluation during training {how_it_ended(self._exit_code)}; {what_follows}")
 
     def _num_evaluated(self) -> int:
         return len(list(self._run_dir.glob("eval/eval_step_*/metrics.json")))

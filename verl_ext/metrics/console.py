@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 
 from tqdm import tqdm
 
+from verl_ext.console import progress_bar
 from verl_ext.errors import UserError
 from verl_ext.metrics.epoch_history import line_of
 from verl_ext.metrics.event import Event
 from verl_ext.metrics.row import Row
-from verl_ext.progress import progress_bar
 
 _ON_THE_BAR = {"loss": "train/loss", "reward": "train/reward_total_mean", "acc": "train/accuracy_mean"}
 

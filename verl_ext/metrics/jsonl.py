@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_ext.console import warn
 from verl_ext.errors import UserError
 from verl_ext.metrics.atomic import LATEST, parse_json
 from verl_ext.metrics.lines import LineWriter, drop_torn_tail, end_with_newline, naming
-from verl_ext.metrics.notice import warn
 from verl_ext.metrics.row import Row, plain_numbers
 
 METRICS_FILE = "metrics.jsonl"

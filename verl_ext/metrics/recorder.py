@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from verl_ext.console import warn
 from verl_ext.errors import UserError, one_line
 from verl_ext.metrics.console import ConsoleLines
 from verl_ext.metrics.csv_history import CsvHistory
@@ -17,7 +18,6 @@ from verl_ext.metrics.epoch_history import EpochTables
 from verl_ext.metrics.event import Event
 from verl_ext.metrics.jsonl import METRICS_FILE, MetricsFile
 from verl_ext.metrics.log_file import LOG_FILE, LogFile
-from verl_ext.metrics.notice import warn
 from verl_ext.metrics.records import EVENTS_FILE, SAMPLES_FILE, RecordsFile, SampleRow
 from verl_ext.metrics.sinks import EpochSink, EventSink, Sink, TensorBoardSink, VerlSink, WandbSink
 from verl_ext.metrics.wandb_run import open_wandb_run, persistent_run_id

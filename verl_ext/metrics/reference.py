@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl_ext.command_line import CommandParser, clean_exit
+from verl_ext.console import print_line
 from verl_ext.metrics.names import SECTIONS
 from verl_ext.metrics.registry.metric import Metric
-from verl_ext.tell import tell
 
 _INTRODUCTION = """# Metrics
 
@@ -44,7 +44,7 @@ def main() -> None:
         examples=["python -m verl_ext.metrics.reference > docs/metrics.md"],
     )
     parser.parse_args()
-    tell(render_reference().removesuffix("\n"))
+    print_line(render_reference().removesuffix("\n"))
 
 
 if __name__ == "__main__":

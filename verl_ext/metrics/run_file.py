@@ -9,9 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from verl_ext.console import warn
 from verl_ext.errors import UserError
 from verl_ext.metrics.atomic import parse_json, replace_file
-from verl_ext.metrics.notice import warn
 
 RUN_FILE = "run.json"
 IDENTITY_KEYS = (

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_ext.console import warn
 from verl_ext.metrics.lines import LineWriter
-from verl_ext.metrics.notice import warn
 
 TRACE_DIRECTORY = "trace"
 

@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from verl_ext.console import print_line, typed_path, warn
 from verl_ext.errors import one_line
 from verl_ext.metrics.atomic import replace_file
-from verl_ext.metrics.notice import warn
-from verl_ext.summary import typed_path
-from verl_ext.tell import tell
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -143,9 +141,9 @@ def _announce(run: Run, directory: Path) -> None:
     # W&B itself is silenced; this is the one thing of all it says that a person needs.
     if run.offline:
         runs = typed_path(directory / "wandb")
-        tell(f"W&B run {run.id} is offline; upload it with: wandb sync {runs}/offline-run-*-{run.id}")
+        print_line(f"W&B run {run.id} is offline; upload it with: wandb sync {runs}/offline-run-*-{run.id}")
     elif run.url:
-        tell(f"W&B run {run.id}: {run.url}")
+        print_line(f"W&B run {run.id}: {run.url}")
 
 
 def _proxy(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from urllib.parse import quote
 
 from verl_ext.argument_types import WholeNumber
 from verl_ext.command_line import FAILURES, CommandParser, StopRequested, add_commands, clean_exit
+from verl_ext.console import print_line
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.monitor.plot.command import add_plot, run
 from verl_ext.monitor.store.database import database_for
-from verl_ext.tell import tell
 
 TOKEN = "VERL_EXT_MONITOR_TOKEN"
 PACKAGES = ("nicegui", "orjson", "numpy", "scipy", "yaml", "matplotlib")
@@ -85,12 +85,12 @@ def serve_with(arguments: argparse.Namespace) -> None:
     # a token of the environment is not shown, where it may come to lie in a log
     shown = "..." if arguments.token is None else quote(arguments.token, safe="")
     asked = "" if token is None else f"?token={shown}"
-    tell(f"Training monitor of {arguments.root} on {address}{asked} (Ctrl-C ends it)")
+    print_line(f"Training monitor of {arguments.root} on {address}{asked} (Ctrl-C ends it)")
     database = arguments.database or database_for(arguments.root)
     try:
         serve(arguments.root.resolve(), database, arguments.host, arguments.port, token)
     except StopRequested as stop:  # which the server passes on when it has closed its connections
-        tell(f"Ended by {stop}.")
+        print_line(f"Ended by {stop}.")
 
 
 def require_packages() -> None:

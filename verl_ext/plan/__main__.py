@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from verl_ext.command_line import FAILURES, CommandParser, clean_exit, definitions
+from verl_ext.console import print_line
 from verl_ext.plan.options import OWN, known_words, read_words
-from verl_ext.tell import tell
 
 EXIT_CODES = {"0": "every plan fits", "1": "one does not fit", **FAILURES}
 
@@ -60,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         planned, notes = plans_for(options, arguments.largest)
         if arguments.json:
-            tell(json.dumps([as_dict(each.plan, each.advice, notes) for each in planned], indent=1))
+            print_line(json.dumps([as_dict(each.plan, each.advice, notes) for each in planned], indent=1))
         elif arguments.markdown:
-            tell(as_markdown([each.plan for each in planned]))
+            print_line(as_markdown([each.plan for each in planned]))
         else:
-            tell("\n\n".join(as_text(each.plan, each.advice, notes) for each in planned))
+            print_line("\n\n".join(as_text(each.plan, each.advice, notes) for each in planned))
         return int(not all(each.plan.fits for each in planned))
 
 

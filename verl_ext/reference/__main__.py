@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl_ext.command_line import CommandParser, clean_exit
-from verl_ext.tell import tell
+from verl_ext.console import print_line
 
 
 @clean_exit()
@@ -17,7 +17,7 @@ def main() -> None:
     parser.parse_args()
     from verl_ext.reference.page import render_recipes  # here, as it takes a second
 
-    tell(render_recipes().removesuffix("\n"))
+    print_line(render_recipes().removesuffix("\n"))
 
 
 if __name__ == "__main__":

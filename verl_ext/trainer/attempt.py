@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.collective import on_rank_zero
 from verl_ext.config.plain import as_dict
+from verl_ext.console import warn
 from verl_ext.errors import USER_ERROR_EXIT_CODE, Stop, UserError, one_line
 from verl_ext.health.facts import REWARDED
 from verl_ext.health.findings import Finding
@@ -17,7 +18,6 @@ from verl_ext.health.watch import HealthWatch
 from verl_ext.metrics.atomic import replace_file
 from verl_ext.metrics.console import ProgressBar
 from verl_ext.metrics.event import Event
-from verl_ext.metrics.notice import warn
 from verl_ext.metrics.recorder import MetricsRecorder
 from verl_ext.metrics.records import SampleRow
 from verl_ext.metrics.run_record import RunRecord

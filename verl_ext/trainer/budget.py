@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from verl_ext.collective import on_every_rank, on_rank_zero
+from verl_ext.console import print_line, warn
 from verl_ext.controller.block_importance import cheapest
 from verl_ext.controller.calibration import doubts, other_machine
 from verl_ext.controller.environment import ModelEnvironment
@@ -17,9 +18,7 @@ from verl_ext.data.prompts import PromptBatch
 from verl_ext.data.questions import QuestionDataset
 from verl_ext.grpo.loss import LossSettings
 from verl_ext.metrics.epoch_history import EpochSums
-from verl_ext.metrics.notice import warn
 from verl_ext.metrics.reduce import reduce_over_ranks
-from verl_ext.tell import tell
 from verl_ext.trainer.budget_parts import (
     budgets_of,
     check_budgets,
@@ -66,7 +65,7 @@ class BudgetControllerTrainer(GRPOTrainer):
         config, space, questions = self.config, self.model_config.space, self.train_dataset.samples
         if isinstance(self.latency, ModelledLatency):
             r2 = self.latency.model.r2
-            on_rank_zero(lambda: tell(f"latency model: R squared {r2:.3f} on what was not fitted{doubts(r2)}"))
+            on_rank_zero(lambda: print_line(f"latency model: R squared {r2:.3f} on what was not fitted{doubts(r2)}"))
             if self.is_main and (doubt := other_machine(self.latency.model, self.executor.adapter)) is not None:
                 warn(doubt)
         checked = questions[:CHECKED_QUESTIONS]

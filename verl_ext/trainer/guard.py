@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from verl_ext.collective import gather_results
+from verl_ext.console import warn
 from verl_ext.errors import UserError
 from verl_ext.grpo.environment import Reward
 from verl_ext.grpo.failure import RewardFailure
 from verl_ext.grpo.policy import Policy, Sample
-from verl_ext.metrics.notice import warn
 from verl_ext.metrics.reduce import reduce_over_ranks
 
 TIMED_OUT_STEPS = 3

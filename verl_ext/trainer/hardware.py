@@ -16,9 +16,9 @@ from transformers.utils import is_flash_attn_2_available
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.collective import gather_results, on_rank_zero
+from verl_ext.console import print_line
 from verl_ext.errors import UserError
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.tell import tell
 
 GIB = 1 << 30
 UNITS = {"avx512_bf16", "amx_bf16"}
@@ -82,7 +82,7 @@ def settle_precision(config: DictConfig, device_name: str) -> str:
         message = (
             "This run computes in bf16 since its first start, which takes longer on a processor without bf16 units."
         )
-        on_rank_zero(lambda: tell(message, sys.stderr))
+        on_rank_zero(lambda: print_line(message, sys.stderr))
     return recorded
 
 

@@ -21,10 +21,9 @@ from verl_ext.checkpoint.resume import (
 )
 from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.collective import gather_results, on_rank_zero
+from verl_ext.console import print_line, warn
 from verl_ext.data.stock_position import VERLS_SEED, stock_position
 from verl_ext.errors import UserError
-from verl_ext.metrics.notice import warn
-from verl_ext.tell import tell
 
 
 def checkpoint_to_resume(config: DictConfig) -> Path | None:
@@ -61,7 +60,7 @@ def checkpoint_to_resume(config: DictConfig) -> Path | None:
             on_rank_zero(lambda: require_same_optimizer(path, optimizer_name(config.optim)))
         on_rank_zero(lambda: catch_up_tracker(path, Path(trainer.default_local_dir)))
     if path is not None and dist.get_rank() == 0:
-        tell(f"Found checkpoint: {path.absolute()}", sys.__stdout__)
+        print_line(f"Found checkpoint: {path.absolute()}", sys.__stdout__)
     return path
 
 
@@ -73,13 +72,15 @@ def contents_to_resume(checkpoint: Path, config: DictConfig) -> list[str]:
         contents = contents_to_load(checkpoint, config.trainer, optimizer_name(config.optim))
         loaded = ", ".join(name for name in CONTENTS if name in contents)
         if contents != asked:
-            tell(
+            print_line(
                 f"Loading {loaded} from {checkpoint.name}, which this run saved; to load only "
                 f"trainer.checkpoint.load_contents=[{','.join(asked)}] of it, name it in trainer.resume_from_path",
                 sys.__stdout__,
             )
         elif not set(CONTENTS) <= set(asked):
-            tell(f"Loading only {loaded} from {checkpoint.name} (trainer.checkpoint.load_contents)", sys.__stdout__)
+            print_line(
+                f"Loading only {loaded} from {checkpoint.name} (trainer.checkpoint.load_contents)", sys.__stdout__
+            )
         return contents
 
     return on_rank_zero(choose)
@@ -126,7 +127,7 @@ def data_state_after_verl(
     batch_size = config.data.train_batch_size
     position = stock_position(loader_state, step_of(checkpoint) or 0, num_samples, batch_size, num_saved_ranks)
     if dist.get_rank() == 0:
-        tell(
+        print_line(
             f"verl itself wrote {checkpoint.name}; this run continues in verl's order of the data, "
             f"{position.samples_seen} of {num_samples} samples into epoch {position.epoch}, and removes none of verl's "
             "checkpoints",

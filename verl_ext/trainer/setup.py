@@ -22,13 +22,13 @@ from verl_ext.checkpoint.stock import is_stock
 from verl_ext.collective import on_every_rank, on_rank_zero
 from verl_ext.config.digest import config_digest
 from verl_ext.config.plain import as_dict
+from verl_ext.console import warn
 from verl_ext.data.batching import Groups
 from verl_ext.data.load import training_data_digest
 from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.prefetch import Prefetcher
 from verl_ext.data.rows import Rows
 from verl_ext.data.sampler import GlobalBatchSampler
-from verl_ext.metrics.notice import warn
 from verl_ext.metrics.startup import startup
 from verl_ext.trainer.distributed import COLLECTIVE_TIMEOUT
 from verl_ext.trainer.guard import NonFiniteGuard

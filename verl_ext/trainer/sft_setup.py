@@ -9,12 +9,11 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from verl_ext.collective import gather_results, on_every_rank
+from verl_ext.console import print_line, warn
 from verl_ext.data.batching import Batcher, MicroBatcher, sample_lengths
 from verl_ext.data.packing import MicroBatchPlan, attention_share
 from verl_ext.data.rows import Rows, TokenRows
 from verl_ext.errors import UserError
-from verl_ext.metrics.notice import warn
-from verl_ext.tell import tell
 from verl_ext.trainer.forward_check import LOSS_TOLERANCE, loss_heads_error, why_not_packed
 from verl_ext.trainer.gathering import Gathering, keeps_gathered
 from verl_ext.trainer.hardware import packs_samples, pick_precision
@@ -137,7 +136,7 @@ class SFTSetup(PipelineTrainer):
         if self.config.data.packing is True:
             raise UserError(f"data.packing=true does not work: {name} {reason}; set data.packing=auto")
         if self.is_main:
-            tell(f"Samples are padded instead of packed: {name} {reason}.", sys.stderr)
+            print_line(f"Samples are padded instead of packed: {name} {reason}.", sys.stderr)
         model.config._attn_implementation = attention
         self.packs = False
         self._build_dataloader(self.train_dataset, self.val_dataset)

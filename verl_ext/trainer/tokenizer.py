@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerBase
 from verl.utils import hf_tokenizer
 
 from verl_ext.config.plain import as_dict
+from verl_ext.console import print_line
 from verl_ext.data.template import renders_alike
 from verl_ext.data.training_templates import NAMES, read_chat_template, without_marks
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_code import require_no_code
-from verl_ext.tell import tell
 from verl_ext.trainer.model import local_model_path
 
 
@@ -54,7 +54,7 @@ def tokenizer_of_exports(
     else:
         why = "the model has none"
     if tells:
-        tell(f"Exports get {name} as their chat template, because {why}.", sys.stderr)
+        print_line(f"Exports get {name} as their chat template, because {why}.", sys.stderr)
     exported.chat_template = without_marks(training)
     return exported
 

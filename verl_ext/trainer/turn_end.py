@@ -8,9 +8,8 @@ from collections import Counter
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from verl_ext.console import print_line, warn
 from verl_ext.data.end_tokens import end_tokens
-from verl_ext.metrics.notice import warn
-from verl_ext.tell import tell
 
 
 def unnamed_turn_end(turn_ends: Counter[int], known: list[int], tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -46,7 +45,7 @@ def stop_at_turn_end(
         if is_main:
             name = tokenizer.convert_ids_to_tokens(found)
             sentence = f"Turns end with {name}, which was not a stop token of this model; its exports add it"
-            tell(sentence, sys.stderr)  # verl's constructor runs with stdout closed
+            print_line(sentence, sys.stderr)  # verl's constructor runs with stdout closed
     elif is_main and not turn_ends.keys() & set(known):
         warn(
             "no turn ends with a stop token of the model, so its answers will run to the length limit; "

@@ -8,10 +8,8 @@ from pathlib import Path
 from verl_ext.checkpoint.command.run_directory import add_run_command, require_steps
 from verl_ext.checkpoint.layout import step_of
 from verl_ext.command_line import FAILURES, Commands
+from verl_ext.console import print_line, progress_bar, text_table
 from verl_ext.errors import UserError
-from verl_ext.progress import progress_bar
-from verl_ext.summary import text_table
-from verl_ext.tell import tell
 
 TEXT = (
     "Compare two checkpoints tensor by tensor. They may be of different runs and numbers of ranks; one tensor of "
@@ -43,10 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
     shown = unequal if arguments.all else unequal[:SHOWN]
     if shown:
         header = ("tensor", "largest |A-B|", "relative", "what")
-        tell(text_table([header, *((e.name, f"{e.largest:.3g}", f"{e.relative:.3g}", e.what) for e in shown)]))
+        print_line(text_table([header, *((e.name, f"{e.largest:.3g}", f"{e.relative:.3g}", e.what) for e in shown)]))
     if len(shown) < len(unequal):
-        tell(f"... and {len(unequal) - len(shown)} more; --all lists them")
-    tell(f"{len(differences) - len(unequal)} of {len(differences)} tensors are equal bit for bit")
+        print_line(f"... and {len(unequal) - len(shown)} more; --all lists them")
+    print_line(f"{len(differences) - len(unequal)} of {len(differences)} tensors are equal bit for bit")
     return 1 if unequal else 0
 
 

@@ -9,9 +9,8 @@ from verl_ext.argument_types import Number, WholeNumber
 from verl_ext.checkpoint.command.run_directory import add_run_command, newest_resumable, require_steps
 from verl_ext.checkpoint.layout import step_of
 from verl_ext.command_line import Commands
+from verl_ext.console import print_summary, progress_bar, typed_path, typed_script
 from verl_ext.errors import UserError
-from verl_ext.progress import progress_bar
-from verl_ext.summary import tell_summary, typed_path, typed_script
 
 TEXT = (
     "Make the Hugging Face model of a checkpoint from its shards. Needs no GPU and no process group, merges LoRA "
@@ -41,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     with progress_bar(total=total, desc="exporting", unit="B") as bar:
         target = rebuild_export(checkpoint, arguments.output, dtype, arguments.max_shard_gib, bar.update)
     then = [*typed_script("eval_pipeline/run.sh"), "run", "--checkpoint", typed_path(target)]
-    tell_summary(f"Exported: {checkpoint.name}", {"model": target, "number type": dtype}, then)
+    print_summary(f"Exported: {checkpoint.name}", {"model": target, "number type": dtype}, then)
     return 0
 
 

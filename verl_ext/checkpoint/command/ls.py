@@ -12,8 +12,7 @@ from verl_ext.checkpoint.command.survey import Entry, survey
 from verl_ext.checkpoint.command.text import human_bytes, local_time
 from verl_ext.checkpoint.retention import metric_of
 from verl_ext.command_line import Commands
-from verl_ext.summary import text_table
-from verl_ext.tell import tell
+from verl_ext.console import print_line, text_table
 
 TEXT = (
     "List the checkpoints of a run. Shows for each, the newest first, its size, the number of ranks that wrote it, "
@@ -33,9 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     retention = read_retention(run_dir)
     entries = survey(run_dir, retention)
     if arguments.json:
-        tell(json.dumps([_as_json(entry) for entry in entries], indent=1))
+        print_line(json.dumps([_as_json(entry) for entry in entries], indent=1))
     else:
-        tell(_as_table(entries, dict.fromkeys((retention.best_metric, "train/loss"))))
+        print_line(_as_table(entries, dict.fromkeys((retention.best_metric, "train/loss"))))
     return 0
 
 

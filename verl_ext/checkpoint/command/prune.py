@@ -26,10 +26,8 @@ from verl_ext.checkpoint.rotation import (
     remove_leftovers,
 )
 from verl_ext.command_line import FAILURES, Commands
+from verl_ext.console import print_line, print_summary, warn
 from verl_ext.errors import UserError
-from verl_ext.metrics.notice import warn
-from verl_ext.summary import tell_summary
-from verl_ext.tell import tell
 
 TEXT = (
     "Remove checkpoints of a run that is not training. Without --step, removes the checkpoints that the rotation "
@@ -60,13 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
         if not is_alone:  # without locks, what looks like a leftover may be a save under way
             leftovers = []
         if not plan.remove and not plan.strip and not leftovers:
-            tell("Nothing to remove; `ls` says what keeps each checkpoint.")
+            print_line("Nothing to remove; `ls` says what keeps each checkpoint.")
             return 0
-        tell(_describe(plan, leftovers, run_dir))
+        print_line(_describe(plan, leftovers, run_dir))
         if arguments.dry_run:
             return 0
         if not arguments.yes and not _confirmed():
-            tell("Nothing was removed.")
+            print_line("Nothing was removed.")
             return 1
         return _remove(plan, leftovers, run_dir)
 
@@ -95,7 +93,7 @@ def _describe(plan: Plan, leftovers: list[Path], run_dir: Path) -> str:
 def _confirmed() -> bool:
     if not sys.stdin.isatty():
         raise UserError("nobody can be asked, since standard input is no terminal; say --yes to remove them")
-    tell("Remove them? [y/N] ", end="")
+    print_line("Remove them? [y/N] ", end="")
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
@@ -108,5 +106,5 @@ def _remove(plan: Plan, leftovers: list[Path], run_dir: Path) -> int:
         warn(problem)
     left = ", ".join(path.name for path in list_steps(run_dir))
     also = f" and {len(leftovers)} leftover{'s' * (len(leftovers) > 1)}" if leftovers else ""
-    tell_summary(f"Removed: {len(removed)} of {len(plan.remove)} checkpoints{also}", {"left": left or "none"})
+    print_summary(f"Removed: {len(removed)} of {len(plan.remove)} checkpoints{also}", {"left": left or "none"})
     return 1 if problems else 0

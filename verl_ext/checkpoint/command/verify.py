@@ -14,10 +14,8 @@ from verl_ext.checkpoint.layout import Manifest, list_steps, read_all_complete, 
 from verl_ext.checkpoint.stock import is_stock
 from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.command_line import FAILURES, Commands
+from verl_ext.console import print_line, print_summary, progress_bar
 from verl_ext.errors import UserError
-from verl_ext.progress import progress_bar
-from verl_ext.summary import tell_summary
-from verl_ext.tell import tell
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -54,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
             num_sound += not problems
             lines = [f"{path.name}: {_verdict(path, manifest, problems)}", *(f"  {line}" for line in problems)]
             _tell_above(bar, "\n".join(lines))
-    tell_summary(f"Verified: {num_sound} of {num_read} checkpoints are whole")
+    print_summary(f"Verified: {num_sound} of {num_read} checkpoints are whole")
     return 0 if num_sound == num_read else 1
 
 
@@ -71,7 +69,7 @@ def examine(checkpoint: Path, progress: Callable[[int], None]) -> tuple[Manifest
 
 def _tell_above(bar: tqdm[Any], text: str) -> None:
     with bar.external_write_mode():
-        tell(text)
+        print_line(text)
 
 
 def _verdict(checkpoint: Path, manifest: Manifest | None, problems: list[str]) -> str:

@@ -11,11 +11,10 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from verl_ext.console import print_line, print_summary
 from verl_ext.data.prepare import stamp
 from verl_ext.data.prepare.commands import COMMANDS, parse_arguments
 from verl_ext.data.prepare.files import make_directory
-from verl_ext.summary import tell_summary
-from verl_ext.tell import tell
 
 __all__ = ["is_prepared", "prepare"]
 
@@ -49,10 +48,10 @@ def prepare(arguments: list[str], *, is_typed: bool = False) -> None:
     command = COMMANDS[parsed.command]
     changed = None if parsed.force else stamp.changed_inputs(parsed, command.VERSION)
     if changed == []:
-        tell(f"Nothing to do: {parsed.output} is prepared already; --force prepares it again.")
+        print_line(f"Nothing to do: {parsed.output} is prepared already; --force prepares it again.")
         return
     if changed:
-        tell(f"{', '.join(changed)} changed since {parsed.output} was prepared; preparing it again.")
+        print_line(f"{', '.join(changed)} changed since {parsed.output} was prepared; preparing it again.")
     # Before the work, so that an output that cannot be written to does not show itself only after it.
     output = Path(parsed.output)
     is_new = not output.exists()
@@ -70,4 +69,4 @@ def prepare(arguments: list[str], *, is_typed: bool = False) -> None:
     files = dict.fromkeys(name.partition("/")[0] + "/" * ("/" in name) for name in prepared.files)
     rows = {**prepared.counts, "files": ", ".join(files)}
     then = command.NEXT.format(output=Path(parsed.output).absolute(), **prepared.fields) if is_typed else ""
-    tell_summary(f"Prepared: {parsed.output}", rows, then.split())
+    print_summary(f"Prepared: {parsed.output}", rows, then.split())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.config.inputs import ORIGIN_KEY
+from verl_ext.console import print_line, progress_bar
 from verl_ext.data.prepare.columns import encode_unfaithful_columns
 from verl_ext.data.prepare.conversation import (
     COMMAND,
@@ -27,8 +28,6 @@ from verl_ext.data.prepare.split import FILES_OF_A_RUN, TRAIN_NAME, VAL_NAME, ad
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.data.prepare.turns import BadRow
 from verl_ext.errors import UserError
-from verl_ext.progress import progress_bar
-from verl_ext.tell import tell
 
 HELP = (
     "Turn conversations in the OpenAI, ShareGPT, Alpaca, prompt/response or prompt/completion layout into "
@@ -101,7 +100,7 @@ def _read_conversations(arguments: argparse.Namespace, counts: Counter[str]) -> 
                 continue
             yield {**conversation, ORIGIN_KEY: f"{path.name} row {number}"}
         for note, count in notes.items():
-            tell(f"{path}: {note} in {count} rows")
+            print_line(f"{path}: {note} in {count} rows")
 
 
 def _skip(error: BadRow, place: str, arguments: argparse.Namespace, counts: Counter[str]) -> None:
@@ -137,7 +136,7 @@ def _find_layout(path: Path, keys: ColumnKeys) -> tuple[Layout | None, Iterator[
             layout = detect_layout(row, keys)
         except BadRow:
             continue
-        tell(f"{path}: {layout.describe(row)}")
+        print_line(f"{path}: {layout.describe(row)}")
         return layout, chain(seen, numbered)
     return None, iter(seen)
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from verl_ext.console import progress_bar
 from verl_ext.data.prepare.files import Row, read_jsonl, write_parquet
 from verl_ext.data.prepare.split import FILES_OF_A_RUN, TRAIN_NAME, VAL_NAME
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.progress import progress_bar
 
 HELP = "Turn GSM8K into train.parquet (its train split) and val.parquet (its test split)."
 EXAMPLE = "gsm8k --source openai/gsm8k --style think --output data/gsm8k"

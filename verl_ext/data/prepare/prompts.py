@@ -13,14 +13,13 @@ from eval_pipeline.problems.problem import ReferenceAnswer
 from eval_pipeline.problems.reference import number_of
 from eval_pipeline.problems.verl_rl import read_tests
 from verl_ext.config.inputs import ORIGIN_KEY
+from verl_ext.console import print_line, progress_bar
 from verl_ext.data.prepare.conversation import MEDIA_KEYS, SYSTEM_KEYS, require_object
 from verl_ext.data.prepare.files import INPUTS, Row, read_rows
 from verl_ext.data.prepare.split import FILES_OF_A_RUN, TRAIN_NAME, VAL_NAME, add_split_arguments, write_split
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.data.prepare.turns import BadRow, from_json, to_turns
 from verl_ext.errors import UserError
-from verl_ext.progress import progress_bar
-from verl_ext.tell import tell
 
 HELP = "Turn prompts with their right answers or tests into train.parquet and val.parquet for GRPO."
 EXAMPLE = "prompts --input mine.jsonl --output data/mine"
@@ -134,7 +133,7 @@ def _read_prompts(arguments: argparse.Namespace, counts: Counter[str]) -> Iterat
                 continue
             yield {**row, ORIGIN_KEY: f"{path.name} row {number}"}
         for note, count in notes.items():
-            tell(f"{path}: {note} in {count} rows")
+            print_line(f"{path}: {note} in {count} rows")
 
 
 def _first(row: Row, names: tuple[str, ...]) -> str | None:

@@ -7,11 +7,11 @@ import importlib.metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_ext.console import staged_progress
 from verl_ext.data.prepare.files import staging_directory
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.errors import UserError
 from verl_ext.model_files import save_config, save_tokenizer
-from verl_ext.progress import staged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> Prepared:
     """
     output = Path(arguments.output)
     gguf = find_gguf(PACKAGE)
-    with staged(EXPECTED_S) as begin, staging_directory(output) as staging:
+    with staged_progress(EXPECTED_S) as begin, staging_directory(output) as staging:
         begin("reading the tokenizer")
         tokenizer = _load_tokenizer(gguf)
         begin("reading the weights")

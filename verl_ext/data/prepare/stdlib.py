@@ -7,12 +7,12 @@ import sysconfig
 from collections import Counter
 from pathlib import Path
 
+from verl_ext.console import progress_bar
 from verl_ext.data.prepare.files import Row
 from verl_ext.data.prepare.functions import DocumentedFunction, documented_functions
 from verl_ext.data.prepare.split import FILES_OF_A_RUN, add_split_arguments, write_split
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.errors import UserError
-from verl_ext.progress import progress_bar
 
 HELP = "Make (signature and docstring -> function) samples from the installed Python's standard library."
 EXAMPLE = "stdlib --output data/stdlib"

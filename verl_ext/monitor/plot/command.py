@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_ext.command_line import Commands, add_command
+from verl_ext.console import print_summary
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE
 from verl_ext.metrics.run_file import RUN_FILE
-from verl_ext.summary import tell_summary
 
 if TYPE_CHECKING:
     from verl_ext.monitor.view import RunView
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
                 f"{arguments.output} cannot be written ({error.strerror}); give another --output"
             ) from error
     rows = {"page": arguments.output / PAGE_FILE, "charts": f"{len(paths)} PNG files in {arguments.output}"}
-    tell_summary(f"Plotted: {arguments.run_dir}", rows)
+    print_summary(f"Plotted: {arguments.run_dir}", rows)
 
 
 @contextmanager

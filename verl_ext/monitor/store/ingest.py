@@ -9,9 +9,9 @@ from typing import Any
 
 import orjson
 
+from verl_ext.console import warn
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE
-from verl_ext.metrics.notice import warn
 from verl_ext.metrics.run_file import RUN_FILE, STATUSES
 from verl_ext.monitor.store.columns import PACKED_ROWS, Row, pack, rows_after
 from verl_ext.monitor.store.evaluations import take_evaluations

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from verl_ext.argument_types import WholeNumber
+from verl_ext.console import staged_progress
 from verl_ext.data.prepare.files import staging_directory, write_jsonl, write_parquet
 from verl_ext.data.prepare.quickstart.problems import to_problem, to_prompt
 from verl_ext.data.prepare.quickstart.sampling import Dataset, sample_dataset
 from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.model_files import save_config, save_tokenizer
-from verl_ext.progress import staged
 
 HELP = "Make a toy instruction-to-code task, its held-out problems and a 2M-parameter model to train on it."
 EXAMPLE = "quickstart --output data/quickstart"
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> Prepared:
     Raises:
         UserError: the output directory cannot be written to.
     """
-    with staged(EXPECTED_S) as begin:
+    with staged_progress(EXPECTED_S) as begin:
         return _prepare(arguments, begin)
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl_ext.argument_types import WholeNumber
+from verl_ext.console import progress_bar, staged_progress
 from verl_ext.data.prepare.files import staging_directory, write_parquet
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.data.prepare.vqa.cards import QUESTIONS, Row, draw_card, rows_of_card
 from verl_ext.model_files import save_config, save_tokenizer
-from verl_ext.progress import progress_bar, staged
 
 HELP = "Make cards with questions about them, and a 1.7M-parameter vision-language model to learn to answer them."
 EXAMPLE = "vqa --output data/vqa"
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> Prepared:
     }
     for name, rows in tables.items():
         write_parquet(output / name, rows)
-    with staged({"making the model": 8}):
+    with staged_progress({"making the model": 8}):
         files, num_parameters = _write_model(output / MODEL_NAME, arguments.seed)
     counts: dict[str, float] = {name.removesuffix(".parquet"): len(rows) for name, rows in tables.items()}
     return Prepared([*tables, *files], {**counts, "parameters": num_parameters})

@@ -1,0 +1,250 @@
+"""Everything that is printed for people: lines, warnings, progress bars, tables and the summary at the end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shlex
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+Item = TypeVar("Item")
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters except tabs and newlines, and surrogates (from names that are not UTF-8), which no stream encodes.
+"""
+_write_errors: list[OSError] = []
+"""Why standard output could not be written. A reader that closed the pipe is not an error."""
+
+
+# Lines
+
+
+def print_line(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
+    """Print a line and flush it.
+
+    If the stream cannot be written, this line and all later ones are dropped. A hang-up (SIGHUP) closes the terminal
+    while the run still has to be saved, and a full disk under a log file is no reason to lose training steps.
+
+    Args:
+        text: what to print. Control characters are escaped, because it may hold file names and model output.
+        stream: standard output if not given.
+        end: printed after the text.
+    """
+    stream = sys.stdout if stream is None else stream
+    make_streams_blocking()
+    try:
+        print(printable(text), file=stream, end=end, flush=True)
+    except OSError as error:
+        _discard_output(stream, error)
+
+
+def warn(message: str) -> None:
+    """Print a warning to standard error.
+
+    Args:
+        message: what is wrong and what happens instead, in one sentence.
+    """
+    print_line(f"warning: {message}", sys.stderr)
+
+
+def make_streams_blocking() -> None:
+    """Make stdout and stderr blocking, for libraries and child processes too, so that a slow reader loses nothing.
+
+    Without buffering (PYTHONUNBUFFERED), Python silently drops what a full non-blocking pipe does not accept. Any
+    process that shares the pipe can make it non-blocking again, so `print_line` calls this each time.
+    """
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None and not stream.closed:
+            with suppress(OSError):  # printing reports what is wrong with the descriptor
+                os.set_blocking(stream.fileno(), True)
+
+
+def output_error() -> OSError | None:
+    """Flush standard output; returns the first error that lost output, if there was one."""
+    if sys.stdout is not None:
+        make_streams_blocking()
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            _discard_output(sys.stdout, error)
+    return _write_errors[0] if _write_errors else None
+
+
+def _discard_output(stream: TextIO, error: OSError) -> None:
+    descriptor = stream.fileno()
+    is_terminal = stat.S_ISCHR(os.fstat(descriptor).st_mode)
+    reader_left = isinstance(error, BrokenPipeError) or (error.errno == errno.EIO and is_terminal)
+    if descriptor == 1 and not reader_left:
+        _write_errors.append(error)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), descriptor)
+
+
+def printable(text: str) -> str:
+    """The text with control characters as escapes, so that it cannot move the cursor or fake a line."""
+    return _CONTROLS.sub(lambda found: _escape(ord(found[0])), text)
+
+
+def _escape(code: int) -> str:
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+# Progress bars
+
+
+def progress_bar(
+    items: Iterable[Item] | None = None, *, desc: str, unit: str, show: bool = True, **settings: Any
+) -> tqdm[Item]:
+    """A tqdm bar on standard error if that is a terminal; log files get none.
+
+    Args:
+        items: what to iterate over; None for a bar that is advanced by `update`.
+        desc: what is being done, such as `tokenizing`.
+        unit: what is counted, in the plural, such as `chats`; `B` counts bytes.
+        show: whether this process shows the bar.
+        settings: other arguments of tqdm, such as `total`, `initial` and `leave`.
+    """
+    from tqdm import tqdm  # here, so that --help needs no package
+
+    if unit == "B":
+        settings |= {"unit_scale": True, "unit_divisor": 1024}
+    else:
+        unit = f" {unit}"
+    disable = None if show else True
+    return tqdm(items, desc=desc, unit=unit, disable=disable, dynamic_ncols=True, mininterval=0.5, **settings)
+
+
+@contextmanager
+def staged_progress(expected_s: Mapping[str, float]) -> Iterator[Callable[[str], None]]:
+    """A bar over several stages that report no progress of their own.
+
+    Args:
+        expected_s: about how many seconds each stage takes; their shares place the bar.
+
+    Yields:
+        A function to call with the name of each stage when it begins.
+    """
+    form = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+    begun: list[str] = []
+    total, desc = sum(expected_s.values()), f"{next(iter(expected_s))}: "
+    with progress_bar(total=total, desc=desc, unit="s", bar_format=form) as bar:
+
+        def begin(name: str) -> None:
+            bar.update(sum(expected_s[done] for done in begun[-1:]))
+            bar.set_description(name)
+            begun.append(name)
+
+        yield begin
+        bar.update(bar.total - bar.n)
+
+
+def restrict_transformers_bars() -> None:
+    """Have transformers show its bars on rank 0 only, and only if standard error is a terminal.
+
+    transformers shows a bar for each model that it loads or saves. Download bars belong to huggingface_hub and stay.
+    """
+    if _BarHookFinder not in sys.meta_path:
+        sys.meta_path.insert(0, _BarHookFinder)
+
+
+class _BarHookFinder:
+    """Sets the hook when transformers' models are first imported, which takes seconds; it finds no module itself."""
+
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """No spec: the search continues with the other finders."""
+        if name == "transformers.modeling_utils":
+            from transformers.utils import logging
+
+            logging.set_tqdm_hook(_rank_zero_bar)
+        return None
+
+
+def _rank_zero_bar(factory: Callable[..., Any], args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+    disable = None if os.environ.get("RANK", "0") == "0" else True
+    return factory(*args, **{**settings, "disable": disable})
+
+
+# Summaries and tables
+
+NAME_WIDTH = 15
+"""Columns of a name in a summary, unless one of its names is longer."""
+REPOSITORY = Path(__file__).resolve().parents[1]
+NEXT = "Next: "
+
+
+def print_summary(
+    done: str, rows: Mapping[str, Any] | None = None, next_words: Sequence[object] = (), *, table: str = ""
+) -> None:
+    """Print what a command did, its results and paths, and the next command.
+
+    Args:
+        done: what was done, such as `Finished: my_run (sft)`.
+        rows: facts by name, in order; None values are skipped.
+        next_words: the next command to run, if there is one.
+        table: lines to print before the rows.
+    """
+    shown = {name: value for name, value in (rows or {}).items() if value is not None}
+    width = max([NAME_WIDTH, *map(len, shown)])
+    lines = [done, *(f"  {line}" for line in table.splitlines())]
+    lines += [f"  {name:<{width}} {value}" for name, value in shown.items()]
+    print_line("\n".join(lines))
+    print_next([next_words])
+
+
+def print_next(commands: Sequence[Sequence[object]]) -> None:
+    """Print the next commands to run, one per line; empty ones are skipped."""
+    typed = [shlex.join(map(str, words)) for words in commands if words]
+    if typed:
+        print_line(NEXT + f"\n{' ' * len(NEXT)}".join(typed))
+
+
+def typed_path(path: str | Path) -> str:
+    """A path as a user types it: relative for paths inside the repository, absolute otherwise.
+
+    Users who run a command from outside the repository get absolute paths, which work from there as well.
+    """
+    absolute = Path(path).absolute()
+    typed_in = Path(os.environ.get("VERL_EXT_CALLED_FROM", "."))
+    if typed_in.resolve() == REPOSITORY and absolute.is_relative_to(REPOSITORY):
+        return str(absolute.relative_to(REPOSITORY))
+    return str(absolute)
+
+
+def typed_script(name: str) -> list[str]:
+    """The words that start one of the repository's scripts, such as `bash run_sft.sh`."""
+    return ["bash", typed_path(REPOSITORY / name)]
+
+
+def typed_module(name: str) -> list[str]:
+    """The words that start a module with this interpreter, such as `.venv/bin/python -m NAME`."""
+    return [typed_path(sys.executable), "-m", name]
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Cells in aligned columns, two spaces apart.
+
+    Args:
+        rows: at least one row, all of the same length.
+    """
+    return "\n".join(aligned_rows(rows))
+
+
+def aligned_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of `text_table`, one per row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return [line.rstrip() for line in lines]

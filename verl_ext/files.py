@@ -1,0 +1,322 @@
+"""Files that survive a crash: atomic replacement, append-only lines, locks and digests."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from verl_ext.console import warn
+from verl_ext.errors import UserError
+
+TEMPORARY = ".tmp"
+"""Suffix of a file or directory that is not complete yet."""
+GIB = 1 << 30
+LATEST = 1e11
+"""Upper bound of times in seconds since 1970 (year 5138); a later time is damage and may not convert to a date."""
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_DIGEST_CHUNK_BYTES = 1 << 22
+_BLOCK_BYTES = 64 * 1024
+
+
+# Atomic replacement
+
+
+def replace_file(path: Path, lines: Iterable[str]) -> None:
+    """Write a file under a temporary name, flush it to disk, and rename it to `path`.
+
+    Args:
+        path: the file to replace or create; its directory must exist.
+        lines: the new content in pieces, written as UTF-8.
+
+    Raises:
+        OSError: the directory is missing, not writable, or full; `path` then keeps its old content.
+    """
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path.parent)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary name to write to; the file is renamed to `path` at the end of the block.
+
+    Raises:
+        OSError: it cannot be renamed. After any failure, the temporary file is removed.
+    """
+    temporary = path.with_name(f"{path.name}{TEMPORARY}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):  # the first failure is the one to report
+            temporary.unlink()
+        raise
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush a directory's entries to disk; without it, a power loss can undo a rename."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Turn a failure of the file system into one sentence that names the file and the reason.
+
+    Raises:
+        UserError: in place of an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}); make room or make the directory writable") from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse a JSON document that may be damaged.
+
+    Raises:
+        ValueError: it is not JSON, or is nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+# Append-only files
+
+
+class LineWriter:
+    """Appends lines. Each one reaches the operating system before `write` returns, so a kill cannot lose it."""
+
+    def __init__(self, path: Path) -> None:
+        """Open `path` for appending; create it if it is missing.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        self._file = open(path, "ab", buffering=0)
+
+    def write(self, line: str) -> None:
+        """Append one line.
+
+        Args:
+            line: the text, without its newline.
+
+        Raises:
+            OSError: the disk is full or gone; part of the line may have been written.
+        """
+        data = line.encode() + b"\n"
+        while data:  # an unbuffered write may accept fewer bytes than it was given
+            data = data[self._file.write(data) :]
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        self._file.close()
+
+
+def drop_torn_tail(path: Path, is_complete: Callable[[bytes], bool]) -> None:
+    """Cut the unreadable lines that a kill or a crash left at the end of `path`, with a warning.
+
+    Args:
+        path: an existing file.
+        is_complete: whether to keep a line, which has its newline if there is one.
+
+    Raises:
+        OSError: the file cannot be read or cut.
+    """
+    with open(path, "r+b") as file:
+        size = end = file.seek(0, 2)
+        while end > 0:
+            start = _start_of_last_line(file, end)
+            if is_complete(_read_between(file, start, end)):
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
+            warn(f"{path} ended in the middle of a line; its last {size - end} bytes were removed")
+
+
+def end_with_newline(path: Path) -> None:
+    """Add the newline that the last line of `path` lacks, if it lacks one."""
+    with open(path, "r+b") as file:
+        size = file.seek(0, 2)
+        if size and _read_between(file, size - 1, size) != b"\n":
+            file.write(b"\n")
+
+
+def _start_of_last_line(file: BinaryIO, end: int) -> int:
+    # backwards in blocks: the file of a long run is far larger than its last line
+    stop = end - 1  # the byte at `end - 1` may be the line's own newline
+    while stop > 0:
+        start = max(0, stop - _BLOCK_BYTES)
+        newline = _read_between(file, start, stop).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        stop = start
+    return 0
+
+
+def _read_between(file: BinaryIO, start: int, end: int) -> bytes:
+    file.seek(start)
+    return file.read(end - start)
+
+
+# Locks
+
+RUN_LOCK = "run.lock"
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+def lock_file(file: TextIO, *, wait: bool) -> bool | None:
+    """Lock an open file for this process; the kernel releases the lock when the file is closed or the process dies.
+
+    Args:
+        file: opened for writing.
+        wait: whether to wait for another holder.
+
+    Returns:
+        Whether the file is locked; None, with a warning, if the file system has no locks (Lustre mounted without flock,
+        some NFS).
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        warn(f"{file.name} cannot be locked on this file system ({error.strerror}); see that nobody else writes there")
+        return None
+    return True
+
+
+@contextmanager
+def file_lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock of a file, which is created if it is missing.
+
+    Args:
+        path: of the lock file.
+        wait: whether to wait for another holder.
+
+    Yields:
+        Whether this process may work: it holds the lock, or the file system has none.
+
+    Raises:
+        UserError: the file cannot be created.
+    """
+    with write_errors(path):
+        file = open(path, "a")
+    with file:
+        yield lock_file(file, wait=wait) is not False
+
+
+@contextmanager
+def hold_run_lock(run_dir: Path) -> Iterator[bool]:
+    """Hold `run.lock` of a run directory; the file names the holder while there is one.
+
+    A disk without space for the name, or even for the file, does not prevent it: `prune` has to make space there.
+
+    Yields:
+        Whether no other launch can be at work; False if the file system has no locks, see `lock_file`.
+
+    Raises:
+        UserError: another live launch holds it, or the file cannot be written.
+    """
+    path = run_dir / RUN_LOCK
+    try:
+        opened = path.open("a+")  # "w" would empty a live holder's file
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise _refused(path, error) from error
+        # there is no file, so no launch holds it
+        warn(f"{path} cannot be created ({error.strerror}), so the run is not locked; start no launch there")
+        yield True
+        return
+    with opened as file:
+        locked = lock_file(file, wait=False)
+        if locked is False:
+            file.seek(0)
+            raise UserError(
+                f"{run_dir} is in use by {file.read().strip() or 'another launch'}; wait for it, stop it, "
+                "or give another trainer.experiment_name"
+            )
+        _write_holder(file, f"process {os.getpid()} on {socket.gethostname()}\n")
+        try:
+            yield locked is True
+        finally:
+            _write_holder(file, "")  # before the kernel releases it, so that the next holder's name is not lost
+
+
+def _write_holder(file: TextIO, name: str) -> None:
+    """Write who holds the lock, past the buffer of `file`; on a full disk the lock holds without a name."""
+    try:
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), name.encode())
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise _refused(Path(file.name), error) from error
+
+
+def _refused(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path} cannot be written ({error.strerror}); make its directory writable")
+
+
+# Sizes, digests and places
+
+
+def free_bytes(directory: Path) -> int:
+    """Free space in bytes for a process without privileges."""
+    return shutil.disk_usage(directory).free
+
+
+def format_bytes(num_bytes: float) -> str:
+    """A size in a suitable unit, such as `1.5 GiB`."""
+    power = 0
+    while num_bytes >= 1024 and power < len(UNITS) - 1:
+        num_bytes, power = num_bytes / 1024, power + 1
+    return f"{num_bytes:.1f} {UNITS[power]}" if power else f"{num_bytes:.0f} B"
+
+
+def ignore_progress(num_bytes: int) -> None:
+    """Callback for those who need no progress."""
+
+
+def file_digest(path: Path, progress: Callable[[int], None] = ignore_progress) -> str:
+    """The XXH3-128 digest of a file, in hexadecimal.
+
+    Args:
+        path: of the file.
+        progress: called with the number of bytes of each piece that was read.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    import xxhash  # here, because the monitor runs on laptops without it
+
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_DIGEST_CHUNK_BYTES):
+            digest.update(chunk)
+            progress(len(chunk))
+    return digest.hexdigest()
+
+
+def user_cache_dir() -> Path:
+    """Directory for files that can be deleted at any time and are then created again; `XDG_CACHE_HOME` moves it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_ext"
