@@ -22,11 +22,11 @@ from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.retention import Retention
 from verl_ext.console import progress_bar
+from verl_ext.files import GIB
 from verl_ext.trainer.resume import verify_together
 
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 KINDS = ("verl", "sync", "async")
-GIB = 1 << 30
 
 
 class Job:

@@ -19,7 +19,7 @@ from eval_pipeline.adaptive.text import markdown_text
 from eval_pipeline.figures.writing import write_json, write_text
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.errors import UserError
-from verl_ext.metrics.atomic import replacing
+from verl_ext.files import replacing
 
 DATA_FILE, TABLE_FILE, MATRICES_FILE = "adaptive.json", "adaptive.md", "adaptive.npz"
 

@@ -11,7 +11,7 @@ from verl_ext.checkpoint.layout import EXPORT, list_steps, step_of, what_is_wron
 from verl_ext.config.plain import as_dict
 from verl_ext.config.written import load_written
 from verl_ext.errors import UserError
-from verl_ext.metrics.atomic import parse_json
+from verl_ext.files import parse_json
 
 MODEL_TYPE = "budget_controller"
 

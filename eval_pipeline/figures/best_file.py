@@ -13,7 +13,7 @@ from eval_pipeline.figures.selection import Choice
 from eval_pipeline.figures.writing import write_json
 from verl_ext.checkpoint.layout import BEST
 from verl_ext.errors import UserError
-from verl_ext.metrics.atomic import parse_json
+from verl_ext.files import parse_json
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from eval_pipeline.figures.evaluated import DatasetResult, EvaluatedModel
 from eval_pipeline.figures.writing import write_json
 from verl_ext.errors import UserError
-from verl_ext.metrics.atomic import parse_json
+from verl_ext.files import parse_json
 
 METRICS_FILE = "metrics.json"
 SUMMARY_FILE = "summary.json"

@@ -11,7 +11,7 @@ from eval_pipeline.figures.judged import Judged
 from eval_pipeline.figures.writing import write_lines
 from eval_pipeline.judge.verdict import ERROR_TYPES, ErrorType
 from verl_ext.errors import UserError
-from verl_ext.metrics.atomic import parse_json
+from verl_ext.files import parse_json
 
 VERDICTS_FOLDER = "verdicts"
 

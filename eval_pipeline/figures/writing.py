@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.errors import UserError
-from verl_ext.metrics.atomic import replace_file
+from verl_ext.files import replace_file
 
 
 def write_text(path: Path, text: str) -> Path:

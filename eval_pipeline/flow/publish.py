@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from eval_pipeline.figures.evaluated import EvaluatedModel
 from eval_pipeline.figures.files import read_evaluation, write_evaluation
@@ -20,7 +17,7 @@ from eval_pipeline.ledger.job import Job
 from eval_pipeline.work.driver import Task
 from verl_ext.console import print_summary, typed_path, warn
 from verl_ext.errors import UserError
-from verl_ext.metrics.atomic import parse_json
+from verl_ext.files import file_lock, parse_json
 
 LOCK_FILE = "publish.lock"
 TRACK_LOCK_FILE = "track.lock"
@@ -78,7 +75,7 @@ class Publisher:
     def _publish_if_due(self, label: str) -> bool:
         ledger, place = self._session.ledger, self._session.place
         directory = place.directory_of(label)
-        with _locked(place.root / LOCK_FILE):
+        with file_lock(place.root / LOCK_FILE):
             jobs = [job for job in ledger.jobs() if job.checkpoint == label]
             results = self._results(label, jobs)
             if not results or ledger.published.digest(label) == _digest(jobs):
@@ -106,7 +103,7 @@ class Publisher:
         published = self._session.ledger.published
         if published.digest(label) in ("", None, published.tracked(label)):
             return True
-        with _locked(self._session.place.root / TRACK_LOCK_FILE, waits=False) as is_mine:
+        with file_lock(self._session.place.root / TRACK_LOCK_FILE, wait=False) as is_mine:
             digest = published.digest(label)
             if is_mine and digest is not None and digest != published.tracked(label):
                 directory = self._session.place.directory_of(label)
@@ -139,19 +136,3 @@ def _merge(results: Sequence[EvaluatedModel]) -> EvaluatedModel:
 def _digest(jobs: Sequence[Job]) -> str:
     content = sorted((job.dataset, job.digest, job.state) for job in jobs if job.has_ended)
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-@contextmanager
-def _locked(path: Path, waits: bool = True) -> Iterator[bool]:
-    """Hold the lock of a file, which ends with the process, however that ends; says whether it was to be had."""
-    try:
-        file = open(path, "a")
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}); free disk space or fix the directory") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True

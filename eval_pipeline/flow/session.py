@@ -20,7 +20,7 @@ from eval_pipeline.work.driver import Task
 from eval_pipeline.work.evaluation import Evaluation
 from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.metrics.atomic import parse_json
+from verl_ext.files import parse_json
 
 
 class Session:

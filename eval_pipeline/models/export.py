@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl_ext.errors import UserError
-from verl_ext.metrics.atomic import parse_json
+from verl_ext.files import parse_json
 
 SHARD_INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

@@ -13,8 +13,7 @@ from eval_pipeline.engines.answer import Answer
 from eval_pipeline.judge.verdict import ERROR_TYPES, Verdict
 from eval_pipeline.work.batch import Key
 from verl_ext.console import warn
-from verl_ext.metrics.atomic import parse_json, replace_file
-from verl_ext.metrics.lines import LineWriter, drop_torn_tail
+from verl_ext.files import LineWriter, drop_torn_tail, parse_json, replace_file
 
 T = TypeVar("T")
 

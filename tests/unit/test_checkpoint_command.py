@@ -18,7 +18,7 @@ from tests.helpers.checkpoints import NAMES, checkpoint_command, kept, save
 from verl_ext.checkpoint.commit import remove_tree
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.checkpoint.lease import leased
-from verl_ext.checkpoint.lock import exclusive
+from verl_ext.files import hold_run_lock
 
 COMMAND = [sys.executable, "-m", "verl_ext.checkpoint"]
 
@@ -180,7 +180,7 @@ def test_prune_by_step_refuses_what_is_held_and_says_how_to_lift_it(run_dir: Pat
 
 
 def test_prune_leaves_a_run_alone_that_is_training(run_dir: Path) -> None:
-    with exclusive(run_dir):
+    with hold_run_lock(run_dir):
         message = checkpoint_command("prune", run_dir, "--yes", code=2)
         assert f"in use by process {os.getpid()} on " in message
         assert "global_step_10" in checkpoint_command("prune", run_dir, "--dry-run")

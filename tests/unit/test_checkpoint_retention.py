@@ -23,11 +23,11 @@ from tests.helpers.checkpoints import NAMES, OPTIMIZER, kept, save
 from tests.helpers.processes import wait_until
 from verl_ext.checkpoint.layout import Manifest, what_is_wrong
 from verl_ext.checkpoint.lease import DEFAULT_SECONDS, lease_holders, leased
-from verl_ext.checkpoint.lock import exclusive
 from verl_ext.checkpoint.retention import Retention, reasons_to_keep
 from verl_ext.checkpoint.rotation import carry_out, plan_rotation, rotate
 from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.errors import UserError
+from verl_ext.files import hold_run_lock
 
 
 def reasons(run_dir: Path, retention: Retention, step: int) -> dict[int, list[str]]:
@@ -284,21 +284,21 @@ def test_damaged_files_are_named_with_what_is_wrong(tmp_path: Path) -> None:
 
 def test_a_lock_names_its_holder_and_is_taken_over_from_a_killed_process(tmp_path: Path) -> None:
     process = start_python(
-        "import time\nfrom pathlib import Path\nfrom verl_ext.checkpoint.lock import exclusive\n"
+        "import time\nfrom pathlib import Path\nfrom verl_ext.files import exclusive\n"
         f"with exclusive(Path({str(tmp_path)!r})):\n    print('held', flush=True)\n    time.sleep(1000)"
     )
     try:
         with pytest.raises(UserError, match=f"in use by process {process.pid} on "):
-            with exclusive(tmp_path):
+            with hold_run_lock(tmp_path):
                 pass
     finally:
         kill(process)
     assert str(process.pid) in (tmp_path / "run.lock").read_text()  # stale
-    with exclusive(tmp_path):
+    with hold_run_lock(tmp_path):
         assert (tmp_path / "run.lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
     assert (tmp_path / "run.lock").read_text() == ""
     with pytest.raises(UserError, match="run.lock cannot be written"):
-        with exclusive(tmp_path / "none"):
+        with hold_run_lock(tmp_path / "none"):
             pass
 
 

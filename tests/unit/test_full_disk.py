@@ -12,14 +12,13 @@ import pytest
 from tests.helpers.checkpoints import checkpoint_command, kept, save
 from tests.helpers.faults import fill, small_disk
 from verl_ext.checkpoint.layout import Manifest
-from verl_ext.checkpoint.lock import LOCK, exclusive
 from verl_ext.checkpoint.rotation import find_leftovers
 from verl_ext.errors import UserError
+from verl_ext.files import RUN_LOCK, hold_run_lock, replace_file, replacing
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.configure import configure
 from verl_ext.launch.run import Launch, run_to_the_end, tidy_finished_run
 from verl_ext.launch.stop import StopSignals
-from verl_ext.metrics.atomic import replace_file, replacing
 
 
 @pytest.fixture
@@ -47,10 +46,10 @@ def free_bytes(disk: Path) -> int:
 
 def test_a_full_disk_does_not_prevent_a_lock(run_dir: Path) -> None:
     assert free_bytes(run_dir) == 0
-    with exclusive(run_dir):
-        assert (run_dir / LOCK).read_text() == ""
+    with hold_run_lock(run_dir):
+        assert (run_dir / RUN_LOCK).read_text() == ""
         with pytest.raises(UserError, match="in use by another launch"):
-            with exclusive(run_dir):
+            with hold_run_lock(run_dir):
                 pass
 
 
@@ -60,13 +59,13 @@ def test_a_disk_without_room_for_a_file_does_not_prevent_a_removal(
     opened = Path.open
 
     def refuse(path: Path, *options: str) -> object:
-        if path.name == LOCK:
+        if path.name == RUN_LOCK:
             raise OSError(errno.EDQUOT, "Disk quota exceeded", str(path))
         return opened(path, *options)
 
     monkeypatch.setattr(Path, "open", refuse)
-    with exclusive(run_dir):
-        assert not (run_dir / LOCK).exists()
+    with hold_run_lock(run_dir):
+        assert not (run_dir / RUN_LOCK).exists()
     assert "Disk quota exceeded" in capsys.readouterr().err
 
 
@@ -122,7 +121,7 @@ def test_a_launch_on_a_full_disk_names_the_file_that_has_no_room(launch: Callabl
     fill(disk)
     with pytest.raises(UserError, match=r"run\.json \(No space left on device\)"):
         launch()
-    assert [path.name for path in (disk / "run").iterdir()] == [LOCK]
+    assert [path.name for path in (disk / "run").iterdir()] == [RUN_LOCK]
 
 
 def test_a_launch_on_a_disk_that_leftovers_fill_makes_room_first(launch: Callable[[], None], disk: Path) -> None:
@@ -132,16 +131,16 @@ def test_a_launch_on_a_disk_that_leftovers_fill_makes_room_first(launch: Callabl
     assert free_bytes(disk) == 0
     with pytest.raises(UserError, match="the ranks would start"):
         launch()
-    assert sorted(path.name for path in (disk / "run").iterdir()) == ["run.json", LOCK]
+    assert sorted(path.name for path in (disk / "run").iterdir()) == ["run.json", RUN_LOCK]
 
 
 def test_leftovers_of_a_finished_run_are_removed_unless_another_launch_is_at_work(tmp_path: Path) -> None:
     save(tmp_path, 1)
     tidy_finished_run(tmp_path)
-    assert not (tmp_path / LOCK).exists()
+    assert not (tmp_path / RUN_LOCK).exists()
     directory, file = tmp_path / "global_step_0.removing", tmp_path / "run.json.tmp"
     directory.mkdir()
-    with exclusive(tmp_path):
+    with hold_run_lock(tmp_path):
         tidy_finished_run(tmp_path)
     assert directory.exists()
     tidy_finished_run(tmp_path)

@@ -20,9 +20,9 @@ from omegaconf import DictConfig
 
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import save
-from verl_ext.checkpoint.lock import exclusive
 from verl_ext.config.compose import STAGES
 from verl_ext.errors import UserError
+from verl_ext.files import hold_run_lock
 from verl_ext.launch.__main__ import launch
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.component_check import check_components
@@ -76,11 +76,11 @@ def test_torchrun_gets_the_nodes_from_the_environment(monkeypatch: pytest.Monkey
 
 
 def test_two_launches_in_one_run_directory(tmp_path: Path) -> None:
-    with exclusive(tmp_path):
+    with hold_run_lock(tmp_path):
         with pytest.raises(UserError, match=f"in use by process {os.getpid()} on "):
-            with exclusive(tmp_path):
+            with hold_run_lock(tmp_path):
                 pass
-    with exclusive(tmp_path):
+    with hold_run_lock(tmp_path):
         assert str(os.getpid()) in (tmp_path / "run.lock").read_text()
 
 

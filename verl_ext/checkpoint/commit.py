@@ -10,7 +10,7 @@ from pathlib import Path
 from verl_ext.checkpoint.layout import BEST, MANIFEST, TRACKER, Manifest
 from verl_ext.checkpoint.retention import holds_on, read_choice
 from verl_ext.checkpoint.stock import is_stock
-from verl_ext.metrics.atomic import flush_directory, replace_file
+from verl_ext.files import replace_file, sync_directory
 
 REMOVING = ".removing"
 """What the name of a checkpoint ends with while it is removed."""
@@ -20,7 +20,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the list of what belongs to the checkpoint; with it the directory is complete."""
     replace_file(directory / MANIFEST, [manifest.to_json()])
     for path in [directory, *(child for child in directory.rglob("*") if child.is_dir())]:
-        flush_directory(path)
+        sync_directory(path)
 
 
 def publish(temporary: Path, final: Path, step: int) -> None:
@@ -44,7 +44,7 @@ def publish(temporary: Path, final: Path, step: int) -> None:
         if former is not None:
             os.rename(former, final)
         raise
-    flush_directory(final.parent)
+    sync_directory(final.parent)
     point_tracker(final.parent, step)
 
 

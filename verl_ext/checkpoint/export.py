@@ -11,9 +11,9 @@ import torch
 
 from verl_ext.checkpoint.safetensors_layout import Form, SafetensorsLayout
 from verl_ext.checkpoint.shards import MODEL, ShardFiles, is_sharded, local_part, rows_of
-from verl_ext.checkpoint.space import GIB
 from verl_ext.checkpoint.weights import Adapter, Weight, read_plan
 from verl_ext.checkpoint.writing import naming
+from verl_ext.files import GIB
 
 
 def layout_of(

@@ -12,7 +12,7 @@ from typing import Any
 
 from verl_ext.checkpoint.stock import OURS, content_of, is_stock, what_is_wrong_with_stock
 from verl_ext.errors import first_line_of
-from verl_ext.metrics.atomic import LATEST, parse_json
+from verl_ext.files import LATEST, parse_json
 
 MANIFEST, PLAN = OURS
 TRACKER = "latest_checkpointed_iteration.txt"

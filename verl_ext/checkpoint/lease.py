@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from verl_ext.console import warn
-from verl_ext.metrics.atomic import LATEST, parse_json, replace_file
+from verl_ext.files import LATEST, parse_json, replace_file
 
 DEFAULT_SECONDS = 900.0
 """How long a lease outlives a holder on another machine that died; renewed three times in that span."""

@@ -16,11 +16,11 @@ from verl_ext.checkpoint.lease import leased
 from verl_ext.checkpoint.safetensors_layout import INDEX
 from verl_ext.checkpoint.shards import MODEL
 from verl_ext.checkpoint.stock import is_stock
-from verl_ext.checkpoint.verify import damaged_files, ignore_progress
+from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.checkpoint.writing import FileWriter, flush_and_digest, naming
 from verl_ext.console import warn
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.metrics.atomic import flush_directory, parse_json, replace_file
+from verl_ext.files import ignore_progress, parse_json, replace_file, sync_directory
 
 Progress = Callable[[int], None]
 """Told how many more bytes of the shards were read; each is read once for its digest and once for its weights."""
@@ -179,7 +179,7 @@ def enter_into_checkpoint(checkpoint: Path, partial: Path) -> None:
     for path in partial.iterdir():
         os.replace(path, target / path.name)
     partial.rmdir()
-    flush_directory(target)
+    sync_directory(target)
     if manifest is not None:
         replace_file(checkpoint / MANIFEST, [manifest.with_files({**rest, **entries}).to_json()])
 

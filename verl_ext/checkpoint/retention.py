@@ -12,7 +12,7 @@ from verl_ext.checkpoint.layout import BEST, KEEP, Manifest, read_all_complete, 
 from verl_ext.checkpoint.lease import lease_holders
 from verl_ext.checkpoint.stock import WHY_KEPT, is_stock
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.metrics.atomic import parse_json
+from verl_ext.files import parse_json
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from verl_ext.checkpoint.commit import REMOVING, remove_tree
 from verl_ext.checkpoint.layout import BEST, MANIFEST, TRACKER, Manifest
 from verl_ext.checkpoint.lease import DEFAULT_SECONDS
 from verl_ext.checkpoint.retention import Retention, holds_on, read_choice, reasons_to_keep
-from verl_ext.metrics.atomic import TEMPORARY, replace_file
+from verl_ext.files import TEMPORARY, replace_file
 
 Warn = Callable[[str], None]
 ENDINGS = (TEMPORARY, REMOVING)

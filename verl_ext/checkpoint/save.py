@@ -21,7 +21,7 @@ from verl_ext.checkpoint.space import warn_if_next_will_not_fit
 from verl_ext.checkpoint.writing import Entry, FileWriter, flush_and_digest, naming
 from verl_ext.collective import gather_results, on_rank_zero
 from verl_ext.errors import UserError
-from verl_ext.metrics.atomic import TEMPORARY
+from verl_ext.files import TEMPORARY
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import torch
 
 from verl_ext.checkpoint.shards import local_part
 from verl_ext.errors import UserError
+from verl_ext.files import GIB, free_bytes
 
-GIB = 1 << 30
 MARGIN = 1.05  # file headers, small files, and what others write to the same disk meanwhile
 
 
@@ -29,11 +28,6 @@ def parts_of(state: Any) -> Iterator[torch.Tensor]:
     elif isinstance(state, dict | list | tuple):
         for item in state.values() if isinstance(state, dict) else state:
             yield from parts_of(item)
-
-
-def free_bytes(directory: Path) -> int:
-    """What an ordinary process may still write there."""
-    return shutil.disk_usage(directory).free
 
 
 def require_space(directory: Path, num_bytes: int, step: int) -> None:

@@ -6,14 +6,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from verl_ext.checkpoint.layout import Manifest
-from verl_ext.checkpoint.stock import CHUNK_BYTES, is_stock, what_is_wrong_inside
-
-
-def ignore_progress(num_bytes: int) -> None:
-    """Tell nobody how far the reading is."""
+from verl_ext.checkpoint.stock import is_stock, what_is_wrong_inside
+from verl_ext.files import file_digest, ignore_progress
 
 
 def damaged_files(
@@ -53,27 +48,9 @@ def _problem(path: Path, entry: dict[str, Any], progress: Callable[[int], None])
         num_bytes = path.stat().st_size
         if num_bytes != entry.get("bytes"):
             return f"has {num_bytes} bytes instead of {entry.get('bytes')}"
-        digest = digest_of(path, progress)
+        digest = file_digest(path, progress)
     except FileNotFoundError:
         return "is missing"
     except OSError as error:  # a disk that fails is what this looks for
         return f"cannot be read ({error.strerror})"
     return None if digest == entry.get("xxh3_128") else f"has the digest {digest} instead of {entry.get('xxh3_128')}"
-
-
-def digest_of(path: Path, progress: Callable[[int], None] = ignore_progress) -> str:
-    """The XXH3-128 digest of a file, in hexadecimal.
-
-    Args:
-        path: read from the start to the end.
-        progress: told the number of bytes of each piece that was read.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            progress(len(chunk))
-    return digest.hexdigest()

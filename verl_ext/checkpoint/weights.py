@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from verl_ext.checkpoint.layout import PLAN
 from verl_ext.checkpoint.shards import local_part
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.metrics.atomic import parse_json
+from verl_ext.files import parse_json
 
 UNMERGEABLE = ("lora_magnitude_vector", "lora_embedding_", ".lora_bias")
 

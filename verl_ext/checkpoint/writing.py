@@ -15,8 +15,8 @@ import xxhash
 from torch.utils.serialization import config
 
 from verl_ext.checkpoint.stock import CHUNK_BYTES
-from verl_ext.checkpoint.verify import digest_of
 from verl_ext.errors import UserError
+from verl_ext.files import file_digest
 
 Entry = dict[str, Any]
 """Size in bytes and XXH3-128 digest of a file, as in the manifest."""
@@ -125,7 +125,7 @@ def flush_and_digest(path: Path) -> Entry:
     """Force a file that several ranks wrote to the disk, and read it for its digest."""
     with naming(path), path.open("rb") as file:
         os.fsync(file.fileno())
-        return {"bytes": os.fstat(file.fileno()).st_size, "xxh3_128": digest_of(path)}
+        return {"bytes": os.fstat(file.fileno()).st_size, "xxh3_128": file_digest(path)}
 
 
 @contextmanager

@@ -15,13 +15,13 @@ import pandas as pd
 import tokenizers
 import transformers
 
-from verl_ext.cache import users_cache
 from verl_ext.config.plain import as_dict
 from verl_ext.console import progress_bar, warn
 from verl_ext.data import tokenised
 from verl_ext.data.chat_encoder import ChatEncoder, Tokens
 from verl_ext.data.parquet import read_frame
 from verl_ext.data.tokenised import Tokenised
+from verl_ext.files import user_cache_dir
 
 VERSION = 3
 """Of what is made of a row; another one makes every kept file useless."""
@@ -70,7 +70,7 @@ def cache_directory(setting: str | None) -> Path:
     """`data.token_cache`, with null resolved."""
     if setting is not None:
         return Path(setting).expanduser()
-    return users_cache() / "tokens"
+    return user_cache_dir() / "tokens"
 
 
 def key_of(names: list[str], encoder: ChatEncoder, max_samples: int) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from verl_ext.checkpoint.layout import EXPORT, list_steps, read_all_complete, read_tracker, step_of, what_is_wrong
+from verl_ext.files import GIB
 from verl_ext.health.findings import Seen, alarm, notice, ok, warning
 from verl_ext.health.run_files import RunFiles
 
 SIZE_MARGIN = 0.2
 """Share by which the sizes of a run's checkpoints may differ."""
-GIB = 1 << 30
 
 
 def exports(files: RunFiles) -> Seen | None:

@@ -17,7 +17,7 @@ from verl_ext.config.recipes import default_recipe
 from verl_ext.config.written import load_written
 from verl_ext.console import print_line
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.metrics.atomic import parse_json
+from verl_ext.files import parse_json
 
 
 def settle_model(config: DictConfig) -> None:

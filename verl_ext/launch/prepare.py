@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 from collections.abc import Iterable, Iterator
@@ -11,7 +10,6 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_ext.checkpoint.lock import take
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.evaluation import evaluation_recipe
 from verl_ext.config.plain import as_dict
@@ -20,6 +18,7 @@ from verl_ext.console import print_line
 from verl_ext.data.prepare import is_prepared, prepare
 from verl_ext.data.prepare.commands import parse_arguments
 from verl_ext.errors import UserError
+from verl_ext.files import file_lock
 
 PREPARE_LOCK = Path(__file__).resolve().parents[2] / ".prepare.lock"
 
@@ -49,8 +48,7 @@ def prepare_inputs(commands: Iterable[str]) -> None:
         words = _words(command)
         if not is_prepared(words):
             # Several launches, or nodes, at once: the others wait and find it done.
-            with PREPARE_LOCK.open("w") as lock:
-                take(lock, fcntl.LOCK_EX)
+            with file_lock(PREPARE_LOCK):
                 if not is_prepared(words):
                     print_line(f"Preparing: {command}")
                     prepare(words)

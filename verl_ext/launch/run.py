@@ -12,7 +12,6 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_ext.checkpoint.layout import read_tracker, what_is_wrong
-from verl_ext.checkpoint.lock import exclusive
 from verl_ext.checkpoint.rotation import find_leftovers, find_temporary_files, remove_leftovers
 from verl_ext.config.digest import NOT_IDENTITY, config_digest
 from verl_ext.config.inputs import untrained_loss
@@ -21,6 +20,7 @@ from verl_ext.config.plain import as_dict
 from verl_ext.config.written import load_written
 from verl_ext.console import print_line, typed_path, warn
 from verl_ext.errors import UserError
+from verl_ext.files import hold_run_lock
 from verl_ext.launch.configure import checkpoint_that_suits, make_run_directory
 from verl_ext.launch.grpo_model import holding_model
 from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped
@@ -75,7 +75,7 @@ def run_to_the_end(
         refuse_other_settings(config, record)
         checkpoint_that_suits(config)
         make_run_directory(run_dir)
-    with exclusive(run_dir) if leads else nullcontext(False) as is_alone:
+    with hold_run_lock(run_dir) if leads else nullcontext(False) as is_alone:
         if is_alone:
             with signals.raising():
                 remove_leftovers(run_dir, warn)  # first: on a full disk it makes the room for what is written next
@@ -90,7 +90,7 @@ def run_to_the_end(
 def tidy_finished_run(run_dir: Path) -> None:
     """Remove what an interruption left, as a kill during the last rotation does, unless another launch is at it."""
     if find_leftovers(run_dir) or find_temporary_files(run_dir):
-        with suppress(UserError), exclusive(run_dir) as is_alone:
+        with suppress(UserError), hold_run_lock(run_dir) as is_alone:
             if is_alone:
                 remove_leftovers(run_dir, warn)
 

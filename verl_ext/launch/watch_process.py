@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from verl_ext.config.evaluation import evaluation_environment, evaluation_recipe
 from verl_ext.console import warn
-from verl_ext.metrics.lines import naming
+from verl_ext.files import write_errors
 from verl_ext.parent_death import end_with_parent
 
 LOG = Path("eval", "watch.log")
@@ -39,7 +39,7 @@ class WatchProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ended = False
-        with naming(self._path):
+        with write_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._log = open(self._path, "ab")
 

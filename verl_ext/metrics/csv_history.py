@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
-from verl_ext.metrics.atomic import replace_file
-from verl_ext.metrics.lines import LineWriter, drop_torn_tail
+from verl_ext.files import LineWriter, drop_torn_tail, replace_file
 from verl_ext.metrics.row import KEY_COLUMNS, Row
 
 TRAINING_FILE = "training_history.csv"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verl_ext.metrics.atomic import replace_file
+from verl_ext.files import replace_file
 from verl_ext.metrics.csv_history import TRAINING_FILE, VALIDATION_FILE
 from verl_ext.metrics.row import Row
 

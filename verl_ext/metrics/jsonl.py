@@ -11,8 +11,7 @@ from typing import Any
 
 from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.metrics.atomic import LATEST, parse_json
-from verl_ext.metrics.lines import LineWriter, drop_torn_tail, end_with_newline, naming
+from verl_ext.files import LATEST, LineWriter, drop_torn_tail, end_with_newline, parse_json, write_errors
 from verl_ext.metrics.row import Row, plain_numbers
 
 METRICS_FILE = "metrics.jsonl"
@@ -36,7 +35,7 @@ class MetricsFile:
         """
         self._path = Path(path)
         self._attempt = attempt
-        with naming(self._path):
+        with write_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
                 drop_torn_tail(self._path, lambda line: _parse(line) is not None)
@@ -57,7 +56,7 @@ class MetricsFile:
             UserError: a value is not a number, or the disk refuses the line.
         """
         row = Row(int(step), self._attempt, time.time(), plain_numbers(metrics))
-        with naming(self._path):
+        with write_errors(self._path):
             self._writer.write(_encode(row))
         return row
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 
+from verl_ext.files import LineWriter
 from verl_ext.metrics.console import ConsoleLines
-from verl_ext.metrics.lines import LineWriter
 
 LOG_FILE = "train.log"
 

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from verl_ext.metrics.atomic import parse_json
-from verl_ext.metrics.lines import LineWriter, drop_torn_tail, end_with_newline, naming
+from verl_ext.files import LineWriter, drop_torn_tail, end_with_newline, parse_json, write_errors
 
 SAMPLES_FILE = "samples.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -28,7 +27,7 @@ class RecordsFile:
         Raises:
             UserError: the disk refuses them.
         """
-        with naming(self._path):
+        with write_errors(self._path):
             self._writer = self._writer or self._opened()
             for row in rows:
                 self._writer.write(json.dumps({"step": step, "attempt": self._attempt, **row}, ensure_ascii=False))

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.metrics.atomic import parse_json, replace_file
+from verl_ext.files import parse_json, replace_file
 
 RUN_FILE = "run.json"
 IDENTITY_KEYS = (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.errors import UserError
-from verl_ext.metrics.atomic import parse_json
+from verl_ext.files import parse_json
 from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
 from verl_ext.metrics.run_file import IDENTITY_KEYS, RUN_FILE, load_run, seconds_of, set_aside_if_corrupt, write_run
 

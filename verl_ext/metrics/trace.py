@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.console import warn
-from verl_ext.metrics.lines import LineWriter
+from verl_ext.files import LineWriter
 
 TRACE_DIRECTORY = "trace"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verl_ext.console import print_line, typed_path, warn
 from verl_ext.errors import one_line
-from verl_ext.metrics.atomic import replace_file
+from verl_ext.files import replace_file
 
 if TYPE_CHECKING:
     from wandb import Run

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig
 
+from verl_ext.files import GIB
 from verl_ext.plan.links import Cluster
 from verl_ext.plan.memory import Memory, Parts
 from verl_ext.plan.shape import ModelShape
 from verl_ext.plan.speed import StepTime
 from verl_ext.plan.workload import BYTES, Workload
 
-GIB = 1 << 30
 MEMORY_SHARE = 0.8
 """Of a GPU's memory bandwidth that decoding reaches; an assumption."""
 

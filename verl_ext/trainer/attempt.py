@@ -12,10 +12,10 @@ from verl_ext.collective import on_rank_zero
 from verl_ext.config.plain import as_dict
 from verl_ext.console import warn
 from verl_ext.errors import USER_ERROR_EXIT_CODE, Stop, UserError, one_line
+from verl_ext.files import replace_file
 from verl_ext.health.facts import REWARDED
 from verl_ext.health.findings import Finding
 from verl_ext.health.watch import HealthWatch
-from verl_ext.metrics.atomic import replace_file
 from verl_ext.metrics.console import ProgressBar
 from verl_ext.metrics.event import Event
 from verl_ext.metrics.recorder import MetricsRecorder

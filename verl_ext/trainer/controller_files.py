@@ -11,7 +11,7 @@ import torch
 from verl_ext.checkpoint.shards import whole
 from verl_ext.checkpoint.writing import FileWriter, naming
 from verl_ext.controller.checkpoints import STATE
-from verl_ext.metrics.atomic import replacing
+from verl_ext.files import replacing
 
 BEST_MODEL = "best_model.pt"
 

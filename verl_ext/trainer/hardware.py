@@ -18,9 +18,9 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_ext.collective import gather_results, on_rank_zero
 from verl_ext.console import print_line
 from verl_ext.errors import UserError
+from verl_ext.files import GIB
 from verl_ext.metrics.run_record import RunRecord
 
-GIB = 1 << 30
 UNITS = {"avx512_bf16", "amx_bf16"}
 """Flags of processors that multiply in bf16; others emulate it, slower than fp32."""
 CPUINFO = Path("/proc/cpuinfo")

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from verl_ext.checkpoint.layout import complete_steps
 from verl_ext.config.plain import as_dict
+from verl_ext.files import parse_json
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Level
 from verl_ext.health.limits import Limits
@@ -16,7 +17,6 @@ from verl_ext.health.own_rules import all_rules
 from verl_ext.health.replay import replay
 from verl_ext.health.rules import watched_by
 from verl_ext.health.watch import HealthWatch
-from verl_ext.metrics.atomic import parse_json
 from verl_ext.metrics.records import EVENTS_FILE
 from verl_ext.metrics.run_record import RunRecord
 

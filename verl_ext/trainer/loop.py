@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
 
-from verl_ext.checkpoint.space import GIB, free_bytes
 from verl_ext.console import warn
 from verl_ext.data.rows import Rows
 from verl_ext.deadline import deadline_from_environment, parse_deadline
 from verl_ext.errors import Stop, UserError
+from verl_ext.files import GIB, free_bytes
 from verl_ext.metrics.timers import StepTimer
 from verl_ext.metrics.trace import Trace
 from verl_ext.trainer.attempt import Attempt

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eval_pipeline.judge.verdict import ErrorType
-from verl_ext.metrics.atomic import replacing
+from verl_ext.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from typing import Any
 
 from verl_ext.checkpoint.command.run_directory import add_run_command, require_run_dir
 from verl_ext.checkpoint.command.settings import read_retention
 from verl_ext.checkpoint.command.survey import Entry, survey
-from verl_ext.checkpoint.command.text import human_bytes, local_time
 from verl_ext.checkpoint.retention import metric_of
 from verl_ext.command_line import Commands
 from verl_ext.console import print_line, text_table
+from verl_ext.files import format_bytes
 
 TEXT = (
     "List the checkpoints of a run. Shows for each, the newest first, its size, the number of ranks that wrote it, "
@@ -64,7 +65,7 @@ def _as_table(entries: list[Entry], names: dict[str, None]) -> str:
     rows = [
         [
             str(entry.step),
-            human_bytes(entry.num_bytes),
+            format_bytes(entry.num_bytes),
             str(entry.manifest.world_size) if entry.manifest else "-",
             local_time(entry.manifest.time if entry.manifest else None),
             entry.state,
@@ -79,3 +80,8 @@ def _as_table(entries: list[Entry], names: dict[str, None]) -> str:
 def _metric(entry: Entry, name: str) -> str:
     value = metric_of(entry.manifest, name) if entry.manifest else None
     return "-" if value is None else f"{value:.4g}"
+
+
+def local_time(seconds: float | None) -> str:
+    """Seconds since 1970 as date and time of this machine's zone; `-` for None."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "-"

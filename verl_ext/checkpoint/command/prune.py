@@ -13,9 +13,7 @@ from verl_ext.checkpoint.command.held import require_free
 from verl_ext.checkpoint.command.run_directory import add_run_command, require_run_dir, require_steps
 from verl_ext.checkpoint.command.settings import read_retention
 from verl_ext.checkpoint.command.survey import current_step, size_on_disk
-from verl_ext.checkpoint.command.text import human_bytes
 from verl_ext.checkpoint.layout import list_steps
-from verl_ext.checkpoint.lock import exclusive
 from verl_ext.checkpoint.rotation import (
     OPTIMIZER_FILES,
     Plan,
@@ -28,6 +26,7 @@ from verl_ext.checkpoint.rotation import (
 from verl_ext.command_line import FAILURES, Commands
 from verl_ext.console import print_line, print_summary, warn
 from verl_ext.errors import UserError
+from verl_ext.files import format_bytes, hold_run_lock
 
 TEXT = (
     "Remove checkpoints of a run that is not training. Without --step, removes the checkpoints that the rotation "
@@ -52,7 +51,7 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Say what goes, ask, remove; returns 1 if something that was to go is still there."""
     run_dir = require_run_dir(arguments.run_dir)
-    with nullcontext(True) if arguments.dry_run else exclusive(run_dir) as is_alone:
+    with nullcontext(True) if arguments.dry_run else hold_run_lock(run_dir) as is_alone:
         plan = _plan(run_dir, arguments)
         leftovers = [*find_leftovers(run_dir), *find_temporary_files(run_dir)] if arguments.step is None else []
         if not is_alone:  # without locks, what looks like a leftover may be a save under way
@@ -86,8 +85,8 @@ def _describe(plan: Plan, leftovers: list[Path], run_dir: Path) -> str:
     sizes |= {path.name: size_on_disk(path) for path in plan.remove}
     for path in plan.strip:
         sizes[f"{path.name}, its optimizer alone"] = sum(map(size_on_disk, path.glob(OPTIMIZER_FILES)))
-    lines = [f"  {name}: {human_bytes(size)}" for name, size in sizes.items()]
-    return "\n".join(["To be removed:", *lines, f"This frees {human_bytes(sum(sizes.values()))}."])
+    lines = [f"  {name}: {format_bytes(size)}" for name, size in sizes.items()]
+    return "\n".join(["To be removed:", *lines, f"This frees {format_bytes(sum(sizes.values()))}."])
 
 
 def _confirmed() -> bool:

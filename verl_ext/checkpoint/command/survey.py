@@ -11,7 +11,7 @@ from verl_ext.checkpoint.layout import Manifest, list_steps, read_complete, step
 from verl_ext.checkpoint.retention import Retention
 from verl_ext.checkpoint.rotation import Plan, find_leftovers, plan_rotation
 from verl_ext.checkpoint.stock import is_stock
-from verl_ext.metrics.atomic import TEMPORARY
+from verl_ext.files import TEMPORARY
 
 
 @dataclass(frozen=True)

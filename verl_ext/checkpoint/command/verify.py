@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.argument_types import WholeNumber
 from verl_ext.checkpoint.command.run_directory import add_run_command, require_run_dir, require_steps
-from verl_ext.checkpoint.command.text import human_bytes
 from verl_ext.checkpoint.layout import Manifest, list_steps, read_all_complete, what_is_wrong
 from verl_ext.checkpoint.stock import is_stock
 from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.command_line import FAILURES, Commands
 from verl_ext.console import print_line, print_summary, progress_bar
 from verl_ext.errors import UserError
+from verl_ext.files import format_bytes
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -76,4 +76,4 @@ def _verdict(checkpoint: Path, manifest: Manifest | None, problems: list[str]) -
     if problems or manifest is None:
         return "damaged or incomplete"
     whole = "verl keeps no digests, but every checksum is right" if is_stock(checkpoint) else "every digest is right"
-    return f"complete, {len(manifest.files)} files, {human_bytes(manifest.num_bytes)}, {whole}"
+    return f"complete, {len(manifest.files)} files, {format_bytes(manifest.num_bytes)}, {whole}"

@@ -9,7 +9,7 @@ import orjson
 from nicegui import ui
 
 from verl_ext.checkpoint.layout import BEST
-from verl_ext.metrics.atomic import parse_json
+from verl_ext.files import parse_json
 from verl_ext.monitor.options import errors_option, rates_option
 from verl_ext.monitor.page.context import PageContext
 from verl_ext.monitor.view import RunView

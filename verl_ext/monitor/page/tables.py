@@ -11,6 +11,7 @@ from nicegui import ui
 
 from verl_ext.checkpoint.layout import BEST, EXPORT, KEEP, list_steps, read_complete
 from verl_ext.checkpoint.lease import lease_holders
+from verl_ext.files import GIB
 from verl_ext.metrics.records import SAMPLES_FILE
 from verl_ext.monitor.page.context import PageContext
 from verl_ext.monitor.page.evaluation import best_step
@@ -20,7 +21,6 @@ from verl_ext.monitor.view import RunView
 LAST_SAMPLES = 64
 SAMPLES_BYTES = 1 << 20
 """Read from the end of a file of samples."""
-GIB = 1 << 30
 
 
 class CheckpointsPanel:

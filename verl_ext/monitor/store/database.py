@@ -6,8 +6,8 @@ import hashlib
 import sqlite3
 from pathlib import Path
 
-from verl_ext.cache import users_cache
 from verl_ext.errors import UserError
+from verl_ext.files import user_cache_dir
 
 VERSION = 2
 SCHEMA = """
@@ -59,7 +59,7 @@ CREATE TABLE evaluations (
 def database_for(root: Path) -> Path:
     """Where the database of a root lies unless the user says otherwise: in the user's cache, not below the root."""
     name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:12]
-    return users_cache() / f"monitor-{name}.sqlite"
+    return user_cache_dir() / f"monitor-{name}.sqlite"
 
 
 def open_database(path: Path) -> sqlite3.Connection:
