@@ -24,7 +24,7 @@ from eval_pipeline.adaptive.tracking import track
 from verl_ext.console import print_line, print_summary, typed_path, warn
 from verl_ext.controller.calibration import machine_name
 from verl_ext.controller.latency_source import LatencySource, MeasuredLatency
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Settings:
     latency: str = "measured"
     vlm: str | None = None
     trust_remote_code: bool = False
-    adapter: OwnCode | None = None
+    adapter: Plugin | None = None
 
 
 def evaluate(source: ControllerSource, settings: Settings, output: Path, wandb: bool) -> None:

@@ -21,7 +21,7 @@ from verl_ext.controller.latency_model import LATENCY_FILE
 from verl_ext.controller.latency_source import ModelledLatency
 from verl_ext.controller.loading import default_device
 from verl_ext.controller.network import BudgetController
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -55,7 +55,7 @@ def load_subject(
     config: Mapping[str, Any],
     vlm: str | None,
     trust_remote_code: bool = False,
-    own_adapter: OwnCode | None = None,
+    own_adapter: Plugin | None = None,
 ) -> Subject:
     """Load a controller and its model.
 
@@ -85,7 +85,7 @@ def load_model(
     vlm: str | None,
     device: str | None = None,
     trust_remote_code: bool = False,
-    own_adapter: OwnCode | None = None,
+    own_adapter: Plugin | None = None,
 ) -> tuple[AdaptiveModel, BudgetController, ControlledModel]:
     """Load a controller and its model, without what only a comparison needs.
 

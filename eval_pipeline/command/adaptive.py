@@ -79,7 +79,7 @@ def add_number(parser: argparse._ActionsContainer, name: str, default: int, text
 def run(arguments: argparse.Namespace) -> int:
     """Compare."""
     from eval_pipeline.adaptive.source import find_controller
-    from verl_ext.own_code import OwnCode
+    from verl_ext.plugins import Plugin
 
     source = find_controller(arguments.checkpoint)
     from eval_pipeline.adaptive.evaluate import Settings, evaluate  # here, as torch takes seconds to import
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         latency=arguments.latency,
         vlm=arguments.vlm,
         trust_remote_code=arguments.trust_remote_code,
-        adapter=None if arguments.adapter is None else OwnCode.named(arguments.adapter, "--adapter"),
+        adapter=None if arguments.adapter is None else Plugin.parse(arguments.adapter, "--adapter"),
     )
     evaluate(source, settings, place_of(source, arguments.output), not arguments.no_wandb)
     return 0

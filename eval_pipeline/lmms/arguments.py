@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.errors import UserError
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 
 BATCH_SIZES = ("batch_size", "max_batch_size")
 """What lmms-eval adds by itself."""
@@ -35,7 +35,7 @@ class Arguments:
     log: Path | None = None
     device: str | None = None
     trust_remote_code: bool = False
-    adapter: OwnCode | None = None
+    adapter: Plugin | None = None
 
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> Arguments:
@@ -58,7 +58,7 @@ class Arguments:
         if not isinstance(given.get("trust_remote_code", False), bool):
             raise UserError(f"trust_remote_code={given['trust_remote_code']} must be True or False")
         if "adapter" in given:
-            given["adapter"] = OwnCode.named(str(given["adapter"]), "adapter")
+            given["adapter"] = Plugin.parse(str(given["adapter"]), "adapter")
         return cls(**given)
 
 

@@ -14,7 +14,7 @@ from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.record import Record
 from eval_pipeline.problems.source import DatasetSource, read_records
 from verl_ext.errors import UserError
-from verl_ext.own_code import FORM
+from verl_ext.plugins import PLUGIN_FORM
 
 Parser = Callable[[Record], Problem]
 FORMATS: dict[str, Parser] = {
@@ -41,7 +41,7 @@ def parser_of(format: str, key: str) -> Parser:
         return FORMATS[format]
     if ":" in format:
         return OwnFormat.named(format, key)
-    raise UserError(f"{key} is {format!r}; use one of {', '.join(FORMATS)}, or {FORM}")
+    raise UserError(f"{key} is {format!r}; use one of {', '.join(FORMATS)}, or {PLUGIN_FORM}")
 
 
 def load_problems(source: DatasetSource) -> list[Problem]:

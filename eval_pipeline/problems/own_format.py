@@ -8,7 +8,7 @@ from eval_pipeline.problems.problem import Case, FunctionTests, Problem, Program
 from eval_pipeline.problems.python_source import PARSE_ERRORS, parse
 from eval_pipeline.problems.record import Record
 from verl_ext.errors import UserError, one_line
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 
 
 class OwnFormat:
@@ -24,12 +24,12 @@ class OwnFormat:
 
     @classmethod
     def named(cls, text: str, key: str) -> OwnFormat:
-        """Load it; the arguments are those of `OwnCode.named`.
+        """Load it; the arguments are those of `Plugin.parse`.
 
         Raises:
             UserError: it cannot be loaded, or is no function.
         """
-        function = OwnCode.named(text, key).load()
+        function = Plugin.parse(text, key).load()
         if not callable(function):
             raise UserError(
                 f"{key} is {text!r}, which is not a function; name one that takes a Record and returns a Problem"
@@ -74,9 +74,9 @@ def _fault_of(tests: FunctionTests | ProgramTests | ReferenceAnswer) -> str | No
     """Why no answer can be judged by these tests; None where it can. The judge relies on what is checked here."""
     if isinstance(tests, ReferenceAnswer):
         return None if _is_text(tests.answer) else f"whose reference answer is {tests.answer!r}, not a non-empty string"
-    own = tests.tests if isinstance(tests, FunctionTests) else tests.cases
-    if not isinstance(own, list | tuple) or not own:
-        return "which has no tests" if not own else f"whose tests are {own!r}, not a tuple"
+    plugin = tests.tests if isinstance(tests, FunctionTests) else tests.cases
+    if not isinstance(plugin, list | tuple) or not plugin:
+        return "which has no tests" if not plugin else f"whose tests are {plugin!r}, not a tuple"
     return _fault_of_function(tests) if isinstance(tests, FunctionTests) else _fault_of_program(tests)
 
 

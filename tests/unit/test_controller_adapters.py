@@ -19,7 +19,7 @@ from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.latency import LatencyMeter
 from verl_ext.errors import UserError
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 
 MODELS: dict[str, tuple[Callable, tuple[int, ...]]] = {
     "qwen3_vl_moe": (vlms.qwen3_vl_moe, (1024, 4096, 16384)),
@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[Callable, tuple[int, ...]]] = {
     "molmo": (vlms.molmo, (3, 6, 12)),
     "idefics3": (vlms.idefics3, (32, 64, 128)),
 }
-OWN = {"idefics3": OwnCode.named("examples/new_adapter/idefics3.py:Idefics3Adapter", "--adapter")}
+OWN = {"idefics3": Plugin.parse("examples/new_adapter/idefics3.py:Idefics3Adapter", "--adapter")}
 """Adapters that are examples, as a user names them."""
 WITH_EXPERTS = ["qwen3_vl_moe", "qwen3_5_moe", "molmo"]
 QUESTION = "what is the number ?"

@@ -38,7 +38,7 @@ from verl_ext.grpo.rewards.registry import wanted_rewards
 from verl_ext.grpo.rollout.completion import Completion
 from verl_ext.health.__main__ import main as health
 from verl_ext.launch.grpo_check import check_grpo
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 
 ADAPTER = "examples/new_adapter/idefics3.py:Idefics3Adapter"
 RULES = "examples/new_health_rule/memory.py:RULES"
@@ -137,7 +137,7 @@ def idefics3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_adapter_answers_at_several_settings(idefics3: Path) -> None:
     controlled = ControlledModel(str(idefics3 / "model"), (32, 64, 128), 3, adapter=ADAPTER)
-    executor = controlled.executor("cpu", torch.float32, OwnCode.named(ADAPTER, "--adapter"))
+    executor = controlled.executor("cpu", torch.float32, Plugin.parse(ADAPTER, "--adapter"))
     space, asked = executor.adapter.space(1, 4), question(0)
     settings = [space.configuration(tier, blocks) for tier in range(3) for blocks in ([True] * 4, [True, False] * 2)]
     outcomes = [executor.run(asked, each) for each in settings]

@@ -144,7 +144,7 @@ def test_wanted_rewards(tmp_path: Path) -> None:
         ("score", -2),
         ("b", 1),
     ]
-    assert wanted[2].own is not None and wanted[2].own.place == str(tmp_path / "mine.py")
+    assert wanted[2].plugin is not None and wanted[2].plugin.location == str(tmp_path / "mine.py")
 
 
 @pytest.mark.parametrize(
@@ -335,8 +335,8 @@ def test_nothing_of_a_function_outlives_a_killed_rank(tmp_path: Path) -> None:
     )
     rank = (
         "import sys, time; from verl_ext.grpo.rewards.custom import CustomReward; "
-        "from verl_ext.grpo.rewards.answer import RewardedAnswer; from verl_ext.own_code import OwnCode; "
-        "custom = CustomReward(OwnCode('reward.functions', sys.argv[1], 'score'), 60.0, 1); "
+        "from verl_ext.grpo.rewards.answer import RewardedAnswer; from verl_ext.plugins import Plugin; "
+        "custom = CustomReward(Plugin('reward.functions', sys.argv[1], 'score'), 60.0, 1); "
         "child = custom.submit(RewardedAnswer('s', '', 1, False, '', '', {})).result(); "
         "print(int(child), flush=True); time.sleep(1000)"
     )

@@ -21,7 +21,7 @@ from verl_ext.grpo.environment import Reward
 from verl_ext.grpo.failure import RewardError, RewardFailure
 from verl_ext.grpo.rewards.user_function import UserFunction, score_of
 from verl_ext.launch.reward_functions import check_reward_functions
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 from verl_ext.trainer.guard import TIMED_OUT_STEPS, RewardGuard
 
 FUNCTIONS = """
@@ -101,13 +101,13 @@ ARGUMENTS = "data_source, solution_str, ground_truth, extra_info"
 )
 def test_a_function_that_cannot_be_called_is_refused(mine: Path, name: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        UserFunction(OwnCode("reward.functions", str(mine), name))
+        UserFunction(Plugin("reward.functions", str(mine), name))
 
 
 def test_a_function_for_verl_that_is_named_by_module_is_refused(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(mine.parent)
     with pytest.raises(UserError, match=r"one argument, a RewardedAnswer.*path\.py:function"):
-        UserFunction(OwnCode("reward.functions", "mine", "good"))
+        UserFunction(Plugin("reward.functions", "mine", "good"))
 
 
 def config_of(data: Path, *functions: str) -> DictConfig:

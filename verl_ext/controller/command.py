@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verl_ext.argument_types import WholeNumber, output_file
 from verl_ext.command_line import CommandParser
-from verl_ext.own_code import FORM
+from verl_ext.plugins import PLUGIN_FORM
 
 EXAMPLE_INPUTS = "--model data/vqa/model --questions data/vqa/questions --tier-sizes 2304 9216 20736"
 
@@ -15,7 +15,7 @@ def add_model_arguments(parser: CommandParser) -> None:
         "--model", metavar="DIR", required=True, help="directory or hub name of the vision-language model"
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings (Molmo)")
-    parser.add_argument("--adapter", metavar="PLACE:CLASS", help=f"an adapter of your own for the model: {FORM}")
+    parser.add_argument("--adapter", metavar="PLACE:CLASS", help=f"an adapter of your own for the model: {PLUGIN_FORM}")
     parser.add_argument(
         "--tier-sizes",
         type=WholeNumber(),

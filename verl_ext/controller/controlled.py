@@ -14,7 +14,7 @@ from verl_ext.controller.execution import Executor
 from verl_ext.controller.loading import is_of_model, load_adapter
 from verl_ext.controller.network import BudgetController
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ControlledModel:
         """Plain values for JSON."""
         return {**asdict(self), "tier_sizes": list(self.tier_sizes)}
 
-    def executor(self, device: str, dtype: torch.dtype, own_adapter: OwnCode | None = None, **sizes: int) -> Executor:
+    def executor(self, device: str, dtype: torch.dtype, own_adapter: Plugin | None = None, **sizes: int) -> Executor:
         """What answers by the model as it was asked in the controller's training; the arguments are those of `load`.
 
         Args:
@@ -62,7 +62,7 @@ class ControlledModel:
         """
         return Executor(self.load(device, dtype, own_adapter), self.max_new_tokens, **sizes)
 
-    def load(self, device: str, dtype: torch.dtype, own_adapter: OwnCode | None = None) -> VLMAdapter:
+    def load(self, device: str, dtype: torch.dtype, own_adapter: Plugin | None = None) -> VLMAdapter:
         """The model's adapter; on the CPU it also sets the number of torch's threads, where that is known.
 
         Args:

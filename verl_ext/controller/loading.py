@@ -19,7 +19,7 @@ from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_code import require_no_code
 from verl_ext.model_files import load_whole
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 
 FINGERPRINT_VERSION = 2
 OLD_FINGERPRINT = re.compile("[0-9a-f]{16}")
@@ -40,7 +40,7 @@ def load_adapter(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
-    own_adapter: OwnCode | None = None,
+    own_adapter: Plugin | None = None,
 ) -> VLMAdapter:
     """The adapter of a frozen model.
 

@@ -8,7 +8,7 @@ from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.loading import default_device, load_adapter
 from verl_ext.data.question_sources import QuestionSource
 from verl_ext.data.questions import ImageQuestion, QuestionDataset
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 
 
 def adapter_from(arguments: argparse.Namespace) -> VLMAdapter:
@@ -20,7 +20,7 @@ def adapter_from(arguments: argparse.Namespace) -> VLMAdapter:
         device=device,
         dtype=dtype,
         trust_remote_code=arguments.trust_remote_code,
-        own_adapter=None if arguments.adapter is None else OwnCode.named(arguments.adapter, "--adapter"),
+        own_adapter=None if arguments.adapter is None else Plugin.parse(arguments.adapter, "--adapter"),
     )
 
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.own_code import find_file
+from verl_ext.plugins import find_file
 
 DIRECTORY = Path(__file__).with_name("templates")
 NAMES = tuple(sorted(path.stem for path in DIRECTORY.glob("*.jinja")))

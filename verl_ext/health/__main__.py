@@ -16,7 +16,7 @@ from verl_ext.health.checklist import Point, checklists, gravest
 from verl_ext.health.findings import Finding, Level
 from verl_ext.health.own_rules import all_rules
 from verl_ext.health.run_files import RunFiles
-from verl_ext.own_code import FORM
+from verl_ext.plugins import PLUGIN_FORM
 
 MARKS = {Level.OK: "ok     ", Level.NOTICE: "notice ", Level.WARNING: "WARNING", Level.ALARM: "ALARM  "}
 UNKNOWN = "-      "
@@ -42,7 +42,7 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the text")
     parser.add_argument(
-        "--own-rules", action="append", default=[], metavar="PLACE:LIST", help=f"rules of your own too: {FORM}"
+        "--own-rules", action="append", default=[], metavar="PLACE:LIST", help=f"rules of your own too: {PLUGIN_FORM}"
     )
     parser.add_argument("--rules", action="store_true", help="list the rules")
     return parser

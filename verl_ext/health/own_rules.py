@@ -12,37 +12,35 @@ from verl_ext.health.history import History
 from verl_ext.health.limits import Limits
 from verl_ext.health.rule import EVERY_STAGE, Rule
 from verl_ext.health.rules import RULES
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 
 
-def all_rules(own: Iterable[str], key: str) -> tuple[Rule, ...]:
+def all_rules(names: Iterable[str], key: str) -> tuple[Rule, ...]:
     """The rules of this package and the user's.
 
     Args:
-        own: each `path.py:LIST` or `package.module:LIST`, a list that `rule(..., into=LIST)` has filled.
+        names: each `path.py:LIST` or `package.module:LIST`, a list that `rule(..., into=LIST)` has filled.
         key: the setting or option that they come from, for messages.
 
     Raises:
         UserError: one cannot be loaded, is no list of rules, or has the name of another rule.
     """
-    rules = [*RULES, *(guarded(each) for text in own for each in rules_of(OwnCode.named(text, key)))]
-    names = [each.name for each in rules]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    rules = [*RULES, *(guarded(each) for text in names for each in rules_of(Plugin.parse(text, key)))]
+    used = [each.name for each in rules]
+    if twice := sorted({name for name in used if used.count(name) > 1}):
         raise UserError(f"{key}: there are two rules {twice[0]}; rename the function of yours")
     return tuple(rules)
 
 
-def rules_of(own: OwnCode) -> list[Rule]:
+def rules_of(plugin: Plugin) -> list[Rule]:
     """Those of one list."""
-    found = own.load()
+    found = plugin.load()
     if not isinstance(found, list | tuple) or not found or not all(isinstance(each, Rule) for each in found):
-        raise UserError(
-            f"{own.key}: {own.place}:{own.name} is no list of rules; fill it by @rule(..., into={own.name})"
-        )
+        raise UserError(f"{plugin.key}: {plugin} is not a list of rules; fill it with @rule(..., into={plugin.name})")
     for each in found:
         if not each.watches or not each.stages or not each.stages <= EVERY_STAGE:
             raise UserError(
-                f"{own.key}: the rule {each.name} must watch a metric, in stages that are among "
+                f"{plugin.key}: the rule {each.name} must watch a metric, in stages that are among "
                 f"{', '.join(sorted(EVERY_STAGE))}"
             )
     return list(found)

@@ -13,7 +13,7 @@ from verl_ext.errors import UserError
 from verl_ext.launch import reward_check
 from verl_ext.launch.prepare import is_within
 from verl_ext.launch.question_check import OF_TEXTS, check_questions
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 
 CHOICES: dict[str, tuple[str | int | None, ...]] = {
     **reward_check.CHOICES,
@@ -86,7 +86,7 @@ def check_budget(config: DictConfig) -> None:
             "controller.dropout=0, or actor.ppo_epochs=1 with actor.ppo_mini_batch_size=null"
         )
     if config.model.adapter is not None:
-        OwnCode.named(config.model.adapter, "model.adapter")
+        Plugin.parse(config.model.adapter, "model.adapter")
 
 
 def check_budget_files(config: DictConfig, awaited: Sequence[Path] = ()) -> None:

@@ -15,7 +15,7 @@ from verl_ext.data.training_templates import read_chat_template
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.gpus import visible_gpus
 from verl_ext.metrics.recorder import require_known_backends
-from verl_ext.own_code import is_module
+from verl_ext.plugins import is_module
 from verl_ext.quick_imports import quick_imports
 
 

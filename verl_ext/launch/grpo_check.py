@@ -84,7 +84,7 @@ def check_values(config: DictConfig) -> None:
     check_ranges(config, RANGES)
     # of use to length_penalty alone: short answers to other rewards need no buffer below their length
     penalised = any(
-        each.own is None and each.name == LENGTH_PENALTY for each in wanted_rewards(config.reward.functions)
+        each.plugin is None and each.name == LENGTH_PENALTY for each in wanted_rewards(config.reward.functions)
     )
     check_ranges(config, {"reward.length_buffer": (1, config.data.max_response_length if penalised else math.inf)})
     check_without_effect(config, OF_CHATS, "in this stage, whose data are prompts")

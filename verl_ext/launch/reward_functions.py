@@ -25,7 +25,7 @@ from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.custom import START_S, try_function
 from verl_ext.grpo.rewards.judged import OF_TESTS, tests_of
 from verl_ext.grpo.rewards.registry import wanted_rewards
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 
 QUIET_S = 10.0
 """Seconds of loading and calling a function before the user is told what takes so long."""
@@ -51,8 +51,8 @@ def check_reward_functions(config: DictConfig) -> None:
     where, answer = trial_answer([Path(name).expanduser() for name in train])
     check_ground_truth([reward.name for reward in wanted if reward.by_verdict], answer, where)
     for reward in wanted:
-        if reward.own is not None:
-            try_on_row(reward.own, answer, where, config.reward.time_limit_s)
+        if reward.plugin is not None:
+            try_on_row(reward.plugin, answer, where, config.reward.time_limit_s)
 
 
 def check_judge(reward: DictConfig) -> None:
@@ -157,23 +157,23 @@ def check_ground_truth(judged: list[str], answer: RewardedAnswer, where: str) ->
         )
 
 
-def try_on_row(own: OwnCode, answer: RewardedAnswer, where: str, time_limit_s: float) -> None:
+def try_on_row(plugin: Plugin, answer: RewardedAnswer, where: str, time_limit_s: float) -> None:
     """Call a function once; the traceback of a failure is printed.
 
     Args:
-        own: the function.
+        plugin: the function.
         answer: what it is to score.
         where: the row that the answer is to.
         time_limit_s: of the call.
     """
-    name = f"{own.place}:{own.name}"
+    name = str(plugin)
     waiting = Timer(
         QUIET_S, print_line, [f"Loading and trying the reward function {name} (loading has {START_S:g} s) ..."]
     )
     waiting.daemon = True
     waiting.start()
     try:
-        try_function(own, answer, time_limit_s)
+        try_function(plugin, answer, time_limit_s)
     except RewardError as error:
         if error.failure.traceback:
             print_line(error.failure.traceback.rstrip(), sys.stderr)

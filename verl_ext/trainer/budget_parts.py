@@ -23,7 +23,7 @@ from verl_ext.controller.loading import fingerprint
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.data.questions import ImageQuestion
 from verl_ext.errors import UserError
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 from verl_ext.trainer.hardware import pick_precision
 from verl_ext.trainer.model import local_model_path
 
@@ -49,14 +49,14 @@ def make_executor(config: DictConfig) -> Executor:
     """The frozen model, whole on every rank."""
     controller, device = config.controller, config.trainer.device
     dtype = pick_precision(controller.dtype, device)
-    own = own_adapter_of(config)
-    return controlled_model(config).executor(device, dtype, own, most_encodings=controller.most_encodings)
+    plugin = own_adapter_of(config)
+    return controlled_model(config).executor(device, dtype, plugin, most_encodings=controller.most_encodings)
 
 
-def own_adapter_of(config: DictConfig) -> OwnCode | None:
+def own_adapter_of(config: DictConfig) -> Plugin | None:
     """The user's own adapter that the recipe names, if it does."""
     named = config.model.adapter
-    return None if named is None else OwnCode.named(named, "model.adapter")
+    return None if named is None else Plugin.parse(named, "model.adapter")
 
 
 def space_of(config: DictConfig, adapter: VLMAdapter) -> ConfigurationSpace:

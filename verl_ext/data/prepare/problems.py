@@ -14,7 +14,7 @@ from verl_ext.argument_types import WholeNumber
 from verl_ext.data.prepare.files import Row, write_parquet
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.errors import UserError
-from verl_ext.own_code import FORM
+from verl_ext.plugins import PLUGIN_FORM
 
 HELP = "Turn problems in a format of the evaluation (MBPP, CodeContests, HumanEval, GSM8K) into prompts for GRPO."
 EXAMPLE = "problems --format mbpp --source google-research-datasets/mbpp --subset full --split train --output data/mbpp"
@@ -25,7 +25,7 @@ PROMPTS_NAME = "prompts.parquet"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `problems`."""
-    parser.add_argument("--format", required=True, help=f"{', '.join(FORMATS)}, or one of your own: {FORM}")
+    parser.add_argument("--format", required=True, help=f"{', '.join(FORMATS)}, or one of your own: {PLUGIN_FORM}")
     parser.add_argument("--source", required=True, help="a local file or directory, or a name for `datasets`")
     parser.add_argument("--subset", metavar="NAME", help="configuration of a data set from the hub")
     parser.add_argument("--split", metavar="NAME", help="of a data set that has splits")

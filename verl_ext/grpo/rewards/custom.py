@@ -19,7 +19,7 @@ from verl_ext.errors import UserError
 from verl_ext.grpo.failure import RewardError, RewardFailure
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.custom_process import SIZE, Reply
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 
 _ROOT = Path(__file__).resolve().parents[3]
 _KILL_GROUP_AT_END_OF_INPUT = ("/bin/sh", "-c", 'read -r line; kill -KILL "-$1"', "sh")
@@ -31,7 +31,7 @@ class CustomReward:
     """Calls a function of the user's as `UserFunction` does, in other processes.
 
     Args:
-        own: the function.
+        plugin: the function.
         time_limit_s: of one call.
         num_workers: processes at a time. The first is started here, others as they are needed.
 
@@ -39,12 +39,12 @@ class CustomReward:
         UserError: the function cannot be loaded or called.
     """
 
-    def __init__(self, own: OwnCode, time_limit_s: float, num_workers: int) -> None:
-        self._own, self._time_limit_s = own, time_limit_s
+    def __init__(self, plugin: Plugin, time_limit_s: float, num_workers: int) -> None:
+        self._own, self._time_limit_s = plugin, time_limit_s
         self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
         for _ in range(num_workers - 1):
             self._idle.put(None)
-        self._idle.put(_Process(own))
+        self._idle.put(_Process(plugin))
         self._threads = ThreadPoolExecutor(num_workers)
 
     def submit(self, answer: RewardedAnswer) -> Future[float]:
@@ -77,11 +77,11 @@ class CustomReward:
             self._idle.put(process if process is not None and process.is_alive else None)
 
 
-def try_function(own: OwnCode, answer: RewardedAnswer, time_limit_s: float) -> None:
+def try_function(plugin: Plugin, answer: RewardedAnswer, time_limit_s: float) -> None:
     """Call a function once, in a process of its own; one that times out gets a second chance on a busy machine.
 
     Args:
-        own: the function.
+        plugin: the function.
         answer: what it is to score.
         time_limit_s: of the call.
 
@@ -90,7 +90,7 @@ def try_function(own: OwnCode, answer: RewardedAnswer, time_limit_s: float) -> N
         RewardError: the call failed.
     """
     for is_last in (False, True):
-        process = _Process(own)
+        process = _Process(plugin)
         try:
             process.call(answer, time_limit_s)
             return
@@ -105,13 +105,13 @@ def try_function(own: OwnCode, answer: RewardedAnswer, time_limit_s: float) -> N
 class _Process:
     """One process with the function, named by file or by module; one call at a time."""
 
-    def __init__(self, own: OwnCode) -> None:
+    def __init__(self, plugin: Plugin) -> None:
         """Start it.
 
         Raises:
             UserError: the function cannot be loaded or called.
         """
-        command = [sys.executable, "-m", "verl_ext.grpo.rewards.custom_process", own.place, own.name]
+        command = [sys.executable, "-m", "verl_ext.grpo.rewards.custom_process", plugin.location, plugin.name]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
@@ -129,7 +129,7 @@ class _Process:
             reply = self._reply(START_S)
         except RewardError as error:
             raise UserError(
-                f"{own.key} names {own.place}, which cannot be loaded ({error}); fix what it does when it is imported"
+                f"{plugin.key} names {plugin.location}, which cannot be loaded ({error}); fix its top-level code"
             ) from error
         if isinstance(reply, RewardFailure):
             self.kill()

@@ -17,8 +17,8 @@ from verl_ext.errors import UserError
 from verl_ext.grpo.failure import RewardError, RewardFailure
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.user_function import UserFunction
-from verl_ext.own_code import OwnCode
 from verl_ext.parent_death import end_with_parent
+from verl_ext.plugins import Plugin
 
 SIZE = struct.Struct(">I")
 Reply: TypeAlias = "float | RewardFailure | None"
@@ -38,7 +38,7 @@ def main() -> None:
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
-        function = UserFunction(OwnCode("reward.functions", place, name))
+        function = UserFunction(Plugin("reward.functions", place, name))
     except UserError as error:
         _send(output, RewardFailure(str(error)))
         return

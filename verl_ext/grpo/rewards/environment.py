@@ -22,7 +22,7 @@ from verl_ext.grpo.rewards.judged import OF_VERDICTS, Judged
 from verl_ext.grpo.rewards.length import LengthPenalty
 from verl_ext.grpo.rewards.registry import LENGTH_PENALTY, OF_TEXTS, WantedReward
 from verl_ext.grpo.rewards.user_function import UserFunction
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 
 _VERDICT = "verdict"
 
@@ -94,10 +94,10 @@ class TextEnvironment(Environment):
         }
         self._custom: dict[str, CustomReward] = {}
         for reward in wanted:
-            if reward.own is not None and reward.own.is_file:
-                self._custom[reward.name] = self._start_custom(reward.own, settings.time_limit_s, num_workers)
-            elif reward.own is not None:
-                self._texts[reward.name] = UserFunction(reward.own)
+            if reward.plugin is not None and reward.plugin.is_file:
+                self._custom[reward.name] = self._start_custom(reward.plugin, settings.time_limit_s, num_workers)
+            elif reward.plugin is not None:
+                self._texts[reward.name] = UserFunction(reward.plugin)
 
     def submit(self, sample: Sample) -> None:
         """See `Environment.submit`."""
@@ -160,8 +160,8 @@ class TextEnvironment(Environment):
         self._closing.callback(judged.close)
         return judged
 
-    def _start_custom(self, own: OwnCode, time_limit_s: float, num_workers: int) -> CustomReward:
-        custom = CustomReward(own, time_limit_s, num_workers)
+    def _start_custom(self, plugin: Plugin, time_limit_s: float, num_workers: int) -> CustomReward:
+        custom = CustomReward(plugin, time_limit_s, num_workers)
         self._closing.callback(custom.close)
         return custom
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from verl_ext.errors import UserError
 from verl_ext.grpo.rewards.judged import OF_VERDICTS
 from verl_ext.grpo.rewards.text import reward_format, tag_count_reward
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 
 OF_TEXTS = {"reward_format": reward_format, "tag_count_reward": tag_count_reward}
 LENGTH_PENALTY = "length_penalty"
@@ -30,17 +30,17 @@ class WantedReward:
     Attributes:
         name: of its metric.
         weight: its values are multiplied by this.
-        own: the function of the user's; None for one of `NAMES`.
+        plugin: the function of the user's; None for one of `NAMES`.
     """
 
     name: str
     weight: float
-    own: OwnCode | None = None
+    plugin: Plugin | None = None
 
     @property
     def by_verdict(self) -> bool:
         """Whether the judge decides on it, by the row's `reward_model.ground_truth`."""
-        return self.own is None and self.name in OF_VERDICTS
+        return self.plugin is None and self.name in OF_VERDICTS
 
 
 def wanted_rewards(entries: Sequence[str]) -> list[WantedReward]:
@@ -82,7 +82,7 @@ def _wanted(entry: str) -> WantedReward:
             f"reward.functions calls a function of your own '{metric}', which is no name for its metric or is taken; "
             "write NAME=path.py:function"
         )
-    return WantedReward(metric, weight, OwnCode.named(f"{path_text}:{function}", "reward.functions"))
+    return WantedReward(metric, weight, Plugin.parse(f"{path_text}:{function}", "reward.functions"))
 
 
 def _weight(text: str, entry: str) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from verl_ext.errors import UserError, one_line
 from verl_ext.grpo.failure import RewardError, RewardFailure
 from verl_ext.grpo.rewards.answer import RewardedAnswer
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Keyword arguments of a function that is named by file; they are verl's."""
@@ -24,25 +24,25 @@ class UserFunction:
     """Loads a function and calls it in this process; nothing can end a call.
 
     Args:
-        own: a function in a file, which is called with `ARGUMENTS` as verl does, or in a module, which is called with a
-            `RewardedAnswer`.
+        plugin: a function in a file, which is called with `ARGUMENTS` as verl does, or in a module, which is called
+            with a `RewardedAnswer`.
 
     Raises:
         UserError: it cannot be loaded, is not a function, or cannot be called this way.
     """
 
-    def __init__(self, own: OwnCode) -> None:
+    def __init__(self, plugin: Plugin) -> None:
         try:
-            self._function = own.load()
+            self._function = plugin.load()
         except SystemExit as error:
             raise UserError(
-                f"{own.key} names {own.place}, which exits when it is loaded (SystemExit: {error.code}); "
+                f"{plugin.key} names {plugin.location}, which exits when it is loaded (SystemExit: {error.code}); "
                 "put what it runs under `if __name__ == '__main__':`"
             ) from error
-        self._by_keywords = own.is_file
+        self._by_keywords = plugin.is_file
         if not callable(self._function):
-            raise UserError(f"{own.key} names {own.place}:{own.name}, which is not a function")
-        check_signature(self._function, own)
+            raise UserError(f"{plugin.key} names {plugin}, which is not a function")
+        check_signature(self._function, plugin)
 
     def __call__(self, answer: RewardedAnswer) -> float:
         """The score of one answer.
@@ -81,7 +81,7 @@ def score_of(value: Any) -> float:
     return score
 
 
-def check_signature(function: Callable[..., Any], own: OwnCode) -> None:
+def check_signature(function: Callable[..., Any], plugin: Plugin) -> None:
     """Refuse a function that cannot be called; parameters with defaults and `**kwargs` are fine.
 
     Raises:
@@ -92,16 +92,16 @@ def check_signature(function: Callable[..., Any], own: OwnCode) -> None:
     except (TypeError, ValueError):  # some functions written in C have none; the first call tells
         return
     try:
-        signature.bind(**dict.fromkeys(ARGUMENTS)) if own.is_file else signature.bind(None)
+        signature.bind(**dict.fromkeys(ARGUMENTS)) if plugin.is_file else signature.bind(None)
     except TypeError as error:
-        called = f"keyword arguments {', '.join(ARGUMENTS)}" if own.is_file else "one argument, a RewardedAnswer"
+        called = f"keyword arguments {', '.join(ARGUMENTS)}" if plugin.is_file else "one argument, a RewardedAnswer"
         fix = (
             "give it these parameters or **kwargs, and defaults to all others"
-            if own.is_file
+            if plugin.is_file
             else "change its parameters, or name it as path.py:function to have it called with verl's arguments"
         )
         raise UserError(
-            f"the reward function {own.place}:{own.name} has the parameters {signature!s:.{_MOST_CHARACTERS}} but is "
+            f"the reward function {plugin} has the parameters {signature!s:.{_MOST_CHARACTERS}} but is "
             f"called with the {called} ({error}); {fix}"
         ) from error
 

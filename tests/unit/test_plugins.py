@@ -1,4 +1,4 @@
-"""Code of the user's own: found where it is named, loaded then alone, and refused in one sentence."""
+"""Plugins: found by name, loaded only when named, and refused in one sentence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verl_ext.health.history import History
 from verl_ext.health.limits import Limits
 from verl_ext.health.own_rules import all_rules
 from verl_ext.health.rules import RULES
-from verl_ext.own_code import OwnCode
+from verl_ext.plugins import Plugin
 
 FILE = """
 from dataclasses import dataclass
@@ -72,15 +72,15 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("text", ["mine.py:Thing", "package.mine:Thing"])
 def test_code_is_run_when_it_is_loaded_and_not_when_it_is_named(mine: Path, text: str) -> None:
-    own = OwnCode.named(text, "the.key")
-    assert not list(mine.rglob("was_run")) and own.name == "Thing"
-    assert own.load()().value == 7
+    plugin = Plugin.parse(text, "the.key")
+    assert not list(mine.rglob("was_run")) and plugin.name == "Thing"
+    assert plugin.load()().value == 7
     assert list(mine.rglob("was_run"))
 
 
 def test_a_file_of_the_repository_is_found_from_elsewhere(mine: Path) -> None:
-    own = OwnCode.named("examples/new_health_rule/memory.py:RULES", "health.rules")
-    assert own.is_file and [each.name for each in own.load()] == ["memory_growing"]
+    plugin = Plugin.parse("examples/new_health_rule/memory.py:RULES", "health.rules")
+    assert plugin.is_file and [each.name for each in plugin.load()] == ["memory_growing"]
 
 
 @pytest.mark.parametrize(
@@ -96,19 +96,19 @@ def test_a_file_of_the_repository_is_found_from_elsewhere(mine: Path) -> None:
 )
 def test_what_is_not_there_is_refused_when_it_is_named(mine: Path, text: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        OwnCode.named(text, "the.key")
+        Plugin.parse(text, "the.key")
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("broken.py:Thing", "the.key names .*broken.py, which cannot be loaded .ModuleNotFoundError: .*mend it"),
+        ("broken.py:Thing", "the.key names .*broken.py, which cannot be loaded .ModuleNotFoundError: .*fix it"),
         ("mine.py:Thin", "the.key: .*mine.py has no 'Thin'; it has .*Thing"),
     ],
 )
 def test_what_cannot_be_loaded_is_one_sentence(mine: Path, text: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as refused:
-        OwnCode.named(text, "the.key").load()
+        Plugin.parse(text, "the.key").load()
     assert "\n" not in str(refused.value)
 
 
@@ -154,11 +154,11 @@ def refused_stage(mine: Path) -> None:
 
 
 def refused_class(mine: Path) -> None:
-    adapter_of(*vlms.idefics3(), (32,), OwnCode.named("mine.py:Thing", "model.adapter"))
+    adapter_of(*vlms.idefics3(), (32,), Plugin.parse("mine.py:Thing", "model.adapter"))
 
 
 def refused_part(mine: Path) -> None:
-    adapter_of(*vlms.idefics3(), (32,), OwnCode.named("adapter.py:Partial", "model.adapter"))
+    adapter_of(*vlms.idefics3(), (32,), Plugin.parse("adapter.py:Partial", "model.adapter"))
 
 
 @pytest.mark.parametrize(
@@ -168,13 +168,13 @@ def refused_part(mine: Path) -> None:
         (refused_format, "the format of the data set d is 'mine.py:number', which is not a function"),
         (refused_row, "line 1: mine.py:parse failed .KeyError: 'what'.; correct the row or the function"),
         (refused_problem, "line 1: mine.py:parse returned NoneType instead of a Problem with tests"),
-        (refused_list, "health.rules: .*mine.py:number is no list of rules"),
+        (refused_list, "health.rules: .*mine.py:number is not a list of rules"),
         (refused_name, "health.rules: there are two rules loss_rising"),
         (
             refused_stage,
             "health.rules: the rule for_no_stage must watch a metric, in stages that are among budget, grpo",
         ),
-        (refused_class, "model.adapter names .*mine.py:Thing, which is no VLMAdapter"),
+        (refused_class, "model.adapter names .*mine.py:Thing, which is not a VLMAdapter"),
         (refused_part, "model.adapter names .*adapter.py:Partial, which lacks begin, blocks, encode"),
     ],
 )

@@ -1,0 +1,126 @@
+"""User code that a recipe or a command names as `path.py:NAME` or `package.module:NAME`.
+
+It is loaded only because a recipe or command names it, never because it lies in a run or an export. A file is loaded on
+its own: what it imports must be installed or on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import xxhash
+
+from verl_ext.errors import UserError, one_line
+
+PLUGIN_FORM = "path.py:NAME or package.module:NAME"
+_ROOT = Path(__file__).resolve().parents[1]
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A function, class or list of the user's; its file or module exists.
+
+    Attributes:
+        key: the setting or option that names it, for messages.
+        location: absolute path of its file, or dotted name of its module.
+        name: of the function, class or list.
+    """
+
+    key: str
+    location: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str, key: str) -> Plugin:
+        """Read `LOCATION:NAME`; runs nothing except the packages that contain a module.
+
+        Args:
+            text: what the user wrote. A relative path is looked up from where the command was typed and from the
+                repository.
+            key: the setting or option that it was written for.
+
+        Raises:
+            UserError: it has another form, or there is no such file or module.
+        """
+        location, _, name = text.rpartition(":")
+        if not location or not name.isidentifier():
+            raise UserError(f"{key} is {text!r}; write {PLUGIN_FORM}")
+        found = str(find_file(location, key)) if location.endswith(".py") else find_module(location, key)
+        return cls(key, found, name)
+
+    def __str__(self) -> str:
+        return f"{self.location}:{self.name}"
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the location is a file, not a module."""
+        return self.location.endswith(".py")
+
+    def load(self) -> Any:
+        """Import the file or module and return the named object.
+
+        Raises:
+            UserError: the code cannot be run, or has nothing of this name.
+        """
+        try:
+            module = load_file(Path(self.location)) if self.is_file else importlib.import_module(self.location)
+        except Exception as error:  # whatever the user's code raises
+            raise UserError(
+                f"{self.key} names {self.location}, which cannot be loaded ({one_line(error)}); fix it"
+            ) from error
+        if not hasattr(module, self.name):
+            near = sorted(name for name, value in vars(module).items() if not name.startswith("_") and callable(value))
+            raise UserError(f"{self.key}: {self.location} has no {self.name!r}; it has {', '.join(near) or 'nothing'}")
+        return getattr(module, self.name)
+
+
+def find_file(text: str, key: str) -> Path:
+    """The absolute path of a file; see `Plugin.parse` for the arguments.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    path = Path(text).expanduser()
+    for folder in (Path(os.environ.get("VERL_EXT_CALLED_FROM", ".")), Path("."), _ROOT):
+        if (folder / path).is_file():
+            return (folder / path).absolute()
+    raise UserError(f"{key} names the file {path.absolute()}, which does not exist; correct the path")
+
+
+def find_module(name: str, key: str) -> str:
+    """The dotted name of an existing module; see `Plugin.parse` for the arguments.
+
+    Raises:
+        UserError: there is no such module.
+    """
+    if not is_module(name):
+        raise UserError(f"{key} names the module {name!r}, which is not found; write {PLUGIN_FORM}")
+    return name
+
+
+def is_module(name: str) -> bool:
+    """Whether a module of this dotted name exists; imports only the packages that contain it."""
+    try:
+        return _DOTTED.fullmatch(name) is not None and importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # a package above it is missing or broken
+        return False
+
+
+def load_file(path: Path) -> ModuleType:
+    """Run a Python file as a module."""
+    name = f"plugin_{xxhash.xxh3_64_hexdigest(str(path).encode())}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # the file exists and ends with .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
