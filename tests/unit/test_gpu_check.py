@@ -19,6 +19,7 @@ from benchmarks import gpu_check, gpu_correctness, gpu_speed
 from benchmarks.gpu_check import Check, Part, Settings, chosen_parts, is_wrong, kill_tree, parts_of
 from benchmarks.gpu_correctness import relative_distance
 from tests.helpers import ROOT
+from tests.helpers.processes import wait_gone, wait_until
 from verl_ext.errors import UserError
 
 
@@ -76,11 +77,9 @@ def test_a_row_above_its_limit_is_a_failure(check: Check, monkeypatch: pytest.Mo
 def test_processes_of_a_stopped_part_end_with_it() -> None:
     code = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True); sys.stdin.read()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-    while not (children := psutil.Process(process.pid).children(recursive=True)):
-        time.sleep(0.01)
+    children = wait_until(lambda: psutil.Process(process.pid).children(recursive=True))
     kill_tree(process)
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not alive
+    wait_gone(children)
 
 
 def test_an_unknown_part_is_refused() -> None:
