@@ -1,5 +1,5 @@
 """Measurements beside others, or beside what was committed, with their results; `bash benchmarks/run.sh` has them."""
 
-from verl_ext.starting import begin_quietly
+from verl_ext.processes import begin_quietly
 
 begin_quietly()

@@ -12,8 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.command import bench_parser, write_figures
-from verl_ext.argument_types import WholeNumber
-from verl_ext.command_line import FAILURES, clean_exit
+from verl_ext.cli import FAILURES, IntArg, clean_exit
 from verl_ext.console import print_line
 
 EXIT_CODES = {"0": "each turn of a knob makes it quicker", "1": "one does not", **FAILURES}
@@ -44,13 +43,11 @@ def main() -> int:
     parser = bench_parser("adaptive", __doc__, "", more, exit_codes=EXIT_CODES)
     parser.add_argument("--model", metavar="DIR", help="directory or hub name; without it one is made")
     parser.add_argument(
-        "--tier-sizes", type=WholeNumber(), nargs="+", default=[2304, 9216, 20736], help="of the tiers, in pixels"
+        "--tier-sizes", type=IntArg(), nargs="+", default=[2304, 9216, 20736], help="of the tiers, in pixels"
     )
-    parser.add_argument(
-        "--topk-choices", type=WholeNumber(), nargs="*", default=[1, 2, 4, 8], help="numbers of experts"
-    )
-    parser.add_argument("--rounds", type=WholeNumber(), default=15, help="of which the median counts")
-    parser.add_argument("--new-tokens", type=WholeNumber(), default=8, help="decoded in each run")
+    parser.add_argument("--topk-choices", type=IntArg(), nargs="*", default=[1, 2, 4, 8], help="numbers of experts")
+    parser.add_argument("--rounds", type=IntArg(), default=15, help="of which the median counts")
+    parser.add_argument("--new-tokens", type=IntArg(), default=8, help="decoded in each run")
     arguments = parser.parse_args()
     from benchmarks.adaptive_knobs import figures_of  # here, as torch takes seconds to import
 

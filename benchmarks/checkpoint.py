@@ -15,8 +15,7 @@ import shutil
 from pathlib import Path
 
 from benchmarks.command import bench_parser, write_figures
-from verl_ext.argument_types import WholeNumber
-from verl_ext.command_line import clean_exit
+from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line
 from verl_ext.errors import UserError
 
@@ -31,7 +30,7 @@ def main() -> None:
         "--directory", type=Path, metavar="DIR", default=directory, help="a new one; removed at the end"
     )
     parser.add_argument("--tokenizer", metavar="DIR", default="data/quickstart/model", help="saved with each export")
-    parser.add_argument("--repeats", type=WholeNumber(), default=6, help="saves of each kind, best a multiple of 3")
+    parser.add_argument("--repeats", type=IntArg(), default=6, help="saves of each kind, best a multiple of 3")
     parser.add_argument(
         "--quick", action="store_true", help="verl's saves and ours alone, none in the background, and no resuming"
     )
@@ -44,7 +43,7 @@ def main() -> None:
     import torch.distributed as dist
 
     from benchmarks.checkpoint_job import measure
-    from verl_ext.trainer.distributed import init_process_group
+    from verl_ext.distributed import init_process_group
 
     init_process_group("cuda" if torch.cuda.is_available() else "cpu")
     figures = measure(arguments.directory, arguments.tokenizer, arguments.repeats, arguments.quick)

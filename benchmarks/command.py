@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.about import about
-from verl_ext.argument_types import output_file
-from verl_ext.command_line import CommandParser
+from verl_ext.cli import CommandParser, output_file
 from verl_ext.console import print_line
 
 

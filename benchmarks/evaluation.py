@@ -30,8 +30,7 @@ from benchmarks.evaluation_command import command_parts
 from benchmarks.evaluation_turns import VARIANTS, Turn, Turns
 from benchmarks.running import ROOT
 from eval_pipeline.recipe.load import load_recipe
-from verl_ext.argument_types import WholeNumber
-from verl_ext.command_line import clean_exit
+from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line, progress_bar
 
 MODEL = ROOT / "data" / "quickstart" / "model"
@@ -113,8 +112,8 @@ def main() -> int:
     parser.add_argument(
         "--model", type=Path, metavar="DIR", default=MODEL, help="export (default: the quickstart's random model)"
     )
-    parser.add_argument("--repeats", type=WholeNumber(), default=5, help="turns of each kind that count")
-    parser.add_argument("--commands", type=WholeNumber(0), default=3, help="runs of the command, after one to warm up")
+    parser.add_argument("--repeats", type=IntArg(), default=5, help="turns of each kind that count")
+    parser.add_argument("--commands", type=IntArg(0), default=3, help="runs of the command, after one to warm up")
     arguments = parser.parse_args()
     overrides = arguments.overrides
     with Turns(load_recipe("humaneval", overrides), arguments.model.resolve()) as turns:

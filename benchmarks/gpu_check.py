@@ -23,11 +23,10 @@ import psutil
 
 from benchmarks.command import bench_parser, save_figures
 from benchmarks.running import ROOT, reason_of
-from verl_ext.argument_types import Number, WholeNumber
-from verl_ext.command_line import FAILURES, CommandParser, clean_exit
+from verl_ext.cli import FAILURES, CommandParser, FloatArg, IntArg, clean_exit
 from verl_ext.console import print_line
 from verl_ext.errors import UserError
-from verl_ext.gpus import DEVICES, visible_gpus
+from verl_ext.processes import DEVICES, visible_gpus
 
 EXIT_CODES = {"0": "every check holds", "1": "a check or a part failed, or a part ran out of time", **FAILURES}
 MIN_PART_S = 15.0
@@ -238,8 +237,8 @@ def build_parser() -> CommandParser:
     examples = "--output gpu.json", "--tiny", "--parts 'SFT 1.5b' 'kill and resume'"
     parser = bench_parser("gpu_check", __doc__, *examples, exit_codes=EXIT_CODES)
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU, to see that the check itself runs")
-    parser.add_argument("--minutes", type=Number(), default=10.0, help="for all parts together")
-    parser.add_argument("--num-gpus", type=WholeNumber(), help="for the parts that use several (default: all visible)")
+    parser.add_argument("--minutes", type=FloatArg(), default=10.0, help="for all parts together")
+    parser.add_argument("--num-gpus", type=IntArg(), help="for the parts that use several (default: all visible)")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="run only these (default: all; --list names them)")
     parser.add_argument("--list", action="store_true", help="print the names of the parts")
     return parser

@@ -33,11 +33,11 @@ from verl_ext.checkpoint.compare import compare
 from verl_ext.checkpoint.shards import MODEL, OPTIMIZER
 from verl_ext.config.compose import compose_config
 from verl_ext.errors import UserError
-from verl_ext.gpus import DEVICES
 from verl_ext.grpo.advantages import group_advantages
 from verl_ext.grpo.experience import Experience
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 from verl_ext.model_files import save_tokenizer
+from verl_ext.processes import DEVICES
 from verl_ext.trainer.grpo import prompts_of
 from verl_ext.trainer.sft import SFTTrainer
 

@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from benchmarks.gpu_check import Settings
 from benchmarks.gpu_trainer import build_trainer, join_ranks, sft_config
-from verl_ext.collective import on_rank_zero
 from verl_ext.controller.calibration import calibrate
 from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.loading import default_device, load_adapter
+from verl_ext.distributed import on_rank_zero
 from verl_ext.files import GIB, free_bytes
 from verl_ext.model_files import save_tokenizer
 from verl_ext.plan.hardware import HARDWARE, Hardware

@@ -16,7 +16,8 @@ from verl.utils.device import get_device_name
 
 from benchmarks.gpu_check import Settings
 from verl_ext.config.compose import compose_config
-from verl_ext.trainer.distributed import build_meshes, init_process_group, settle_device
+from verl_ext.distributed import build_meshes, init_process_group
+from verl_ext.trainer.hardware import settle_device
 from verl_ext.trainer.stages import load_stage
 from verl_ext.trainer.tokenizer import load_tokenizer
 

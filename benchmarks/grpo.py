@@ -22,8 +22,7 @@ from typing import Any
 
 from benchmarks.command import bench_parser, write_figures
 from benchmarks.grpo_runs import GROUP_SIZE, MAX_TOKENS, MODEL, PROMPTS, Step, our_steps, peer_steps, write_prompts
-from verl_ext.argument_types import WholeNumber
-from verl_ext.command_line import clean_exit
+from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line, progress_bar
 from verl_ext.errors import UserError
 
@@ -97,11 +96,9 @@ def main() -> None:
     """Measure, print the figures and write them."""
     parser = bench_parser("grpo", __doc__, "", "--engines hf --num-steps 8 --output FILE.json")
     parser.add_argument("--engines", nargs="+", choices=("hf", "vllm"), default=["hf", "vllm"], help="of our trainer")
-    parser.add_argument(
-        "--ranks", type=WholeNumber(), default=1, help=f"processes of each side, a divisor of {PROMPTS}"
-    )
-    parser.add_argument("--rounds", type=WholeNumber(), default=3, help="runs of each side")
-    parser.add_argument("--num-steps", type=WholeNumber(2), default=4, help="of each run; the first is left out")
+    parser.add_argument("--ranks", type=IntArg(), default=1, help=f"processes of each side, a divisor of {PROMPTS}")
+    parser.add_argument("--rounds", type=IntArg(), default=3, help="runs of each side")
+    parser.add_argument("--num-steps", type=IntArg(2), default=4, help="of each run; the first is left out")
     arguments = parser.parse_args()
     if PROMPTS % arguments.ranks:
         raise UserError(f"--ranks is {arguments.ranks}; it must divide {PROMPTS}")

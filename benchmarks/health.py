@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 from benchmarks.command import bench_parser, write_figures
-from verl_ext.argument_types import WholeNumber
-from verl_ext.command_line import clean_exit
+from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line
 from verl_ext.health.history import History
 from verl_ext.health.replay import rows_in_force
@@ -60,7 +59,7 @@ def main() -> int:
     run_dir = "checkpoints/rlvr_coding_model/sft_quickstart"
     parser = bench_parser("health", __doc__, run_dir, f"{run_dir} --every 1 --output FILE.json")
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="directory of a run")
-    parser.add_argument("--every", type=WholeNumber(), default=10, help="steps between two checks")
+    parser.add_argument("--every", type=IntArg(), default=10, help="steps between two checks")
     arguments = parser.parse_args()
     found = [measure(run_dir, arguments.every) for run_dir in arguments.run_dirs]
     for each in found:

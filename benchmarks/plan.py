@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.command import bench_parser, write_figures
 from benchmarks.plan_settings import SETTINGS, TARGET
-from verl_ext.command_line import clean_exit
+from verl_ext.cli import clean_exit
 from verl_ext.console import print_line, progress_bar
 
 NAMES = f"default: all, which are {'; '.join(SETTINGS)}"

@@ -22,7 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from verl_ext.data.batching import Batch
 from verl_ext.data.load import load_datasets
-from verl_ext.trainer.distributed import build_meshes, init_process_group, settle_device
+from verl_ext.distributed import build_meshes, init_process_group
+from verl_ext.trainer.hardware import settle_device
 from verl_ext.trainer.sft import SFTTrainer
 from verl_ext.trainer.tokenizer import load_tokenizer
 

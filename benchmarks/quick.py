@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.running import ROOT, reason_of
-from verl_ext.command_line import CommandParser, clean_exit
+from verl_ext.cli import CommandParser, clean_exit
 from verl_ext.console import print_line
 from verl_ext.data.prepare import prepare
 

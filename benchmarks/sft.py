@@ -21,8 +21,7 @@ from typing import Any
 from benchmarks.command import bench_parser, write_figures
 from benchmarks.running import ROOT, run
 from benchmarks.sft_job import Job
-from verl_ext.argument_types import WholeNumber
-from verl_ext.command_line import clean_exit
+from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line, progress_bar
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 
@@ -133,8 +132,8 @@ def measure(bench: Bench, rounds: int, quick: bool) -> dict[str, Any]:
 def main() -> None:
     """Measure, print the figures and write them."""
     parser = bench_parser("sft", __doc__, "--quick", "--output FILE.json")
-    parser.add_argument("--rounds", type=WholeNumber(), default=3, help="runs of each side")
-    parser.add_argument("--num-steps", type=WholeNumber(2), default=4, help="of a run; the first is left out")
+    parser.add_argument("--rounds", type=IntArg(), default=3, help="runs of each side")
+    parser.add_argument("--num-steps", type=IntArg(2), default=4, help="of a run; the first is left out")
     parser.add_argument("--quick", action="store_true", help="ours and one bare loop alone")
     arguments = parser.parse_args()
     from benchmarks.sft_inputs import write_inputs  # here, as torch takes seconds to import

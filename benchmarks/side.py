@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 
-from verl_ext.command_line import CommandParser, clean_exit
+from verl_ext.cli import CommandParser, clean_exit
 
 SIDES = ("gpu_correctness", "gpu_speed", "grpo_peer", "plan_rank", "sft_bare", "sft_peer", "sft_stock")
 """Modules with a function `main(words)`."""

@@ -18,8 +18,7 @@ from typing import Any
 
 from benchmarks.command import bench_parser, write_figures
 from benchmarks.running import run
-from verl_ext.argument_types import Number, WholeNumber
-from verl_ext.command_line import FAILURES, clean_exit
+from verl_ext.cli import FAILURES, FloatArg, IntArg, clean_exit
 from verl_ext.console import print_line, progress_bar
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 
@@ -74,9 +73,9 @@ def main() -> int:
     """Measure, print and write."""
     parser = bench_parser("start", __doc__, "", "--repeats 3 --output FILE.json", exit_codes=EXIT_CODES)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, for run_sft.sh")
-    parser.add_argument("--ranks", type=WholeNumber(), default=2, help="of each start")
-    parser.add_argument("--repeats", type=WholeNumber(), default=5, help="starts that count")
-    parser.add_argument("--limit", type=Number(), default=25.0, metavar="S", help="most seconds wanted")
+    parser.add_argument("--ranks", type=IntArg(), default=2, help="of each start")
+    parser.add_argument("--repeats", type=IntArg(), default=5, help="starts that count")
+    parser.add_argument("--limit", type=FloatArg(), default=25.0, metavar="S", help="most seconds wanted")
     arguments = parser.parse_args()
     turns = progress_bar(range(arguments.repeats + 1), desc="starting", unit="starts")
     starts = [start_once(arguments.ranks, arguments.overrides) for _ in turns][1:]

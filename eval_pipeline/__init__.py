@@ -1,5 +1,5 @@
 """Evaluates checkpoints: models answer, sandboxes judge, figures have intervals, and the best checkpoint is chosen."""
 
-from verl_ext.starting import begin_quietly
+from verl_ext.processes import begin_quietly
 
 begin_quietly()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from eval_pipeline.command import adaptive, check, judge, report, retry, run, status, watch
 from eval_pipeline.command.arguments import PROGRAM
 from eval_pipeline.command.paths import input_path
-from verl_ext.command_line import FAILURES, CommandParser, add_commands, clean_exit
+from verl_ext.cli import FAILURES, CommandParser, add_commands, clean_exit
 
 
 def build_parser() -> CommandParser:

@@ -13,7 +13,7 @@ from pathlib import Path
 from playwright.sync_api import Browser
 
 from tests.helpers.monitor import browser, choose, monitor, open_tab, wait_for_text
-from verl_ext.command_line import CommandParser, clean_exit
+from verl_ext.cli import CommandParser, clean_exit
 from verl_ext.monitor.page.main import PANELS
 
 SIZE = {"width": 1280, "height": 900}

@@ -2,7 +2,7 @@
 
 from verl_ext.compat import prepare_for_verl
 from verl_ext.console import restrict_transformers_bars
-from verl_ext.starting import begin_quietly
+from verl_ext.processes import begin_quietly
 
 begin_quietly()
 prepare_for_verl()

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import add_action
 from eval_pipeline.command.paths import input_path, output_path, where_the_user_stands
-from verl_ext.argument_types import Number, WholeNumber
-from verl_ext.command_line import Commands
+from verl_ext.cli import Commands, FloatArg, IntArg
 
 if TYPE_CHECKING:
     from eval_pipeline.adaptive.source import ControllerSource
@@ -40,7 +39,7 @@ def register(commands: Commands) -> None:
     )
     budgets = parser.add_mutually_exclusive_group()
     budgets.add_argument(
-        "--budgets", type=Number(), nargs="+", default=[], metavar="MS", help="latency budgets, milliseconds"
+        "--budgets", type=FloatArg(), nargs="+", default=[], metavar="MS", help="latency budgets, milliseconds"
     )
     add_number(budgets, "--num-budgets", 8, "number of budgets, evenly spaced over the controller's range")
     parser.add_argument(
@@ -51,13 +50,13 @@ def register(commands: Commands) -> None:
     add_number(parser, "--max-static", 36, "largest number of static configurations")
     parser.add_argument(
         "--search-questions",
-        type=WholeNumber(0),
+        type=IntArg(0),
         default=48,
         help="how many of the --num-train questions are used to choose the blocks of static configurations; 0 keeps "
         "the most important blocks according to the run's importance file, or the first blocks without one",
     )
     add_number(parser, "--repeats", 1, "runs of each configuration; the median counts")
-    parser.add_argument("--seed", type=WholeNumber(0), default=0, help="seed of the random configurations")
+    parser.add_argument("--seed", type=IntArg(0), default=0, help="seed of the random configurations")
     parser.add_argument(
         "--latency",
         choices=("measured", "model"),
@@ -73,7 +72,7 @@ def register(commands: Commands) -> None:
 
 def add_number(parser: argparse._ActionsContainer, name: str, default: int, text: str) -> None:
     """Add an argument that is a whole number of at least 1."""
-    parser.add_argument(name, type=WholeNumber(), default=default, help=text)
+    parser.add_argument(name, type=IntArg(), default=default, help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl_ext.command_line import CommandParser, Commands, add_command
+from verl_ext.cli import CommandParser, Commands, add_command
 
 Action = Callable[[argparse.Namespace], int]
 

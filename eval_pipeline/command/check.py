@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import RECIPE_EXAMPLE, add_action, add_overrides
-from verl_ext.command_line import Commands
+from verl_ext.cli import Commands
 from verl_ext.console import print_line
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import add_action, add_overrides
 from eval_pipeline.command.paths import input_path, output_path
-from verl_ext.argument_types import WholeNumber
-from verl_ext.command_line import Commands
+from verl_ext.cli import Commands, IntArg
 from verl_ext.console import print_summary, typed_path
 
 if TYPE_CHECKING:
@@ -51,9 +50,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--format", metavar="NAME", help="one of those below, or path.py:NAME (default: quickstart)")
     parser.add_argument("--answers", type=input_path, required=True, metavar="FILE", help="answers as JSON Lines")
     parser.add_argument("--output", type=output_path, required=True, metavar="FILE", help="output file of the verdicts")
-    parser.add_argument(
-        "--num-workers", type=WholeNumber(), help="programs to run in parallel (default: number of CPUs)"
-    )
+    parser.add_argument("--num-workers", type=IntArg(), help="programs to run in parallel (default: number of CPUs)")
     parser.add_argument(
         "--recipe", metavar="NAME", help="recipe that sets the data sets and limits (default: quickstart)"
     )

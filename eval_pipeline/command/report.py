@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import add_action, add_directory, add_recipe
 from eval_pipeline.command.paths import input_path
-from verl_ext.command_line import FAILURES, Commands
+from verl_ext.cli import FAILURES, Commands
 from verl_ext.console import print_summary, typed_path
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import argparse
 from contextlib import suppress
 
 from eval_pipeline.command.arguments import add_action, add_directory
-from verl_ext.command_line import Commands
+from verl_ext.cli import Commands
 from verl_ext.console import print_line
 
 TEXT = (

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import add_action, add_recipe
 from eval_pipeline.command.paths import input_path, output_path, where_the_user_stands
-from verl_ext.argument_types import WholeNumber
-from verl_ext.command_line import FAILURES, Commands
+from verl_ext.cli import FAILURES, Commands, IntArg
 from verl_ext.console import print_line
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def register(commands: Commands) -> None:
         metavar="FILE",
         help="use this file, in the quickstart's format, instead of the recipe's data sets",
     )
-    parser.add_argument("--limit", type=WholeNumber(), help="at most N problems per data set, sampled across it")
+    parser.add_argument("--limit", type=IntArg(), help="at most N problems per data set, sampled across it")
     parser.add_argument("--output", type=output_path, metavar="DIR", help="output directory (default: see below)")
     add_recipe(parser)
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import add_action, add_directory
-from verl_ext.command_line import FAILURES, Commands
+from verl_ext.cli import FAILURES, Commands
 from verl_ext.console import aligned_rows, print_line
 
 if TYPE_CHECKING:

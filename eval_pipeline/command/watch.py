@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from eval_pipeline.command.arguments import RECIPE_EXAMPLE, add_action, add_directory, add_recipe
-from verl_ext.command_line import FAILURES, Commands
+from verl_ext.cli import FAILURES, Commands
 
 TEXT = (
     "Evaluate every checkpoint of a run as it appears, and choose the best. Ends when the run has finished and every "

@@ -8,8 +8,7 @@ from typing import Any
 
 from eval_pipeline.engines.settings import EngineSettings
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_code import vllm_arguments
-from verl_ext.vllm_environment import pick_dtype
+from verl_ext.vllm_setup import pick_vllm_dtype, safe_vllm_arguments
 
 
 def arguments_for(settings: EngineSettings, model: str, on_gpu: bool) -> dict[str, Any]:
@@ -42,10 +41,10 @@ def arguments_for(settings: EngineSettings, model: str, on_gpu: bool) -> dict[st
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "tensor_parallel_size": settings.tensor_parallel_size,
     }
-    arguments = vllm_arguments(wanted)
+    arguments = safe_vllm_arguments(wanted)
     # vLLM's own reading of the configuration, which knows every way to write down a length, scaled positions included
     config = EngineArgs(**arguments).create_model_config()
-    dtype = pick_dtype(settings.dtype, on_gpu, config.hf_text_config.dtype)
+    dtype = pick_vllm_dtype(settings.dtype, on_gpu, config.hf_text_config.dtype)
     if not on_gpu and "linear_attention" in (getattr(config.hf_text_config, "layer_types", None) or ()):
         if settings.dtype not in ("auto", "bfloat16"):
             raise UserError(

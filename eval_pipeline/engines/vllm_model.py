@@ -16,9 +16,9 @@ from eval_pipeline.engines.seeds import seed_of
 from eval_pipeline.engines.settings import EngineSettings
 from eval_pipeline.engines.vllm_arguments import arguments_for, reason_of
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.quick_imports import quick_imports
+from verl_ext.processes import defer_gc
 from verl_ext.rendering import EndlessTemplate, rendering
-from verl_ext.vllm_environment import prepare_environment
+from verl_ext.vllm_setup import prepare_vllm_environment
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -52,8 +52,8 @@ class VllmModel:
 
     def __init__(self, settings: EngineSettings, model: str) -> None:
         started = time.monotonic()
-        with quick_imports():
-            device = prepare_environment()
+        with defer_gc():
+            device = prepare_vllm_environment()
             if device == "cpu":
                 _step_back()
             from vllm import LLM, __version__

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 from eval_pipeline.engines.messages import Alive, Answered, Ask, Done, Loaded, Refused
 from eval_pipeline.engines.vllm_model import VllmModel
-from verl_ext.command_line import process_words
+from verl_ext.cli import child_process_args
 from verl_ext.errors import STOP_SIGNALS, UserError
 
 SIGN_S = 1.0
@@ -80,7 +80,7 @@ def _answer(connection: Connection, model: VllmModel, ask: Ask, sign_s: float) -
 
 
 if __name__ == "__main__":
-    words = process_words(
+    words = child_process_args(
         "eval_pipeline.engines.vllm_process",
         "Holds vLLM for an evaluation.",
         "python -m eval_pipeline run --checkpoint models/mine",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eval_pipeline.engines.settings import EngineSettings
 from verl_ext.errors import UserError
-from verl_ext.gpus import visible_gpus
+from verl_ext.processes import visible_gpus
 
 
 def gpus_for_workers(num_workers: int | None, engine: EngineSettings) -> list[str | None]:

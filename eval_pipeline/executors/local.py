@@ -22,7 +22,7 @@ from eval_pipeline.recipe.schema import EvalRecipe
 from eval_pipeline.work.batch import Batch, Event, Failed, Lost
 from eval_pipeline.work.worker import Worker
 from verl_ext.errors import UserError
-from verl_ext.gpus import DEVICES
+from verl_ext.processes import DEVICES
 
 END_S = 30.0
 """How long a worker may take to end its engine and its judge before it is killed."""

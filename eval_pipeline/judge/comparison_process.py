@@ -9,12 +9,12 @@ from typing import Any
 from eval_pipeline.judge.checker import outputs_match
 from eval_pipeline.judge.inside import frames, kernel
 from eval_pipeline.problems.reference import is_right
-from verl_ext.command_line import process_words
+from verl_ext.cli import child_process_args
 
 
 def main() -> None:
     """Reply to each question on standard output."""
-    process_words(
+    child_process_args(
         "eval_pipeline.judge.comparison_process",
         "Compares answers with references, and outputs with expected ones.",
         "python -m eval_pipeline run --checkpoint models/mine --recipe gsm8k",

@@ -28,7 +28,7 @@ from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.judge.wire import dump_verdict, load_submission, num_tests_of
 from eval_pipeline.problems.problem import FunctionTests
-from verl_ext.command_line import process_words
+from verl_ext.cli import child_process_args
 
 _PARENT_CHECK_S = 1.0
 _MOST_OPEN_FILES = 1 << 16
@@ -38,7 +38,7 @@ _PROBE = Submission("def f(x):\n    return x + 1\n", FunctionTests("f", ("assert
 
 def main() -> None:
     """Find the isolation level, then serve until the input ends."""
-    [words] = process_words(
+    [words] = child_process_args(
         "eval_pipeline.judge.server",
         "Owns the sandboxes that programs are judged in.",
         "python -m eval_pipeline judge --dataset humaneval --answers answers.jsonl --output verdicts.jsonl",

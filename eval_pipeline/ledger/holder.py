@@ -8,6 +8,8 @@ import sqlite3
 import time
 from dataclasses import dataclass
 
+from verl_ext.processes import pid_namespace, start_ticks
+
 EXPIRY_S = 120.0
 """A process of another machine that was not heard of for so long is dead."""
 RENEWAL_S = 15.0
@@ -26,7 +28,7 @@ class Holder:
     @staticmethod
     def this_process() -> Holder:
         """The process that asks."""
-        return Holder(_host(), os.getpid(), _birth(os.getpid()) or 0)
+        return Holder(_host(), os.getpid(), start_ticks(os.getpid()) or 0)
 
     @property
     def key(self) -> str:
@@ -46,7 +48,7 @@ class Holder:
             heard: seconds since 1970 when it was last heard of.
         """
         if self.host == _host():
-            return _birth(self.pid) != self.born
+            return start_ticks(self.pid) != self.born
         return time.time() > heard + EXPIRY_S
 
     def __str__(self) -> str:
@@ -62,14 +64,4 @@ def _host() -> str:
     """The machine and its process namespace: machines may share a name, and containers number processes alike."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
-    return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _birth(pid: int) -> int | None:
-    """Start time of a process from /proc (field 22 of proc_pid_stat(5)), None when there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else int(fields[19])
+    return f"{socket.gethostname()}/{boot}/{pid_namespace()}"

@@ -140,9 +140,9 @@ def import_all(imports: str) -> None:
     from verl_ext.trainer.stages import load_stage
 
     if imports == "vllm":
-        from verl_ext.vllm_environment import prepare_environment
+        from verl_ext.vllm_setup import prepare_vllm_environment
 
-        prepare_environment()
+        prepare_vllm_environment()
     for name in (*MODULES, *(VLLM_MODULES if imports == "vllm" else ())):
         importlib.import_module(name)
     for stage in STAGES:

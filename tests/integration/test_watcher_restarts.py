@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers import ROOT
 from tests.helpers.processes import running, wait_until
-from verl_ext.launch.stop import StopSignals
 from verl_ext.launch.watcher import RESTARTS, Watcher
+from verl_ext.processes import StopSignals
 
 
 @pytest.fixture

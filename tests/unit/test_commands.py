@@ -16,8 +16,7 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.processes import wait_until
-from verl_ext.argument_types import Number, WholeNumber, output_file
-from verl_ext.command_line import CommandParser
+from verl_ext.cli import CommandParser, FloatArg, IntArg, output_file
 from verl_ext.errors import UserError
 
 SMALL_PIPE = 4096
@@ -117,7 +116,7 @@ def test_a_python_without_the_packages_is_told_which_one_has_them() -> None:
 @pytest.mark.parametrize("text", ["0", "1.5", "-3", "", "nan", "1e99", "٣", "11", "--"])
 def test_a_whole_number_out_of_its_bounds_is_refused(text: str) -> None:
     parser = CommandParser(prog="x", description="", examples=[])
-    parser.add_argument("--n", type=WholeNumber(1, 10))
+    parser.add_argument("--n", type=IntArg(1, 10))
     assert parser.parse_args(["--n", "10"]).n == 10
     with pytest.raises(UserError, match="; see `x --help`"):
         parser.parse_args(["--n", text])
@@ -126,7 +125,7 @@ def test_a_whole_number_out_of_its_bounds_is_refused(text: str) -> None:
 @pytest.mark.parametrize("text", ["0", "1", "nan", "inf", "-1", "1e99", "half", ""])
 def test_a_number_out_of_its_bounds_is_refused(text: str) -> None:
     parser = CommandParser(prog="x", description="", examples=[])
-    parser.add_argument("--x", type=Number(0, 1))
+    parser.add_argument("--x", type=FloatArg(0, 1))
     assert parser.parse_args(["--x", "0.5"]).x == 0.5
     with pytest.raises(UserError, match="is not a number between 0 and 1; see `x --help`"):
         parser.parse_args(["--x", text])
@@ -230,7 +229,7 @@ def start(words: list[str], cwd: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_ends_a_command_with_one_sentence(number: signal.Signals, tmp_path: Path) -> None:
-    code = "import time\nfrom verl_ext.command_line import clean_exit\n"
+    code = "import time\nfrom verl_ext.cli import clean_exit\n"
     code += "with clean_exit('goes on'):\n    print('ready', flush=True)\n    time.sleep(60)"
     process = start(["-c", code], tmp_path)
     process.send_signal(number)
@@ -240,9 +239,9 @@ def test_a_stop_ends_a_command_with_one_sentence(number: signal.Signals, tmp_pat
 
 SLOW_TO_STOP = """\
 import sys, time
-from verl_ext import command_line
+from verl_ext import cli
 {setting}
-with command_line.clean_exit():
+with cli.clean_exit():
     try:
         print("ready", flush=True)
         time.sleep(60)
@@ -291,7 +290,7 @@ late.itself = late  # only the end of Python takes it away
 
 
 @pytest.mark.parametrize(
-    "number, setting", [("SIGINT", ""), ("SIGTERM", "command_line.GRACE_S = 1.0")], ids=["second Ctrl-C", "hung"]
+    "number, setting", [("SIGINT", ""), ("SIGTERM", "cli.GRACE_S = 1.0")], ids=["second Ctrl-C", "hung"]
 )
 def test_a_command_that_does_not_stop_can_be_killed(number: str, setting: str, tmp_path: Path) -> None:
     process = stopping(signal.Signals[number], tmp_path, stops_in_s=60, setting=setting)
@@ -304,7 +303,7 @@ def test_a_command_that_does_not_stop_can_be_killed(number: str, setting: str, t
 
 
 def test_what_whoever_starts_a_command_ignores_stays_ignored(tmp_path: Path) -> None:
-    code = "import signal\nfrom verl_ext.command_line import clean_exit\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    code = "import signal\nfrom verl_ext.cli import clean_exit\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     code += "with clean_exit():\n    print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)\n"
     code += "print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -326,7 +325,7 @@ def test_help_tells_defaults_and_fills_paragraphs(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("COLUMNS", "300")
     text = "One line.\n\nAnother\nparagraph.\n\n  kept\n  as it is"
     parser = CommandParser(prog="x", description=text, examples=["x --n 3"], exit_codes={"0": "done"})
-    parser.add_argument("--n", type=WholeNumber(), default=3, help="how many")
+    parser.add_argument("--n", type=IntArg(), default=3, help="how many")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2], help="of each")
     parser.add_argument("--on", action="store_true", help="a switch")
     shown = parser.format_help()

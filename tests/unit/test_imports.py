@@ -16,7 +16,7 @@ from tests.helpers import ROOT
 PAGE = (ROOT / "docs/architecture.md").read_text()
 ROW = re.compile(r"^\| `(\w+)` \| (.+) \| (.*) \|$", re.MULTILINE)
 ROWS = {folder: (purpose, imports) for folder, purpose, imports in ROW.findall(PAGE.partition("## Folders\n")[2])}
-WITH_TORCH = "verl_ext.collective"
+WITH_TORCH = "verl_ext.distributed"
 """Of the modules beside the folders the one that not every folder may import."""
 
 

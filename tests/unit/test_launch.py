@@ -30,10 +30,10 @@ from verl_ext.launch.configure import check_config, check_inputs, check_run_dire
 from verl_ext.launch.outcome import describe
 from verl_ext.launch.prepare import needed_commands
 from verl_ext.launch.run import first_start, may_be_longer, recorded_precision
-from verl_ext.launch.stop import StopSignals
 from verl_ext.launch.torchrun import torchrun_options
 from verl_ext.metrics.recorder import verl_backends
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.processes import StopSignals
 
 
 def test_words_are_a_number_of_processes_and_overrides() -> None:

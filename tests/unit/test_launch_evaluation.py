@@ -24,8 +24,8 @@ from verl_ext.errors import UserError
 from verl_ext.launch import eval_check, watcher
 from verl_ext.launch.eval_check import check_evaluation
 from verl_ext.launch.free_gpus import require_free_gpus
-from verl_ext.launch.stop import StopSignals
 from verl_ext.launch.watcher import Watcher, may_go_better
+from verl_ext.processes import StopSignals
 
 LISTED = """GPU 0: NVIDIA H200 (UUID: GPU-aaaa1111-0000)
 GPU 1: NVIDIA H200 (UUID: GPU-bbbb2222-0000)

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from tests.helpers import ROOT
 from verl_ext.checkpoint.layout import TRACKER, Manifest
-from verl_ext.command_line import StopRequested, clean_exit
+from verl_ext.cli import clean_exit
 from verl_ext.console import print_line
 from verl_ext.deadline import ENVIRONMENT, deadline_from_environment, parse_deadline
 from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UserError
@@ -27,7 +27,7 @@ from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped, judge
 from verl_ext.launch.preemption_check import check_preemption
 from verl_ext.launch.ranks import failed_to_meet
 from verl_ext.launch.restarts import last_save, pause_before, run_with_restarts
-from verl_ext.launch.stop import StopRequest, StopSignals
+from verl_ext.processes import StopRequest, StopSignals
 
 TERM = Request(signal.SIGTERM)
 
@@ -49,7 +49,7 @@ def wait_for_a_signal() -> None:
 
 
 def test_a_signal_is_noted_and_raised_only_where_that_is_right(signals: StopSignals) -> None:
-    with pytest.raises(StopRequest, match=str(int(signal.SIGUSR1))):
+    with pytest.raises(StopRequest, match=signal.SIGUSR1.name):
         with signals.raising():
             os.kill(os.getpid(), signal.SIGUSR1)
             wait_for_a_signal()
@@ -121,7 +121,7 @@ def test_a_request_that_a_library_turned_into_a_failure_is_a_request(signals: St
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
                 wait_for_a_signal()
-            except StopRequested as request:
+            except StopRequest as request:
                 raise RuntimeError("Error calling __set_name__") from request
     assert left.value.code == STOPPED_EXIT_CODE
     with pytest.raises(RuntimeError, match="by itself"):

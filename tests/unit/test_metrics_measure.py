@@ -8,10 +8,10 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from verl_ext.distributed import reduce_over_ranks
 from verl_ext.errors import UserError
 from verl_ext.metrics.console import ConsoleLines, ProgressBar
 from verl_ext.metrics.names import METRICS, describe
-from verl_ext.metrics.reduce import reduce_over_ranks
 from verl_ext.metrics.row import Row
 from verl_ext.metrics.timers import StepTimer
 

@@ -9,11 +9,11 @@ import sys
 import psutil
 
 from tests.helpers.processes import wait_gone
-from verl_ext.parent_death import LAUNCHER_PID
+from verl_ext.processes import LAUNCHER_PID
 
 CHILD = """
 import time
-from verl_ext.parent_death import end_with_parent
+from verl_ext.processes import end_with_parent
 end_with_parent()
 print("ready", flush=True)
 time.sleep(60)

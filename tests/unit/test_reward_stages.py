@@ -16,10 +16,11 @@ from verl_ext.config.compose import compose_config
 from verl_ext.controller.latency_model import FEATURES, LatencyModel
 from verl_ext.controller.loading import fingerprint, load_adapter
 from verl_ext.controller.reward import RewardWeights
+from verl_ext.distributed import build_meshes
 from verl_ext.metrics.records import SAMPLES_FILE
 from verl_ext.trainer.budget import BudgetControllerTrainer
-from verl_ext.trainer.distributed import build_meshes, settle_device
 from verl_ext.trainer.grpo import GRPOTrainer, prompts_of
+from verl_ext.trainer.hardware import settle_device
 from verl_ext.trainer.stages import load_stage
 from verl_ext.trainer.tokenizer import load_tokenizer
 

@@ -11,7 +11,7 @@ from benchmarks.start import parts_of, summary_of
 from tests.helpers import ROOT
 from verl_ext.metrics.registry.training import START
 from verl_ext.metrics.startup import Startup, process_start
-from verl_ext.quick_imports import quick_imports
+from verl_ext.processes import defer_gc
 
 
 def test_parts_add_up_over_two_processes(tmp_path):
@@ -46,10 +46,10 @@ def test_a_process_knows_when_it_was_made():
 def test_the_collector_rests_while_modules_are_imported_and_only_then():
     frozen = gc.get_freeze_count()
     try:
-        with quick_imports():
+        with defer_gc():
             assert not gc.isenabled()
         assert gc.isenabled() and gc.get_freeze_count() > frozen
-        with pytest.raises(ImportError), quick_imports():
+        with pytest.raises(ImportError), defer_gc():
             raise ImportError
         assert gc.isenabled()
     finally:
@@ -59,7 +59,7 @@ def test_the_collector_rests_while_modules_are_imported_and_only_then():
 def test_a_collector_that_is_off_stays_off():
     gc.disable()
     try:
-        with quick_imports():
+        with defer_gc():
             pass
         assert not gc.isenabled()
     finally:

@@ -12,7 +12,7 @@ import verl_ext.health.__main__
 import verl_ext.monitor.__main__
 import verl_ext.plan.__main__
 from eval_pipeline.recipe.load import load_recipe
-from verl_ext.command_line import CommandParser
+from verl_ext.cli import CommandParser
 from verl_ext.config.checks import WITHOUT_EFFECT
 from verl_ext.config.compose import LAYERS, base_config, compose_config, known_keys
 from verl_ext.config.overrides import leaves

@@ -30,7 +30,7 @@ from verl_ext.config.compose import compose_config
 from verl_ext.controller.controlled import ControlledModel, load_controller
 from verl_ext.errors import UserError
 from verl_ext.launch.grpo_model import best_export
-from verl_ext.model_code import require_no_code
+from verl_ext.remote_code import require_no_remote_code
 from verl_ext.trainer.local_path import require_own
 from verl_ext.trainer.model import load_model_config
 from verl_ext.trainer.tokenizer import load_tokenizer
@@ -173,7 +173,7 @@ def test_code_that_a_configuration_asks_for_by_itself_is_refused(tmp_path: Path,
     (model / "config.json").write_text(json.dumps(nested))
     with pytest.raises(UserError, match="asks for attention code from the hub"):
         load_model_config(config)
-    require_no_code(str(model), trusted=True)
+    require_no_remote_code(str(model), trusted=True)
 
 
 def test_a_model_s_own_classes_are_left_alone(tmp_path: Path, marker: Path) -> None:

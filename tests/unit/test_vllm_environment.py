@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_ext.vllm_environment import pick_dtype
+from verl_ext.vllm_setup import pick_vllm_dtype
 
 
 @pytest.mark.parametrize("flags, quick", [("fpu avx512_bf16 sse", "bfloat16"), ("fpu sse", "float32")])
 def test_auto_is_bfloat16_where_that_is_quick(flags: str, quick: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda path: f"flags : {flags}\n")
     for stored in (torch.bfloat16, torch.float16, None):
-        assert pick_dtype("auto", False, stored) == quick
-        assert pick_dtype("auto", True, stored) == "bfloat16"
+        assert pick_vllm_dtype("auto", False, stored) == quick
+        assert pick_vllm_dtype("auto", True, stored) == "bfloat16"
 
 
 def test_auto_computes_float32_weights_as_they_are_on_a_cpu() -> None:
-    assert pick_dtype("auto", False, torch.float32) == "float32"
-    assert pick_dtype("auto", True, torch.float32) == "bfloat16"
+    assert pick_vllm_dtype("auto", False, torch.float32) == "float32"
+    assert pick_vllm_dtype("auto", True, torch.float32) == "bfloat16"
 
 
 @pytest.mark.parametrize("wanted", ["float16", "bfloat16", "float32"])
 def test_a_type_that_was_asked_for_is_taken(wanted: str) -> None:
-    assert pick_dtype(wanted, False, torch.float32) == pick_dtype(wanted, True, torch.bfloat16) == wanted
+    assert pick_vllm_dtype(wanted, False, torch.float32) == pick_vllm_dtype(wanted, True, torch.bfloat16) == wanted

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from verl_ext.checkpoint.command import diff, export, ls, prune, verify
-from verl_ext.command_line import FAILURES, CommandParser, add_commands, clean_exit
+from verl_ext.cli import FAILURES, CommandParser, add_commands, clean_exit
 from verl_ext.errors import UserError
 
 COMMANDS = (ls, verify, export, prune, diff)

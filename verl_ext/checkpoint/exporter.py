@@ -17,7 +17,7 @@ from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.safetensors_layout import INDEX, SafetensorsLayout
 from verl_ext.checkpoint.shards import whole
 from verl_ext.checkpoint.weights import PLAN, Weight, exported_weights, plan_to_json
-from verl_ext.collective import on_every_rank, on_rank_zero
+from verl_ext.distributed import on_every_rank, on_rank_zero
 from verl_ext.errors import UserError
 
 

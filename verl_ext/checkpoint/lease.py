@@ -14,6 +14,7 @@ from pathlib import Path
 
 from verl_ext.console import warn
 from verl_ext.files import LATEST, parse_json, replace_file
+from verl_ext.processes import is_alive, pid_namespace
 
 DEFAULT_SECONDS = 900.0
 """How long a lease outlives a holder on another machine that died; renewed three times in that span."""
@@ -58,7 +59,7 @@ def _write(path: Path, seconds: float) -> None:
     lease = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "pid_namespace": _pid_namespace(),
+        "pid_namespace": pid_namespace(),
         "time": now,
         "expires": now + seconds,
     }
@@ -86,12 +87,12 @@ def _live_holder(path: Path) -> str | None:
         host, pid, expires = str(lease["host"]), int(lease["pid"]), float(lease["expires"])
         if not 0 <= expires < LATEST:
             raise ValueError("a lease must end")
-        same_machine = host == socket.gethostname() and lease.get("pid_namespace", _pid_namespace()) == _pid_namespace()
+        same_machine = host == socket.gethostname() and lease.get("pid_namespace", pid_namespace()) == pid_namespace()
     except FileNotFoundError:  # released meanwhile
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return f"{path.name}, which cannot be read" if time.time() < _mtime(path) + DEFAULT_SECONDS else None
-    live = time.time() < expires and not (same_machine and not _is_alive(pid))
+    live = time.time() < expires and not (same_machine and not is_alive(pid))
     return f"process {pid} on {host}" if live else None
 
 
@@ -100,18 +101,3 @@ def _mtime(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:
         return -math.inf
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except PermissionError:  # another user's
-        return True
-    except (ProcessLookupError, OverflowError):
-        return False
-    return True
-
-
-def _pid_namespace() -> int:
-    """Containers may share a host's name and yet number their processes each for itself."""
-    return os.stat("/proc/self/ns/pid").st_ino

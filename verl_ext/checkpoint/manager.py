@@ -27,9 +27,9 @@ from verl_ext.checkpoint.space import bytes_of, require_space
 from verl_ext.checkpoint.staging import Stager
 from verl_ext.checkpoint.stock import DATA_STATE, FSDP_CONFIG
 from verl_ext.checkpoint.writing import naming
-from verl_ext.collective import gather_results, on_every_rank, on_rank_zero
+from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero
 from verl_ext.errors import UserError
-from verl_ext.native_output import quiet_native_stdout
+from verl_ext.processes import quiet_stdout
 
 EXPECTED_BYTES_PER_S = 0.5e9
 """Of all ranks together, before a save was measured; a modest disk."""
@@ -54,7 +54,7 @@ class CheckpointManager(FSDPCheckpointManager):
         self._exporter = Exporter(self.model, self.processing_class, options, exports_weights, self.rank == 0)
         self._stager = Stager()
         # Of its own, so that saving in the background and training never wait for each other's collectives.
-        with quiet_native_stdout():
+        with quiet_stdout():
             self._group = dist.new_group(backend="gloo", timeout=options.timeout)
         self._background: Background[float] | None = None
 

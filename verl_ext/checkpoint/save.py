@@ -19,7 +19,7 @@ from verl_ext.checkpoint.rotation import rotate
 from verl_ext.checkpoint.shards import MODEL, shard_name
 from verl_ext.checkpoint.space import warn_if_next_will_not_fit
 from verl_ext.checkpoint.writing import Entry, FileWriter, flush_and_digest, naming
-from verl_ext.collective import gather_results, on_rank_zero
+from verl_ext.distributed import gather_results, on_rank_zero
 from verl_ext.errors import UserError
 from verl_ext.files import TEMPORARY
 

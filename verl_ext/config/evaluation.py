@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig
 
 from verl_ext.config.recipes import default_recipe, find_recipe
 from verl_ext.errors import UserError
-from verl_ext.gpus import DEVICES
+from verl_ext.processes import DEVICES
 
 _DEVICE = re.compile(r"\d+|(GPU|MIG)-[\w/-]+", re.ASCII)
 

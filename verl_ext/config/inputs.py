@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig
 
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_code import require_no_code_in
+from verl_ext.remote_code import require_no_remote_code_in
 
 ORIGIN_KEY = "converted_from"
 """Column of converted data files: file and row that a row was converted from, for messages."""
@@ -49,7 +49,7 @@ def check_model(config: DictConfig) -> None:
     content = read_json(path / "config.json")
     check_weights(path)
     if not config.model.trust_remote_code:
-        require_no_code_in(str(path), content)
+        require_no_remote_code_in(str(path), content)
 
 
 def is_hub_name(model: str) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from verl_ext.argument_types import WholeNumber
-from verl_ext.command_line import CommandParser, clean_exit
+from verl_ext.cli import CommandParser, IntArg, clean_exit
 from verl_ext.console import print_line, print_summary
 from verl_ext.controller.command import EXAMPLE_INPUTS, add_model_arguments
 
@@ -25,14 +24,12 @@ def build_parser() -> CommandParser:
         ],
     )
     add_model_arguments(parser)
-    parser.add_argument("--min-active", type=WholeNumber(), default=1, help="fewest blocks that run")
-    parser.add_argument(
-        "--topk-choices", type=WholeNumber(), nargs="*", default=[], help="numbers of experts, ascending"
-    )
-    parser.add_argument("--max-new-tokens", type=WholeNumber(), default=16, help="of an answer")
-    parser.add_argument("--configurations", type=WholeNumber(10), default=200, help="to run")
-    parser.add_argument("--repeats", type=WholeNumber(), default=9, help="passes over them; the medians count")
-    parser.add_argument("--hidden", type=WholeNumber(), default=256, help="width of the controller")
+    parser.add_argument("--min-active", type=IntArg(), default=1, help="fewest blocks that run")
+    parser.add_argument("--topk-choices", type=IntArg(), nargs="*", default=[], help="numbers of experts, ascending")
+    parser.add_argument("--max-new-tokens", type=IntArg(), default=16, help="of an answer")
+    parser.add_argument("--configurations", type=IntArg(10), default=200, help="to run")
+    parser.add_argument("--repeats", type=IntArg(), default=9, help="passes over them; the medians count")
+    parser.add_argument("--hidden", type=IntArg(), default=256, help="width of the controller")
     return parser
 
 

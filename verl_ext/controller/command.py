@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from verl_ext.argument_types import WholeNumber, output_file
-from verl_ext.command_line import CommandParser
+from verl_ext.cli import CommandParser, IntArg, output_file
 from verl_ext.plugins import PLUGIN_FORM
 
 EXAMPLE_INPUTS = "--model data/vqa/model --questions data/vqa/questions --tier-sizes 2304 9216 20736"
@@ -18,11 +17,11 @@ def add_model_arguments(parser: CommandParser) -> None:
     parser.add_argument("--adapter", metavar="PLACE:CLASS", help=f"an adapter of your own for the model: {PLUGIN_FORM}")
     parser.add_argument(
         "--tier-sizes",
-        type=WholeNumber(),
+        type=IntArg(),
         nargs="+",
         required=True,
         help="what each tier shows of an image: crops for Molmo, such as 3 6 12; pixels for Qwen",
     )
     parser.add_argument("--questions", metavar="FOLDER", required=True, help="folder with train*.parquet")
-    parser.add_argument("--num-questions", type=WholeNumber(), default=32, help="questions to measure on")
+    parser.add_argument("--num-questions", type=IntArg(), default=32, help="questions to measure on")
     parser.add_argument("--output", metavar="FILE", type=output_file, required=True, help="JSON file to write")

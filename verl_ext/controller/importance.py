@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_ext.command_line import CommandParser, clean_exit
+from verl_ext.cli import CommandParser, clean_exit
 from verl_ext.console import print_line, print_summary
 from verl_ext.controller.command import EXAMPLE_INPUTS, add_model_arguments
 

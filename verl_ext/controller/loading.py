@@ -17,9 +17,9 @@ from verl_ext.console import print_line
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_code import require_no_code
 from verl_ext.model_files import load_whole
 from verl_ext.plugins import Plugin
+from verl_ext.remote_code import require_no_remote_code
 
 FINGERPRINT_VERSION = 2
 OLD_FINGERPRINT = re.compile("[0-9a-f]{16}")
@@ -56,7 +56,7 @@ def load_adapter(
         UserError: it cannot be loaded, or there is no adapter for it.
     """
     name = str(Path(path).expanduser())
-    require_no_code(name, trust_remote_code)
+    require_no_remote_code(name, trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         brings_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})

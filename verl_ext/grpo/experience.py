@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from verl_ext.distributed import reduce_over_ranks
 from verl_ext.grpo.advantages import Advantages, group_advantages, has_signal
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.policy import Policy, Prompt, Sample
-from verl_ext.metrics.reduce import reduce_over_ranks
 from verl_ext.metrics.timers import StepTimer
 from verl_ext.metrics.trace import Trace
 

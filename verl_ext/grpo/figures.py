@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from verl_ext.metrics.reduce import reduce_over_ranks
+from verl_ext.distributed import reduce_over_ranks
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
+from verl_ext.distributed import reduce_over_ranks
 from verl_ext.grpo.experience import Experience
 from verl_ext.grpo.loss import GlobalBatch, LossInputs, LossSettings, micro_batch_loss
 from verl_ext.grpo.policy import MicroBatch, Policy
-from verl_ext.metrics.reduce import reduce_over_ranks
 from verl_ext.metrics.timers import StepTimer
 
 

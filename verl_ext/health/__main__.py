@@ -9,7 +9,7 @@ from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
-from verl_ext.command_line import FAILURES, CommandParser, clean_exit
+from verl_ext.cli import FAILURES, CommandParser, clean_exit
 from verl_ext.console import print_line
 from verl_ext.errors import UserError
 from verl_ext.health.checklist import Point, checklists, gravest

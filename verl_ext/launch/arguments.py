@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from verl_ext.argument_types import WholeNumber
-from verl_ext.command_line import CommandParser, definitions
+from verl_ext.cli import CommandParser, IntArg, definitions
 from verl_ext.config.recipes import default_recipe, recipe_summaries
 
 STAGES = {"sft": "Supervised fine-tuning", "grpo": "Group Relative Policy Optimization"}
@@ -64,7 +63,7 @@ def make_parser(stage: str) -> CommandParser:
     parser.add_argument(
         "--restarts",
         metavar="K",
-        type=WholeNumber(0),
+        type=IntArg(0),
         default=0,
         help="restart the ranks after a crash, with a delay that starts at 5 s and doubles up to 300 s; give up after "
         "K restarts in a row without a new checkpoint; no restart after bad input or a requested stop",

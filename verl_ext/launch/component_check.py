@@ -13,10 +13,9 @@ from verl_ext.config.inputs import parse_chat_template
 from verl_ext.config.plain import as_dict
 from verl_ext.data.training_templates import read_chat_template
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.gpus import visible_gpus
 from verl_ext.metrics.recorder import require_known_backends
 from verl_ext.plugins import is_module
-from verl_ext.quick_imports import quick_imports
+from verl_ext.processes import defer_gc, visible_gpus
 
 
 def check_components(config: DictConfig) -> None:
@@ -71,7 +70,7 @@ def check_device(trainer: DictConfig) -> None:
         raise UserError("trainer.device is npu, which needs the package torch_npu; set trainer.device=auto")
     if wanted == "npu" or (wanted == "auto" and not has_too_few):
         return
-    with quick_imports():
+    with defer_gc():
         import torch
 
     available = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,7 +96,7 @@ def check_optimizer(optim: DictConfig) -> None:
     name, place, further = optim.optimizer, optim.optimizer_impl, as_dict(optim.override_optimizer_config or {})
     if (name, place) == ("AdamW", "torch.optim") and not further:
         return
-    with quick_imports():
+    with defer_gc():
         import torch
 
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl_ext.errors import UserError
-from verl_ext.gpus import listed_gpus, visible_gpus
+from verl_ext.processes import listed_gpus, visible_gpus
 
 
 def require_free_gpus(devices: Sequence[str] | None, num_ranks: int) -> None:

@@ -14,7 +14,7 @@ import psutil
 
 from verl_ext.console import print_line
 from verl_ext.launch.outcome import Request
-from verl_ext.launch.stop import StopSignals
+from verl_ext.processes import StopSignals
 
 POLL_S = 0.1
 LEAVE_AFTER_S = 10.0

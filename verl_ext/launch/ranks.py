@@ -13,10 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.errors import first_line_of
 from verl_ext.launch.keeper import Keeper
 from verl_ext.launch.outcome import Failure, Outcome, RankFailure, Stopped, judge
-from verl_ext.launch.stop import StopSignals
 from verl_ext.launch.torchrun import torchrun
 from verl_ext.metrics.startup import startup
-from verl_ext.parent_death import LAUNCHER_PID
+from verl_ext.processes import LAUNCHER_PID, StopSignals
 
 RANK_MODULE = "verl_ext.trainer"
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from verl_ext.checkpoint.layout import read_complete, read_tracker
 from verl_ext.launch.outcome import Failure, Outcome
-from verl_ext.launch.stop import StopSignals
+from verl_ext.processes import StopSignals
 
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0

@@ -27,10 +27,10 @@ from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped
 from verl_ext.launch.ranks import RANK_MODULE, run_ranks
 from verl_ext.launch.report import report
 from verl_ext.launch.restarts import FIRST_PAUSE_S, going_on, last_save, run_with_restarts
-from verl_ext.launch.stop import StopRequest, StopSignals
 from verl_ext.launch.summary import print_run_summary
 from verl_ext.launch.watcher import watching
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.processes import StopRequest, StopSignals
 
 NOT_ASKED = (*NOT_IDENTITY, "trainer.default_local_dir", "trainer.resume_", "trainer.trace", "recipe", "prepare")
 """Keys that may differ from those that a finished run was trained with."""

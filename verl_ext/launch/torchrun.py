@@ -10,7 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_ext.quick_imports import quick_imports
+from verl_ext.processes import defer_gc
 
 
 def torchrun(config: DictConfig, module: str, directory: Path, arguments: list[str]) -> Callable[[], object]:
@@ -26,7 +26,7 @@ def torchrun(config: DictConfig, module: str, directory: Path, arguments: list[s
         A function that runs the ranks of this node to their end. In a thread other than the main one it leaves the
         signals alone. It raises torch's `ChildFailedError` when a rank fails.
     """
-    with quick_imports():
+    with defer_gc():
         from torch.distributed.launcher.api import elastic_launch
         from torch.distributed.run import config_from_args, parse_args
 

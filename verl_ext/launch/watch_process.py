@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from verl_ext.config.evaluation import evaluation_environment, evaluation_recipe
 from verl_ext.console import warn
 from verl_ext.files import write_errors
-from verl_ext.parent_death import end_with_parent
+from verl_ext.processes import end_with_parent
 
 LOG = Path("eval", "watch.log")
 LAST_BYTES = 4096

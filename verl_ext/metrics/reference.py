@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl_ext.command_line import CommandParser, clean_exit
+from verl_ext.cli import CommandParser, clean_exit
 from verl_ext.console import print_line
 from verl_ext.metrics.names import SECTIONS
 from verl_ext.metrics.registry.metric import Metric

@@ -11,6 +11,8 @@ import os
 import time
 from pathlib import Path
 
+from verl_ext.processes import start_ticks
+
 PARTS_FILE = "startup.json"
 """What the launcher leaves for its ranks, beside their configuration."""
 
@@ -63,7 +65,7 @@ startup = Startup()
 
 def process_start() -> float:
     """When the kernel made this process, by `time.perf_counter`; to a hundredth of a second."""
-    # the 22nd field, counted behind the name, which may hold anything; since boot, sleep included
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    ticks = start_ticks(os.getpid())
+    assert ticks is not None  # this process runs
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")  # sleep included, as in the ticks
     return time.perf_counter() - age

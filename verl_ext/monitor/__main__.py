@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from verl_ext.argument_types import WholeNumber
-from verl_ext.command_line import FAILURES, CommandParser, StopRequested, add_commands, clean_exit
+from verl_ext.cli import FAILURES, CommandParser, IntArg, add_commands, clean_exit
 from verl_ext.console import print_line
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.monitor.plot.command import add_plot, run
 from verl_ext.monitor.store.database import database_for
+from verl_ext.processes import StopRequest
 
 TOKEN = "VERL_EXT_MONITOR_TOKEN"
 PACKAGES = ("nicegui", "orjson", "numpy", "scipy", "yaml", "matplotlib")
@@ -37,7 +37,7 @@ def build_parser() -> CommandParser:
     )
     add_plot(add_commands(parser, required=False))
     parser.add_argument("--root", type=Path, metavar="DIR", default=Path("checkpoints"), help="where runs lie")
-    parser.add_argument("--port", type=WholeNumber(1, 65535), default=6007, help="TCP port")
+    parser.add_argument("--port", type=IntArg(1, 65535), default=6007, help="TCP port")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 127.0.0.1 is this machine alone")
     parser.add_argument(
         "--token", metavar="WORD", help=f"word that visitors must bring; needed with another host (or set {TOKEN})"
@@ -89,7 +89,7 @@ def serve_with(arguments: argparse.Namespace) -> None:
     database = arguments.database or database_for(arguments.root)
     try:
         serve(arguments.root.resolve(), database, arguments.host, arguments.port, token)
-    except StopRequested as stop:  # which the server passes on when it has closed its connections
+    except StopRequest as stop:  # which the server passes on when it has closed its connections
         print_line(f"Ended by {stop}.")
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from verl_ext.command_line import FAILURES, CommandParser, clean_exit, definitions
+from verl_ext.cli import FAILURES, CommandParser, clean_exit, definitions
 from verl_ext.console import print_line
 from verl_ext.plan.options import OWN, known_words, read_words
 

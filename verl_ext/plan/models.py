@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 from verl_ext.config.compose import load_yaml, sft_recipe_of
 from verl_ext.config.inputs import is_hub_name, read_json
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_code import require_no_code
+from verl_ext.remote_code import require_no_remote_code
 
 _QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "use_sliding_window": False}
 _QWEN2_7B = {
@@ -93,7 +93,7 @@ def read(name: str, config: DictConfig, local_files_only: bool) -> PretrainedCon
     trusted = config.model.trust_remote_code
     if (local := Path(name) / "config.json").is_file():
         read_json(local)  # transformers fails on other JSON with whatever exception
-    require_no_code(name, trusted, local_files_only)
+    require_no_remote_code(name, trusted, local_files_only)
     return AutoConfig.from_pretrained(name, trust_remote_code=trusted, local_files_only=local_files_only)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_ext.command_line import CommandParser, clean_exit
+from verl_ext.cli import CommandParser, clean_exit
 from verl_ext.console import print_line
 
 

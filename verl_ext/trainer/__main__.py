@@ -10,17 +10,16 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.command_line import process_words
+from verl_ext.cli import child_process_args
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
 from verl_ext.metrics.startup import process_start, startup
-from verl_ext.parent_death import LAUNCHER_PID, end_with_parent
-from verl_ext.quick_imports import quick_imports
+from verl_ext.processes import LAUNCHER_PID, defer_gc, end_with_parent
 from verl_ext.trainer.stop_signals import end_at_once
 
 
 def main() -> None:
     """Train the stage of the configuration; a `UserError` goes to the launcher, which prints it once."""
-    [path] = process_words("verl_ext.trainer", "Trains as one rank of torchrun.", "bash run_sft.sh 2", "config")
+    [path] = child_process_args("verl_ext.trainer", "Trains as one rank of torchrun.", "bash run_sft.sh 2", "config")
     die_with_launcher()
     end_at_once()
     startup.go_on(Path(path).parent)
@@ -59,7 +58,7 @@ def tell_launcher(message: str) -> None:
 def train(config: DictConfig) -> None:
     """Import what the stage needs, train, and leave with the code of what stopped it."""
     warnings.filterwarnings("ignore", category=FutureWarning)
-    with quick_imports():
+    with defer_gc():
         from verl_ext.trainer.rank import run_rank
         from verl_ext.trainer.stages import load_stage
 

@@ -8,9 +8,9 @@ from types import TracebackType
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.collective import on_rank_zero
 from verl_ext.config.plain import as_dict
 from verl_ext.console import warn
+from verl_ext.distributed import on_rank_zero
 from verl_ext.errors import USER_ERROR_EXIT_CODE, Stop, UserError, one_line
 from verl_ext.files import replace_file
 from verl_ext.health.facts import REWARDED

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from verl_ext.collective import on_every_rank, on_rank_zero
 from verl_ext.console import print_line, warn
 from verl_ext.controller.block_importance import cheapest
 from verl_ext.controller.calibration import doubts, other_machine
@@ -16,9 +15,9 @@ from verl_ext.controller.reward import RewardWeights
 from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.data.questions import QuestionDataset
+from verl_ext.distributed import on_every_rank, on_rank_zero, reduce_over_ranks
 from verl_ext.grpo.loss import LossSettings
 from verl_ext.metrics.epoch_history import EpochSums
-from verl_ext.metrics.reduce import reduce_over_ranks
 from verl_ext.trainer.budget_parts import (
     budgets_of,
     check_budgets,

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
-from verl_ext.collective import on_every_rank, on_rank_zero
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.block_importance import Importance, load_importance
 from verl_ext.controller.calibration import calibrate, deciding_ms
@@ -22,6 +21,7 @@ from verl_ext.controller.latency_source import LatencySource, MeasuredLatency, M
 from verl_ext.controller.loading import fingerprint
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.data.questions import ImageQuestion
+from verl_ext.distributed import on_every_rank, on_rank_zero
 from verl_ext.errors import UserError
 from verl_ext.plugins import Plugin
 from verl_ext.trainer.hardware import pick_precision

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_ext.collective import gather_results
 from verl_ext.data.prompts import PromptBatch
+from verl_ext.distributed import gather_results, reduce_over_ranks
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.experience import Collector, Experience, Replacement
 from verl_ext.grpo.loss import LossSettings
 from verl_ext.grpo.policy import Policy, Prompt, Sample
 from verl_ext.grpo.update import Updater, UpdateSettings
-from verl_ext.metrics.reduce import reduce_over_ranks
 from verl_ext.trainer.gathering import Gathering, keeps_gathered
 from verl_ext.trainer.grpo_parts import make_environment, make_policy
 from verl_ext.trainer.grpo_report import GRPOReport

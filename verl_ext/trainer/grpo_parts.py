@@ -11,8 +11,8 @@ from omegaconf import DictConfig
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from verl_ext.collective import on_every_rank
 from verl_ext.data.end_tokens import end_tokens
+from verl_ext.distributed import on_every_rank
 from verl_ext.grpo.policy import LogProbs
 from verl_ext.grpo.rewards.environment import TextEnvironment
 from verl_ext.grpo.rewards.registry import wanted_rewards
@@ -23,7 +23,7 @@ from verl_ext.grpo.rollout.weights import WeightSource
 from verl_ext.grpo.tokens.layout import Layout
 from verl_ext.grpo.tokens.model import forward_cost
 from verl_ext.grpo.tokens.policy import TokenModel, TokenPolicy
-from verl_ext.native_output import quiet_native_stdout
+from verl_ext.processes import quiet_stdout
 from verl_ext.trainer.grpo_settings import bucket_bytes, reward_settings, sampling, vllm_settings
 from verl_ext.trainer.hardware import autocast, pick_precision
 from verl_ext.trainer.lora import uses_lora
@@ -85,7 +85,7 @@ def make_engine(
     ends = end_tokens(generation_settings(path), tokenizer)
     if rollout.engine == "hf":
         return HfRollout(model, tokenizer.pad_token_id, ends, rollout.max_num_seqs, precision, config.trainer.device)
-    with quiet_native_stdout():
+    with quiet_stdout():
         return on_every_rank(lambda: VllmRollout(vllm_settings(config, path, ends)))
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from verl_ext.distributed import reduce_over_ranks
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.experience import Experience
 from verl_ext.grpo.figures import spreads
 from verl_ext.grpo.policy import Policy, Sample
 from verl_ext.grpo.update import Updated
 from verl_ext.metrics.records import SampleRow
-from verl_ext.metrics.reduce import reduce_over_ranks
 
 _MOST_CHARACTERS = 300
 """Of a sample in a message."""

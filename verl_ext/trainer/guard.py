@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from verl_ext.collective import gather_results
 from verl_ext.console import warn
+from verl_ext.distributed import gather_results, reduce_over_ranks
 from verl_ext.errors import UserError
 from verl_ext.grpo.environment import Reward
 from verl_ext.grpo.failure import RewardFailure
 from verl_ext.grpo.policy import Policy, Sample
-from verl_ext.metrics.reduce import reduce_over_ranks
 
 TIMED_OUT_STEPS = 3
 """Steps in a row in which every call of a reward function timed out, after which the run stops; a machine may be busy

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from transformers.utils import is_flash_attn_2_available
+from verl.utils.device import get_device_name
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_ext.collective import gather_results, on_rank_zero
 from verl_ext.console import print_line
+from verl_ext.distributed import gather_results, on_rank_zero
 from verl_ext.errors import UserError
 from verl_ext.files import GIB
 from verl_ext.metrics.run_record import RunRecord
@@ -24,6 +25,24 @@ from verl_ext.metrics.run_record import RunRecord
 UNITS = {"avx512_bf16", "amx_bf16"}
 """Flags of processors that multiply in bf16; others emulate it, slower than fp32."""
 CPUINFO = Path("/proc/cpuinfo")
+
+
+def settle_device(config: DictConfig) -> str:
+    """Replace `trainer.device=auto` with the accelerator of this machine, and return it.
+
+    Raises:
+        UserError: the configuration asks for an accelerator that this machine lacks.
+    """
+    available = get_device_name()
+    wanted = config.trainer.device
+    if wanted not in ("auto", "cpu", available):
+        raise UserError(f"trainer.device is {wanted}, but this machine has {available}; set trainer.device=auto")
+    if wanted == "cpu" and available != "cpu":
+        raise UserError(
+            f"trainer.device is cpu on a machine with {available}; hide that instead, with CUDA_VISIBLE_DEVICES=''"
+        )
+    config.trainer.device = available
+    return available
 
 
 def pick_attention(setting: str, device_name: str, precision: torch.dtype) -> str:

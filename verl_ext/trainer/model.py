@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_ext.collective import on_every_rank
+from verl_ext.distributed import on_every_rank
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_code import require_no_code
 from verl_ext.model_files import load_whole
+from verl_ext.remote_code import require_no_remote_code
 from verl_ext.trainer.hardware import packs_samples, pick_attention, pick_precision
 from verl_ext.trainer.local_path import local_path
 from verl_ext.trainer.lora import add_lora
@@ -60,7 +60,7 @@ def load_model_config(config: DictConfig) -> PretrainedConfig:
     if config.model.external_lib is not None:
         importlib.import_module(config.model.external_lib)  # registers the user's architecture with transformers
     path = local_model_path(config)
-    require_no_code(path, config.model.trust_remote_code)
+    require_no_remote_code(path, config.model.trust_remote_code)
     model_config = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     if getattr(model_config, "max_position_embeddings", None):
         model_config.max_position_embeddings = max(model_config.max_position_embeddings, config.data.max_length)

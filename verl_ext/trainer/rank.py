@@ -6,12 +6,11 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from transformers import set_seed
 
-from verl_ext.collective import first_of_node_first, on_every_rank
+from verl_ext.distributed import build_meshes, init_process_group, local_rank_zero_first, on_every_rank
 from verl_ext.errors import Stop
 from verl_ext.metrics.startup import startup
-from verl_ext.native_output import quiet_native_stdout
-from verl_ext.trainer.distributed import build_meshes, init_process_group, settle_device
-from verl_ext.trainer.hardware import use_deterministic_kernels
+from verl_ext.processes import quiet_stdout
+from verl_ext.trainer.hardware import settle_device, use_deterministic_kernels
 from verl_ext.trainer.loop import PipelineTrainer
 from verl_ext.trainer.malloc import keep_freed_memory
 from verl_ext.trainer.stages import Stage
@@ -51,7 +50,7 @@ def build_trainer(config: DictConfig, stage: Stage) -> PipelineTrainer:
         keep_freed_memory()
     if config.trainer.get("deterministic"):
         use_deterministic_kernels()
-    with quiet_native_stdout():
+    with quiet_stdout():
         init_process_group(device_name)
         meshes = build_meshes(device_name, config.ulysses_sequence_parallel_size)
     # Dropout differs between ranks, but not between those that share a sequence.
@@ -59,7 +58,7 @@ def build_trainer(config: DictConfig, stage: Stage) -> PipelineTrainer:
     startup.mark("process_group")
     tokenizer = on_every_rank(lambda: load_tokenizer(config))
     startup.mark("tokenizer")
-    each_rank = first_of_node_first if stage.keeps_tokens else on_every_rank
+    each_rank = local_rank_zero_first if stage.keeps_tokens else on_every_rank
     datasets = each_rank(lambda: stage.load_datasets(config, tokenizer, progress=dist.get_rank() == 0))
     startup.mark("data")
     return stage.trainer(config, *meshes, tokenizer, *datasets, RankSignals())

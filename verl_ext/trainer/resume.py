@@ -20,9 +20,9 @@ from verl_ext.checkpoint.resume import (
     require_same_optimizer,
 )
 from verl_ext.checkpoint.verify import damaged_files
-from verl_ext.collective import gather_results, on_rank_zero
 from verl_ext.console import print_line, warn
 from verl_ext.data.stock_position import VERLS_SEED, stock_position
+from verl_ext.distributed import gather_results, on_rank_zero
 from verl_ext.errors import UserError
 
 

@@ -19,7 +19,6 @@ from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.resume import optimizer_name
 from verl_ext.checkpoint.stock import is_stock
-from verl_ext.collective import on_every_rank, on_rank_zero
 from verl_ext.config.digest import config_digest
 from verl_ext.config.plain import as_dict
 from verl_ext.console import warn
@@ -29,8 +28,8 @@ from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.prefetch import Prefetcher
 from verl_ext.data.rows import Rows
 from verl_ext.data.sampler import GlobalBatchSampler
+from verl_ext.distributed import COLLECTIVE_TIMEOUT, on_every_rank, on_rank_zero
 from verl_ext.metrics.startup import startup
-from verl_ext.trainer.distributed import COLLECTIVE_TIMEOUT
 from verl_ext.trainer.guard import NonFiniteGuard
 from verl_ext.trainer.hardware import pick_precision
 from verl_ext.trainer.model import build_model

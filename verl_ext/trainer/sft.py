@@ -14,7 +14,7 @@ from verl.utils.flops_counter import FlopsCounter
 
 from verl_ext.data.batching import Batch, MicroBatch, validation_micro_batches
 from verl_ext.data.rows import Rows
-from verl_ext.metrics.reduce import reduce_over_ranks
+from verl_ext.distributed import reduce_over_ranks
 from verl_ext.trainer.hardware import peak_memory
 from verl_ext.trainer.loop import Metrics
 from verl_ext.trainer.sft_setup import SFTSetup

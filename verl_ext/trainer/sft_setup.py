@@ -8,11 +8,11 @@ from functools import cached_property
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from verl_ext.collective import gather_results, on_every_rank
 from verl_ext.console import print_line, warn
 from verl_ext.data.batching import Batcher, MicroBatcher, sample_lengths
 from verl_ext.data.packing import MicroBatchPlan, attention_share
 from verl_ext.data.rows import Rows, TokenRows
+from verl_ext.distributed import gather_results, on_every_rank
 from verl_ext.errors import UserError
 from verl_ext.trainer.forward_check import LOSS_TOLERANCE, loss_heads_error, why_not_packed
 from verl_ext.trainer.gathering import Gathering, keeps_gathered

@@ -13,7 +13,7 @@ from verl_ext.console import print_line
 from verl_ext.data.template import renders_alike
 from verl_ext.data.training_templates import NAMES, read_chat_template, without_marks
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_code import require_no_code
+from verl_ext.remote_code import require_no_remote_code
 from verl_ext.trainer.model import local_model_path
 
 
@@ -61,7 +61,7 @@ def tokenizer_of_exports(
 
 def _own_tokenizer(config: DictConfig) -> PreTrainedTokenizerBase:
     path, trusted = local_model_path(config), config.model.trust_remote_code
-    require_no_code(path, trusted)
+    require_no_remote_code(path, trusted)
     try:
         return hf_tokenizer(path, trust_remote_code=trusted)
     except Exception as error:  # a damaged tokenizer.json raises a bare Exception

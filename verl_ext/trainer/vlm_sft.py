@@ -10,7 +10,6 @@ import torch
 from omegaconf import DictConfig
 from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
 
-from verl_ext.collective import on_every_rank
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import Configuration
 from verl_ext.data.batching import Batch, sample_lengths
@@ -19,9 +18,10 @@ from verl_ext.data.load import load_questions
 from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.rows import Rows
 from verl_ext.data.vlm_batching import ChatBatch, VLMBatcher
+from verl_ext.distributed import on_every_rank
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.model_code import require_no_code
+from verl_ext.remote_code import require_no_remote_code
 from verl_ext.trainer.loop import Metrics
 from verl_ext.trainer.model import load_model, local_model_path, shard
 from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
@@ -50,7 +50,7 @@ def load_processor(config: DictConfig) -> ProcessorMixin:
         UserError: it cannot be loaded, or is of a family whose chats cannot be made here.
     """
     path = local_model_path(config)
-    require_no_code(path, config.model.trust_remote_code)
+    require_no_remote_code(path, config.model.trust_remote_code)
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except Exception as error:  # each part of a damaged checkpoint raises an exception of its own kind

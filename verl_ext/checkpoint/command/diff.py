@@ -7,7 +7,7 @@ from pathlib import Path
 
 from verl_ext.checkpoint.command.run_directory import add_run_command, require_steps
 from verl_ext.checkpoint.layout import step_of
-from verl_ext.command_line import FAILURES, Commands
+from verl_ext.cli import FAILURES, Commands
 from verl_ext.console import print_line, progress_bar, text_table
 from verl_ext.errors import UserError
 

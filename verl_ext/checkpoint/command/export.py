@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verl_ext.argument_types import Number, WholeNumber
 from verl_ext.checkpoint.command.run_directory import add_run_command, newest_resumable, require_steps
 from verl_ext.checkpoint.layout import step_of
-from verl_ext.command_line import Commands
+from verl_ext.cli import Commands, FloatArg, IntArg
 from verl_ext.console import print_summary, progress_bar, typed_path, typed_script
 from verl_ext.errors import UserError
 
@@ -22,11 +21,11 @@ TEXT = (
 def register(commands: Commands) -> None:
     """Add the command."""
     parser = add_run_command(commands, "export", TEXT, run, more="--step 750 --output models/mine")
-    parser.add_argument("--step", type=WholeNumber(0), help="the checkpoint (default: the newest complete one)")
+    parser.add_argument("--step", type=IntArg(0), help="the checkpoint (default: the newest complete one)")
     parser.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="number type (default: that of the run's own exports)"
     )
-    parser.add_argument("--max-shard-gib", type=Number(), default=5.0, metavar="G", help="of one file (default: 5)")
+    parser.add_argument("--max-shard-gib", type=FloatArg(), default=5.0, metavar="G", help="of one file (default: 5)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="a new directory (default: into the checkpoint)")
 
 

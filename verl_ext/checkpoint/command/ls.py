@@ -11,7 +11,7 @@ from verl_ext.checkpoint.command.run_directory import add_run_command, require_r
 from verl_ext.checkpoint.command.settings import read_retention
 from verl_ext.checkpoint.command.survey import Entry, survey
 from verl_ext.checkpoint.retention import metric_of
-from verl_ext.command_line import Commands
+from verl_ext.cli import Commands
 from verl_ext.console import print_line, text_table
 from verl_ext.files import format_bytes
 

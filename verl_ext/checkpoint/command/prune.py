@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from verl_ext.argument_types import WholeNumber
 from verl_ext.checkpoint.command.held import require_free
 from verl_ext.checkpoint.command.run_directory import add_run_command, require_run_dir, require_steps
 from verl_ext.checkpoint.command.settings import read_retention
@@ -23,7 +22,7 @@ from verl_ext.checkpoint.rotation import (
     plan_rotation,
     remove_leftovers,
 )
-from verl_ext.command_line import FAILURES, Commands
+from verl_ext.cli import FAILURES, Commands, IntArg
 from verl_ext.console import print_line, print_summary, warn
 from verl_ext.errors import UserError
 from verl_ext.files import format_bytes, hold_run_lock
@@ -39,11 +38,9 @@ EXIT_CODES = {"0": "done", "1": "something that was to go is still there", **FAI
 def register(commands: Commands) -> None:
     """Add the command."""
     parser = add_run_command(commands, "prune", TEXT, run, more="--dry-run", exit_codes=EXIT_CODES)
-    parser.add_argument("--step", type=WholeNumber(0), nargs="+", help="the checkpoints of these steps, no others")
-    parser.add_argument("--max-to-keep", type=WholeNumber(), metavar="K", help="in place of trainer.max_ckpt_to_keep")
-    parser.add_argument(
-        "--keep-best", type=WholeNumber(0), metavar="K", help="in place of trainer.checkpoint.keep_best"
-    )
+    parser.add_argument("--step", type=IntArg(0), nargs="+", help="the checkpoints of these steps, no others")
+    parser.add_argument("--max-to-keep", type=IntArg(), metavar="K", help="in place of trainer.max_ckpt_to_keep")
+    parser.add_argument("--keep-best", type=IntArg(0), metavar="K", help="in place of trainer.checkpoint.keep_best")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     parser.add_argument("--yes", action="store_true", help="do not ask")
 

@@ -10,7 +10,7 @@ from typing import Any
 from verl_ext.checkpoint.layout import list_steps, step_of
 from verl_ext.checkpoint.resume import find_checkpoint
 from verl_ext.checkpoint.rotation import find_leftovers
-from verl_ext.command_line import CommandParser, Commands, add_command
+from verl_ext.cli import CommandParser, Commands, add_command
 from verl_ext.errors import UserError
 
 

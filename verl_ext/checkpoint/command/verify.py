@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.argument_types import WholeNumber
 from verl_ext.checkpoint.command.run_directory import add_run_command, require_run_dir, require_steps
 from verl_ext.checkpoint.layout import Manifest, list_steps, read_all_complete, what_is_wrong
 from verl_ext.checkpoint.stock import is_stock
 from verl_ext.checkpoint.verify import damaged_files
-from verl_ext.command_line import FAILURES, Commands
+from verl_ext.cli import FAILURES, Commands, IntArg
 from verl_ext.console import print_line, print_summary, progress_bar
 from verl_ext.errors import UserError
 from verl_ext.files import format_bytes
@@ -30,7 +29,7 @@ EXIT_CODES = {"0": "every checkpoint is complete", "1": "one is damaged or incom
 def register(commands: Commands) -> None:
     """Add the command."""
     parser = add_run_command(commands, "verify", TEXT, run, more="--step 600 750", exit_codes=EXIT_CODES)
-    parser.add_argument("--step", type=WholeNumber(0), nargs="+", help="only the checkpoints of these steps")
+    parser.add_argument("--step", type=IntArg(0), nargs="+", help="only the checkpoints of these steps")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from verl_ext.command_line import clean_exit
+from verl_ext.cli import clean_exit
 from verl_ext.data.prepare import prepare
 
 

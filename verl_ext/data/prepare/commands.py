@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from types import ModuleType
 
-from verl_ext.command_line import CommandParser, add_command, add_commands
+from verl_ext.cli import CommandParser, add_command, add_commands
 from verl_ext.data.prepare import chat, gsm8k, problems, prompts, smollm2, stdlib
 from verl_ext.data.prepare.quickstart import command as quickstart
 from verl_ext.data.prepare.vqa import command as vqa

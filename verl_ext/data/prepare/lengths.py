@@ -9,7 +9,7 @@ from pathlib import Path
 from verl_ext.data.prepare.files import Row
 from verl_ext.data.prepare.turns import BadRow
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_code import require_no_code
+from verl_ext.remote_code import require_no_remote_code
 
 PERCENTILES = (50, 90, 99)
 
@@ -49,7 +49,7 @@ def token_counter(directory: str) -> Callable[[Row], int]:
 
     if not Path(directory).is_dir():
         raise UserError(f"--tokenizer {directory} is not a directory; give one with tokenizer.json in it")
-    require_no_code(directory, trusted=False, local_files_only=True)
+    require_no_remote_code(directory, trusted=False, local_files_only=True)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each kind of missing or damaged file raises an exception of its own

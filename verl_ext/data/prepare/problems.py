@@ -10,7 +10,7 @@ from eval_pipeline.problems.dataset import FORMATS, load_problems
 from eval_pipeline.problems.problem import FunctionTests, Problem, ProgramTests, Tests
 from eval_pipeline.problems.source import DatasetSource
 from eval_pipeline.problems.verl_rl import ground_truth_of
-from verl_ext.argument_types import WholeNumber
+from verl_ext.cli import IntArg
 from verl_ext.data.prepare.files import Row, write_parquet
 from verl_ext.data.prepare.stamp import Prepared
 from verl_ext.errors import UserError
@@ -29,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", required=True, help="a local file or directory, or a name for `datasets`")
     parser.add_argument("--subset", metavar="NAME", help="configuration of a data set from the hub")
     parser.add_argument("--split", metavar="NAME", help="of a data set that has splits")
-    parser.add_argument("--skip", type=WholeNumber(0), default=0, help="leave out this many problems at the top")
-    parser.add_argument("--limit", type=WholeNumber(), help="take this many problems behind them (default: all)")
+    parser.add_argument("--skip", type=IntArg(0), default=0, help="leave out this many problems at the top")
+    parser.add_argument("--limit", type=IntArg(), help="take this many problems behind them (default: all)")
     parser.add_argument(
-        "--max-tests", type=WholeNumber(), default=16, help="tests of each problem, from the top; each is run anew"
+        "--max-tests", type=IntArg(), default=16, help="tests of each problem, from the top; each is run anew"
     )
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl_ext.argument_types import Number, WholeNumber
+from verl_ext.cli import FloatArg, IntArg
 from verl_ext.data.prepare.files import Row, write_parquet
 from verl_ext.errors import UserError
 
@@ -22,12 +22,12 @@ def add_split_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--val-fraction` and `--seed` to a command."""
     parser.add_argument(
         "--val-fraction",
-        type=Number(0, 1, closed=True),
+        type=FloatArg(0, 1, closed=True),
         default=0.02,
         metavar="SHARE",
         help="of the rows, for validation; 0 writes train.parquet alone, 1 val.parquet alone",
     )
-    parser.add_argument("--seed", type=WholeNumber(0), default=0, help="seed of the split")
+    parser.add_argument("--seed", type=IntArg(0), default=0, help="seed of the split")
 
 
 def choose_val_groups(groups: Sequence[str], val_fraction: float, seed: int) -> set[str]:

@@ -12,13 +12,13 @@ import struct
 import sys
 from typing import Any, TypeAlias
 
-from verl_ext.command_line import process_words
+from verl_ext.cli import child_process_args
 from verl_ext.errors import UserError
 from verl_ext.grpo.failure import RewardError, RewardFailure
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.user_function import UserFunction
-from verl_ext.parent_death import end_with_parent
 from verl_ext.plugins import Plugin
+from verl_ext.processes import end_with_parent
 
 SIZE = struct.Struct(">I")
 Reply: TypeAlias = "float | RewardFailure | None"
@@ -27,7 +27,7 @@ Reply: TypeAlias = "float | RewardFailure | None"
 
 def main() -> None:
     """Load the function, say so, then serve calls until the input ends."""
-    place, name = process_words(
+    place, name = child_process_args(
         "verl_ext.grpo.rewards.custom_process",
         "Runs a reward function of the user's.",
         "bash run_grpo.sh 2 'reward.functions=[mine.py:reward]'",

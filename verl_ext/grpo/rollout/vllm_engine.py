@@ -12,8 +12,7 @@ from verl_ext.errors import UserError, first_line_of
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.engine import WeightKeeper
 from verl_ext.grpo.rollout.team import Team
-from verl_ext.model_code import vllm_arguments
-from verl_ext.vllm_environment import prepare_environment
+from verl_ext.vllm_setup import prepare_vllm_environment, safe_vllm_arguments
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class VllmRollout(WeightKeeper):
         Raises:
             UserError: vLLM is not installed, or does not take the model or the settings.
         """
-        on_gpu = prepare_environment() != "cpu"
+        on_gpu = prepare_vllm_environment() != "cpu"
         try:
             from vllm import LLM
 
@@ -70,7 +69,7 @@ class VllmRollout(WeightKeeper):
         self.dtype = getattr(torch, pick_rollout_dtype(settings.dtype, on_gpu))
         self._end_tokens, self._sampling_params = settings.end_tokens, sampling_params
         try:
-            self._llm = LLM(**vllm_arguments(_arguments(settings, on_gpu, self.forgets_in_sleep, Choosing)))
+            self._llm = LLM(**safe_vllm_arguments(_arguments(settings, on_gpu, self.forgets_in_sleep, Choosing)))
             self._engine = self._llm.llm_engine
             self._team = Team.of(settings.tensor_parallel_size)
             self._llm.apply_model(leave_to_trainer)

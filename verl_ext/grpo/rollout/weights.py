@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from verl_ext.checkpoint.export import merged
 from verl_ext.checkpoint.shards import is_sharded, local_part, shard_rows, whole
 from verl_ext.checkpoint.weights import Weight, exported_weights
-from verl_ext.collective import on_rank_zero
+from verl_ext.distributed import on_rank_zero
 
 Bucket = list[tuple[str, torch.Tensor]]
 

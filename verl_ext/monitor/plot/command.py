@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_ext.command_line import Commands, add_command
+from verl_ext.cli import Commands, add_command
 from verl_ext.console import print_summary
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from verl_ext.argument_types import WholeNumber
+from verl_ext.cli import IntArg
 from verl_ext.console import staged_progress
 from verl_ext.data.prepare.files import staging_directory, write_jsonl, write_parquet
 from verl_ext.data.prepare.quickstart.problems import to_problem, to_prompt
@@ -30,11 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `quickstart`."""
     parser.add_argument(
         "--samples",
-        type=WholeNumber(MIN_SAMPLES, MAX_SAMPLES),
+        type=IntArg(MIN_SAMPLES, MAX_SAMPLES),
         default=12_000,
         help=f"training samples, {MIN_SAMPLES} to {MAX_SAMPLES}; 2 %% more are for validation",
     )
-    parser.add_argument("--seed", type=WholeNumber(0), default=0, help="seed of the data and of the weights")
+    parser.add_argument("--seed", type=IntArg(0), default=0, help="seed of the data and of the weights")
 
 
 def run(arguments: argparse.Namespace) -> Prepared:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl_ext.argument_types import WholeNumber
+from verl_ext.cli import IntArg
 from verl_ext.console import progress_bar, staged_progress
 from verl_ext.data.prepare.files import staging_directory, write_parquet
 from verl_ext.data.prepare.stamp import Prepared
@@ -31,7 +31,7 @@ NUM_LESSONS, NUM_QUESTIONS, NUM_VAL = 4000, 512, 300
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `vqa`."""
-    parser.add_argument("--seed", type=WholeNumber(0), default=0, help="seed of the cards and of the weights")
+    parser.add_argument("--seed", type=IntArg(0), default=0, help="seed of the cards and of the weights")
 
 
 def run(arguments: argparse.Namespace) -> Prepared:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import math
+import os
 import re
 import shutil
-import signal
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from verl_ext.argument_types import Number, WholeNumber
 from verl_ext.console import print_line
-from verl_ext.errors import SAME_REQUEST_S, STOP_SIGNALS, STOPPED_EXIT_CODE, UserError, exit_on_user_error
+from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UserError, exit_on_user_error
+from verl_ext.processes import StopRequest, StopSignals
 from verl_ext.suggestions import RANKS, meant_command, meant_key, meant_option
 
 FAILURES = {"2": "bad input; the message says how to fix it", "75": "stopped by a signal, such as Ctrl-C"}
@@ -30,13 +31,6 @@ WIDTH = 110
 GRACE_S = 30.0
 """How long a command may take to end after a stop signal; after that, another one kills it."""
 Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"
-
-
-class StopRequested(BaseException):
-    """The command was asked to stop; no `Exception`, so that nothing on the way takes it for a failure."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -138,7 +132,7 @@ class CommandParser(argparse.ArgumentParser):
         raise argparse.ArgumentError(None, f"{what}; take one of {', '.join(known)}")
 
 
-def process_words(module: str, text: str, started_by: str, *names: str) -> list[str]:
+def child_process_args(module: str, text: str, started_by: str, *names: str) -> list[str]:
     """What a process was given that another command starts; somebody who types it is told so by --help.
 
     Args:
@@ -195,63 +189,92 @@ def definitions(rows: Mapping[str, str]) -> str:
 def clean_exit(typed_again: str = "starts over") -> Iterator[None]:
     """What a command's `main` runs inside: neither bad input nor a request to stop leaves a traceback.
 
+    The first stop signal raises `StopRequest`, once. Repeats are the same request until the process exits, because
+    schedulers signal twice. A second Ctrl-C kills as usual, and so does any signal after `GRACE_S`.
+
     Args:
         typed_again: what the same command does after a stop.
 
     Raises:
         SystemExit: 2 after a `UserError`, 75 after a stop signal.
     """
+    signals = StopSignals(STOP_SIGNALS, kill_after_s=GRACE_S)
     with exit_on_user_error():
         try:
-            with stop_on_signals():
+            signals.install()
+            with signals.raising():
                 yield
-        except StopRequested as stop:
-            print_line(f"Stopped by {stop}; the same command {typed_again}.", sys.stderr)
+        except StopRequest as stop:
+            atexit.register(signals.ignore)
+            print_line(f"Stopped by {stop.signal.name}; the same command {typed_again}.", sys.stderr)
             raise SystemExit(STOPPED_EXIT_CODE) from None
+        finally:
+            if not signals.received:
+                signals.uninstall()
 
 
-@contextmanager
-def stop_on_signals() -> Iterator[None]:
-    """Within the block, the first stop signal raises `StopRequested`, once.
+# Argument types: a mistake is reported before any work begins
 
-    Repeats are the same request, as in `verl_ext.launch.stop`, until the process exits: schedulers signal twice. A
-    second Ctrl-C kills as usual, and so does any signal after `GRACE_S`.
+
+@dataclass(frozen=True)
+class IntArg:
+    """The type of an argument that is a whole number.
+
+    Attributes:
+        least: the smallest that is taken.
+        most: the largest, None for any.
     """
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if number == signal.SIGINT:
-            interrupts.append(now)
-        if not asked:
-            asked.append((number, now))
-            atexit.register(_ignore, listened)
-            raise StopRequested(number)
-        is_second_interrupt = number == signal.SIGINT and now - interrupts[0] > SAME_REQUEST_S
-        if is_second_interrupt or now - asked[0][1] > GRACE_S:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+    least: int = 1
+    most: int | None = None
 
-    # what whoever started us ignores, as nohup does, stays ignored
-    listened = [name for name in STOP_SIGNALS if signal.getsignal(name) is not signal.SIG_IGN]
-    asked: list[tuple[int, float]] = []
-    interrupts: list[float] = []
-    before = {name: signal.signal(name, stop) for name in listened}
-    try:
-        yield
-    except Exception as error:
-        if asked:  # what an import or a library makes of a request in its middle
-            raise StopRequested(asked[0][0]) from error
-        raise
-    finally:
-        if not asked:
-            for name, handler in before.items():
-                signal.signal(name, handler)
+    def __call__(self, text: str) -> int:
+        """The number that was typed; argparse tells of an `ArgumentTypeError`."""
+        value = int(text) if text.isascii() and text.removeprefix("-").isdigit() else None
+        if value is None or value < self.least or (self.most is not None and value > self.most):
+            bounds = f"of {self.least} or more" if self.most is None else f"from {self.least} to {self.most}"
+            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number {bounds}")
+        return value
 
 
-def _ignore(numbers: Collection[signal.Signals]) -> None:
-    """Ignore signals while Python exits: it restores the default actions, so a repeat would kill the process."""
-    for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
+@dataclass(frozen=True)
+class FloatArg:
+    """The type of an argument that is a number above one bound and below another.
+
+    Attributes:
+        above: what it must be more than.
+        below: what it must be less than.
+        closed: whether the bounds themselves are taken too.
+    """
+
+    above: float = 0.0
+    below: float = math.inf
+    closed: bool = False
+
+    def __call__(self, text: str) -> float:
+        """The number that was typed; argparse tells of an `ArgumentTypeError`."""
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        on_bound = self.closed and value in (self.above, self.below)
+        if not (on_bound or self.above < value < self.below):
+            bounds = f"above {self.above:g}" if self.below == math.inf else f"between {self.above:g} and {self.below:g}"
+            raise argparse.ArgumentTypeError(f"'{text}' is not a number {bounds}")
+        return value
+
+
+def output_file(text: str) -> Path:
+    """The type of an argument that names a file to write; what cannot be written is refused before the work is done."""
+    path = Path(text).expanduser()
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"'{text}' is a directory; name a file")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"'{text}' cannot be written; name a file in a directory that is there")
+    return path
+
+
+# Help
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -272,9 +295,9 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"{text} (default: {shown})"
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        if action.type is int or isinstance(action.type, WholeNumber):
+        if action.type is int or isinstance(action.type, IntArg):
             return "N"
-        return "X" if isinstance(action.type, Number) else action.dest.upper()
+        return "X" if isinstance(action.type, FloatArg) else action.dest.upper()
 
 
 def _is_empty(default: object) -> bool:

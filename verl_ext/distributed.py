@@ -1,0 +1,151 @@
+"""Collectives, process groups and meshes. A failure on one rank is raised on every rank, so that none waits."""
+
+from __future__ import annotations
+
+import math
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from verl_ext.errors import UserError
+
+T = TypeVar("T")
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
+"""Long enough for one rank to write a large export to a slow disk while the others wait at the barrier."""
+
+
+# Functions on some or all ranks
+
+
+def gather_results(function: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
+    """Run `function` on every rank and return all results in rank order; collective.
+
+    Args:
+        function: can raise; its result must be picklable.
+        group: the ranks; None means all.
+
+    Raises:
+        UserError: a rank raised one; the first rank's is raised on all.
+        RuntimeError: a rank raised anything else; the message holds its traceback.
+    """
+    outcome: tuple[Any, str, str] = (None, "", "")
+    try:
+        outcome = (function(), "", "")
+    except UserError as error:
+        outcome = (None, "user", str(error))
+    except Exception:  # the others wait in the gathering below, so it must reach them whatever it is
+        outcome = (None, "crash", traceback.format_exc())
+    outcomes: list[tuple[Any, str, str]] = [(None, "", "")] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, outcome, group=group)
+    _raise_first(outcomes)
+    return [result for result, _, _ in outcomes]
+
+
+def _raise_first(outcomes: list[tuple[Any, str, str]]) -> None:
+    for rank, (_, kind, message) in sorted(enumerate(outcomes), key=lambda item: item[1][1] != "user"):
+        if kind == "user":
+            raise UserError(message)
+        if kind == "crash":
+            raise RuntimeError(f"rank {rank} failed:\n{message}")
+
+
+def on_every_rank(function: Callable[[], T]) -> T:
+    """This rank's result of `function`; a failure on one rank is raised on every rank, see `gather_results`."""
+    kept: list[T] = []
+    gather_results(lambda: kept.append(function()))
+    return kept[0]
+
+
+def local_rank_zero_first(function: Callable[[], T]) -> T:
+    """Like `on_every_rank`, but each node's first rank finishes before its others begin, which find its files."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    result = on_every_rank(lambda: function() if is_first else None)
+    return on_every_rank(lambda: cast("T", result) if is_first else function())
+
+
+def on_rank_zero(function: Callable[[], T], group: ProcessGroup | None = None) -> T:
+    """Rank 0's result of `function`, on every rank; its failure is raised on every rank too."""
+    is_zero = dist.get_rank(group) == 0
+    return cast("T", gather_results(lambda: function() if is_zero else None, group)[0])
+
+
+# Reduction of metrics
+
+
+def reduce_over_ranks(
+    *,
+    sums: Mapping[str, float] | None = None,
+    maxima: Mapping[str, float] | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, float]:
+    """Reduce each rank's values in float64, with at most one collective for the sums and one for the maxima.
+
+    Every rank must call this with the same names. Without an initialized process group, this rank's own values are
+    returned. A token-weighted mean is the quotient of two of the sums.
+
+    Args:
+        sums: values to add over the ranks, by name.
+        maxima: values to take the maximum of, by name; NaN on any rank gives NaN.
+        device: of the tensors; must suit the backend (a CUDA device for NCCL).
+
+    Returns:
+        The reduced values by name, the same on every rank.
+
+    Raises:
+        UserError: a name is in both `sums` and `maxima`.
+    """
+    sums, maxima = dict(sums or {}), dict(maxima or {})
+    if both := sorted(sums.keys() & maxima.keys()):
+        raise UserError(f"each name is either summed or maximised, not both: {', '.join(both)}")
+    return {**_reduce_sums(sums, device), **_reduce_maxima(maxima, device)}
+
+
+def _reduce_sums(values: dict[str, float], device: torch.device | str) -> dict[str, float]:
+    names = sorted(values)  # ranks may have filled their dictionaries in different orders
+    return dict(zip(names, _all_reduce([values[name] for name in names], dist.ReduceOp.SUM, device)))
+
+
+def _reduce_maxima(values: dict[str, float], device: torch.device | str) -> dict[str, float]:
+    names = sorted(values)
+    # backends disagree on the maximum of NaN and a number, so NaN travels as a flag with each value
+    flags = [float(math.isnan(values[name])) for name in names]
+    numbers = [-math.inf if flag else float(values[name]) for name, flag in zip(names, flags)]
+    reduced = _all_reduce(numbers + flags, dist.ReduceOp.MAX, device)
+    return {
+        name: math.nan if flag else value
+        for name, value, flag in zip(names, reduced[: len(names)], reduced[len(names) :])
+    }
+
+
+def _all_reduce(values: Sequence[float], operation: Any, device: torch.device | str) -> list[float]:
+    if not values or not (dist.is_available() and dist.is_initialized()):
+        return [float(value) for value in values]
+    tensor = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=operation)
+    return tensor.tolist()
+
+
+# Process groups and meshes
+
+
+def init_process_group(device_name: str) -> None:
+    """Join the ranks that torchrun started; gloo for CPU tensors, NCCL or HCCL for the accelerator's."""
+    backends = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+    if device_name != "cpu":
+        getattr(torch, device_name).set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backends[device_name], timeout=COLLECTIVE_TIMEOUT)
+
+
+def build_meshes(device_name: str, sequence_parallel_size: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """The mesh of all ranks that FSDP2 shards over, and the (dp, sp) mesh of Ulysses."""
+    world_size = dist.get_world_size()
+    flat = init_device_mesh(device_name, (world_size,), mesh_dim_names=("fsdp",))
+    shape = (world_size // sequence_parallel_size, sequence_parallel_size)
+    return flat, init_device_mesh(device_name, shape, mesh_dim_names=("dp", "sp"))

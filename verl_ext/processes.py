@@ -1,0 +1,267 @@
+"""One mechanism for each concern of a process: stop signals, the death of its parent, liveness, a quiet start.
+
+Imports the standard library and `verl_ext.errors` only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from verl_ext.errors import SAME_REQUEST_S, STOP_SIGNALS, STOPPED_EXIT_CODE
+
+# Stop signals
+
+
+class StopRequest(BaseException):
+    """The process was asked to stop; like KeyboardInterrupt, no `except Exception` catches it.
+
+    Attributes:
+        signal: what asked.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.signal = signal.Signals(number)
+        super().__init__(self.signal.name)
+
+    @property
+    def exit_code(self) -> int:
+        """75, which schedulers requeue; 131 for SIGQUIT, as for ranks that it ends."""
+        return 128 + self.signal if self.signal is signal.SIGQUIT else STOPPED_EXIT_CODE
+
+
+class StopSignals:
+    """Stop signals that this process received, in order.
+
+    Schedulers and wrapper scripts signal a process and then its process group, or signal twice. Repeats of SIGTERM,
+    SIGUSR1 and SIGHUP are therefore the same request. Only SIGQUIT and a second Ctrl-C ask to stop immediately.
+
+    Args:
+        listened: the signals to handle.
+        kill_after_s: a request to stop immediately kills this process, and so does any signal this long after the first
+            one; None if the caller handles `immediate` itself.
+
+    Attributes:
+        received: every signal so far.
+        immediate: the signal that asked to stop immediately: a SIGQUIT, or a SIGINT more than `SAME_REQUEST_S` after
+            another one. None if there was none.
+    """
+
+    def __init__(
+        self,
+        listened: Sequence[signal.Signals] = (*STOP_SIGNALS, signal.SIGQUIT),
+        kill_after_s: float | None = None,
+    ) -> None:
+        self.received: list[signal.Signals] = []
+        self.immediate: signal.Signals | None = None
+        self._listened, self._kill_after_s = listened, kill_after_s
+        self._asked_at = self._interrupted_at = math.inf  # the first signal and the first SIGINT, by time.monotonic
+        self._raises = False
+        self._former: dict[signal.Signals, Any] = {}
+
+    def install(self) -> None:
+        """Begin to listen; a signal that the parent had us ignore (nohup) stays ignored."""
+        for number in self._listened:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._former[number] = signal.signal(number, self._handle)
+
+    def uninstall(self) -> None:
+        """Restore the former handlers."""
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def ignore(self) -> None:
+        """Ignore signals while Python exits: it restores the default actions, so a repeat would kill the process."""
+        for number in self._listened:
+            signal.signal(number, signal.SIG_IGN)
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """For work that can be dropped anywhere: a signal ends it, also one that came before.
+
+        Raises:
+            StopRequest: at the first signal; later ones are only noted.
+        """
+        self._raises = True
+        try:
+            self._raise_if_asked()  # after the line above, so that no signal falls between the two
+            yield
+        except Exception:
+            self._raise_if_asked()  # what an import or a library turns a request into
+            raise
+        finally:
+            self._raises = False
+        self._raise_if_asked()  # a handler cannot raise inside a destructor
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now, asked = time.monotonic(), signal.Signals(number)
+        self.received.append(asked)
+        self._asked_at = min(self._asked_at, now)
+        if asked is signal.SIGINT:
+            self._interrupted_at = min(self._interrupted_at, now)
+            is_immediate = now - self._interrupted_at > SAME_REQUEST_S
+        else:
+            is_immediate = asked is signal.SIGQUIT
+        if is_immediate and self.immediate is None:
+            self.immediate = asked
+        if self._kill_after_s is not None and (is_immediate or now - self._asked_at > self._kill_after_s):
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        if self._raises:
+            self._raises = False
+            raise StopRequest(number)
+
+    def _raise_if_asked(self) -> None:
+        if self.received:
+            self._raises = False
+            raise StopRequest(self.received[0])
+
+
+# Parents and other processes
+
+LAUNCHER_PID = "VERL_EXT_LAUNCHER_PID"
+"""Environment variable of the ranks: the process whose children they are."""
+_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+_LIBC = ctypes.CDLL(None)  # loaded here, because between fork and exec another thread may hold the loader's lock
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when the thread that forked it ends; callable between fork and exec."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; tells it apart from a later one with the same number.
+
+    Returns:
+        Field 22 of proc_pid_stat(5); None if there is no such process, or a zombie.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()  # behind the name, which may contain anything
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this number runs, of any user; a mount of /proc with hidepid hides those of others."""
+    if start_ticks(pid) is not None:
+        return True
+    if Path(f"/proc/{pid}").exists():  # a zombie
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
+
+
+def pid_namespace() -> int:
+    """Identifies the numbering of processes; containers can share a host name and number their processes alike."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+# A quiet start
+
+OURS = ("verl_ext", "eval_pipeline", "benchmarks", "tests")
+
+
+def begin_quietly() -> None:
+    """If `python -m` is starting a command: neither Ctrl-C nor a missing package leaves a traceback.
+
+    Imports take a moment, with torch seconds, and a Ctrl-C then simply ends the process. Nobody types the command of a
+    rank of torchrun; its tracebacks stay.
+    """
+    is_typed = sys.argv[:1] == ["-m"]  # what Python sets while it looks for the module to run
+    if not is_typed or "TORCHELASTIC_RUN_ID" in os.environ:
+        return
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.excepthook = _report_missing_package
+
+
+def _report_missing_package(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if name is None or name.partition(".")[0] in OURS:
+        sys.__excepthook__(kind, error, traceback)
+        return
+    print(
+        f"error: {sys.executable} has no package {name}; use .venv/bin/python, which `bash run_sft.sh` creates, or a "
+        "Python with the packages in requirements/",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)
+
+
+@contextmanager
+def defer_gc() -> Iterator[None]:
+    """Disable the garbage collector during imports at the start of a process.
+
+    Modules create hundreds of thousands of objects that live as long as the process. The collector would traverse them
+    again and again, which took a fifth of a rank's import time. Afterwards it ignores the objects created by then.
+    """
+    if not gc.isenabled():  # the caller has decided otherwise
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def quiet_stdout() -> Iterator[None]:
+    """Drop what is written to file descriptor 1, where gloo greets every peer of every group."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+# GPUs, without torch, which imports slowly
+
+DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def listed_gpus() -> list[str]:
+    """Ids of all NVIDIA GPUs of this machine by number; empty if there is no nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    output = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    return re.findall(r"^GPU \d+: .*\(UUID: ([^)]+)\)", output, re.MULTILINE)
+
+
+def visible_gpus(listed: Sequence[str] | None = None) -> list[str]:
+    """Numbers or ids of the GPUs that child processes of this one can use, in CUDA's order.
+
+    Args:
+        listed: ids of all GPUs; None calls `listed_gpus` if necessary.
+    """
+    visible = os.environ.get(DEVICES)
+    if visible is None:
+        return [str(index) for index in range(len(listed_gpus() if listed is None else listed))]
+    return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
