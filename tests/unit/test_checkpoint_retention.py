@@ -284,8 +284,8 @@ def test_damaged_files_are_named_with_what_is_wrong(tmp_path: Path) -> None:
 
 def test_a_lock_names_its_holder_and_is_taken_over_from_a_killed_process(tmp_path: Path) -> None:
     process = start_python(
-        "import time\nfrom pathlib import Path\nfrom verl_ext.files import exclusive\n"
-        f"with exclusive(Path({str(tmp_path)!r})):\n    print('held', flush=True)\n    time.sleep(1000)"
+        "import time\nfrom pathlib import Path\nfrom verl_ext.files import hold_run_lock\n"
+        f"with hold_run_lock(Path({str(tmp_path)!r})):\n    print('held', flush=True)\n    time.sleep(1000)"
     )
     try:
         with pytest.raises(UserError, match=f"in use by process {process.pid} on "):

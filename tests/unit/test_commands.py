@@ -161,9 +161,9 @@ def is_full(pipe: int) -> bool:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("how", ["tell(line)", "print(line)", "os.set_blocking(1, False); tell(line)"])
+@pytest.mark.parametrize("how", ["print_line(line)", "print(line)", "os.set_blocking(1, False); print_line(line)"])
 def test_a_slow_reader_of_a_non_blocking_pipe_gets_everything(how: str, unbuffered: str) -> None:
-    program = "import os\nfrom verl_ext.errors import exit_on_user_error\nfrom verl_ext.console import tell\n"
+    program = "import os\nfrom verl_ext.errors import exit_on_user_error\nfrom verl_ext.console import print_line\n"
     program += "with exit_on_user_error():\n"
     program += f"    for number in range(6000):\n        line = f'{{number:031}}'\n        {how}"
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
@@ -203,8 +203,8 @@ def test_output_that_cannot_be_written_is_a_failure(words: list[str]) -> None:
 
 @pytest.mark.parametrize("code", [75, 2])
 def test_an_exit_code_that_tells_more_than_lost_output_stays(code: int) -> None:
-    program = "import sys\nfrom verl_ext.errors import exit_on_user_error\nfrom verl_ext.console import tell\n"
-    program += f"with exit_on_user_error():\n    tell('lost')\n    sys.exit({code})"
+    program = "import sys\nfrom verl_ext.errors import exit_on_user_error\nfrom verl_ext.console import print_line\n"
+    program += f"with exit_on_user_error():\n    print_line('lost')\n    sys.exit({code})"
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=full, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (code, b"")

@@ -248,7 +248,7 @@ MISSING_VLLM = "nothing looks for vLLM before the engine imports it, so each job
 @pytest.fixture
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.setattr("eval_pipeline.engines.vllm_model.prepare_environment", lambda: "a GPU")
+    monkeypatch.setattr("eval_pipeline.engines.vllm_model.prepare_vllm_environment", lambda: "a GPU")
     for module in ("evaluate", "watch"):
         monkeypatch.setattr(f"eval_pipeline.flow.{module}.work_off", lambda *_: set())
 

@@ -12,7 +12,7 @@ import torch
 from verl_ext.checkpoint.safetensors_layout import Form, SafetensorsLayout
 from verl_ext.checkpoint.shards import MODEL, ShardFiles, is_sharded, local_part, rows_of
 from verl_ext.checkpoint.weights import Adapter, Weight, read_plan
-from verl_ext.checkpoint.writing import naming
+from verl_ext.checkpoint.writing import save_errors
 from verl_ext.files import GIB
 
 
@@ -41,7 +41,7 @@ def create_files(directory: Path, layout: SafetensorsLayout) -> None:
     could fill up a page of one of them with zeros over what the other wrote there.
     """
     for name, header in layout.headers.items():
-        with naming(directory / name), open(directory / name, "wb") as file:
+        with save_errors(directory / name), open(directory / name, "wb") as file:
             file.write(header)
             file.truncate(layout.sizes[name])
 
@@ -74,14 +74,14 @@ class ExportWriter:
     def close(self) -> None:
         """Force what was written to the disk."""
         for file, descriptor in self._files.items():
-            with naming(self.directory / file):
+            with save_errors(self.directory / file):
                 os.fsync(descriptor)
                 os.close(descriptor)
         self._files.clear()
 
     def _write(self, file: str, position: int, data: memoryview) -> None:
         path = self.directory / file
-        with naming(path):
+        with save_errors(path):
             if file not in self._files:
                 self._files[file] = os.open(path, os.O_WRONLY)
             while data:

@@ -26,7 +26,7 @@ from verl_ext.checkpoint.shards import EXTRA, MODEL, OPTIMIZER, ShardFiles
 from verl_ext.checkpoint.space import bytes_of, require_space
 from verl_ext.checkpoint.staging import Stager
 from verl_ext.checkpoint.stock import DATA_STATE, FSDP_CONFIG
-from verl_ext.checkpoint.writing import naming
+from verl_ext.checkpoint.writing import save_errors
 from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero
 from verl_ext.errors import UserError
 from verl_ext.processes import quiet_stdout
@@ -151,7 +151,7 @@ class CheckpointManager(FSDPCheckpointManager):
         def prepare() -> None:
             remove_leftovers(final.parent, self.warn)
             try:
-                with naming(temporary_of(final)):
+                with save_errors(temporary_of(final)):
                     final.parent.mkdir(parents=True, exist_ok=True)
                     require_space(final.parent, total, step)
                     (temporary_of(final) / EXPORT).mkdir(parents=True)

@@ -17,7 +17,7 @@ from verl_ext.checkpoint.safetensors_layout import INDEX
 from verl_ext.checkpoint.shards import MODEL
 from verl_ext.checkpoint.stock import is_stock
 from verl_ext.checkpoint.verify import damaged_files
-from verl_ext.checkpoint.writing import FileWriter, flush_and_digest, naming
+from verl_ext.checkpoint.writing import FileWriter, flush_and_digest, save_errors
 from verl_ext.console import warn
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import ignore_progress, parse_json, replace_file, sync_directory
@@ -82,7 +82,7 @@ def rebuild_export(
         require_sound_shards(checkpoint, progress)
         target = output or checkpoint / EXPORT
         partial = target.with_name(f"{target.name}.partial")
-        with naming(partial, "the export could not be written"):
+        with save_errors(partial, "the export could not be written"):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             write_weights(checkpoint, partial, dtype, max_shard_gib, progress)

@@ -18,7 +18,7 @@ from verl_ext.checkpoint.retention import Retention
 from verl_ext.checkpoint.rotation import rotate
 from verl_ext.checkpoint.shards import MODEL, shard_name
 from verl_ext.checkpoint.space import warn_if_next_will_not_fit
-from verl_ext.checkpoint.writing import Entry, FileWriter, flush_and_digest, naming
+from verl_ext.checkpoint.writing import Entry, FileWriter, flush_and_digest, save_errors
 from verl_ext.distributed import gather_results, on_rank_zero
 from verl_ext.errors import UserError
 from verl_ext.files import TEMPORARY
@@ -103,7 +103,7 @@ class Save:
             for name in self.export.layout.headers:
                 files[f"{EXPORT}/{name}"] = flush_and_digest(self.temporary / EXPORT / name)
         manifest = self.manifest.with_files(files)
-        with naming(self.temporary):
+        with save_errors(self.temporary):
             write_manifest(self.temporary, manifest)
             publish(self.temporary, self.final, manifest.step)
 

@@ -94,7 +94,7 @@ class FileWriter:
     ) -> None:
         self._pool.shutdown()
         for path, forced in self._forced if error is None else []:
-            with naming(path):
+            with save_errors(path):
                 forced.result()
 
     def write_bytes(self, path: Path, content: bytes) -> Entry:
@@ -108,7 +108,7 @@ class FileWriter:
             return self._write(path, lambda file: torch.save(content, file))  # type: ignore[arg-type]
 
     def _write(self, path: Path, fill: Callable[[DigestingFile], object]) -> Entry:
-        with naming(path):
+        with save_errors(path):
             file = DigestingFile(path)
             try:
                 fill(file)
@@ -123,13 +123,13 @@ class FileWriter:
 
 def flush_and_digest(path: Path) -> Entry:
     """Force a file that several ranks wrote to the disk, and read it for its digest."""
-    with naming(path), path.open("rb") as file:
+    with save_errors(path), path.open("rb") as file:
         os.fsync(file.fileno())
         return {"bytes": os.fstat(file.fileno()).st_size, "xxh3_128": file_digest(path)}
 
 
 @contextmanager
-def naming(path: Path, what: str = "the checkpoint could not be saved") -> Iterator[None]:
+def save_errors(path: Path, what: str = "the checkpoint could not be saved") -> Iterator[None]:
     """Turn a failure of the file system into one sentence that says what could not be done, which file and why."""
     try:
         yield

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from verl_ext.checkpoint.shards import whole
-from verl_ext.checkpoint.writing import FileWriter, naming
+from verl_ext.checkpoint.writing import FileWriter, save_errors
 from verl_ext.controller.checkpoints import STATE
 from verl_ext.files import replacing
 
@@ -28,7 +28,7 @@ def write_controllers(paths: Sequence[Path], weights: Mapping[str, torch.Tensor]
         UserError: the disk refuses it.
     """
     for path in paths:
-        with naming(path), replacing(path) as temporary, FileWriter() as writer:
+        with save_errors(path), replacing(path) as temporary, FileWriter() as writer:
             writer.write_object(temporary, {STATE: dict(weights), **about})
 
 
