@@ -242,10 +242,7 @@ def train_and_kill(settings: Settings, run_dir: Path, *words: str) -> int:
     Raises:
         UserError: it ended before that.
     """
-    process = subprocess.Popen(
-        command_of(settings, run_dir, words), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
+    process = subprocess.Popen(command_of(settings, run_dir, words), cwd=ROOT, start_new_session=True)
     latest = run_dir / "latest_checkpointed_iteration.txt"
     while not latest.exists():
         if process.poll() is not None:

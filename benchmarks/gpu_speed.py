@@ -7,11 +7,12 @@ SCRATCH is the directory of the check, with its `settings.json`.
 
 from __future__ import annotations
 
+import gc
 import random
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +46,9 @@ if TYPE_CHECKING:
 WARM_UP = 2
 """Steps that are not counted."""
 ROW = 4096
-"""Tokens of a micro-batch, and of the longest sample."""
+"""Tokens of a micro-batch."""
+SAMPLES_OF_ROW = 4
+"""Each of a quarter of a row, so that every row is full and all steps have equal work."""
 CHECKPOINTING = "model.enable_gradient_checkpointing=true"
 TEXT = "def add(left, right): return left + right\n"
 
@@ -91,22 +94,13 @@ def steps(settings: Settings, name: str, *overrides: str) -> None:
     trainer = trainer_of(settings, name, overrides)
     if trainer is None:
         return
-    times, tokens, pairs = [], [], []
     batches = trainer.remaining_batches()
-    for _ in range(SHAPES[name].steps):
-        batch = next(batches)
-        times.append(seconds_of(trainer.training_step, batch))
-        counts = torch.tensor([sum(batch.lengths), sum(length**2 for length in batch.lengths)], dtype=torch.float64)
-        dist.all_reduce(counts)
-        tokens.append(float(counts[0]))
-        pairs.append(float(counts[1]))
+    times = [seconds_of(trainer.training_step, next(batches)) for _ in range(SHAPES[name].steps)]
     if dist.get_rank() == 0:
-        report(settings, trainer, times, tokens, pairs)
+        report(settings, trainer, times)
 
 
-def report(
-    settings: Settings, trainer: Any, times: Sequence[float], tokens: Sequence[float], pairs: Sequence[float]
-) -> None:
+def report(settings: Settings, trainer: Any, times: Sequence[float]) -> None:
     """Add the rows of a run.
 
     MFU counts 6 operations for each token and each parameter that it is multiplied by (Kaplan et al. 2020, arXiv
@@ -117,28 +111,27 @@ def report(
         settings: of the check.
         trainer: that has made the steps.
         times: seconds of each step.
-        tokens: of each step, over all ranks.
-        pairs: sum of the squared lengths of each step's samples, over all ranks.
     """
-    hardware, shape = hardware_here(), model_shape(trainer.config)
-    median = statistics.median(times[WARM_UP:])
-    kept = slice(WARM_UP, None)
-    rate = sum(tokens[kept]) / sum(times[kept])
-    settings.add_row("step", median, "s", note=f"{min(times[kept]):.3f} to {max(times[kept]):.3f}")
+    config, hardware, shape = trainer.config, hardware_here(), model_shape(trainer.config)
+    length = config.data.max_length
+    kept = times[WARM_UP:]
+    tokens, median = config.data.train_batch_size * length, statistics.median(kept)
+    rate = tokens / median
+    settings.add_row("step", median, "s", note=f"{min(kept):.3f} to {max(kept):.3f}")
     settings.add_row("first step", times[0], "s")
-    settings.add_row("throughput", rate, "tokens/s", note=f"{sum(tokens[kept]) / len(tokens[kept]):.0f} tokens a step")
-    by_lora = uses_lora(trainer.config)
+    settings.add_row("throughput", rate, "tokens/s", note=f"{tokens} tokens a step, samples of {length}")
+    by_lora = uses_lora(config)
     dense = (4 if by_lora else 6) * shape.matmul_numel * rate
-    attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * sum(pairs[kept]) / sum(times[kept])
+    attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * length * rate
     peak = hardware.flops * dist.get_world_size()
     if hardware.source:
         what = "MFU by 4N" if by_lora else "MFU by 6N"
         settings.add_row(what, 100 * dense / peak, "%")
         settings.add_row(f"{what} and attention", 100 * (dense + attention) / peak, "%")
-    if by_lora:
-        settings.skip("the plan has no formulas for LoRA, so no memory is predicted")
+    if by_lora or config.model.compile:
+        settings.skip("the plan has no formulas for LoRA and compiled blocks, so no memory is predicted")
     else:
-        add_memory(settings, plan_of(trainer.config, hardware, shape, trainer))
+        add_memory(settings, plan_of(config, hardware, shape))
     if trainer.device_name == "cuda":
         settings.add_row("peak of allocated memory", torch.cuda.max_memory_allocated() / GIB, "GiB")
         settings.add_row("peak of reserved memory", torch.cuda.max_memory_reserved() / GIB, "GiB")
@@ -177,6 +170,8 @@ def trainer_of(settings: Settings, name: str, overrides: Sequence[str]) -> Any |
     on_rank_zero(lambda: write_inputs(settings, name))
     trainer = build_trainer(config)
     if trainer.device_name == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()  # what loading has left; the peaks are those of the steps
         torch.cuda.reset_peak_memory_stats()
     return trainer
 
@@ -200,7 +195,7 @@ def config_of(settings: Settings, name: str, overrides: Sequence[str]) -> DictCo
     shape, directory = SHAPES[name], directory_of(settings, name)
     words = [
         f"data.train_files={directory / 'chats.parquet'}",
-        f"data.max_length={shape.row}",
+        f"data.max_length={shape.row // SAMPLES_OF_ROW}",
         "data.truncation=right",
         f"data.max_tokens_per_gpu={shape.row}",
         f"data.train_batch_size={samples_of_step(shape) * settings.num_gpus}",
@@ -211,8 +206,8 @@ def config_of(settings: Settings, name: str, overrides: Sequence[str]) -> DictCo
 
 
 def samples_of_step(shape: Shape) -> int:
-    """Of a rank; a sample has a quarter of a row in the mean."""
-    return 4 * shape.micro_batches
+    """Of a rank."""
+    return SAMPLES_OF_ROW * shape.micro_batches
 
 
 def why_not(config: DictConfig, shape: Shape) -> str:
@@ -224,13 +219,10 @@ def why_not(config: DictConfig, shape: Shape) -> str:
     return "" if plan.fits else f"it needs {needed:.0f} GiB by the plan, and the GPU has {room:.0f} GiB"
 
 
-def plan_of(config: DictConfig, hardware: Hardware, shape: ModelShape, trainer: Any | None = None) -> Plan:
-    """The plan of a configuration on these GPUs, with the lengths of its data where there is a trainer."""
-    lengths = Lengths(mean=config.data.max_length / 4)
-    if trainer is not None:
-        lengths = Lengths(mean=float(trainer.train_dataset.lengths.mean()))
+def plan_of(config: DictConfig, hardware: Hardware, shape: ModelShape) -> Plan:
+    """The plan of a configuration on these GPUs; all samples have the largest length."""
     num_gpus = dist.get_world_size()
-    return make_plan(config, shape, Cluster(hardware, num_gpus, num_gpus), lengths)
+    return make_plan(config, shape, Cluster(hardware, num_gpus, num_gpus), Lengths(are_equal=True))
 
 
 def hardware_here() -> Hardware:
@@ -258,7 +250,7 @@ def qwen2(shape: Shape, **more: Any) -> Qwen2Config:
 
 
 def write_inputs(settings: Settings, name: str) -> None:
-    """Random weights in bf16 and chats of different lengths, once for each shape.
+    """Random weights in bf16 and chats that `data.max_length` cuts to one length, once for each shape.
 
     The files of other shapes are removed, because the disk may not hold them all.
     """
@@ -274,12 +266,14 @@ def write_inputs(settings: Settings, name: str) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(directory / "model")
     save_tokenizer(tokenizer, directory / "model")
-    num_chats = 4 * samples_of_step(shape) * settings.num_gpus
-    lengths = random.Random(0).choices(range(shape.row // 32, shape.row // 2), k=num_chats)
-    tokens_of_text = len(tokenizer(TEXT)["input_ids"])
+    if torch.cuda.is_available():
+        del model
+        torch.cuda.empty_cache()
+    text = TEXT * (shape.row // SAMPLES_OF_ROW // len(tokenizer(TEXT)["input_ids"]) + 1)
+    num_chats = samples_of_step(shape) * settings.num_gpus
     chats = [
-        [{"role": "user", "content": "go"}, {"role": "assistant", "content": TEXT * (length // tokens_of_text + 1)}]
-        for length in lengths
+        [{"role": "user", "content": str(number)}, {"role": "assistant", "content": text}]
+        for number in range(num_chats)
     ]
     pd.DataFrame({"messages": chats}).to_parquet(directory / "chats.parquet")
 
@@ -288,39 +282,70 @@ def write_inputs(settings: Settings, name: str) -> None:
 
 
 def save(settings: Settings, name: str, *overrides: str) -> None:
-    """How long training waits for a save, and how long writing takes."""
+    """How long training waits for a save, plain and asynchronous, and how long writing takes."""
     trainer = trainer_of(settings, name, overrides)
     if trainer is None:
         return
-    batches = trainer.remaining_batches()
-    for _ in range(WARM_UP + 1):
-        batch = next(batches)
-        step_s = seconds_of(trainer.training_step, batch)
     directory = Path(settings.scratch) / "saved"
-    needed = 12 * model_shape(trainer.config).numel
+    needed = 14 * model_shape(trainer.config).numel  # fp32 weights and two moments, and the export in bf16
     free = on_rank_zero(lambda: free_bytes(directory.parent))
-    if free < 1.2 * needed:
+    if free < 1.1 * needed:
         if dist.get_rank() == 0:
             settings.skip(f"a save needs {needed / GIB:.0f} GiB of disk, and {free / GIB:.0f} GiB are free")
         return
-    manager, begun = trainer.checkpoint_manager, time.perf_counter()
-    manager.save_checkpoint(str(directory / "global_step_3"), global_step=3)
-    stall_s, beside = time.perf_counter() - begun, []
+    batches = trainer.remaining_batches()
+    before = [seconds_of(trainer.training_step, next(batches)) for _ in range(WARM_UP + 1)][-1]
+    manager = trainer.checkpoint_manager
+    in_background = manager.options
+    manager.options = replace(in_background, in_background=False)
+    plain = save_once(trainer, directory, batches)
+    manager.options = in_background
+    save_once(trainer, directory, batches)  # the first allocates the buffers of all others
+    asynchronous = save_once(trainer, directory, batches)
+    if dist.get_rank() == 0:
+        settings.add_row("step", before, "s")
+        settings.add_row("size", plain.num_bytes / GIB, "GiB")
+        for name, saved in (("plain", plain), ("asynchronous", asynchronous)):
+            settings.add_row(f"{name}: training waits", saved.stall_s, "s")
+            rate = f"{saved.num_bytes / saved.total_s / 1e9:.2f} GB/s"
+            settings.add_row(f"{name}: until the checkpoint is complete", saved.total_s, "s", note=rate)
+        if asynchronous.steps_s:
+            settings.add_row("asynchronous: step meanwhile", statistics.median(asynchronous.steps_s), "s")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One save.
+
+    Attributes:
+        stall_s: seconds that training waited.
+        total_s: seconds until the checkpoint was complete.
+        num_bytes: of its files.
+        steps_s: seconds of the steps meanwhile.
+    """
+
+    stall_s: float
+    total_s: float
+    num_bytes: int
+    steps_s: list[float]
+
+
+def save_once(trainer: Any, directory: Path, batches: Iterator[Any]) -> Saved:
+    """Save, train until the checkpoint is complete, and remove it; collective."""
+    manager, begun, steps_s = trainer.checkpoint_manager, time.perf_counter(), []
+    path = directory / f"global_step_{trainer.global_step}"
+    manager.save_checkpoint(str(path), global_step=trainer.global_step)
+    stall_s = time.perf_counter() - begun
     while all_ranks(manager.is_writing):
-        batch = next(batches)
-        beside.append(seconds_of(trainer.training_step, batch))
+        steps_s.append(seconds_of(trainer.training_step, next(batches)))
     manager.wait()
     total_s = time.perf_counter() - begun
     dist.barrier()
+    num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    dist.barrier()
     if dist.get_rank() == 0:
-        num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-        settings.add_row("training waits", stall_s, "s")
-        settings.add_row("until the checkpoint is complete", total_s, "s")
-        settings.add_row("size", num_bytes / GIB, "GiB", note=f"{num_bytes / total_s / 1e9:.2f} GB/s")
-        settings.add_row("step before the save", step_s, "s")
-        if beside:
-            settings.add_row("step while the save is being written", statistics.median(beside), "s")
         shutil.rmtree(directory)
+    return Saved(stall_s, total_s, num_bytes, steps_s)
 
 
 def all_ranks(value: bool) -> bool:
@@ -341,22 +366,24 @@ def controller(settings: Settings) -> None:
     model = made_model(Path(settings.scratch) / "vlm")
     adapter = load_adapter(model, [2304, 9216, 20736], device=device, dtype=dtype)
     space, bench = adapter.space(1, len(adapter.blocks), [1, 2, 4, 8]), Bench(adapter, new_tokens=8)
-    num_configurations, repeats = (12, 1) if settings.tiny else (100, 5)
+    if device == "cuda":
+        rng = random.Random(0)
+        configurations = [space.draw(rng) for _ in range(20)]
+        for each in configurations:
+            bench.run(each)
+        ratios = [milliseconds_by_events(bench, each) / bench.run(each).total_ms for each in configurations]
+        median = statistics.median(ratios)
+        note = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        settings.add_row("CUDA events over the controller's clock", median, note=note)
+        settings.add_row("distance of that ratio from 1", abs(median - 1), limit=0.1)
+    else:
+        settings.skip("CUDA events need a GPU")
+    num_configurations, repeats = (12, 1) if settings.tiny else (40, 3)
     found = calibrate(adapter, space, bench.questions(4), num_configurations, repeats, 8)
     settings.add_row("R squared of the latency model", found.r2)
     settings.add_row("90 % of the runs take at most", found.scatter["90"], "x", note="of what it predicts")
     settings.add_row("a decision of the controller", found.deciding_ms, "ms")
     settings.add_row("the full configuration", bench.run(space.full).total_ms, "ms")
-    if device != "cuda":
-        settings.skip("CUDA events need a GPU")
-        return
-    rng = random.Random(0)
-    configurations = [space.draw(rng) for _ in range(20)]
-    ratios = [milliseconds_by_events(bench, each) / bench.run(each).total_ms for each in configurations]
-    median = statistics.median(ratios)
-    note = f"{min(ratios):.3f} to {max(ratios):.3f}"
-    settings.add_row("CUDA events over the controller's clock", median, note=note)
-    settings.add_row("distance of that ratio from 1", abs(median - 1), limit=0.1)
 
 
 def milliseconds_by_events(bench: Bench, configuration: Configuration) -> float:

@@ -17,7 +17,7 @@ from verl.utils.device import get_device_name
 from benchmarks.gpu_check import Settings
 from verl_ext.config.compose import compose_config
 from verl_ext.distributed import build_meshes, init_process_group
-from verl_ext.trainer.hardware import settle_device
+from verl_ext.trainer.hardware import prepare_device
 from verl_ext.trainer.stages import load_stage
 from verl_ext.trainer.tokenizer import load_tokenizer
 
@@ -25,7 +25,7 @@ from verl_ext.trainer.tokenizer import load_tokenizer
 def build_trainer(config: DictConfig) -> Any:
     """The trainer of the configuration's stage, on the ranks of torchrun or else on this process alone."""
     OmegaConf.set_struct(config, True)
-    device_name = settle_device(config)
+    device_name = prepare_device(config)
     join_ranks()
     stage = load_stage(config.stage)
     torch.manual_seed(config.trainer.seed)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from verl_ext.errors import SAME_REQUEST_S, STOP_SIGNALS, STOPPED_EXIT_CODE
 
@@ -31,10 +31,12 @@ class StopRequest(BaseException):
 
     Attributes:
         signal: what asked.
+        handled: set by code that catches the request and ends as asked, so that it is not raised again.
     """
 
     def __init__(self, number: int) -> None:
         self.signal = signal.Signals(number)
+        self.handled = False
         super().__init__(self.signal.name)
 
     @property
@@ -70,6 +72,7 @@ class StopSignals:
         self._listened, self._kill_after_s = listened, kill_after_s
         self._asked_at = self._interrupted_at = math.inf  # the first signal and the first SIGINT, by time.monotonic
         self._raises = False
+        self._request: StopRequest | None = None  # the last one that was raised
         self._former: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
@@ -121,13 +124,15 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         if self._raises:
-            self._raises = False
-            raise StopRequest(number)
+            self._raise(asked)
 
     def _raise_if_asked(self) -> None:
-        if self.received:
-            self._raises = False
-            raise StopRequest(self.received[0])
+        if self.received and not (self._request is not None and self._request.handled):
+            self._raise(self.received[0])
+
+    def _raise(self, asked: signal.Signals) -> NoReturn:
+        self._raises, self._request = False, StopRequest(asked)
+        raise self._request
 
 
 # Parents and other processes

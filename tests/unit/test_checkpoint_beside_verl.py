@@ -213,3 +213,21 @@ def test_verls_loader_skips_an_epoch_when_resumed_at_the_end_of_one() -> None:
     again = GlobalBatchSampler(4, 2, 0, 1, seed=0)
     again.load_state_dict(ours.state_dict())
     assert len(list(again)) == 2
+
+
+def test_a_checkpoint_of_another_device_resumes_and_verl_crashes(
+    ours: SFTTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours.save_checkpoint(1)
+    ours.checkpoint_manager.wait()
+    checkpoint = str(ours.run_dir / "global_step_1")
+    monkeypatch.setattr("verl.utils.checkpoint.checkpoint_manager.get_device_name", lambda: "cuda")
+    monkeypatch.setattr("verl.utils.checkpoint.checkpoint_manager.get_torch_device", lambda: torch.cuda)
+    with pytest.raises(KeyError, match="cuda"):
+        stock_of(ours).load_checkpoint(checkpoint)
+    monkeypatch.setattr("verl_ext.checkpoint.manager.get_device_name", lambda: "cuda")
+    draws = []
+    for _ in range(2):
+        ours.checkpoint_manager.load_checkpoint(checkpoint)
+        draws.append(torch.rand(4).tolist())
+    assert draws[0] == draws[1]

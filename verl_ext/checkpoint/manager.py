@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.utils.device import get_device_name
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.checkpoint.background import Background
@@ -198,7 +199,7 @@ class CheckpointManager(FSDPCheckpointManager):
             self._load_extra(checkpoint)
 
     def _load_extra(self, checkpoint: Path) -> None:
-        """The schedule, and the random numbers where the ranks are the same ones; else they begin anew."""
+        """The schedule, and the random states if ranks and device are the same; otherwise `seed_anew` seeds them."""
         files = ShardFiles(checkpoint, EXTRA)
         same_ranks = files.world_size == self.world_size
         extra = files.content(self.rank if same_ranks else 0)
@@ -206,7 +207,7 @@ class CheckpointManager(FSDPCheckpointManager):
         if not self.should_load_optimizer:  # a new one, which has the rate of the first step
             for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr()):
                 group["lr"] = rate
-        if same_ranks:
+        if same_ranks and get_device_name() in extra["rng"]:  # one of a GPU has that of the CPU too
             self.load_rng_state(extra["rng"])
         else:
             seed_anew(self.options.seed, Manifest.read(checkpoint).step, self.stream)

@@ -90,6 +90,7 @@ def serve_with(arguments: argparse.Namespace) -> None:
     try:
         serve(arguments.root.resolve(), database, arguments.host, arguments.port, token)
     except StopRequest as stop:  # which the server passes on when it has closed its connections
+        stop.handled = True
         print_line(f"Ended by {stop}.")
 
 

@@ -21,6 +21,7 @@ from verl_ext.distributed import gather_results, on_rank_zero
 from verl_ext.errors import UserError
 from verl_ext.files import GIB
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.trainer.malloc import keep_freed_memory
 
 UNITS = {"avx512_bf16", "amx_bf16"}
 """Flags of processors that multiply in bf16; others emulate it, slower than fp32."""
@@ -122,6 +123,26 @@ def packs_samples(config: DictConfig) -> bool:
 def autocast(precision: torch.dtype, device_name: str) -> Any:
     """The forward pass's autocast context; none in fp32."""
     return nullcontext() if precision == torch.float32 else torch.autocast(device_name, dtype=precision)
+
+
+def prepare_device(config: DictConfig) -> str:
+    """Settle `trainer.device`, and set what holds for the whole process before the first kernel runs.
+
+    Returns:
+        The device: cuda, npu or cpu.
+
+    Raises:
+        UserError: the configuration asks for an accelerator that is not there.
+    """
+    device_name = settle_device(config)
+    if device_name == "cpu":
+        keep_freed_memory()
+    if device_name == "cuda":
+        # cuDNN, which torch prefers on Hopper, plans attention again for each new length, for 40 ms and more
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    if config.trainer.get("deterministic"):
+        use_deterministic_kernels()
+    return device_name
 
 
 def use_deterministic_kernels() -> None:

@@ -10,9 +10,8 @@ from verl_ext.distributed import build_meshes, init_process_group, local_rank_ze
 from verl_ext.errors import Stop
 from verl_ext.metrics.startup import startup
 from verl_ext.processes import quiet_stdout
-from verl_ext.trainer.hardware import settle_device, use_deterministic_kernels
+from verl_ext.trainer.hardware import prepare_device
 from verl_ext.trainer.loop import PipelineTrainer
-from verl_ext.trainer.malloc import keep_freed_memory
 from verl_ext.trainer.stages import Stage
 from verl_ext.trainer.stop_signals import RankSignals
 from verl_ext.trainer.tokenizer import load_tokenizer
@@ -45,11 +44,7 @@ def run_rank(config: DictConfig, stage: Stage) -> int:
 
 def build_trainer(config: DictConfig, stage: Stage) -> PipelineTrainer:
     """The stage's trainer, on a process group that is made here; the arguments are those of `run_rank`."""
-    device_name = settle_device(config)
-    if device_name == "cpu":
-        keep_freed_memory()
-    if config.trainer.get("deterministic"):
-        use_deterministic_kernels()
+    device_name = prepare_device(config)
     with quiet_stdout():
         init_process_group(device_name)
         meshes = build_meshes(device_name, config.ulysses_sequence_parallel_size)
