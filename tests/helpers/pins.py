@@ -1,0 +1,209 @@
+"""Recorded names and values that a change of the code must keep, and the functions by which tests read them.
+
+The functions below `check_pin` are the only place where the tests of recorded values import the product: a move or a
+rename needs an edit here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.helpers import ROOT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PINS = ROOT / "tests/data/pins"
+RECORDS = bool(os.environ.get("PINS_WRITE"))
+"""Whether to write the snapshots. Every test that does so fails."""
+HOME = "/home/user"
+"""Of the commands that tests run, so that no snapshot has the home directory of a machine."""
+LAUNCHER_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_PORT", "VERL_EXT_CALLED_FROM")
+
+
+def check_pin(name: str, found: Any) -> None:
+    """Compare a value with the snapshot `tests/data/pins/NAME`.
+
+    With PINS_WRITE=1 in the environment, write the snapshot and fail.
+
+    Args:
+        name: of the snapshot, a JSON file.
+        found: what JSON can hold; 1, 1.0 and true differ.
+    """
+    path, text = PINS / name, json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    if RECORDS:
+        refuse_names_of_this_machine(text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        pytest.fail(f"{path.relative_to(ROOT)} is written; review its diff, then run again without PINS_WRITE")
+    if not path.exists():
+        pytest.fail(f"there is no {path.relative_to(ROOT)}; PINS_WRITE=1 writes it")
+    lines = difflib.unified_diff(
+        path.read_text().splitlines(), text.splitlines(), "recorded", "found", n=1, lineterm=""
+    )
+    difference = "\n".join(lines)
+    if difference:
+        pytest.fail(f"{path.relative_to(ROOT)} does not hold any more:\n{difference}", pytrace=False)
+
+
+def refuse_names_of_this_machine(text: str) -> None:
+    """Fail if a text has a path or the name of this machine, which another one does not have."""
+    for name in (str(ROOT), f"{Path.home()}/", "/tmp/", f'"{socket.gethostname()}"'):
+        assert name not in text, f"the snapshot would have {name}"
+
+
+def flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys; an empty mapping is a value."""
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
+
+
+def run_modules(commands: Sequence[Sequence[str]]) -> list[str]:
+    """Run `python -m MODULE WORD...` for each command, all in one new process; each must succeed.
+
+    Returns:
+        The standard output of each.
+    """
+    variables = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.run_modules"],
+        input=json.dumps(commands),
+        cwd=ROOT,
+        env={**variables, "HOME": HOME, "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def recipes_of(folder: str) -> list[str]:
+    """Names of the shipped recipes of a folder of `recipes/`."""
+    return sorted(path.stem for path in (ROOT / "recipes" / folder).glob("*.yaml"))
+
+
+def metrics_page() -> str:
+    """The reference page of all metrics, with a row `| name | unit | ... |` for each."""
+    [page] = run_modules([["verl_ext.metrics.reference"]])
+    return page
+
+
+def exit_codes() -> dict[str, int]:
+    """The exit codes that all commands share."""
+    from verl_ext import errors
+
+    return {
+        "bad input": errors.USER_ERROR_EXIT_CODE,
+        "health rule": errors.SICK_EXIT_CODE,
+        "stop signal": errors.STOPPED_EXIT_CODE,
+    }
+
+
+def config_digest_of(command: str, *words: str) -> str:
+    """The digest of a run's configuration, as in `run.json` and `manifest.json`."""
+    from verl_ext.config.compose import compose_config
+    from verl_ext.config.digest import config_digest
+
+    return config_digest(compose_config(command, list(words)))
+
+
+def evaluation_config(recipe: str) -> dict[str, Any]:
+    """The resolved configuration of an evaluation, by the keys of its YAML."""
+    from eval_pipeline.recipe.load import compose_recipe
+    from verl_ext.config.plain import as_dict
+
+    return as_dict(compose_recipe(recipe))
+
+
+def evaluation_digests(recipe: str, checkpoint: Path) -> dict[str, str]:
+    """The digests that name the files of an evaluation and its row of the ledger."""
+    from dataclasses import asdict
+
+    from eval_pipeline.models.checkpoint import find_checkpoint
+    from eval_pipeline.recipe.load import load_recipe
+    from eval_pipeline.work.digests import digests_of
+
+    packages = {"numpy": "1.26.4"}
+    return asdict(digests_of(find_checkpoint(checkpoint), "problems", load_recipe(recipe), packages))
+
+
+def problems_digest_of(format: str, path: Path) -> str:
+    """The digest of the problems of a file."""
+    from eval_pipeline.problems.dataset import load_problems, problems_digest
+    from eval_pipeline.problems.source import DatasetSource
+
+    return problems_digest(load_problems(DatasetSource("any", format, str(path))))
+
+
+def answer_seed(problem_id: str, sample: int, seed: int) -> int | None:
+    """The seed of one answer in an evaluation."""
+    from eval_pipeline.engines.answer import Request, Sampling
+    from eval_pipeline.engines.seeds import seed_of
+
+    return seed_of(Request(problem_id, "any prompt", sample), Sampling(temperature=1.0, seed=seed))
+
+
+def completion_seed(run_seed: int, step: int, sample_id: str, number: int) -> int:
+    """The seed of one completion in the stage grpo, and of one configuration in the stage budget."""
+    from verl_ext.grpo.seeds import seed_of
+
+    return seed_of(run_seed, step, sample_id, number)
+
+
+def token_numbers(seed: int, count: int) -> list[float]:
+    """The random numbers by which the tokens of a completion are chosen."""
+    from verl_ext.grpo.rollout.choosing import uniform_numbers
+
+    return uniform_numbers(seed, count).tolist()
+
+
+def sample_ids(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The ids of the prompts of a file, from which seeds derive."""
+    from verl_ext.config.compose import compose_config
+    from verl_ext.data.load import load_prompts
+
+    config = compose_config("grpo", [f"data.{key}={value}" for key, value in data.items()])
+    train, _ = load_prompts(config, tokenizer)
+    return [train[index]["sample_id"] for index in range(len(train))]
+
+
+def tokenise(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, list[int]]]:
+    """Tokenise the training data of a configuration; the cache is what `data.token_cache` says.
+
+    Returns:
+        The tokens of each sample.
+    """
+    from verl_ext.config.compose import compose_config
+    from verl_ext.data.load import load_datasets
+
+    train, _ = load_datasets(compose_config("sft", list(words)), tokenizer)
+    samples = [train[index] for index in range(len(train))]
+    return [{name: sample[name].int().tolist() for name in ("input_ids", "loss_mask")} for sample in samples]
+
+
+def training_data_digest_of(*paths: Path) -> str:
+    """The digest of a run's training data, which checkpoints hold."""
+    from omegaconf import OmegaConf
+
+    from verl_ext.data.load import training_data_digest
+
+    return training_data_digest(OmegaConf.create({"train_files": [str(path) for path in paths]}))
+
+
+def model_fingerprint(model: Any) -> str:
+    """The name of a vision-language model's weights, which measurements and controllers hold."""
+    from verl_ext.controller.loading import fingerprint
+
+    return fingerprint(model)

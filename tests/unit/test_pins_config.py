@@ -1,0 +1,72 @@
+"""Every key of every configuration has its recorded value: the defaults of each stage, and each shipped recipe.
+
+`PINS_WRITE=1 bash tests/run.sh unit tests/unit/test_pins_config.py` records the values again, and fails.
+
+`tests/data/pins/config/STAGE.json` has all keys of a stage; `recipes.json` has what each recipe changes. The order of
+keys is not recorded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helpers.pins import check_pin, evaluation_config, flat, recipes_of, run_modules
+
+STAGES = {"sft": "sft", "vlm_sft": "sft", "grpo": "grpo", "budget": "grpo"}
+"""The command of each stage."""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What --print-config prints: of `stage STAGE` for the defaults, of `COMMAND` alone, and of `COMMAND/RECIPE`."""
+    directory, words = tmp_path_factory.mktemp("recipes"), {}
+    for stage, command in STAGES.items():
+        (directory / stage).mkdir()
+        path = directory / stage / "defaults.yaml"
+        path.write_text(f"stage: {stage}\n")
+        words[f"stage {stage}"] = [command, f"recipe={path}"]
+    for command in ("sft", "grpo"):
+        words[command] = [command]
+        words |= {f"{command}/{name}": [command, f"recipe={name}"] for name in recipes_of(command)}
+    outputs = run_modules([["verl_ext.launch", *each, "--print-config"] for each in words.values()])
+    return {name: flat(yaml.safe_load(output)) for name, output in zip(words, outputs)}
+
+
+def changes(content: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The keys that differ from the defaults; a key that is gone is `(removed)`, unless it was an empty mapping."""
+    changed = {key: value for key, value in content.items() if key not in defaults or differ(value, defaults[key])}
+    return changed | {key: "(removed)" for key, value in defaults.items() if key not in content and value != {}}
+
+
+def differ(one: Any, other: Any) -> bool:
+    return repr(one) != repr(other)  # 1, 1.0 and True are equal
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_defaults_of_a_stage(printed: dict[str, dict[str, Any]], stage: str) -> None:
+    check_pin(f"config/{stage}.json", printed[f"stage {stage}"])
+
+
+def test_what_each_recipe_changes(printed: dict[str, dict[str, Any]]) -> None:
+    recipes = {name: content for name, content in printed.items() if "/" in name}
+    found = {
+        name: {"stage": content["stage"], **changes(content, printed[f"stage {content['stage']}"])}
+        for name, content in recipes.items()
+    }
+    check_pin("config/recipes.json", found)
+
+
+def test_the_recipe_of_a_command_that_names_none(printed: dict[str, dict[str, Any]]) -> None:
+    for command in ("sft", "grpo"):
+        assert printed[command] == printed[f"{command}/quickstart"]
+
+
+def test_the_configuration_of_each_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("{}\n")
+    defaults = flat(evaluation_config(str(tmp_path / "empty.yaml")))
+    recipes = {name: changes(flat(evaluation_config(name)), defaults) for name in recipes_of("eval")}
+    check_pin("config/eval.json", {"defaults": defaults, "recipes": recipes})

@@ -1,0 +1,159 @@
+"""Digests and seeds by which runs, evaluations and caches are found again have their recorded values.
+
+Another value makes a resumed run another one, has every evaluation begin again, or makes kept files useless.
+
+`PINS_WRITE=1 bash tests/run.sh unit tests/unit/test_pins_digests.py` records `tests/data/pins/digests/` again, and
+fails. The literals below are to be edited by hand. `tests/data/pins/inputs/` is never written again: its bytes count.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.helpers import ROOT
+from tests.helpers.checkpoints import make_export
+from tests.helpers.pins import (
+    PINS,
+    answer_seed,
+    check_pin,
+    completion_seed,
+    config_digest_of,
+    evaluation_digests,
+    model_fingerprint,
+    problems_digest_of,
+    recipes_of,
+    run_modules,
+    sample_ids,
+    token_numbers,
+    tokenise,
+    training_data_digest_of,
+)
+
+INPUTS = PINS / "inputs"
+PROBLEMS: dict[str, dict[str, Any]] = {
+    "quickstart": {"problem_id": "p1", "prompt": "Write f.", "entry_point": "f", "tests": ["assert f() == 1"]},
+    "humaneval": {
+        **{"task_id": "HumanEval/900", "prompt": 'def f(x):\n    """Half."""\n', "entry_point": "f"},
+        **{"canonical_solution": "    return x / 2\n", "test": "def check(candidate):\n    assert candidate(4) == 2\n"},
+    },
+    "mbpp": {"task_id": 7, "text": "One.", "code": "def f():\n    return 1\n", "test_list": ["assert f() == 1"]},
+    "codecontests": {"name": "c", "description": "Add.", "public_tests": {"input": ["1 2"], "output": ["3"]}},
+    "gsm8k": {"question": "How many?", "answer": "So many.\n#### 1,042"},
+    "verl": {"prompt": "How many?", "reward_model": {"ground_truth": "12"}, "extra_info": {"problem_id": "v/1"}},
+}
+"""A row of each format."""
+WORDS = ("<unk>", "<s>", "<e>", "user", "assistant", "write", "def", "f", "g", "h")
+COMPLETIONS = [663873067, 1983421547, 385387575]
+ANSWERS = [865546379, 1653333143, 1806633247]
+NUMBERS = [0.27938043, 0.273693714, 0.862092961]
+TEMPLATE = (
+    "{% for message in messages %}<s> {{ message.role }} {{ message.content }} <e> {% endfor %}"
+    "{% if add_generation_prompt %}<s> assistant {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """A tokenizer of ten words, which no release of a library trains in another way."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<e>", pad_token="<unk>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture
+def releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The releases of libraries that are part of a key, as recorded."""
+    import tokenizers
+    import transformers
+
+    monkeypatch.setattr(transformers, "__version__", "5.0.0")
+    monkeypatch.setattr(tokenizers, "__version__", "0.20.0")
+
+
+def test_the_digest_of_each_recipes_configuration() -> None:
+    found = {
+        f"{command}/{name}": config_digest_of(command, f"recipe={name}")
+        for command in ("sft", "grpo")
+        for name in recipes_of(command)
+    }
+    check_pin("digests/config.json", found)
+
+
+def test_the_digests_of_each_evaluation(tmp_path: Path) -> None:
+    """Of one model; `test_an_evaluation_keeps_its_identity_over_releases` has those of the quickstart."""
+    checkpoint = make_export(tmp_path / "run" / "global_step_3" / "huggingface").parent
+    files = {"huggingface/model.safetensors": {"bytes": 1, "xxh3_128": "0" * 32}, "model.pt": {"bytes": 2}}
+    manifest = {"format": 1, "step": 3, "world_size": 1, "config_digest": "", "files": files, "metrics": {}}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    names = [name for name in recipes_of("eval") if name != "quickstart"]
+    check_pin("digests/evaluation.json", {name: evaluation_digests(name, checkpoint) for name in names})
+
+
+def test_the_digest_of_the_problems_of_each_format(tmp_path: Path) -> None:
+    found = {}
+    for format, row in PROBLEMS.items():
+        path = tmp_path / f"{format}.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        found[format] = problems_digest_of(format, path)
+    check_pin("digests/problems.json", found)
+
+
+def test_the_digest_of_training_data() -> None:
+    names = (INPUTS / "chats.parquet", INPUTS / "prompts.parquet")
+    assert training_data_digest_of(*names) == "dd1d18dab63b781f96ba2c36124b19bd"
+
+
+@pytest.mark.usefixtures("releases")
+def test_the_key_of_cached_tokens(tokenizer: Any, tmp_path: Path) -> None:
+    words = (
+        *(f"data.train_files={INPUTS}/chats.parquet", "data.val_files=null", f"data.token_cache={tmp_path}"),
+        *("data.multiturn.enable=true", "data.max_length=64"),
+    )
+    samples = tokenise(words, tokenizer)
+    assert samples[0] == {"input_ids": [1, 3, 5, 7, 2, 1, 4, 6, 7, 2], "loss_mask": [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]}
+    [kept] = tmp_path.iterdir()
+    assert kept.name == "cd356d9e60038ee5d376494787ee08c87f0a23b77117a8261d7937a74464ef9b.arrow"
+    tokenise((*words, "data.train_max_samples=1"), tokenizer)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_ids_of_prompts(tokenizer: Any) -> None:
+    found = sample_ids({"train_files": INPUTS / "prompts.parquet", "val_files": "null"}, tokenizer)
+    assert found == ["named/1", "prompts/1", "named/1#2"]
+
+
+def test_the_directories_of_converted_files() -> None:
+    commands = [
+        ["verl_ext.launch", command, "--print-config", f"data.train_files={(INPUTS / name).relative_to(ROOT)}"]
+        for command, name in (("sft", "chats.jsonl"), ("grpo", "prompts.jsonl"))
+    ]
+    found = [re.findall(r"--output (data/\S+)", output)[0] for output in run_modules(commands)]
+    assert found == ["data/chats-fa7ddbabe0ea", "data/prompts-940a8aa53127"]
+
+
+def test_the_seeds_of_samples() -> None:
+    assert [completion_seed(42, step, "named/1", number) for step, number in ((1, 0), (1, 1), (2, 0))] == COMPLETIONS
+    assert [answer_seed("HumanEval/1", sample, seed) for sample, seed in ((0, 0), (1, 0), (0, 7))] == ANSWERS
+    assert [round(number, 9) for number in token_numbers(7, 3)] == NUMBERS
+
+
+def test_the_fingerprint_of_a_model() -> None:
+    import torch
+
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(6.0).reshape(2, 3))
+        model.bias.copy_(torch.tensor([7.0, 8.0]))
+    model.config = SimpleNamespace(model_type="tiny")  # type: ignore[assignment]
+    assert model_fingerprint(model) == "2:tiny:b44b6969029fe592"
