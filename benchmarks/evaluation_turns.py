@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.processor_time import ProcessorTime
+from eval_pipeline.config import EvalConfig
 from eval_pipeline.engines.answer import Answer, Request
 from eval_pipeline.problems.dataset import load_problems
-from eval_pipeline.recipe.schema import EvalRecipe
 from eval_pipeline.work.batch import Answered, Batch, BatchId, Event, Failed, Key, Verdicted, batches_of, key_of
 from eval_pipeline.work.worker import Worker
 from verl_ext.errors import UserError
@@ -69,8 +69,8 @@ class Turns:
         export: Hugging Face model directory.
     """
 
-    def __init__(self, recipe: EvalRecipe, export: Path) -> None:
-        problems = load_problems(recipe.datasets["humaneval"])
+    def __init__(self, recipe: EvalConfig, export: Path) -> None:
+        problems = load_problems(recipe.sources["humaneval"])
         self.num_problems = len(problems)
         self.kinds = ("generation", *(f"{part} {variant}" for part in ("judging", "whole") for variant in VARIANTS))
         self._canonical = {each.problem_id: f"```python\n{each.canonical_solution}\n```" for each in problems}

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import transformers
-from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.gpu_check import Settings
@@ -31,7 +30,6 @@ from benchmarks.gpu_trainer import build_trainer, free_port, gathered, parameter
 from benchmarks.running import ROOT, run
 from verl_ext.checkpoint.compare import compare
 from verl_ext.checkpoint.shards import MODEL, OPTIMIZER
-from verl_ext.config.compose import compose_config
 from verl_ext.errors import UserError
 from verl_ext.grpo.advantages import group_advantages
 from verl_ext.grpo.experience import Experience
@@ -40,6 +38,7 @@ from verl_ext.model_files import save_tokenizer
 from verl_ext.processes import DEVICES
 from verl_ext.trainer.grpo import prompts_of
 from verl_ext.trainer.sft import SFTTrainer
+from verl_ext.trainer.stages import RunConfig, load_config
 
 Gradients = Mapping[str, torch.Tensor]
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (5e-3, 5e-2)}
@@ -326,7 +325,7 @@ def grpo_on_cpu(settings: Settings, engine: str) -> None:
     trainer.policy.close()
 
 
-def grpo_config(settings: Settings, engine: str) -> DictConfig:
+def grpo_config(settings: Settings, engine: str) -> RunConfig:
     """The quickstart's GRPO recipe in float32, with SGD, whose update is the gradient."""
     data = Path(settings.scratch) / "quickstart"
     overrides = {
@@ -352,7 +351,7 @@ def grpo_config(settings: Settings, engine: str) -> DictConfig:
         "trainer.default_local_dir": Path(settings.scratch) / f"grpo_{engine}",
         "trainer.logger": "[]",
     }
-    return compose_config("grpo", ["recipe=quickstart", *(f"{key}={value}" for key, value in overrides.items())])
+    return load_config("grpo", ["recipe=quickstart", *(f"{key}={value}" for key, value in overrides.items())])
 
 
 def generated(trainer: Any, version: int) -> Experience:

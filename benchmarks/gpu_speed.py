@@ -22,7 +22,6 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 import transformers
-from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from benchmarks.gpu_check import Settings
@@ -39,6 +38,7 @@ from verl_ext.plan.plan import Plan, make_plan
 from verl_ext.plan.shape import ModelShape, shape_of
 from verl_ext.plan.workload import Lengths
 from verl_ext.trainer.lora import uses_lora
+from verl_ext.trainer.stages import SFTConfig
 
 if TYPE_CHECKING:
     from benchmarks.adaptive_knobs import Bench
@@ -190,7 +190,7 @@ def directory_of(settings: Settings, name: str) -> Path:
     return Path(settings.scratch) / f"shape_{name}"
 
 
-def config_of(settings: Settings, name: str, overrides: Sequence[str]) -> DictConfig:
+def config_of(settings: Settings, name: str, overrides: Sequence[str]) -> SFTConfig:
     """The configuration of a shape."""
     shape, directory = SHAPES[name], directory_of(settings, name)
     words = [
@@ -210,7 +210,7 @@ def samples_of_step(shape: Shape) -> int:
     return SAMPLES_OF_ROW * shape.micro_batches
 
 
-def why_not(config: DictConfig, shape: Shape) -> str:
+def why_not(config: SFTConfig, shape: Shape) -> str:
     """Why the plan says that it does not fit; empty if it fits. The CPU of a tiny check always has room."""
     if not torch.cuda.is_available():
         return ""
@@ -219,7 +219,7 @@ def why_not(config: DictConfig, shape: Shape) -> str:
     return "" if plan.fits else f"it needs {needed:.0f} GiB by the plan, and the GPU has {room:.0f} GiB"
 
 
-def plan_of(config: DictConfig, hardware: Hardware, shape: ModelShape) -> Plan:
+def plan_of(config: SFTConfig, hardware: Hardware, shape: ModelShape) -> Plan:
     """The plan of a configuration on these GPUs; all samples have the largest length."""
     num_gpus = dist.get_world_size()
     return make_plan(config, shape, Cluster(hardware, num_gpus, num_gpus), Lengths(are_equal=True))
@@ -235,7 +235,7 @@ def hardware_here() -> Hardware:
     return known or replace(HARDWARE["h100"], name=name, source="", memory_bytes=0.94 * total)
 
 
-def model_shape(config: DictConfig) -> ModelShape:
+def model_shape(config: SFTConfig) -> ModelShape:
     """Of the configured model."""
     return shape_of(transformers.AutoConfig.from_pretrained(config.model.partial_pretrain))
 

@@ -9,29 +9,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_name
 
 from benchmarks.gpu_check import Settings
-from verl_ext.config.compose import compose_config
 from verl_ext.distributed import build_meshes, init_process_group
 from verl_ext.trainer.hardware import prepare_device
-from verl_ext.trainer.stages import load_stage
+from verl_ext.trainer.stages import STAGES, RunConfig, SFTConfig, load_config
 from verl_ext.trainer.tokenizer import load_tokenizer
 
 
-def build_trainer(config: DictConfig) -> Any:
+def build_trainer(config: RunConfig) -> Any:
     """The trainer of the configuration's stage, on the ranks of torchrun or else on this process alone."""
-    OmegaConf.set_struct(config, True)
     device_name = prepare_device(config)
     join_ranks()
-    stage = load_stage(config.stage)
+    stage = STAGES[config.stage]
     torch.manual_seed(config.trainer.seed)
     tokenizer = load_tokenizer(config)
     datasets = stage.load_datasets(config, tokenizer, progress=False)
-    return stage.trainer(config, *build_meshes(device_name, 1), tokenizer, *datasets)
+    return stage.trainer_class()(config, *build_meshes(device_name, 1), tokenizer, *datasets)
 
 
 def join_ranks() -> None:
@@ -65,9 +62,11 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     return whole.detach().cpu()
 
 
-def sft_config(settings: Settings, model: Path, *overrides: str) -> DictConfig:
+def sft_config(settings: Settings, model: Path, *overrides: str) -> SFTConfig:
     """The quickstart's recipe with another model, nothing saved and nothing logged."""
-    return compose_config("sft", sft_words(settings, model, Path(settings.scratch) / "run", *overrides))
+    config = load_config("sft", sft_words(settings, model, Path(settings.scratch) / "run", *overrides))
+    assert isinstance(config, SFTConfig)
+    return config
 
 
 def sft_words(settings: Settings, model: Path, run_dir: Path, *overrides: str) -> list[str]:

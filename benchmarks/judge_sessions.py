@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.judge_answers import Answer
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.pipes import pipes_of
 from eval_pipeline.judge.submission import Submission
 from verl_ext.errors import UserError
@@ -66,7 +66,7 @@ class OurSession:
 
     def judge(self, name: str) -> list[str]:
         """The error type of each answer of a set."""
-        limits = Limits(cpu_s=limit_of(name))
+        limits = JudgeLimits(cpu_s=limit_of(name))
         futures = [self._server.submit(submission, limits) for submission in self._sets[name]]
         return [future.result().error_type for future in futures]
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
 from torch.profiler import ProfilerActivity, profile
 
 from verl_ext.data.batching import Batch
@@ -25,6 +24,7 @@ from verl_ext.data.load import load_datasets
 from verl_ext.distributed import build_meshes, init_process_group
 from verl_ext.trainer.hardware import settle_device
 from verl_ext.trainer.sft import SFTTrainer
+from verl_ext.trainer.stages import SFTConfig, read_config
 from verl_ext.trainer.tokenizer import load_tokenizer
 
 
@@ -77,8 +77,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def measure(config_path: str) -> dict[str, Any]:
     """The figures of this rank."""
-    config = OmegaConf.load(config_path)
-    assert isinstance(config, DictConfig)
+    config = read_config(Path(config_path))
+    assert isinstance(config, SFTConfig)
     device_name = settle_device(config)
     init_process_group(device_name)
     tokenizer = load_tokenizer(config)

@@ -13,11 +13,10 @@ from typing import Any
 
 import pandas as pd
 import transformers
-from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.plan_settings import PLAIN, TARGET, Setting
 from benchmarks.running import ROOT, reason_of
-from verl_ext.config.compose import compose_config
+from verl_ext.config.schema import to_yaml
 from verl_ext.data.prepare import prepare
 from verl_ext.errors import UserError
 from verl_ext.plan.hardware import find_hardware
@@ -25,13 +24,14 @@ from verl_ext.plan.links import Cluster
 from verl_ext.plan.plan import GIB, Plan, make_plan
 from verl_ext.plan.shape import ModelShape, shape_of
 from verl_ext.plan.workload import Lengths
+from verl_ext.trainer.stages import SFTConfig, load_config
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 """A tensor of 1 MiB and more is a mapping of its own, which `free` returns to the system; mallopt(3)."""
 WORDS = "def add(left, right): return left + right\n"
 
 
-def sft_config(setting: Setting, data: Path | str, model: Path | str, run_dir: Path | str) -> DictConfig:
+def sft_config(setting: Setting, data: Path | str, model: Path | str, run_dir: Path | str) -> SFTConfig:
     """The quickstart's recipe with the setting's model and data."""
     settings = {
         "prepare": "[]",
@@ -48,7 +48,9 @@ def sft_config(setting: Setting, data: Path | str, model: Path | str, run_dir: P
         "trainer.logger": "[]",
     }
     words = [f"{key}={value}" for key, value in settings.items()]
-    return compose_config("sft", ["recipe=quickstart", *words, *PLAIN, *setting.overrides])
+    config = load_config("sft", ["recipe=quickstart", *words, *PLAIN, *setting.overrides])
+    assert isinstance(config, SFTConfig)
+    return config
 
 
 @dataclass
@@ -89,13 +91,13 @@ class Bench:
         pd.DataFrame(rows).to_parquet(self.scratch / "train.parquet")
         return self.scratch / "train.parquet"
 
-    def measured(self, setting: Setting, config: DictConfig) -> list[dict[str, Any]]:
+    def measured(self, setting: Setting, config: SFTConfig) -> list[dict[str, Any]]:
         """What every rank found.
 
         Raises:
             UserError: the ranks failed.
         """
-        OmegaConf.save(config, self.scratch / "config.yaml")
+        (self.scratch / "config.yaml").write_text(to_yaml(config))
         output = self.scratch / "ranks.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.ranks}"]
         command += ["-m", "benchmarks.side", "plan_rank", str(self.scratch / "config.yaml"), str(output)]
@@ -107,7 +109,7 @@ class Bench:
         return json.loads(output.read_text())
 
 
-def predicted(setting: Setting, config: DictConfig, loss_share: float, shape: ModelShape) -> Plan:
+def predicted(setting: Setting, config: SFTConfig, loss_share: float, shape: ModelShape) -> Plan:
     """The plan of the same configuration on as many cores."""
     lengths = Lengths(learnt_share=loss_share, are_equal=setting.short_length is None)
     return make_plan(config, shape, Cluster(find_hardware("cpu"), setting.ranks, setting.ranks), lengths)

@@ -19,13 +19,13 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.sft_job import Job, tell
-from verl_ext.config.compose import compose_config
 from verl_ext.data.batching import Batch, MicroBatch, MicroBatcher
 from verl_ext.data.chat import ChatDataset
 from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.trainer.malloc import keep_freed_memory
 from verl_ext.trainer.packed_attention import PACKED_SDPA, packed_arguments
+from verl_ext.trainer.stages import SFTConfig, load_config
 
 ROW, PADDED_SAMPLES, SEED = 2048, 4, 42
 
@@ -34,7 +34,9 @@ def batches_of(job: Job, rank: int, num_ranks: int) -> list[Batch]:
     """This rank's batches of all steps, in our trainer's order."""
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     settings = ["data.multiturn.enable=true", "data.truncation=right", f"data.max_length={job.max_length}"]
-    dataset = ChatDataset(job.data, tokenizer, compose_config("sft", settings).data)
+    config = load_config("sft", settings)
+    assert isinstance(config, SFTConfig)
+    dataset = ChatDataset(job.data, tokenizer, config.data)
     packs = job.way != "padded"
     plan = MicroBatchPlan(dataset.lengths, packs, ROW if packs else sys.maxsize, None if packs else PADDED_SAMPLES)
     sampler = GlobalBatchSampler(len(dataset), job.batch_size, rank, num_ranks, SEED, plan)

@@ -23,14 +23,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 
 from benchmarks.sft_job import Job, tell
-from verl_ext.config.compose import compose_config
+from verl_ext.config.schema import as_dict
+from verl_ext.trainer.stages import load_config
 
 MICRO_BATCH_SIZE = 4
 
 
 def config_of(job: Job) -> Any:
     """Of verl's own keys, without one of ours that verl would read: null there is no layer in place of the model's."""
-    config = compose_config(
+    config = load_config(
         "sft",
         [
             "data.multiturn.enable=true",
@@ -48,9 +49,9 @@ def config_of(job: Job) -> Any:
             "trainer.device=cpu",
         ],
     )
-    OmegaConf.set_struct(config, False)
-    del config.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
-    return config
+    values = OmegaConf.create(as_dict(config))
+    del values.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
+    return values
 
 
 def main(words: list[str]) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.checkpoint.layout import EXPORT, list_steps, step_of, what_is_wrong
-from verl_ext.config.plain import as_dict
-from verl_ext.config.written import load_written
+from verl_ext.config.run_config import read_config_file
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json
 
@@ -44,7 +43,7 @@ class ControllerSource:
         if self.run_dir is None:
             return {}
         path = self.run_dir / "config.yaml"
-        config = as_dict(load_written(path))
+        config = read_config_file(path)
         missing = [section for section in ("data", "controller", "latency") if section not in config]
         if missing:
             raise UserError(

@@ -11,7 +11,7 @@ from verl_ext.cli import Commands
 from verl_ext.console import print_line
 
 if TYPE_CHECKING:
-    from eval_pipeline.recipe.schema import EvalRecipe
+    from eval_pipeline.config import EvalConfig
 
 TEXT = "Check a recipe without evaluating anything. Reads the problems of its local data sets and tests the sandbox."
 
@@ -41,30 +41,30 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _count_problems(recipe: EvalRecipe) -> dict[str, int | None]:
+def _count_problems(recipe: EvalConfig) -> dict[str, int | None]:
     """Of each data set that the tiers name; None where they come from the hub."""
+    from eval_pipeline.config import TIERS
     from eval_pipeline.problems.dataset import load_problems
     from eval_pipeline.problems.source import is_local
-    from eval_pipeline.recipe.schema import TIERS
     from verl_ext.errors import UserError
 
-    sources = [recipe.datasets[name] for name, _ in recipe.datasets_up_to(max(TIERS))]
+    sources = [recipe.sources[name] for name, _ in recipe.datasets_up_to(max(TIERS))]
     if not sources:
         raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; set tiers.tier1")
     return {source.name: len(load_problems(source)) if is_local(source) else None for source in sources}
 
 
-def _probe_sandbox(recipe: EvalRecipe) -> str | None:
+def _probe_sandbox(recipe: EvalConfig) -> str | None:
     """The level that would be used; None where other machines judge."""
     from eval_pipeline.judge.client import JudgeServer
 
     if recipe.executor.kind != "local":
         return None
-    with JudgeServer(recipe.isolation, 1, recipe.limits, recipe.judge_packages) as judge:
+    with JudgeServer(recipe.judge.isolation, 1, recipe.judge.limits, recipe.judge.packages) as judge:
         return judge.isolation
 
 
-def _count_gpus(recipe: EvalRecipe) -> int:
+def _count_gpus(recipe: EvalConfig) -> int:
     """How many GPUs of this machine the engines would take; those of a Ray cluster are its own affair."""
     from eval_pipeline.executors.gpus import gpus_for_workers
 

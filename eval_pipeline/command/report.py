@@ -35,6 +35,7 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate the base model where that is not done, and write the report."""
+    from eval_pipeline.config import TIERS
     from eval_pipeline.figures.best_file import read_best_checkpoint
     from eval_pipeline.figures.files import read_evaluation
     from eval_pipeline.flow.evaluate import evaluate_now
@@ -42,7 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
     from eval_pipeline.flow.session import Session
     from eval_pipeline.models.checkpoint import base_model
     from eval_pipeline.recipe.choose import choose_recipe, restricted_to
-    from eval_pipeline.recipe.schema import TIERS
 
     place = place_of_run(arguments.directory)
     recipe = choose_recipe(arguments, place.of_run)

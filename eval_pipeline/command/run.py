@@ -14,8 +14,8 @@ from verl_ext.cli import FAILURES, Commands, IntArg
 from verl_ext.console import print_line
 
 if TYPE_CHECKING:
+    from eval_pipeline.config import EvalConfig
     from eval_pipeline.models.checkpoint import Checkpoint
-    from eval_pipeline.recipe.schema import EvalRecipe
 
 TEXT = "Evaluate one checkpoint, or any Hugging Face model. Answers from an interrupted run are reused."
 EXAMPLES = (
@@ -75,7 +75,7 @@ def _named(checkpoint: Checkpoint | None) -> Checkpoint:
     return checkpoint
 
 
-def _on_server(checkpoint: Checkpoint | None, recipe: EvalRecipe) -> tuple[Checkpoint, EvalRecipe]:
+def _on_server(checkpoint: Checkpoint | None, recipe: EvalConfig) -> tuple[Checkpoint, EvalConfig]:
     """The model that the server has, and the recipe that names it: no other is asked, should the server change."""
     from eval_pipeline.engines.openai_server import ask_for_card
     from eval_pipeline.models.checkpoint import served_model
@@ -85,7 +85,7 @@ def _on_server(checkpoint: Checkpoint | None, recipe: EvalRecipe) -> tuple[Check
     return model, replace(recipe, engine=replace(recipe.engine, model=card.id))
 
 
-def _sampled(recipe: EvalRecipe, size: int) -> EvalRecipe:
+def _sampled(recipe: EvalConfig, size: int) -> EvalConfig:
     """The recipe with a sample of each of its data sets, which the user is told about."""
     from eval_pipeline.problems.source import SAMPLE_SEED
 
@@ -94,14 +94,14 @@ def _sampled(recipe: EvalRecipe, size: int) -> EvalRecipe:
         "every checkpoint and every run is asked the same ones",
         sys.stderr,
     )
-    return replace(recipe, datasets={name: replace(each, sample=size) for name, each in recipe.datasets.items()})
+    return replace(recipe, datasets={name: {**entry, "sample": size} for name, entry in recipe.datasets.items()})
 
 
-def _only(problems: Path, recipe: EvalRecipe) -> EvalRecipe:
+def _only(problems: Path, recipe: EvalConfig) -> EvalConfig:
     """The recipe with this file in the place of its data sets."""
-    from eval_pipeline.problems.source import DatasetSource
+    from eval_pipeline.config import TiersConfig
 
     name = problems.resolve().parent.name or problems.stem
-    source = DatasetSource(name=name, format="quickstart", path=str(problems.absolute()))
+    datasets = {name: {"format": "quickstart", "path": str(problems.absolute())}}
     selection = replace(recipe.selection, dataset=None)
-    return replace(recipe, datasets={name: source}, tiers={1: (name,), 2: (), 3: ()}, selection=selection)
+    return replace(recipe, datasets=datasets, tiers=TiersConfig(tier1=[name]), selection=selection)

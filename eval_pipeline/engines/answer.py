@@ -6,19 +6,6 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How answers are drawn; the defaults are the protocol EVAL@1."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    max_tokens: int = 2048
-    """Most new tokens of an answer."""
-    num_samples: int = 1
-    """Answers per problem."""
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class Request:
     """One answer that is wanted."""
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from eval_pipeline.engines.answer import Answer, Request, Sampling
-from eval_pipeline.engines.settings import EngineSettings
+from eval_pipeline.config import EngineConfig, SamplingConfig
+from eval_pipeline.engines.answer import Answer, Request
 from verl_ext.errors import UserError
 
 
@@ -43,7 +43,7 @@ class Engine(ABC):
     ) -> None: ...
 
     @abstractmethod
-    def answers(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[Request, Answer]]:
+    def answers(self, requests: Sequence[Request], sampling: SamplingConfig) -> Iterator[tuple[Request, Answer]]:
         """Answer every request.
 
         Args:
@@ -59,7 +59,7 @@ class Engine(ABC):
         """
 
 
-def open_engine(settings: EngineSettings, export: Path | None) -> Engine:
+def open_engine(settings: EngineConfig, export: Path | None) -> Engine:
     """The engine that the settings ask for, not yet started.
 
     Args:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval_pipeline.engines.answer import Answer, Request, Sampling
-from eval_pipeline.engines.settings import EngineSettings
+from eval_pipeline.config import EngineConfig, SamplingConfig
+from eval_pipeline.engines.answer import Answer, Request
 
 
 @dataclass(frozen=True)
 class Load:
     """To the process, first of all: load a model."""
 
-    settings: EngineSettings
+    settings: EngineConfig
     model: str
 
 
@@ -38,7 +38,7 @@ class Ask:
     """To the process: answer these."""
 
     requests: Sequence[Request]
-    sampling: Sampling
+    sampling: SamplingConfig
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from eval_pipeline.engines.answer import Answer, Request, Sampling
+from eval_pipeline.config import SamplingConfig
+from eval_pipeline.engines.answer import Answer, Request
 from eval_pipeline.engines.engine import EngineDied
 from eval_pipeline.engines.openai_errors import is_refusal, may_be_the_prompts, may_pass, pause_after, status_of
 from eval_pipeline.engines.openai_server import LOOK_S, OpenAIServer
@@ -33,7 +34,7 @@ class Chat:
         self._server, self._model, self._timeout_s = server, model, timeout_s
         self._has_answered = False
 
-    def answer(self, request: Request, sampling: Sampling) -> Answer:
+    def answer(self, request: Request, sampling: SamplingConfig) -> Answer:
         """Ask for an answer.
 
         An answer with an `error` is kept for good, so there is one only where the prompt is to blame: the server
@@ -49,7 +50,7 @@ class Chat:
         except (openai.APIError, ValueError) as error:
             raise EngineDied(self._why(error)) from error
 
-    def _answer(self, request: Request, sampling: Sampling, deadline: float) -> Answer:
+    def _answer(self, request: Request, sampling: SamplingConfig, deadline: float) -> Answer:
         import openai
 
         try:
@@ -59,7 +60,7 @@ class Chat:
                 raise
             return self._blame(error, request, sampling, deadline)
 
-    def _blame(self, error: Exception, request: Request, sampling: Sampling, deadline: float) -> Answer:
+    def _blame(self, error: Exception, request: Request, sampling: SamplingConfig, deadline: float) -> Answer:
         """The request's answer after all, or one that says why there is none."""
         import openai
 
@@ -76,7 +77,7 @@ class Chat:
             self._ask(ORDINARY, sampling, deadline)
             return self._no_answer(again)
 
-    def _ask_patiently(self, request: Request, sampling: Sampling, deadline: float) -> Answer:
+    def _ask_patiently(self, request: Request, sampling: SamplingConfig, deadline: float) -> Answer:
         import openai
 
         attempt = 0
@@ -90,7 +91,7 @@ class Chat:
             time.sleep(pause)
             attempt += 1
 
-    def _ask(self, request: Request, sampling: Sampling, deadline: float) -> Answer:
+    def _ask(self, request: Request, sampling: SamplingConfig, deadline: float) -> Answer:
         import openai
 
         try:
@@ -104,7 +105,7 @@ class Chat:
         self._has_answered = True
         return answer
 
-    def _complete(self, request: Request, sampling: Sampling, deadline: float, **limit: int) -> ChatCompletion:
+    def _complete(self, request: Request, sampling: SamplingConfig, deadline: float, **limit: int) -> ChatCompletion:
         import openai
 
         seed, left = seed_of(request, sampling), max(deadline - time.monotonic(), 0.01)

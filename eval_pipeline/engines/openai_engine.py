@@ -9,11 +9,11 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
 
-from eval_pipeline.engines.answer import Answer, Request, Sampling
+from eval_pipeline.config import EngineConfig, SamplingConfig
+from eval_pipeline.engines.answer import Answer, Request
 from eval_pipeline.engines.engine import Engine
 from eval_pipeline.engines.openai_chat import Chat
 from eval_pipeline.engines.openai_server import OpenAIServer
-from eval_pipeline.engines.settings import EngineSettings
 
 
 class OpenAIEngine(Engine):
@@ -28,7 +28,7 @@ class OpenAIEngine(Engine):
         export: directory that the server must say its model was loaded from; None takes what `engine.model` names.
     """
 
-    def __init__(self, settings: EngineSettings, export: Path | None) -> None:
+    def __init__(self, settings: EngineConfig, export: Path | None) -> None:
         self._settings, self._export = settings, export
 
     def __enter__(self) -> OpenAIEngine:
@@ -58,7 +58,7 @@ class OpenAIEngine(Engine):
     ) -> None:
         self._server.__exit__(kind, error, trace)
 
-    def answers(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[Request, Answer]]:
+    def answers(self, requests: Sequence[Request], sampling: SamplingConfig) -> Iterator[tuple[Request, Answer]]:
         """See `Engine`."""
         started = time.monotonic()
         waiting: SimpleQueue[Request] = SimpleQueue()
@@ -79,7 +79,9 @@ class OpenAIEngine(Engine):
             stop.set()
             self.seconds["generate_s"] += time.monotonic() - started
 
-    def _work(self, waiting: SimpleQueue, finished: SimpleQueue, sampling: Sampling, stop: threading.Event) -> None:
+    def _work(
+        self, waiting: SimpleQueue, finished: SimpleQueue, sampling: SamplingConfig, stop: threading.Event
+    ) -> None:
         while not stop.is_set():
             try:
                 request = waiting.get_nowait()

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+from eval_pipeline.config import EngineConfig
 from eval_pipeline.engines.model_card import ModelCard
-from eval_pipeline.engines.settings import EngineSettings
 from verl_ext.errors import UserError, first_line_of
 
 LOOK_S = 10.0
@@ -27,7 +27,7 @@ class OpenAIServer:
         UserError: the variable with the key holds something that is no key.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineConfig) -> None:
         import openai
 
         self.url, self._settings = settings.base_url, settings
@@ -98,7 +98,7 @@ def _key_in(variable: str) -> str:
     return key
 
 
-def ask_for_card(settings: EngineSettings, export: Path | None) -> ModelCard:
+def ask_for_card(settings: EngineConfig, export: Path | None) -> ModelCard:
     """The model of a running server; the arguments and errors are those of `OpenAIServer.card`."""
     with OpenAIServer(settings) as server:
         return server.card(export)

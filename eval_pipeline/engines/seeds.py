@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 
-from eval_pipeline.engines.answer import Request, Sampling
+from eval_pipeline.config import SamplingConfig
+from eval_pipeline.engines.answer import Request
 
 
-def seed_of(request: Request, sampling: Sampling) -> int | None:
+def seed_of(request: Request, sampling: SamplingConfig) -> int | None:
     """The seed of one sampled answer; None where the answer is greedy and needs none.
 
     Returns:

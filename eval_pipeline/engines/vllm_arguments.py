@@ -6,12 +6,12 @@ import dataclasses
 import difflib
 from typing import Any
 
-from eval_pipeline.engines.settings import EngineSettings
+from eval_pipeline.config import EngineConfig
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.vllm_setup import pick_vllm_dtype, safe_vllm_arguments
 
 
-def arguments_for(settings: EngineSettings, model: str, on_gpu: bool) -> dict[str, Any]:
+def arguments_for(settings: EngineConfig, model: str, on_gpu: bool) -> dict[str, Any]:
     """Arguments of vllm.LLM.
 
     Args:

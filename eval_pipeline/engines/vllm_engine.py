@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from eval_pipeline.engines.answer import Answer, Request, Sampling
+from eval_pipeline.config import EngineConfig, SamplingConfig
+from eval_pipeline.engines.answer import Answer, Request
 from eval_pipeline.engines.engine import Engine
 from eval_pipeline.engines.messages import Alive, Answered, Ask, Done, Load, Loaded, Refused, Stop
-from eval_pipeline.engines.settings import EngineSettings
 from eval_pipeline.engines.vllm_child import VllmChild
 from verl_ext.errors import UserError
 
@@ -26,7 +26,7 @@ class VllmEngine(Engine):
         export: Hugging Face model directory with a chat template.
     """
 
-    def __init__(self, settings: EngineSettings, export: Path) -> None:
+    def __init__(self, settings: EngineConfig, export: Path) -> None:
         self._settings, self._export = settings, export
         self._child: VllmChild  # once the context is entered
 
@@ -49,7 +49,7 @@ class VllmEngine(Engine):
     ) -> None:
         self._child.end()
 
-    def answers(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[Request, Answer]]:
+    def answers(self, requests: Sequence[Request], sampling: SamplingConfig) -> Iterator[tuple[Request, Answer]]:
         """See `Engine`."""
         self._child.send(Ask(tuple(requests), sampling))
         try:

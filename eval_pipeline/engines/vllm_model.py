@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval_pipeline.engines.answer import Answer, Request, Sampling
+from eval_pipeline.config import EngineConfig, SamplingConfig
+from eval_pipeline.engines.answer import Answer, Request
 from eval_pipeline.engines.seeds import seed_of
-from eval_pipeline.engines.settings import EngineSettings
 from eval_pipeline.engines.vllm_arguments import arguments_for, reason_of
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.processes import defer_gc
@@ -50,7 +50,7 @@ class VllmModel:
         UserError: the model or the settings cannot be used.
     """
 
-    def __init__(self, settings: EngineSettings, model: str) -> None:
+    def __init__(self, settings: EngineConfig, model: str) -> None:
         started = time.monotonic()
         with defer_gc():
             device = prepare_vllm_environment()
@@ -96,7 +96,7 @@ class VllmModel:
             "vllm": further,
         }
 
-    def answer(self, requests: Sequence[Request], sampling: Sampling) -> Generator[Finished, None, None]:
+    def answer(self, requests: Sequence[Request], sampling: SamplingConfig) -> Generator[Finished, None, None]:
         """Answer every request.
 
         Yields:
@@ -115,7 +115,7 @@ class VllmModel:
         finally:
             engine.abort_request([str(index) for index in range(len(requests))])
 
-    def _add(self, index: int, request: Request, sampling: Sampling) -> Answer | None:
+    def _add(self, index: int, request: Request, sampling: SamplingConfig) -> Answer | None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

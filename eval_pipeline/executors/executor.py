@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from types import TracebackType
 
-from eval_pipeline.recipe.schema import EvalRecipe
+from eval_pipeline.config import EvalConfig
 from eval_pipeline.work.batch import Batch, Event
 
 BATCHES_PER_WORKER = 2
@@ -37,7 +37,7 @@ class Executor(ABC):
         """What has happened; waits for the first event, so many seconds at most."""
 
 
-def open_executor(recipe: EvalRecipe) -> Executor:
+def open_executor(recipe: EvalConfig) -> Executor:
     """The executor that a recipe asks for."""
     if recipe.executor.kind == "ray":
         from eval_pipeline.executors.ray import RayExecutor  # Ray takes seconds to import

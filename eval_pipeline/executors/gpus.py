@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from eval_pipeline.engines.settings import EngineSettings
+from eval_pipeline.config import EngineConfig
 from verl_ext.errors import UserError
 from verl_ext.processes import visible_gpus
 
 
-def gpus_for_workers(num_workers: int | None, engine: EngineSettings) -> list[str | None]:
+def gpus_for_workers(num_workers: int | None, engine: EngineConfig) -> list[str | None]:
     """The devices of each worker of this machine, as `CUDA_VISIBLE_DEVICES` takes them; None where it needs none.
 
     Args:

@@ -15,10 +15,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 
+from eval_pipeline.config import EvalConfig
 from eval_pipeline.executors.executor import BATCHES_PER_WORKER, Executor
 from eval_pipeline.executors.gpus import gpus_for_workers
 from eval_pipeline.executors.slots import Slot
-from eval_pipeline.recipe.schema import EvalRecipe
 from eval_pipeline.work.batch import Batch, Event, Failed, Lost
 from eval_pipeline.work.worker import Worker
 from verl_ext.errors import UserError
@@ -35,7 +35,7 @@ class LocalExecutor(Executor):
         recipe: says how many workers, and what they do.
     """
 
-    def __init__(self, recipe: EvalRecipe) -> None:
+    def __init__(self, recipe: EvalConfig) -> None:
         self._recipe = recipe
         gpus = gpus_for_workers(recipe.executor.num_workers, recipe.engine)
         self._workers = [_LocalWorker(recipe, devices) for devices in gpus]
@@ -70,7 +70,7 @@ class LocalExecutor(Executor):
 class _LocalWorker:
     """One worker process, its connection and what it has to do."""
 
-    def __init__(self, recipe: EvalRecipe, devices: str | None) -> None:
+    def __init__(self, recipe: EvalConfig, devices: str | None) -> None:
         self._recipe, self._devices = recipe, devices
         self._process: BaseProcess | None = None
         self.connection: Connection | None = None
@@ -140,7 +140,7 @@ def _words(exitcode: int | None) -> str:
     return f"signal {-exitcode}, possibly out of memory" if exitcode and exitcode < 0 else f"exit code {exitcode}"
 
 
-def _serve(connection: Connection, recipe: EvalRecipe, devices: str | None) -> None:
+def _serve(connection: Connection, recipe: EvalConfig, devices: str | None) -> None:
     """The life of a worker process: batches in, events out, until the driver closes the connection or dies."""
     _settle_in(devices)
     lock = threading.Lock()

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from eval_pipeline.config import EvalConfig
 from eval_pipeline.executors.executor import Executor
 from eval_pipeline.executors.ray_cluster import capacity, connected, gpus_per_worker
 from eval_pipeline.executors.ray_worker import RayWorker
-from eval_pipeline.recipe.schema import EvalRecipe
 from eval_pipeline.work.batch import Batch, Event
 from verl_ext.console import warn
 from verl_ext.errors import UserError
@@ -34,7 +34,7 @@ class RayExecutor(Executor):
         recipe: says which cluster, how many workers, and what they do.
     """
 
-    def __init__(self, recipe: EvalRecipe) -> None:
+    def __init__(self, recipe: EvalConfig) -> None:
         self._recipe = recipe
         self._stack = ExitStack()
         self._workers: list[RayWorker] = []

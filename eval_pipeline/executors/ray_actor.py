@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from queue import Empty, SimpleQueue
 
-from eval_pipeline.recipe.schema import EvalRecipe
+from eval_pipeline.config import EvalConfig
 from eval_pipeline.work.batch import Batch, Event, Failed
 from eval_pipeline.work.worker import Worker
 from verl_ext.errors import UserError
@@ -21,7 +21,7 @@ class WorkerActor:
         environment: variables that the driver has and the node lacks.
     """
 
-    def __init__(self, recipe: EvalRecipe, environment: Mapping[str, str]) -> None:
+    def __init__(self, recipe: EvalConfig, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._stack = ExitStack()

@@ -14,7 +14,7 @@ os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
 import ray
 from ray._private.services import canonicalize_bootstrap_address
 
-from eval_pipeline.engines.settings import EngineSettings
+from eval_pipeline.config import EngineConfig
 from verl_ext.errors import UserError, first_line_of
 
 PROBE_S = 10.0
@@ -66,7 +66,7 @@ def _require_listener(address: str) -> None:
     socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
 
 
-def gpus_per_worker(engine: EngineSettings) -> int:
+def gpus_per_worker(engine: EngineConfig) -> int:
     """How many of the cluster's GPUs a worker needs; 0 where it runs on a CPU or asks a server.
 
     Raises:

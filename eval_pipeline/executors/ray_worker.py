@@ -11,10 +11,10 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
+from eval_pipeline.config import EvalConfig
 from eval_pipeline.executors.executor import BATCHES_PER_WORKER
 from eval_pipeline.executors.ray_actor import WorkerActor
 from eval_pipeline.executors.slots import Slot
-from eval_pipeline.recipe.schema import EvalRecipe
 from eval_pipeline.work.batch import Batch, Event, Lost
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ class RayWorker:
         death: why it is no more; None while it may live.
     """
 
-    def __init__(self, recipe: EvalRecipe, gpus: int) -> None:
+    def __init__(self, recipe: EvalConfig, gpus: int) -> None:
         # the code lies on the file system that all nodes share; Ray fills in what the node has
         path = {"env_vars": {"PYTHONPATH": f"{ROOT}{os.pathsep}${{PYTHONPATH}}"}}
         self._actor = (
@@ -99,7 +99,7 @@ class RayWorker:
         ray.kill(self._actor)
 
 
-def _environment(recipe: EvalRecipe) -> dict[str, str]:
+def _environment(recipe: EvalConfig) -> dict[str, str]:
     """The server's key, as an argument: what stands in a `runtime_env` is written to Ray's logs."""
     name = recipe.engine.api_key_env
     return {name: os.environ[name]} if recipe.engine.kind == "openai" and name in os.environ else {}

@@ -42,7 +42,7 @@ class Chooser:
         evaluated, is_chosen = published_models(place.root), (place.run_dir / BEST).exists()
         if self._leads or not is_chosen:
             recipe, selection = self._session.recipe, self._session.recipe.selection
-            names = recipe.tiers[1] if selection.dataset is None else (selection.dataset,)
+            names = recipe.tiers.tier1 if selection.dataset is None else [selection.dataset]
             settings = {name: settings_of(self._session, name) for name in names}
             choice = choose_best(evaluated, settings, selection.metric, selection.mode, selection.dataset)
             why = "no checkpoint has results of the metric that the best one is chosen by"

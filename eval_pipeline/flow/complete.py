@@ -52,7 +52,7 @@ def write_result(session: Session, evaluation: Evaluation) -> None:
 
 def _protocol(session: Session, evaluation: Evaluation) -> dict[str, Any]:
     recipe = session.recipe
-    source = asdict(recipe.datasets[evaluation.job.dataset])
+    source = asdict(recipe.sources[evaluation.job.dataset])
     if source["sample"] is None:
         del source["sample"]  # or a report would find it missing in evaluations that are older than the field
     return {
@@ -68,7 +68,7 @@ def settings_of(session: Session, dataset: str) -> dict[str, Any]:
     recipe = session.recipe
     return {
         "sampling": asdict(recipe.sampling),
-        "limits": asdict(recipe.limits),
-        "packages": versions_of(recipe.judge_packages),
+        "limits": asdict(recipe.judge.limits),
+        "packages": versions_of(recipe.judge.packages),
         "problems_digest": session.digest_of_problems(dataset),
     }

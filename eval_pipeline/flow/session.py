@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from eval_pipeline.config import EvalConfig
 from eval_pipeline.figures.evaluated import EvaluatedModel
 from eval_pipeline.figures.files import METRICS_FILE, SUMMARY_FILE, read_evaluation
 from eval_pipeline.flow.place import Place
@@ -14,7 +15,6 @@ from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.models.integrity import require_whole_export
 from eval_pipeline.problems.dataset import load_problems, problems_digest
 from eval_pipeline.problems.problem import Problem
-from eval_pipeline.recipe.schema import EvalRecipe
 from eval_pipeline.work.digests import Digests, digests_of
 from eval_pipeline.work.driver import Task
 from eval_pipeline.work.evaluation import Evaluation
@@ -34,7 +34,7 @@ class Session:
         UserError: the ledger cannot be used.
     """
 
-    def __init__(self, place: Place, recipe: EvalRecipe) -> None:
+    def __init__(self, place: Place, recipe: EvalConfig) -> None:
         self.place, self.recipe = place, recipe
         self.ledger = Ledger(place.root, recipe.max_attempts, recipe.backoff_s)
         self._problems: dict[str, list[Problem]] = {}
@@ -50,7 +50,7 @@ class Session:
             UserError: they cannot be read.
         """
         if dataset not in self._problems:
-            self._problems[dataset] = load_problems(self.recipe.datasets[dataset])
+            self._problems[dataset] = load_problems(self.recipe.sources[dataset])
             self._problem_digests[dataset] = problems_digest(self._problems[dataset])
         return self._problems[dataset]
 
@@ -88,7 +88,7 @@ class Session:
 
         Newer packages could change a verdict, but a new release is no reason to judge everything again.
         """
-        installed = versions_of(self.recipe.judge_packages)
+        installed = versions_of(self.recipe.judge.packages)
         judged_with = self._judged_with(checkpoint.label, dataset)
         problems = self.digest_of_problems(dataset)
         if judged_with != installed and judged_with.keys() == installed.keys():

@@ -141,7 +141,7 @@ def watch(session: Session, recipe_name: str | None = None) -> int:
     Raises:
         UserError: the run's record or a data set cannot be read, or no work can be done at all.
     """
-    if not any(session.recipe.tiers.values()):
+    if not session.recipe.tiers.names:
         raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; set tiers.tier1")
     run_dir, results = typed_path(session.place.of_run), typed_path(session.place.root)
     print_line(f"Watching {run_dir} until the run has finished. Results go to {results}.")

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.inside import frames
 from eval_pipeline.judge.levels import LEVELS
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.packages import find_packages
 from eval_pipeline.judge.pipes import pipes_of
 from eval_pipeline.judge.submission import Submission
@@ -61,7 +61,7 @@ class _Pending:
     """An answer without a verdict so far."""
 
     submission: Submission
-    limits: Limits
+    limits: JudgeLimits
     future: Future[Verdict]
     is_second_try: bool = False
 
@@ -77,7 +77,7 @@ class JudgeServer:
         self,
         isolation: str = "auto",
         num_workers: int | None = None,
-        limits: Limits | None = None,
+        limits: JudgeLimits | None = None,
         packages: Sequence[str] = (),
     ) -> None:
         """Start nothing yet.
@@ -85,7 +85,7 @@ class JudgeServer:
         Args:
             isolation: bwrap, sandlock or rlimits (see `levels.py`); auto takes the first of the first two that works.
             num_workers: answers judged at a time; None takes one per processor.
-            limits: of each run, where `submit` is given none; None takes the defaults of `Limits`.
+            limits: of each run, where `submit` is given none; None takes the defaults of `JudgeLimits`.
             packages: installed packages that answers and tests may import beside the standard library.
 
         Raises:
@@ -97,7 +97,7 @@ class JudgeServer:
             raise UserError(f"num_workers is {num_workers}; it must be at least 1")
         self._wanted = isolation
         self._num_workers = num_workers or len(os.sched_getaffinity(0))
-        self._limits = limits or Limits()
+        self._limits = limits or JudgeLimits()
         self._packages = find_packages(packages)
         self._pending: dict[int, _Pending] = {}
         self._lock = threading.Lock()
@@ -133,7 +133,7 @@ class JudgeServer:
         """Kill its process, also one that neither reads nor answers any more; another one takes its place."""
         self._process.kill()
 
-    def submit(self, submission: Submission, limits: Limits | None = None) -> Future[Verdict]:
+    def submit(self, submission: Submission, limits: JudgeLimits | None = None) -> Future[Verdict]:
         """Have one answer judged.
 
         Args:

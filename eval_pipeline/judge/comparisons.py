@@ -11,9 +11,9 @@ import subprocess
 import sys
 import time
 
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.checker import outputs_match
 from eval_pipeline.judge.inside import frames
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.verdict import Verdict
 
 _START_S = 60.0
@@ -32,7 +32,7 @@ class Comparer:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
 
-    def judge(self, answer: str, reference: str, limits: Limits) -> Verdict:
+    def judge(self, answer: str, reference: str, limits: JudgeLimits) -> Verdict:
         """`success` or `wrong_answer`; the latter too for an answer that no parser gets through within the limits.
 
         Raises:

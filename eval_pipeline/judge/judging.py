@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.comparisons import Comparer
 from eval_pipeline.judge.gate import Gate
 from eval_pipeline.judge.levels import Level
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.rules import MESSAGE_CHARS, NO_PROGRAM, TestResult, function_result, program_result, verdict_of
 from eval_pipeline.judge.runs import Runs
 from eval_pipeline.judge.sandbox import SandboxError
@@ -35,7 +35,7 @@ class Worker:
         self._workshop = Workshop(self.level)
         self._comparer = Comparer()
 
-    def judge(self, submission: Submission, limits: Limits) -> Verdict:
+    def judge(self, submission: Submission, limits: JudgeLimits) -> Verdict:
         """The verdict; a sandbox that fails is replaced once, then the verdict is `api_error`."""
         for _ in range(_ATTEMPTS):
             try:
@@ -50,7 +50,7 @@ class Worker:
         self._workshop.close()
         self._comparer.close()
 
-    def _judge(self, submission: Submission, limits: Limits) -> Verdict:
+    def _judge(self, submission: Submission, limits: JudgeLimits) -> Verdict:
         if isinstance(submission.tests, ReferenceAnswer):
             with self.gate.shared():
                 return self._comparer.judge(submission.program, submission.tests.answer, limits)
@@ -75,7 +75,7 @@ class Worker:
             return run()
 
     def _tests(
-        self, tests: FunctionTests | ProgramTests, runs: Runs, limits: Limits
+        self, tests: FunctionTests | ProgramTests, runs: Runs, limits: JudgeLimits
     ) -> Iterator[Callable[[], TestResult]]:
         if isinstance(tests, FunctionTests):
             for test in tests.tests:
@@ -86,9 +86,9 @@ class Worker:
             yield partial(_program_test, case, match, runs, limits)
 
 
-def _function_test(tests: FunctionTests, test: str, runs: Runs, limits: Limits) -> TestResult:
+def _function_test(tests: FunctionTests, test: str, runs: Runs, limits: JudgeLimits) -> TestResult:
     return function_result(*runs.run_function_test(tests.preamble, tests.entry_point, test), limits)
 
 
-def _program_test(case: Case, match: Callable[[str, str], bool], runs: Runs, limits: Limits) -> TestResult:
+def _program_test(case: Case, match: Callable[[str, str], bool], runs: Runs, limits: JudgeLimits) -> TestResult:
     return program_result(*runs.run_program(case.stdin.encode(errors="surrogatepass")), case, match, limits)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval_pipeline.judge.limits import Limits
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.verdict import ErrorType, Verdict
 from eval_pipeline.problems.problem import Case
 
@@ -52,7 +52,7 @@ def _numbered(number: int, result: TestResult) -> str:
     return result.message if result.error_type == "syntax_error" else f"test {number}: {result.message}"
 
 
-def function_result(report: dict[str, Any], outcome: dict[str, str], limits: Limits) -> TestResult:
+def function_result(report: dict[str, Any], outcome: dict[str, str], limits: JudgeLimits) -> TestResult:
     """Judge a test of a function.
 
     Args:
@@ -81,7 +81,7 @@ def program_result(
     output: bytes,
     case: Case,
     match: Callable[[str, str], bool],
-    limits: Limits,
+    limits: JudgeLimits,
 ) -> TestResult:
     """Judge a run of a program by what it printed.
 
@@ -103,7 +103,7 @@ def program_result(
     return TestResult("wrong_answer", message, report["wall_s"])
 
 
-def _stopped(report: dict[str, Any], limits: Limits) -> TestResult | None:
+def _stopped(report: dict[str, Any], limits: JudgeLimits) -> TestResult | None:
     """The result of a run that did not compile or hit a limit; None for any other."""
     wall_s, reason, compiling = report["wall_s"], report["reason"], report["compiling"]
     if reason == "cpu":

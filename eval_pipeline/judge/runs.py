@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.inside import frames
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.sandbox import SandboxError, readable
 from eval_pipeline.judge.sealed import sealed_file
 from eval_pipeline.judge.tester import Tester
@@ -41,7 +41,7 @@ class Place(Protocol):
 class Runs:
     """Has one answer run once for each of its tests."""
 
-    def __init__(self, supervisor: socket.socket, file: int, limits: Limits, place: Place) -> None:
+    def __init__(self, supervisor: socket.socket, file: int, limits: JudgeLimits, place: Place) -> None:
         """Talk to a supervisor about the answer in a sealed file."""
         self._supervisor = supervisor
         self._file = file

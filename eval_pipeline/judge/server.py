@@ -16,11 +16,11 @@ import traceback
 import warnings
 from typing import Any
 
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.gate import Gate
 from eval_pipeline.judge.inside import frames
 from eval_pipeline.judge.judging import Worker
 from eval_pipeline.judge.levels import Level, candidates
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.packages import Package
 from eval_pipeline.judge.rules import MESSAGE_CHARS
 from eval_pipeline.judge.sandbox import STARTS
@@ -101,7 +101,7 @@ def _find_level(isolation: str, packages: tuple[Package, ...]) -> tuple[Level | 
     reasons: list[str] = []
     for level in candidates(isolation, packages):
         worker = Worker(level, Gate())
-        verdict = worker.judge(_PROBE, Limits())
+        verdict = worker.judge(_PROBE, JudgeLimits())
         worker.close()
         if verdict.error_type == "success":
             return level, reasons

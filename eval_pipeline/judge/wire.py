@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from eval_pipeline.judge.limits import Limits
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.problems.problem import Case, FunctionTests, ProgramTests, ReferenceAnswer, Tests
 
 
-def dump_submission(submission: Submission, limits: Limits) -> dict[str, Any]:
+def dump_submission(submission: Submission, limits: JudgeLimits) -> dict[str, Any]:
     """A submission and what it may use, as JSON can say it."""
     return {
         "program": submission.program,
@@ -21,9 +21,9 @@ def dump_submission(submission: Submission, limits: Limits) -> dict[str, Any]:
     }
 
 
-def load_submission(message: dict[str, Any]) -> tuple[Submission, Limits]:
+def load_submission(message: dict[str, Any]) -> tuple[Submission, JudgeLimits]:
     """What `dump_submission` was given."""
-    return Submission(message["program"], _tests(message["kind"], message["tests"])), Limits(**message["limits"])
+    return Submission(message["program"], _tests(message["kind"], message["tests"])), JudgeLimits(**message["limits"])
 
 
 def dump_verdict(verdict: Verdict) -> dict[str, Any]:

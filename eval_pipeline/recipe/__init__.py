@@ -1,1 +1,1 @@
-"""What an evaluation does: the data sets, how answers are drawn and judged, who works on it."""
+"""Loads recipes: the configuration of an evaluation by a name and overrides."""

@@ -8,13 +8,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from eval_pipeline.config import TIERS, EvalConfig, TiersConfig
 from eval_pipeline.models.run_config import read_run_config
 from eval_pipeline.recipe.load import load_recipe
-from eval_pipeline.recipe.schema import EvalRecipe
 from verl_ext.errors import UserError
 
 
-def choose_recipe(arguments: argparse.Namespace, run_dir: Path | None) -> EvalRecipe:
+def choose_recipe(arguments: argparse.Namespace, run_dir: Path | None) -> EvalConfig:
     """The recipe with the command line's changes.
 
     Args:
@@ -41,7 +41,7 @@ def recipe_of(run_dir: Path | None) -> str | None:
     return name
 
 
-def restricted_to(datasets: Collection[str], recipe: EvalRecipe) -> EvalRecipe:
+def restricted_to(datasets: Collection[str], recipe: EvalConfig) -> EvalConfig:
     """The recipe whose tiers name these data sets alone.
 
     Args:
@@ -51,8 +51,9 @@ def restricted_to(datasets: Collection[str], recipe: EvalRecipe) -> EvalRecipe:
     Raises:
         UserError: the recipe's tiers name none of them.
     """
-    tiers = {tier: tuple(name for name in names if name in datasets) for tier, names in recipe.tiers.items()}
-    if not any(tiers.values()):
+    tier1, tier2, tier3 = ([name for name in recipe.tiers.of(tier) if name in datasets] for tier in TIERS)
+    tiers = TiersConfig(tier1=tier1, tier2=tier2, tier3=tier3)
+    if not tiers.names:
         raise UserError(
             f"the recipe's tiers name none of the evaluated data sets ({', '.join(sorted(datasets))}); name the recipe "
             "of that evaluation with --recipe"

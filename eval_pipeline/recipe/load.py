@@ -1,28 +1,22 @@
-"""Reads an evaluation recipe: `recipes/eval/<name>.yaml` over the defaults, then `key=value` overrides."""
+"""Loads an evaluation recipe: `recipes/eval/<name>.yaml` over the defaults, then `key=value` overrides."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
-from io import StringIO
-from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
-from eval_pipeline.recipe.kinds import NULLABLE
-from eval_pipeline.recipe.schema import EvalRecipe
-from verl_ext.config.overrides import apply_overrides, leaves, merge_known
-from verl_ext.config.plain import as_dict
+from eval_pipeline.config import EvalConfig
+from eval_pipeline.figures.pass_at_k import WANTED_K
+from eval_pipeline.judge.packages import find_packages
+from eval_pipeline.problems.dataset import parser_of
+from verl_ext.config.compose import Composer, load_yaml
 from verl_ext.config.recipes import find_recipe
-from verl_ext.config.secrets import require_no_secrets
-from verl_ext.errors import UserError, first_line_of
-from verl_ext.yaml_text import yaml_text
-
-DEFAULTS = Path(__file__).with_name("defaults.yaml")
+from verl_ext.config.schema import keys
+from verl_ext.errors import UserError
+from verl_ext.metrics.registry.evaluation import EVALUATION
 
 
-def load_recipe(name: str | None, overrides: Sequence[str] = ()) -> EvalRecipe:
+def load_recipe(name: str | None, overrides: Sequence[str] = ()) -> EvalConfig:
     """Read and check a recipe.
 
     Args:
@@ -32,38 +26,45 @@ def load_recipe(name: str | None, overrides: Sequence[str] = ()) -> EvalRecipe:
     Raises:
         UserError: an unknown recipe or key, a value that cannot work, or a secret.
     """
-    try:
-        config = as_dict(compose_recipe(name, overrides))
-    except OmegaConfBaseException as error:
-        raise UserError(f"cannot resolve the recipe ({first_line_of(error)}); write the value itself") from error
-    require_no_secrets(config)
-    return EvalRecipe.of(config)
-
-
-def compose_recipe(name: str | None, overrides: Sequence[str] = ()) -> DictConfig:
-    """The resolved configuration; the arguments are those of `load_recipe`."""
-    config = _defaults()
     path = find_recipe("eval", name)
-    try:
-        recipe = OmegaConf.load(StringIO(yaml_text(path)))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError) as error:
-        raise UserError(f"cannot read the recipe {path} ({first_line_of(error)}); correct the file") from error
-    if not isinstance(recipe, DictConfig):
-        raise UserError(f"the recipe {path} is not a YAML mapping; write `key: value` lines")
-    merge_known(config, recipe, str(path), NULLABLE)
-    apply_overrides(config, list(overrides), NULLABLE)
-    added = leaves(config).keys() - leaves(_defaults()).keys()
-    if added:  # by +key=value, which makes sense only where something reads the key
-        raise UserError(f"an evaluation recipe has no key {min(added)!r}; remove it")
-    return config
+    composer = Composer(EvalConfig, extensible=False)
+    composer.add_recipe(load_yaml(path), str(path))
+    composer.add_overrides(overrides)
+    recipe: EvalConfig = composer.build(str(path))
+    for dataset, source in recipe.sources.items():
+        parser_of(source.format, f"datasets.{dataset}.format")
+    find_packages(recipe.judge.packages)
+    require_metric(recipe.selection.metric, recipe.sampling.num_samples)
+    return recipe
 
 
 def known_keys() -> list[str]:
     """The keys that every recipe has."""
-    return list(leaves(_defaults()))
+    return list(keys(EvalConfig))
 
 
-def _defaults() -> DictConfig:
-    config = OmegaConf.load(DEFAULTS)
-    assert isinstance(config, DictConfig)
-    return config
+def require_metric(metric: str, num_samples: int) -> None:
+    """Refuse a `selection.metric` that no evaluation of the recipe has.
+
+    Args:
+        metric: its name.
+        num_samples: answers to each problem.
+
+    Raises:
+        UserError: no such metric, with the closest one.
+    """
+    known = metric_names(num_samples)
+    if metric not in known:
+        near = difflib.get_close_matches(metric, known, n=1)
+        few = "; pass_at_<k> needs sampling.num_samples of k or more" if metric.startswith("pass_at_") else ""
+        choice = f"did you mean {near[0]!r}?" if near and not few else f"use one of {', '.join(known)}"
+        raise UserError(f"selection.metric is {metric!r}, which no evaluation of this recipe has{few}; {choice}")
+
+
+def metric_names(num_samples: int) -> list[str]:
+    """The metrics of a data set with so many answers to each problem."""
+    plain = [name.rpartition("/")[2] for name in EVALUATION]
+    names = [name for name in plain if "<" not in name and name != "num_samples"]
+    if num_samples == 1:
+        return names
+    return [*names, "num_samples", *(f"pass_at_{k}" for k in sorted({*WANTED_K, num_samples}) if k <= num_samples)]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from eval_pipeline.engines.answer import Answer, Request, Sampling
+from eval_pipeline.config import SamplingConfig
+from eval_pipeline.engines.answer import Answer, Request
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.problems.problem import Problem
 
@@ -56,7 +57,7 @@ class Batch:
     export: Path | None
     problems: dict[str, Problem]
     requests: tuple[Request, ...]
-    sampling: Sampling
+    sampling: SamplingConfig
     answers: dict[Key, Answer] = field(default_factory=dict)
     judged: frozenset[Key] = frozenset()
 
@@ -144,7 +145,7 @@ def key_of(request: Request) -> Key:
     return request.problem_id, request.sample
 
 
-def batches_of(problems: Sequence[Problem], sampling: Sampling, size: int) -> list[tuple[Request, ...]]:
+def batches_of(problems: Sequence[Problem], sampling: SamplingConfig, size: int) -> list[tuple[Request, ...]]:
     """Cut the requests of a data set into fixed batches: problem by problem, all samples of one together."""
     requests = [
         Request(problem.problem_id, problem.prompt, sample)

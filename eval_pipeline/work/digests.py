@@ -10,9 +10,9 @@ from typing import Any
 
 import xxhash
 
+from eval_pipeline.config import EvalConfig
 from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.models.integrity import exported_files, has_manifest
-from eval_pipeline.recipe.schema import EvalRecipe
 
 _NOT_DECISIVE = ("gpu_memory_utilization", "base_url", "concurrency", "timeout_s", "api_key_env")
 """Engine settings that change how fast and from where an answer comes and not what it is."""
@@ -27,7 +27,7 @@ class Digests:
     verdicts: str
 
 
-def digests_of(checkpoint: Checkpoint, problems: str, recipe: EvalRecipe, packages: Mapping[str, str]) -> Digests:
+def digests_of(checkpoint: Checkpoint, problems: str, recipe: EvalConfig, packages: Mapping[str, str]) -> Digests:
     """Digests of the model, of everything that decides the answers, and of that and all that decides the verdicts.
 
     Args:
@@ -50,7 +50,7 @@ def digests_of(checkpoint: Checkpoint, problems: str, recipe: EvalRecipe, packag
             "engine": engine,
         }
     )
-    judge = {"answers": answers, "isolation": recipe.isolation, "limits": asdict(recipe.limits)}
+    judge = {"answers": answers, "isolation": recipe.judge.isolation, "limits": asdict(recipe.judge.limits)}
     return Digests(model, answers, _digest({**judge, "packages": packages}))
 
 

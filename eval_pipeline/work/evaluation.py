@@ -11,12 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from eval_pipeline.config import EvalConfig
 from eval_pipeline.figures.judged import Judged
 from eval_pipeline.ledger.job import Job
 from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.problems.problem import Problem
-from eval_pipeline.recipe.schema import EvalRecipe
 from eval_pipeline.work.batch import (
     Answered,
     Batch,
@@ -59,7 +59,7 @@ class Evaluation:
         job: Job,
         checkpoint: Checkpoint,
         problems: Sequence[Problem],
-        recipe: EvalRecipe,
+        recipe: EvalConfig,
         digests: Digests,
         directory: Path,
     ) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 
+from eval_pipeline.config import EvalConfig
 from eval_pipeline.engines.answer import Answer, Request
 from eval_pipeline.engines.engine import Engine, open_engine
 from eval_pipeline.judge.client import JudgeServer
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.problems.extract import extract_program
-from eval_pipeline.recipe.schema import EvalRecipe
 from eval_pipeline.work.batch import Answered, Batch, Described, Event, Failed, Finished, Key, Verdicted, key_of
 from verl_ext.errors import UserError
 
@@ -33,12 +33,13 @@ class Worker:
         recipe: of the evaluation.
     """
 
-    def __init__(self, recipe: EvalRecipe) -> None:
+    def __init__(self, recipe: EvalConfig) -> None:
         self._recipe = recipe
         self._engine: Engine | None = None
         self._export: Path | None = None
         self._engine_lock = threading.Lock()
-        self._judge = JudgeServer(recipe.isolation, recipe.judge_workers, recipe.limits, recipe.judge_packages)
+        judge = recipe.judge
+        self._judge = JudgeServer(judge.isolation, judge.num_workers, judge.limits, judge.packages)
         self._judge.__enter__()
 
     def __enter__(self) -> Worker:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Seen, ok, warning
 from verl_ext.health.history import History
-from verl_ext.health.limits import Limits
 from verl_ext.health.rule import Rule, rule
 from verl_ext.health.trends import trend_of
 
@@ -16,7 +16,7 @@ GROWTH = 0.2
 
 
 @rule(MEMORY, advice="look for what is kept of every step, such as losses with their graphs", into=RULES)
-def memory_growing(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def memory_growing(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The largest memory of a rank has grown all along."""
     # means over equal parts of the run; in the first one models and caches fill up
     parts = history.series(MEMORY).buckets[1:]

@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from eval_pipeline.config import EngineConfig
 from eval_pipeline.engines.answer import Request
 from eval_pipeline.engines.engine import EngineDied, open_engine
-from eval_pipeline.engines.settings import EngineSettings
 from tests.helpers.engines import LONG, REQUESTS, answer_all, make_export, vllm_processes
 
 
@@ -23,7 +23,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_process_that_hangs_is_killed(has_been_asked: bool, export: Path) -> None:
     # more than fits into the connection while nobody reads from it
     many = [Request(f"p{i}", f"{i} " + "x" * 400) for i in range(4000)]
-    with open_engine(EngineSettings(dtype="float32", timeout_s=4), export) as engine:
+    with open_engine(EngineConfig(dtype="float32", timeout_s=4), export) as engine:
         [child] = vllm_processes(psutil.Process())
         if not has_been_asked:
             child.suspend()
@@ -35,7 +35,7 @@ def test_a_process_that_hangs_is_killed(has_been_asked: bool, export: Path) -> N
 
 def test_answers_may_take_longer_than_a_step_may(export: Path) -> None:
     number = 32
-    with open_engine(EngineSettings(dtype="float32", timeout_s=3), export) as engine:
+    with open_engine(EngineConfig(dtype="float32", timeout_s=3), export) as engine:
         while engine.seconds["generate_s"] < 4:  # however fast the machine is
             engine.seconds["generate_s"] = 0.0
             # all of the same length, so that none is finished before the last step

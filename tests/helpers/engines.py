@@ -13,16 +13,16 @@ from typing import Any
 
 import psutil
 
-from eval_pipeline.engines.answer import Answer, Request, Sampling
+from eval_pipeline.config import EngineConfig, SamplingConfig
+from eval_pipeline.engines.answer import Answer, Request
 from eval_pipeline.engines.engine import Engine
-from eval_pipeline.engines.settings import EngineSettings
 from tests.helpers import ROOT, warm
 from tests.helpers.commands import environment
 from tests.helpers.processes import family_of, words_of
 
 MAX_MODEL_LEN = 512
-GREEDY = Sampling(max_tokens=24)
-LONG = Sampling(max_tokens=400)
+GREEDY = SamplingConfig(max_tokens=24)
+LONG = SamplingConfig(max_tokens=400)
 REQUESTS = [Request(f"p{i}", f"Prompt number {i}. " * (2 + i % 7)) for i in range(60)]
 """With the chat template, more tokens in total than vLLM schedules in one step on a CPU (4096)."""
 
@@ -35,7 +35,7 @@ def make_export(directory: Path) -> Path:
     return save(directory / "huggingface", make_model(tokenizer, MAX_MODEL_LEN), tokenizer)
 
 
-def answer_all(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> dict[tuple[str, int], Answer]:
+def answer_all(engine: Engine, requests: Sequence[Request], sampling: SamplingConfig) -> dict[tuple[str, int], Answer]:
     """The answers by problem and sample; each request has one."""
     answers = {(request.problem_id, request.sample): answer for request, answer in engine.answers(requests, sampling)}
     assert len(answers) == len(requests)
@@ -65,7 +65,7 @@ class Owner:
 
 
 @contextmanager
-def owner_of(export: Path, settings: EngineSettings, *, cold: bool = False) -> Iterator[Owner]:
+def owner_of(export: Path, settings: EngineConfig, *, cold: bool = False) -> Iterator[Owner]:
     """Start a process that opens an engine and uses it until the engine dies; it has ended after the block.
 
     Args:

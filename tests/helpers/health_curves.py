@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from verl_ext.checkpoint.layout import Manifest
-from verl_ext.config.compose import compose_config
+from verl_ext.config.schema import to_yaml
+from verl_ext.trainer.stages import load_config
 
 Rows = list[tuple[int, dict[str, float]]]
 PEAK = 1e-5
@@ -268,9 +268,9 @@ def write_run(run_dir: Path, curve_name: str, status: str = "finished", reason: 
     [curve] = [each for each in CURVES if each.name == curve_name]
     rows = curve.rows(0)
     total, now = rows[-1][0], time.time()
-    config = compose_config("sft", ["trainer.logger=[console]", "trainer.save_freq=100", "optim.lr_scheduler=constant"])
-    config.optim.update(lr=1e-5, lr_warmup_steps_ratio=0.0)
-    OmegaConf.save(config, run_dir / "config.yaml")
+    config = load_config("sft", ["trainer.logger=[console]", "trainer.save_freq=100", "optim.lr_scheduler=constant"])
+    config.optim.lr, config.optim.lr_warmup_steps_ratio = 1e-5, 0.0
+    (run_dir / "config.yaml").write_text(to_yaml(config))
     lines = [json.dumps({"step": step, "attempt": 1, "time": now, **metrics}) for step, metrics in rows]
     (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     attempt = {"attempt": 1, "start": "", "end": None if status == "running" else "", "first_step": 0}

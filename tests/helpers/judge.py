@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.problems.problem import Case, FunctionTests, ProgramTests
@@ -45,11 +45,12 @@ LASTING_PER_WORKER = {"bwrap": 9, "sandlock": 2, "rlimits": 2}
 """Processes of a worker between two answers. With bwrap these are two of bubblewrap for each of two sandboxes, the
 zygote of testers, the zygote of supervisors, the first process of its namespace, a supervisor and a tester."""
 
-HOSTILE_LIMITS = Limits(cpu_s=10, wall_s=60, memory_mb=256, file_mb=4, num_processes=32)
+HOSTILE_LIMITS = JudgeLimits(cpu_s=10, wall_s=60, memory_mb=256, file_mb=4, num_processes=32)
 _ENDED_BY_TIME = replace(HOSTILE_LIMITS, cpu_s=0.5, wall_s=3)
 _OF_HOSTILE = {
     **dict.fromkeys(
-        ("scan of memory", "deep recursion", "deep result", "huge result"), Limits(cpu_s=20, wall_s=120, memory_mb=512)
+        ("scan of memory", "deep recursion", "deep result", "huge result"),
+        JudgeLimits(cpu_s=20, wall_s=120, memory_mb=512),
     ),
     # only the wall clock ends these
     **dict.fromkeys(("stop itself", "endless requests"), replace(_ENDED_BY_TIME, wall_s=1)),
@@ -70,11 +71,13 @@ def script(program: str, *cases: tuple[str, str], tolerance: float | None = None
 
 
 SLEEPER = function("import time\ndef f(x): time.sleep(1000)")
-LONG = Limits(cpu_s=100, wall_s=1000)
+LONG = JudgeLimits(cpu_s=100, wall_s=1000)
 
 
 @contextlib.contextmanager
-def serving(isolation: str, num_workers: int, limits: Limits, packages: tuple[str, ...] = ()) -> Iterator[JudgeServer]:
+def serving(
+    isolation: str, num_workers: int, limits: JudgeLimits, packages: tuple[str, ...] = ()
+) -> Iterator[JudgeServer]:
     """A judge server; the test is skipped where the isolation level does not work."""
     server = JudgeServer(isolation, num_workers, limits, packages)
     try:
@@ -87,13 +90,15 @@ def serving(isolation: str, num_workers: int, limits: Limits, packages: tuple[st
         server.__exit__(None, None, None)
 
 
-def submit_all(server: JudgeServer, submissions: Mapping[str, tuple[Submission, Limits]]) -> Callable[[str], Verdict]:
+def submit_all(
+    server: JudgeServer, submissions: Mapping[str, tuple[Submission, JudgeLimits]]
+) -> Callable[[str], Verdict]:
     """Submit everything at once; returns a function that waits for the verdict on one submission by its name."""
     futures = {name: server.submit(*arguments) for name, arguments in submissions.items()}
     return lambda name: futures[name].result(timeout=RESULT_S)
 
 
-def judged(server: JudgeServer, submission: Submission, limits: Limits | None = None) -> tuple[str, str]:
+def judged(server: JudgeServer, submission: Submission, limits: JudgeLimits | None = None) -> tuple[str, str]:
     """Error type and message of the verdict."""
     verdict = server.submit(submission, limits).result(timeout=RESULT_S)
     return verdict.error_type, verdict.message
@@ -203,7 +208,7 @@ def check_killed_client(isolation: str, num_processes: int) -> None:
 # --- hostile answers
 
 
-def hostile(name: str) -> tuple[Submission, Limits, list[str]]:
+def hostile(name: str) -> tuple[Submission, JudgeLimits, list[str]]:
     """A hostile function or program, its limits, and the error types that its verdict may have."""
     if name in FUNCTIONS:
         program, expected = FUNCTIONS[name]
@@ -261,7 +266,7 @@ def _directories_of(server: JudgeServer) -> list[Path]:
 def check_daemons(server: JudgeServer, count: int) -> None:
     """Right answers that leave processes are right, and none of the processes outlives its test."""
     programs = list(itertools.islice(itertools.cycle(DAEMONS.values()), count))
-    futures = [server.submit(function(program, TEST), Limits(cpu_s=5, wall_s=60)) for program in programs]
+    futures = [server.submit(function(program, TEST), JudgeLimits(cpu_s=5, wall_s=60)) for program in programs]
     verdicts = [future.result(timeout=2 * RESULT_S) for future in futures]
     assert {(verdict.error_type, verdict.message) for verdict in verdicts} == {("success", "")}
     wait_until_nothing_is_left(server)
@@ -310,8 +315,8 @@ def check_memory_of_the_next(server: JudgeServer, scan: str) -> None:
 
 # --- HumanEval
 
-HUMANEVAL_LIMITS = Limits(cpu_s=5, wall_s=120)
-_OF_TIMEOUTS = Limits(cpu_s=0.5, wall_s=120)
+HUMANEVAL_LIMITS = JudgeLimits(cpu_s=5, wall_s=120)
+_OF_TIMEOUTS = JudgeLimits(cpu_s=0.5, wall_s=120)
 _WRONG_VALUE = '''
 def _altered(value):
     """Another value of the same type; every element of a container is another one."""

@@ -113,18 +113,19 @@ def exit_codes() -> dict[str, int]:
 
 def config_digest_of(command: str, *words: str) -> str:
     """The digest of a run's configuration, as in `run.json` and `manifest.json`."""
-    from verl_ext.config.compose import compose_config
-    from verl_ext.config.digest import config_digest
+    from verl_ext.config.run_config import config_digest
+    from verl_ext.config.schema import as_dict
+    from verl_ext.trainer.stages import load_config
 
-    return config_digest(compose_config(command, list(words)))
+    return config_digest(as_dict(load_config(command, words)))
 
 
 def evaluation_config(recipe: str) -> dict[str, Any]:
     """The resolved configuration of an evaluation, by the keys of its YAML."""
-    from eval_pipeline.recipe.load import compose_recipe
-    from verl_ext.config.plain import as_dict
+    from eval_pipeline.recipe.load import load_recipe
+    from verl_ext.config.schema import as_dict
 
-    return as_dict(compose_recipe(recipe))
+    return as_dict(load_recipe(recipe))
 
 
 def evaluation_digests(recipe: str, checkpoint: Path) -> dict[str, str]:
@@ -141,18 +142,19 @@ def evaluation_digests(recipe: str, checkpoint: Path) -> dict[str, str]:
 
 def problems_digest_of(format: str, path: Path) -> str:
     """The digest of the problems of a file."""
+    from eval_pipeline.config import DatasetSource
     from eval_pipeline.problems.dataset import load_problems, problems_digest
-    from eval_pipeline.problems.source import DatasetSource
 
     return problems_digest(load_problems(DatasetSource("any", format, str(path))))
 
 
 def answer_seed(problem_id: str, sample: int, seed: int) -> int | None:
     """The seed of one answer in an evaluation."""
-    from eval_pipeline.engines.answer import Request, Sampling
+    from eval_pipeline.config import SamplingConfig
+    from eval_pipeline.engines.answer import Request
     from eval_pipeline.engines.seeds import seed_of
 
-    return seed_of(Request(problem_id, "any prompt", sample), Sampling(temperature=1.0, seed=seed))
+    return seed_of(Request(problem_id, "any prompt", sample), SamplingConfig(temperature=1.0, seed=seed))
 
 
 def completion_seed(run_seed: int, step: int, sample_id: str, number: int) -> int:
@@ -171,10 +173,11 @@ def token_numbers(seed: int, count: int) -> list[float]:
 
 def sample_ids(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The ids of the prompts of a file, from which seeds derive."""
-    from verl_ext.config.compose import compose_config
     from verl_ext.data.load import load_prompts
+    from verl_ext.trainer.stages import load_config
 
-    config = compose_config("grpo", [f"data.{key}={value}" for key, value in data.items()])
+    words = [f"data.{key}={value}" for key, value in data.items()]
+    config = load_config("grpo", [*words, "data.eval_every_steps=0"])
     train, _ = load_prompts(config, tokenizer)
     return [train[index]["sample_id"] for index in range(len(train))]
 
@@ -185,21 +188,20 @@ def tokenise(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[d
     Returns:
         The tokens of each sample.
     """
-    from verl_ext.config.compose import compose_config
     from verl_ext.data.load import load_datasets
+    from verl_ext.trainer.stages import load_config
 
-    train, _ = load_datasets(compose_config("sft", list(words)), tokenizer)
+    train, _ = load_datasets(load_config("sft", words), tokenizer)
     samples = [train[index] for index in range(len(train))]
     return [{name: sample[name].int().tolist() for name in ("input_ids", "loss_mask")} for sample in samples]
 
 
 def training_data_digest_of(*paths: Path) -> str:
     """The digest of a run's training data, which checkpoints hold."""
-    from omegaconf import OmegaConf
-
+    from verl_ext.data.config import ChatDataConfig
     from verl_ext.data.load import training_data_digest
 
-    return training_data_digest(OmegaConf.create({"train_files": [str(path) for path in paths]}))
+    return training_data_digest(ChatDataConfig(train_files=[str(path) for path in paths]))
 
 
 def model_fingerprint(model: Any) -> str:

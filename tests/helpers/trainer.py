@@ -7,22 +7,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 
-from verl_ext.config.compose import compose_config
 from verl_ext.data.load import load_datasets
 from verl_ext.distributed import build_meshes
 from verl_ext.trainer.hardware import settle_device
 from verl_ext.trainer.sft import SFTTrainer
+from verl_ext.trainer.stages import SFTConfig, load_config
 from verl_ext.trainer.tokenizer import load_tokenizer
 
 
-def small_config(quickstart: Path, run_dir: Path, *overrides: str) -> DictConfig:
+def small_config(quickstart: Path, run_dir: Path, *overrides: str) -> SFTConfig:
     """The quickstart recipe on the test session's data, writing into `run_dir`, with no tracker."""
-    return compose_config(
+    config = load_config(
         "sft",
         [
             "prepare=[]",
@@ -36,14 +35,16 @@ def small_config(quickstart: Path, run_dir: Path, *overrides: str) -> DictConfig
             *overrides,
         ],
     )
+    assert isinstance(config, SFTConfig)
+    return config
 
 
-def make_trainer(config: DictConfig) -> SFTTrainer:
+def make_trainer(config: SFTConfig) -> SFTTrainer:
     """An `SFTTrainer` on the process group that is there."""
     torch.manual_seed(config.trainer.seed)
     device_name = settle_device(config)
     tokenizer = load_tokenizer(config)
-    meshes = build_meshes(device_name, config.ulysses_sequence_parallel_size)
+    meshes = build_meshes(device_name, config.sequence_parallel_size)
     return SFTTrainer(config, *meshes, tokenizer, *load_datasets(config, tokenizer))
 
 
@@ -59,6 +60,6 @@ def loss_and_gradients(trainer: SFTTrainer) -> tuple[float, dict[str, torch.Tens
 def sharded(model: nn.Module) -> Any:
     """The model as FSDP2 modules over all ranks, with rank 0's weights; collective."""
     mesh, state = init_device_mesh("cpu", (dist.get_world_size(),)), model.state_dict()
-    apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True}, OmegaConf.create({"wrap_policy": {}}))
+    apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True}, {"wrap_policy": {}})
     fsdp2_load_full_state_dict(model, state, mesh, None)
     return model

@@ -42,8 +42,6 @@ from typing import Any, NoReturn
 from tests.helpers import ROOT
 from tests.helpers.warm import EXECUTE_CHILD, FORKED, PIPES, bound, module_of, read_at_import, split_words
 
-STAGES = ("sft", "grpo", "budget", "vlm_sft")
-
 
 def serve(imports: str, path: str) -> NoReturn:
     """Import everything, then fork a process for each request until no test process is left."""
@@ -137,7 +135,7 @@ class Server:
 
 def import_all(imports: str) -> None:
     """Import what commands import, so that a fork has it; nothing may be computed or started here."""
-    from verl_ext.trainer.stages import load_stage
+    from verl_ext.trainer.stages import STAGES
 
     if imports == "vllm":
         from verl_ext.vllm_setup import prepare_vllm_environment
@@ -145,8 +143,8 @@ def import_all(imports: str) -> None:
         prepare_vllm_environment()
     for name in (*MODULES, *(VLLM_MODULES if imports == "vllm" else ())):
         importlib.import_module(name)
-    for stage in STAGES:
-        load_stage(stage)
+    for stage in STAGES.values():
+        stage.trainer_class()
     for directory in _wandb_directories():
         atexit.unregister(directory.cleanup)
 

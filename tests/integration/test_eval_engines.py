@@ -18,17 +18,17 @@ from typing import Any
 import psutil
 import pytest
 
-from eval_pipeline.engines.answer import Request, Sampling
+from eval_pipeline.config import EngineConfig, SamplingConfig
+from eval_pipeline.engines.answer import Request
 from eval_pipeline.engines.engine import Engine, open_engine
-from eval_pipeline.engines.settings import EngineSettings
 from eval_pipeline.engines.vllm_model import CPU_NICENESS
 from tests.helpers.commands import environment, python
 from tests.helpers.engines import GREEDY, MAX_MODEL_LEN, REQUESTS, answer_all, make_export, owner_of, vllm_processes
 from tests.helpers.evaluation import evaluate, slow_problems, write_recipe
 from tests.helpers.processes import alive, family_of, free_port, wait_gone, wait_until
 
-SETTINGS = EngineSettings(dtype="float32")
-SAMPLED = Sampling(max_tokens=24, temperature=1.0, top_p=0.95, seed=3)
+SETTINGS = EngineConfig(dtype="float32")
+SAMPLED = SamplingConfig(max_tokens=24, temperature=1.0, top_p=0.95, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,9 @@ def test_an_answer_is_returned_when_it_is_finished(engine: Engine) -> None:
 
     # the later a request is in the list, the longer is its prompt, and the fewer tokens are left for the answer
     requests = [Request(str(i), "x" * (150 * i)) for i in range(4)]
-    arrived = [(request.problem_id, answer) for request, answer in engine.answers(requests, Sampling(max_tokens=2048))]
+    arrived = [
+        (request.problem_id, answer) for request, answer in engine.answers(requests, SamplingConfig(max_tokens=2048))
+    ]
     assert [problem_id for problem_id, _ in arrived] == ["3", "2", "1", "0"]
     assert all(answer.truncated and answer.error is None for _, answer in arrived)
     empty = [{"role": "user", "content": ""}]
@@ -75,7 +77,7 @@ def test_an_answer_is_returned_when_it_is_finished(engine: Engine) -> None:
 
 def test_a_caller_may_stop_early_and_ask_again(engine: Engine) -> None:
     expected = answer_all(engine, REQUESTS[:8], GREEDY)
-    answers = engine.answers(REQUESTS, Sampling(max_tokens=400))
+    answers = engine.answers(REQUESTS, SamplingConfig(max_tokens=400))
     assert next(answers)[0] in REQUESTS
     answers.close()
     assert answer_all(engine, REQUESTS[:8], GREEDY) == expected
@@ -95,7 +97,7 @@ def test_sampled_answers_belong_to_their_requests(engine: Engine) -> None:
     assert answer_all(engine, requests[::-1], SAMPLED) == together
     assert answer_all(engine, requests[:20], SAMPLED) | answer_all(engine, requests[20:], SAMPLED) == together
     assert together["p0", 0] != together["p0", 1]
-    other = answer_all(engine, requests[:8], Sampling(max_tokens=24, temperature=1.0, top_p=0.95, seed=4))
+    other = answer_all(engine, requests[:8], SamplingConfig(max_tokens=24, temperature=1.0, top_p=0.95, seed=4))
     assert all(other[key] != together[key] for key in other)
 
 
@@ -121,7 +123,7 @@ def test_the_death_of_the_process_is_reported(export: Path) -> None:
 
 
 def test_a_process_that_hangs_is_killed(export: Path) -> None:
-    with owner_of(export, EngineSettings(dtype="float32", timeout_s=4)) as owner:
+    with owner_of(export, EngineConfig(dtype="float32", timeout_s=4)) as owner:
         owner.line(), owner.line()
         [child] = vllm_processes(owner.process)
         child.suspend()
@@ -130,23 +132,23 @@ def test_a_process_that_hangs_is_killed(export: Path) -> None:
         assert not alive([child])
 
 
-def break_config(export: Path) -> EngineSettings:
+def break_config(export: Path) -> EngineConfig:
     (export / "config.json").write_text('{"model_type": "no-such-model"}')
     return SETTINGS
 
 
-def drop_template(export: Path) -> EngineSettings:
+def drop_template(export: Path) -> EngineConfig:
     (export / "chat_template.jinja").unlink()
     return SETTINGS
 
 
-def drop_weights(export: Path) -> EngineSettings:
+def drop_weights(export: Path) -> EngineConfig:
     (export / "model.safetensors").write_bytes(b"no weights")
     return SETTINGS
 
 
-def misspell(export: Path) -> EngineSettings:
-    return EngineSettings(vllm={"max_num_seq": 8})
+def misspell(export: Path) -> EngineConfig:
+    return EngineConfig(vllm={"max_num_seq": 8})
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def misspell(export: Path) -> EngineSettings:
     ],
 )
 def test_what_cannot_be_loaded_is_refused(
-    spoil: Callable[[Path], EngineSettings], message: str, export: Path, tmp_path: Path
+    spoil: Callable[[Path], EngineConfig], message: str, export: Path, tmp_path: Path
 ) -> None:
     settings = spoil(Path(shutil.copytree(export, tmp_path / "spoilt")))
     with owner_of(tmp_path / "spoilt", settings) as owner:
@@ -280,10 +282,10 @@ def test_a_checkpoint_is_evaluated_on_the_server_that_loaded_it(export: Path, se
 def test_a_server_gives_the_same_answers(engine: Engine, server: str) -> None:
     # with the prompt of 450 characters, fewer than 24 tokens are left
     requests = [*REQUESTS[:16], Request("nearly", "x" * 450), Request("long", "word " * 200)]
-    with open_engine(EngineSettings(kind="openai", base_url=server, concurrency=8), None) as remote:
+    with open_engine(EngineConfig(kind="openai", base_url=server, concurrency=8), None) as remote:
         assert (remote.protocol["model"], remote.protocol["base_url"]) == ("tiny", server)
         assert remote.protocol["max_model_len"] == MAX_MODEL_LEN
-        for sampling in (Sampling(max_tokens=64), SAMPLED):
+        for sampling in (SamplingConfig(max_tokens=64), SAMPLED):
             ours = answer_all(engine, requests, sampling)
             theirs = answer_all(remote, requests, sampling)
             assert ours.pop(("long", 0)).error is not None

@@ -27,8 +27,8 @@ from tests.helpers.ray_cluster import (
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
+    from eval_pipeline.config import EvalConfig
     from eval_pipeline.executors.ray import RayExecutor
-    from eval_pipeline.recipe.schema import EvalRecipe
 
 NUM_PROBLEMS = 60
 
@@ -39,7 +39,7 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def recipe_for(address: str) -> EvalRecipe:
+def recipe_for(address: str) -> EvalConfig:
     from eval_pipeline.recipe.load import load_recipe
 
     return load_recipe(None, ["executor.kind=ray", f"executor.address={address}"])
@@ -94,13 +94,13 @@ def test_the_workers_follow_the_cluster(cluster: Cluster) -> None:
 
 
 def test_a_worker_that_cannot_judge_reports_it(cluster: Cluster) -> None:
-    from eval_pipeline.engines.answer import Sampling
+    from eval_pipeline.config import SamplingConfig
     from eval_pipeline.executors.ray import RayExecutor
     from eval_pipeline.work.batch import Batch, BatchId, Event, Failed
 
     recipe = recipe_for(cluster.address)
-    object.__setattr__(recipe, "isolation", "none")  # a level that no node has
-    batch = Batch(BatchId("step_1", "sums", "digest", claim=1, number=0), None, {}, (), Sampling())
+    setattr(recipe.judge, "isolation", "none")  # noqa: B010 - a level that no node has, which the type forbids
+    batch = Batch(BatchId("step_1", "sums", "digest", claim=1, number=0), None, {}, (), SamplingConfig())
     with RayExecutor(recipe) as executor:
         poll_until(lambda: executor.has_room_for(None), executor)
         executor.submit(batch)

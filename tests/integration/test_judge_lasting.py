@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge import runs, workshop
 from eval_pipeline.judge.client import JudgeServer
 from eval_pipeline.judge.gate import Gate
 from eval_pipeline.judge.judging import Worker
 from eval_pipeline.judge.levels import candidates
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.submission import Submission
 from tests.helpers.hostile_answers import RIGHT, SCAN_MEMORY_FOR_NAMES, TEST
 from tests.helpers.judge import (
@@ -31,7 +31,7 @@ from tests.helpers.judge import (
 )
 from tests.helpers.processes import wait_until
 
-LIMITS = Limits(cpu_s=20, wall_s=120, memory_mb=512, num_processes=32)
+LIMITS = JudgeLimits(cpu_s=20, wall_s=120, memory_mb=512, num_processes=32)
 LEAVES_MUCH = """
 import os, resource, signal, sys, threading, time
 os.environ["LEFT"] = "1"
@@ -146,7 +146,7 @@ def test_after_a_limit_the_supervisor_is_another(server: JudgeServer) -> None:
     """An answer that had to be stopped may have exploited something unknown."""
     before = lasting(server)
     submission = function("def f(x):\n    while True: pass\n", TEST)
-    assert judged(server, submission, Limits(cpu_s=0.5))[0] == "timeout"
+    assert judged(server, submission, JudgeLimits(cpu_s=0.5))[0] == "timeout"
     assert lasting(server) != before
 
 
@@ -188,7 +188,7 @@ def test_a_tester_serves_many(server: JudgeServer, name: str) -> None:
     """It does so whatever the answers are, as long as their test leaves nothing behind."""
     before = lasting(server, "tester")
     program, expected = TESTERS_STAY[name]
-    assert judged(server, function(program, TEST), Limits(cpu_s=1))[0] == expected
+    assert judged(server, function(program, TEST), JudgeLimits(cpu_s=1))[0] == expected
     assert lasting(server, "tester") == before
 
 
@@ -223,7 +223,7 @@ def test_random_numbers_do_not_depend_on_earlier_tests(server: JudgeServer) -> N
 
 
 def test_time_of_earlier_tests_does_not_count(server: JudgeServer) -> None:
-    limits = Limits(cpu_s=1, wall_s=60)
+    limits = JudgeLimits(cpu_s=1, wall_s=60)
     busy = function(RIGHT, "assert sum(range(20_000_000)) > f(1)")
     assert {judged(server, busy, limits) for _ in range(6)} == {("success", "")}
 
@@ -256,14 +256,14 @@ def worker() -> Iterator[Worker]:
     worker.close()
 
 
-def error_type(worker: Worker, submission: Submission, limits: Limits = LIMITS) -> str:
+def error_type(worker: Worker, submission: Submission, limits: JudgeLimits = LIMITS) -> str:
     return worker.judge(submission, limits).error_type
 
 
 def test_an_idle_tester_stays(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The timers of a test end with it, so they do not end the process while another answer needs no test."""
     monkeypatch.setattr(runs, "_EXTRA_TEST_S", 1.0)
-    short = Limits(cpu_s=1, wall_s=1)
+    short = JudgeLimits(cpu_s=1, wall_s=1)
     assert error_type(worker, function(RIGHT, TEST), short) == "success"
     tester = worker._workshop._tester
     assert error_type(worker, script("import time\ntime.sleep(2.5)\nprint(2)")) == "success"

@@ -84,16 +84,16 @@ def test_two_ranks_learn_what_one_learns(inputs: Path, tmp_path: Path) -> None:
 def test_only_blocks_that_run_learn(inputs: Path, tmp_path: Path) -> None:
     import torch
 
-    from verl_ext.config.compose import compose_config
     from verl_ext.controller.configuration import ConfigurationSpace
     from verl_ext.controller.loading import load_adapter
+    from verl_ext.trainer.stages import load_config
     from verl_ext.trainer.vlm_sft import VLMSFTTrainer
 
     overrides = ["configurations.share=1.0", "data.train_batch_size=2", "data.micro_batch_size_per_gpu=1"]
     overrides += ["trainer.total_training_steps=1", "optim.lr_warmup_steps_ratio=0.0", f"trainer.seed={SEED}"]
     losses(inputs, tmp_path / "run", 2, *overrides)
     trainer = VLMSFTTrainer.__new__(VLMSFTTrainer)  # only what chooses a configuration
-    trainer.config = compose_config("sft", [f"recipe={inputs / 'recipe.yaml'}", *overrides])
+    trainer.config = load_config("sft", [f"recipe={inputs / 'recipe.yaml'}", *overrides])
     trainer.global_step, trainer.space = 1, ConfigurationSpace(("low", "medium", "high"), 4, 2, 4, (1, 2, 4))
     ran = trainer.configuration(0).blocks
     export = tmp_path / "run" / "global_step_1" / "huggingface"

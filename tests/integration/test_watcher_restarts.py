@@ -8,16 +8,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers import ROOT
 from tests.helpers.processes import running, wait_until
 from verl_ext.launch.watcher import RESTARTS, Watcher
 from verl_ext.processes import StopSignals
+from verl_ext.trainer.config import SFTTrainerConfig, WatchConfig
+from verl_ext.trainer.stages import SFTConfig
 
 
 @pytest.fixture
-def config(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
+def config(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SFTConfig:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     recipe = tmp_path / "few.yaml"
     recipe.write_text(
@@ -25,23 +26,23 @@ def config(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "tiers: {tier1: [few]}\npoll_s: 0.2\nwandb: false\n"
     )
     (tmp_path / "run").mkdir()
-    trainer = {"default_local_dir": str(tmp_path / "run"), "n_gpus_per_node": 2}
-    return OmegaConf.create(
-        {"trainer": trainer, "eval": {"watch": True, "recipe": str(recipe), "devices": None}},
+    return SFTConfig(
+        trainer=SFTTrainerConfig(default_local_dir=str(tmp_path / "run"), n_gpus_per_node=2),
+        eval=WatchConfig(watch=True, recipe=str(recipe)),
     )
 
 
-def watchers_of(config: DictConfig) -> list[psutil.Process]:
+def watchers_of(config: SFTConfig) -> list[psutil.Process]:
     return running("watch", config.trainer.default_local_dir)
 
 
-def next_watcher(config: DictConfig, killed: set[int]) -> psutil.Process:
+def next_watcher(config: SFTConfig, killed: set[int]) -> psutil.Process:
     """Wait for a watcher that is not one of those that were killed."""
     return wait_until(lambda: [each for each in watchers_of(config) if each.pid not in killed])[0]
 
 
 @pytest.fixture
-def watcher(config: DictConfig) -> Iterator[Watcher]:
+def watcher(config: SFTConfig) -> Iterator[Watcher]:
     watcher = Watcher(config, first_pause_s=0.05)
     yield watcher
     watcher.stop(StopSignals())
@@ -49,7 +50,7 @@ def watcher(config: DictConfig) -> Iterator[Watcher]:
 
 
 def test_a_killed_watcher_is_restarted_and_given_up_after_some_restarts(
-    watcher: Watcher, config: DictConfig, capfd: pytest.CaptureFixture[str]
+    watcher: Watcher, config: SFTConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     killed: set[int] = set()
     for _ in range(RESTARTS + 1):
@@ -66,7 +67,7 @@ def test_a_killed_watcher_is_restarted_and_given_up_after_some_restarts(
 
 
 def test_the_restarts_are_counted_from_the_last_evaluated_checkpoint(
-    watcher: Watcher, config: DictConfig, capfd: pytest.CaptureFixture[str]
+    watcher: Watcher, config: SFTConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     killed: set[int] = set()
     for number in range(3):
@@ -81,7 +82,7 @@ def test_the_restarts_are_counted_from_the_last_evaluated_checkpoint(
 
 
 def test_a_watcher_that_refuses_its_input_is_not_restarted(
-    config: DictConfig, capfd: pytest.CaptureFixture[str]
+    config: SFTConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Path(config.eval.recipe).write_text("tiers: {tier1: [gone]}\n")  # after the launcher has checked it
     watcher = Watcher(config, first_pause_s=0.05)
@@ -93,7 +94,7 @@ def test_a_watcher_that_refuses_its_input_is_not_restarted(
 
 
 def test_a_watcher_that_is_stopped_is_not_restarted(
-    watcher: Watcher, config: DictConfig, capfd: pytest.CaptureFixture[str]
+    watcher: Watcher, config: SFTConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = Path(config.trainer.default_local_dir) / "eval/watch.log"
     wait_until(lambda: "Watching" in log.read_text())
@@ -104,7 +105,7 @@ def test_a_watcher_that_is_stopped_is_not_restarted(
 
 
 def test_a_watcher_that_fails_after_the_end_of_the_run_is_not_restarted(
-    config: DictConfig, capfd: pytest.CaptureFixture[str]
+    config: SFTConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = {"status": "finished", "attempts": []}
     (Path(config.trainer.default_local_dir) / "run.json").write_text(json.dumps(run))

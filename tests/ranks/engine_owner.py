@@ -12,8 +12,8 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+from eval_pipeline.config import EngineConfig
 from eval_pipeline.engines.engine import EngineDied, open_engine
-from eval_pipeline.engines.settings import EngineSettings
 from tests.helpers.engines import GREEDY, LONG, REQUESTS, answer_all
 from verl_ext.errors import UserError
 
@@ -21,7 +21,7 @@ from verl_ext.errors import UserError
 def main(export: str, settings: str) -> None:
     """Run until the engine dies."""
     try:
-        with open_engine(EngineSettings(**json.loads(settings)), Path(export)) as engine:
+        with open_engine(EngineConfig(**json.loads(settings)), Path(export)) as engine:
             say(sorted({"torch", "vllm", "transformers"} & sys.modules.keys()))
             say([(*key, *astuple(answer)) for key, answer in answer_all(engine, REQUESTS, GREEDY).items()])
             for _ in range(2):  # a dead engine stays dead

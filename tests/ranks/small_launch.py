@@ -8,31 +8,28 @@ from __future__ import annotations
 import os
 import sys
 
-from omegaconf import OmegaConf
-
 from verl_ext.launch import keeper
 from verl_ext.launch.__main__ import stoppable
 from verl_ext.launch.run import run_to_the_end
+from verl_ext.trainer.stages import load_config
 
 if __name__ == "__main__":
     run_dir, grace_s, restarts, first_pause_s, leave_after_s = sys.argv[1:]
     keeper.LEAVE_AFTER_S = float(leave_after_s)
-    trainer = {
-        "default_local_dir": run_dir,
-        "project_name": "tests",
-        "experiment_name": "small",
-        "resume_mode": os.environ.get("SMALL_RESUME_MODE", "auto"),
-        "resume_from_path": None,
-        "n_gpus_per_node": 2,
-        "nnodes": int(os.environ.get("NNODES", "1")),
-        "preemption": {"grace_s": float(grace_s)},
-        "checkpoint": {"save_contents": ["model"], "load_contents": ["model", "optimizer", "extra"]},
-        "total_epochs": 1,
-        "total_training_steps": None,
+    words = {
+        "trainer.default_local_dir": run_dir,
+        "trainer.project_name": "tests",
+        "trainer.experiment_name": "small",
+        "trainer.resume_mode": os.environ.get("SMALL_RESUME_MODE", "auto"),
+        "trainer.preemption.grace_s": grace_s,
+        "trainer.checkpoint.save_contents": "[model]",
+        "trainer.checkpoint.load_contents": "[model,optimizer,extra]",
+        "trainer.total_epochs": "1",
+        "model.partial_pretrain": "org/name",
     }
-    optim = {"optimizer": "AdamW", "optimizer_impl": "torch.optim"}
-    others = {"data": {}, "optim": optim, "model": {"partial_pretrain": "org/name"}, "eval": {"watch": False}}
-    config = OmegaConf.create({"stage": "sft", "recipe": "small", "trainer": trainer, **others})
+    config = load_config("sft", ["recipe=verl", *(f"{key}={value}" for key, value in words.items())])
+    config.recipe = "small"
+    config.trainer.n_gpus_per_node, config.trainer.nnodes = 2, int(os.environ.get("NNODES", "1"))
     sys.exit(
         stoppable(
             lambda signals: run_to_the_end(

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from omegaconf import OmegaConf
 
 from verl_ext.checkpoint.layout import TRACKER, Manifest
 from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.trainer.stages import read_config
 
 LIFETIME_S = 120
 RANK = int(os.environ.get("RANK", "0"))
@@ -122,7 +122,7 @@ def refuse(run_dir: Path, attempt: int) -> int:
 
 def main() -> int:
     """Record the attempt and run the function that the environment names."""
-    config = OmegaConf.load(sys.argv[1])
+    config = read_config(Path(sys.argv[1]))
     run_dir = Path(config.trainer.default_local_dir)
     attempts = run_dir / f"attempts_of_{RANK}"
     with attempts.open("a") as file:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eval_pipeline.engines.settings import EngineSettings
+from eval_pipeline.config import EngineConfig
 from eval_pipeline.engines.vllm_arguments import arguments_for
 from eval_pipeline.recipe.load import load_recipe
 from verl_ext.errors import UserError
@@ -26,16 +26,16 @@ def main(export: str, mark: str, own: str, known: str, linear: str) -> None:
         "overridden": arguments_for(load_recipe("quickstart", overrides).engine, export, on_gpu=True),
         "cpu": arguments_for(load_recipe("quickstart", []).engine, export, on_gpu=False),
         "gpu": arguments_for(load_recipe("quickstart", []).engine, export, on_gpu=True),
-        "linear": arguments_for(EngineSettings(), linear, on_gpu=False),
+        "linear": arguments_for(EngineConfig(), linear, on_gpu=False),
     }
     try:
-        arguments_for(EngineSettings(dtype="float32"), linear, on_gpu=False)
+        arguments_for(EngineConfig(dtype="float32"), linear, on_gpu=False)
     except UserError as error:
         report["linear in float32"] = str(error)
     for name, model, trusted in (("own", own, False), ("known", known, False), ("trusted", own, True)):
         vllm = {"trust_remote_code": True} if trusted else {}
         try:
-            value = arguments_for(EngineSettings(dtype="float32", vllm=vllm), model, on_gpu=False)["max_model_len"]
+            value = arguments_for(EngineConfig(dtype="float32", vllm=vllm), model, on_gpu=False)["max_model_len"]
         except Exception as error:  # vLLM raises many types
             value = "refused: " + " ".join(str(error).split())
         report[name] = {"ran_code": Path(mark).exists(), "max_model_len": value}

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import DictConfig
 
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import checkpoint_that_suits
+from verl_ext.trainer.stages import SFTConfig
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 SGD = ("optim.optimizer=SGD", "optim.override_optimizer_config={momentum: 0.9}")
@@ -39,7 +39,7 @@ def forget_the_optimizer(run_dir: Path) -> None:
     path.write_text(json.dumps(content))
 
 
-def resume(config: DictConfig) -> None:
+def resume(config: SFTConfig) -> None:
     trainer = make_trainer(config)
     assert trainer.global_step == 1
     trainer.training_step(next(trainer.remaining_batches()))

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import DictConfig
 
 from tests.helpers.data import write_questions
-from verl_ext.config.compose import compose_config
 from verl_ext.controller.checkpoints import load_weights
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.data.load import load_questions
 from verl_ext.errors import UserError
-from verl_ext.launch.budget_check import check_budget, check_budget_files
+from verl_ext.launch.budget_check import check_budget_files
+from verl_ext.launch.configure import check_settings
 from verl_ext.metrics.epoch_history import COLUMNS, EpochSums, EpochTables, line_of, tags_of
 from verl_ext.metrics.log_file import LogFile
 from verl_ext.metrics.names import describe
 from verl_ext.metrics.row import Row
 from verl_ext.trainer.plateau import PlateauSchedule
+from verl_ext.trainer.stages import BudgetConfig, load_config
 
 RECIPE = """
 # of a budget controller
@@ -36,26 +36,29 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def config_of(recipe: Path, *overrides: str) -> DictConfig:
-    return compose_config("grpo", [f"recipe={recipe}", *overrides])
+def config_of(recipe: Path, *overrides: str) -> BudgetConfig:
+    config = load_config("grpo", [f"recipe={recipe}", *overrides])
+    assert isinstance(config, BudgetConfig)
+    return config
 
 
-def check_all(config: DictConfig) -> None:
+def check_all(config: BudgetConfig) -> None:
     """What the launcher refuses in this stage, before and after data are prepared."""
-    check_budget(config)
+    config.trainer.n_gpus_per_node = 1
+    check_settings(config)
     check_budget_files(config)
 
 
 def test_the_recipe_says_which_stage_it_is_of(recipe: Path, tmp_path: Path) -> None:
     config = config_of(recipe, "data.datasets.tiny.val=1")
     check_all(config)
-    assert config.stage == "budget" and config.data.datasets.tiny == {
+    assert config.stage == "budget" and config.data.datasets["tiny"] == {
         "train": 4,
         "source": str(tmp_path / "questions"),
         "val": 1,
     }
     with pytest.raises(UserError, match=r"is of the stage 'budget'; run_sft.sh has sft, vlm_sft"):
-        compose_config("sft", [f"recipe={recipe}"])
+        load_config("sft", [f"recipe={recipe}"])
     with pytest.raises(UserError, match="stage=grpo is not for the command line"):
         config_of(recipe, "stage=grpo")
 
@@ -65,20 +68,20 @@ def test_the_recipe_says_which_stage_it_is_of(recipe: Path, tmp_path: Path) -> N
     [
         ("controller.budgets_ms=[90,10]", "two ascending numbers of milliseconds"),
         ("controller.budgets_ms=[10]", "two ascending numbers of milliseconds"),
-        ("controller.budgets_of_full=[0.6,0.3]", "two ascending shares of what all of the model takes"),
-        ("latency.percentile=80", "take one of 50, 75, 90, 95"),
+        ("controller.budgets_of_full=[0.6,0.3]", "two ascending shares of the full latency"),
+        ("latency.percentile=80", "must be 50, 75, 90 or 95"),
         ("rollout.n=1", "rollout.n is 1"),
-        ("latency.source=guessed", "take one of model, measured"),
+        ("latency.source=guessed", "must be model or measured"),
         ("latency.file=/nowhere.json", "latency.file=/nowhere.json does not exist"),
         ("controller.importance_file=/nowhere.json", "does not exist"),
-        ("optim.lr_scheduler=cosine", "optim.lr_scheduler has no effect on a budget controller"),
+        ("optim.lr_scheduler=cosine", "optim.lr_scheduler has no effect here"),
         ("eval.watch=true", "eval.watch has no effect"),
         ("data.eval_batches=0", "data.eval_batches is 0.*-1 for all"),
-        ("controller.tier_sizes=[a,b,c]", "controller.tier_sizes is .*ascending whole numbers"),
+        ("controller.tier_sizes=[a,b,c]", "controller.tier_sizes.*list .* of whole numbers"),
         ("controller.tier_sizes=[]", "controller.tier_sizes is .*ascending whole numbers"),
         ("controller.tier_sizes=[12,6]", "controller.tier_sizes is .*ascending whole numbers"),
-        ("controller.topk_choices=[a]", "controller.topk_choices is .*ascending whole numbers"),
-        ("data.eval_every_steps=0", "or -1 for every epoch's end"),
+        ("controller.topk_choices=[a]", "controller.topk_choices.*list .* of whole numbers"),
+        ("data.eval_every_steps=0", "or -1 for the epochs' ends"),
         ("actor.ppo_epochs=2", "set controller.dropout=0"),
         ("data.datasets.tiny.train=0", "there is no question for train"),
         ("data.datasets.tiny.val=0", "there is no question for val"),
@@ -96,9 +99,9 @@ def test_what_cannot_work_is_refused(override: str, message: str, recipe: Path) 
 
 def test_shares_of_all_of_the_model_need_a_latency_model(recipe: Path) -> None:
     shares = "controller.budgets_of_full=[0.3,0.6]"
-    check_budget(config_of(recipe, shares))
+    check_all(config_of(recipe, shares, "data.datasets.tiny.val=2"))
     with pytest.raises(UserError, match="set latency.source=model"):
-        check_budget(config_of(recipe, shares, "latency.source=measured"))
+        config_of(recipe, shares, "latency.source=measured")
 
 
 def test_fewer_questions_than_a_batch_are_refused(recipe: Path) -> None:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.models.hold import held
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import NAMES, OPTIMIZER, kept, save
 from tests.helpers.processes import wait_until
+from verl_ext.checkpoint.config import CheckpointConfig
 from verl_ext.checkpoint.layout import Manifest, what_is_wrong
 from verl_ext.checkpoint.lease import DEFAULT_SECONDS, lease_holders, leased
 from verl_ext.checkpoint.retention import Retention, reasons_to_keep
@@ -28,6 +28,7 @@ from verl_ext.checkpoint.rotation import carry_out, plan_rotation, rotate
 from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.errors import UserError
 from verl_ext.files import hold_run_lock
+from verl_ext.trainer.config import TrainerConfig
 
 
 def reasons(run_dir: Path, retention: Retention, step: int) -> dict[int, list[str]]:
@@ -87,9 +88,8 @@ def test_the_newest_may_be_the_best_and_uses_up_its_place(tmp_path: Path) -> Non
 
 
 def test_retention_is_read_from_the_trainer_section_and_refuses_what_cannot_work() -> None:
-    section = {"keep_best": 2, "best_metric": "eval/x", "best_mode": "max", "drop_optimizer_of_best": True}
-    trainer = OmegaConf.create({"max_ckpt_to_keep": 3, "checkpoint": section})
-    assert Retention.of(trainer) == Retention(3, 2, "eval/x", "max", True)
+    section = CheckpointConfig(keep_best=2, best_metric="eval/x", best_mode="max", drop_optimizer_of_best=True)
+    assert Retention.of(TrainerConfig(max_ckpt_to_keep=3, checkpoint=section)) == Retention(3, 2, "eval/x", "max", True)
     for values, message in [
         ({"max_to_keep": 0}, "trainer.max_ckpt_to_keep is 0"),
         ({"max_to_keep": "two"}, "trainer.max_ckpt_to_keep is 'two'"),

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from tests.helpers import ROOT
-from verl_ext.config.compose import compose_config
 from verl_ext.errors import SICK_EXIT_CODE, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from verl_ext.launch.arguments import parse_arguments
+from verl_ext.trainer.stages import load_config
 
 PAGE = (ROOT / "docs/cluster.md").read_text()
 SCRIPTS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
@@ -39,7 +39,7 @@ def command_of(pod: dict[str, Any]) -> list[str]:
 def assert_pod_suits(pod: dict[str, Any]) -> None:
     """Its command is understood, saves within the grace period, and what it mounts is there."""
     arguments = parse_arguments(["sft", *command_of(pod)])
-    config = compose_config("sft", arguments.overrides)
+    config = load_config("sft", arguments.overrides)
     [container] = pod["containers"]
     assert config.trainer.preemption.grace_s < pod["terminationGracePeriodSeconds"]
     assert arguments.num_processes == container["resources"]["limits"]["nvidia.com/gpu"]
@@ -72,7 +72,7 @@ def test_scripts_parse_and_their_commands_are_understood(script: str, tmp_path: 
     assert commands
     for command in commands:
         arguments = parse_arguments(["sft", *shlex.split(command)])
-        assert compose_config("sft", arguments.overrides).recipe == "qwen2.5_coder_7b"
+        assert load_config("sft", arguments.overrides).recipe == "qwen2.5_coder_7b"
 
 
 def test_a_notice_becomes_the_signal_and_the_exit_code_comes_back(tmp_path: Path) -> None:

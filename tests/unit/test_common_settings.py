@@ -14,11 +14,11 @@ from tests.helpers.data import write_questions
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.retention import Retention
-from verl_ext.config.compose import LAYERS, base_config, compose_config
 from verl_ext.data.load import load_datasets, load_questions
 from verl_ext.metrics.names import describe
 from verl_ext.trainer.attempt import Attempt
 from verl_ext.trainer.resume import checkpoint_to_resume
+from verl_ext.trainer.stages import STAGES, load_config
 from verl_ext.trainer.tokenizer import load_tokenizer
 
 RECIPE_OF_QUESTIONS = """
@@ -33,7 +33,9 @@ def test_how_a_run_saves() -> None:
     best = {"keep_best": 3, "best_metric": "train/loss", "best_mode": "max", "drop_optimizer_of_best": True}
     words = [f"trainer.checkpoint.{name}={value}" for name, value in {**best, "async_save": True}.items()]
     words += [f"trainer.checkpoint.export.{name}={value}" for name, value in export.items()]
-    trainer = compose_config("sft", [*words, "trainer.max_ckpt_to_keep=4", "trainer.seed=5"]).trainer
+    trainer = load_config(
+        "sft", [*words, "trainer.save_freq=50", "trainer.max_ckpt_to_keep=4", "trainer.seed=5"]
+    ).trainer
     retention = Retention(4, 3, "train/loss", "max", True)
     expected = SaveOptions(torch.float16, 100, 750, 2.5, True, retention, "digest", 5, timedelta(1))
     assert SaveOptions.of(trainer, torch.bfloat16, 750, "digest", timedelta(1)) == expected
@@ -41,13 +43,13 @@ def test_how_a_run_saves() -> None:
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_an_export_in_what_the_training_computes_in(precision: torch.dtype) -> None:
-    trainer = compose_config("sft", ["trainer.checkpoint.export.dtype=auto"]).trainer
+    trainer = load_config("sft", ["trainer.checkpoint.export.dtype=auto"]).trainer
     assert SaveOptions.of(trainer, precision, 750, "digest", timedelta(1)).export_dtype == precision
 
 
-@pytest.mark.parametrize("stage", LAYERS)
+@pytest.mark.parametrize("stage", STAGES)
 def test_the_best_checkpoint_of_a_stage(stage: str) -> None:
-    checkpoint = base_config(stage).trainer.checkpoint
+    checkpoint = STAGES[stage].root().trainer.checkpoint
     assert describe(checkpoint.best_metric).unit
     assert checkpoint.best_mode == ("min" if checkpoint.best_metric.endswith("loss") else "max")
     # a controller is small, and GRPO's steps are
@@ -57,7 +59,7 @@ def test_the_best_checkpoint_of_a_stage(stage: str) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_every_so_many_steps_have_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"trainer.default_local_dir={tmp_path}", "trainer.logger=[console]", "trainer.log_every=3"]
-    with Attempt(compose_config("sft", [*words, "health.enabled=false"]), 0, 100, 10, 1, True, "fp32") as attempt:
+    with Attempt(load_config("sft", [*words, "health.enabled=false"]), 0, 100, 10, 1, True, "fp32") as attempt:
         for step in range(1, 8):
             attempt.log(step, {"train/loss": 1.0})
     assert re.findall(r"step (\d+)/100", capsys.readouterr().out) == ["3", "6"]
@@ -76,8 +78,8 @@ def test_digests_are_compared_where_they_are_wanted(tmp_path: Path, capfd: pytes
         newest = save(tmp_path, step)
     (newest / NAMES[0]).write_bytes(b"X" * (newest / NAMES[0]).stat().st_size)  # of the same size
     words = [f"trainer.default_local_dir={tmp_path}", "trainer.checkpoint.verify="]
-    assert checkpoint_to_resume(compose_config("sft", [words[0], f"{words[1]}false"])) == newest
-    assert checkpoint_to_resume(compose_config("sft", [words[0], f"{words[1]}true"])) == tmp_path / "global_step_1"
+    assert checkpoint_to_resume(load_config("sft", [words[0], f"{words[1]}false"])) == newest
+    assert checkpoint_to_resume(load_config("sft", [words[0], f"{words[1]}true"])) == tmp_path / "global_step_1"
     assert "has the digest" in capfd.readouterr().err
 
 
@@ -91,7 +93,7 @@ def test_tokens_are_kept_where_the_recipe_says(quickstart: Path, tmp_path: Path)
 def test_the_suffix_stands_behind_every_question(command: str, stage: str, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE_OF_QUESTIONS.format(stage=stage, folder=write_questions(tmp_path / "questions", 2, 1)))
-    config = compose_config(command, [f"recipe={recipe}", "data.question_suffix=' Short:'"])
+    config = load_config(command, [f"recipe={recipe}", "data.question_suffix=' Short:'"])
     for dataset in load_questions(config, None):
         assert dataset is not None and all(sample.question.endswith("? Short:") for sample in dataset.samples)
 

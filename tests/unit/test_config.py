@@ -10,35 +10,36 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.models import cache_as_hub
-from verl_ext.config.checks import check_batch, check_values
-from verl_ext.config.compose import STAGES, compose_config
-from verl_ext.config.digest import config_digest
+from verl_ext.config.compose import parse_override, value_set_by
 from verl_ext.config.inputs import check_data, check_model, is_hub_name, untrained_loss
-from verl_ext.config.overrides import parsed, value_set_by
 from verl_ext.config.recipes import RECIPES, recipe_summaries
+from verl_ext.config.run_config import config_digest
+from verl_ext.config.schema import as_dict, to_yaml
 from verl_ext.data.training_templates import read_chat_template
 from verl_ext.errors import UserError
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.configure import check_settings, configure
+from verl_ext.trainer.stages import STAGES, GRPOConfig, RunConfig, SFTConfig, load_config, stages_of
 
-SHIPPED = sorted((path.parent.name, path.stem) for command in STAGES for path in (RECIPES / command).glob("*.yaml"))
+SHIPPED = sorted(
+    (path.parent.name, path.stem) for command in ("sft", "grpo") for path in (RECIPES / command).glob("*.yaml")
+)
 
 
 @pytest.mark.parametrize(("command", "recipe"), SHIPPED)
 def test_every_shipped_recipe_passes_the_checks_of_settings(command: str, recipe: str) -> None:
     config = configure(parse_arguments([command, "1", f"recipe={recipe}"]))
-    assert config.recipe == recipe and config.stage in STAGES[command] and recipe_summaries(command)[recipe]
+    assert config.recipe == recipe and config.stage in stages_of(command) and recipe_summaries(command)[recipe]
     for ranks in (1, 2, 4, 8):
         config.trainer.n_gpus_per_node = ranks
         check_settings(config)
 
 
 def test_the_7b_recipe_is_the_documents_run() -> None:
-    config = compose_config("sft", ["recipe=qwen2.5_coder_7b"])
+    config = load_config("sft", ["recipe=qwen2.5_coder_7b"])
     assert (config.data.train_batch_size, config.data.micro_batch_size_per_gpu, config.data.max_length) == (
         128,
         2,
@@ -73,11 +74,11 @@ def test_the_7b_recipe_is_the_documents_run() -> None:
 )
 def test_a_mistyped_override_is_refused_with_a_hint(override: str, names: str) -> None:
     with pytest.raises(UserError, match=names):
-        compose_config("sft", [override])
+        load_config("sft", [override])
 
 
 def test_overrides_follow_hydra() -> None:
-    config = compose_config(
+    config = load_config(
         "sft",
         ["optim.lr=1e-4", "data.train_files=[a,b]", "trainer.logger=console", "~data.val_files", "+mine.extra=1"]
         + ["data.apply_chat_template_kwargs.enable_thinking=false", "optim.override_optimizer_config={fused: true}"],
@@ -86,15 +87,14 @@ def test_overrides_follow_hydra() -> None:
     assert list(config.data.train_files) == ["a", "b"]
     assert list(config.trainer.logger) == ["console"]
     assert config.data.val_files is None
-    assert config.mine.extra == 1
-    assert config.data.apply_chat_template_kwargs.enable_thinking is False
-    assert config.optim.override_optimizer_config.fused is True
+    assert vars(config)["mine"] == {"extra": 1}
+    assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
+    assert config.optim.override_optimizer_config == {"fused": True}
 
 
 def test_a_null_default_and_a_list_of_modules_are_fine() -> None:
     words = ["trainer.max_ckpt_to_keep=null", "data.val_files=null", "model.target_modules=[q_proj,v_proj]"]
-    config = compose_config("sft", words)
-    check_values(config)
+    config = load_config("sft", words)
     assert config.trainer.max_ckpt_to_keep is config.data.val_files is None
     assert list(config.model.target_modules) == ["q_proj", "v_proj"]
 
@@ -103,29 +103,29 @@ def test_a_recipe_file_with_an_unknown_key_names_the_file(tmp_path: Path) -> Non
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("data:\n  train_batchsize: 3\n")
     with pytest.raises(UserError, match="mine.yaml sets 'data.train_batchsize'.*did you mean 'data.train_batch_size'"):
-        compose_config("sft", [f"recipe={recipe}"])
+        load_config("sft", [f"recipe={recipe}"])
     recipe.write_text("a: [")
     with pytest.raises(UserError, match="not valid YAML"):
-        compose_config("sft", [f"recipe={recipe}"])
+        load_config("sft", [f"recipe={recipe}"])
 
 
 @pytest.mark.parametrize(
     ("key", "value", "names"),
     [
         ("model.strategy", "fsdp", "fsdp2"),
-        ("model.mixed_precision", "fp8", "auto, bf16, fp32"),
-        ("trainer.total_training_steps", "abc", "whole number of at least 1"),
+        ("model.mixed_precision", "fp8", "auto, bf16 or fp32"),
+        ("trainer.total_training_steps", "abc", "whole number of at least 1, or null for all epochs"),
         ("trainer.max_ckpt_to_keep", 0, "whole number of at least 1"),
-        ("data.max_length", None, "whole number of at least 1"),
+        ("data.max_length", None, "needs a value"),
         ("optim.lr", -1, "must be a number of at least 0"),
-        ("optim.lr", math.inf, "must be a number of at least 0"),
+        ("optim.lr", math.inf, "must be a finite number of at least 0"),
         ("optim.lr", math.nan, "must be a number of at least 0"),
         ("optim.clip_grad", -1, "must be a number of at least 1e-12"),
         ("optim.clip_grad", 0, "must be a number of at least 1e-12"),
         ("optim.betas", [0.9], "two numbers"),
-        ("optim.betas", [2, 3], "two numbers"),
-        ("trainer.seed", -1, "must lie between"),
-        ("data.num_workers", -1, "must lie between 0 and 256"),
+        ("optim.betas", [2, 3], "of at least 0 and below 1"),
+        ("trainer.seed", -1, "whole number from 0 to 2147483647"),
+        ("data.num_workers", -1, "whole number from 0 to 256"),
         ("trainer.default_local_dir", " ", "is empty"),
         ("trainer.experiment_name", "", "is empty; give the run's name"),
         ("trainer.default_hdfs_dir", "hdfs://x", "has no effect"),
@@ -135,31 +135,31 @@ def test_a_recipe_file_with_an_unknown_key_names_the_file(tmp_path: Path) -> Non
         ("trainer.checkpoint.load_contents", ["modle"], "modle"),
         ("data.micro_batch_size", 4, "micro_batch_size_per_gpu"),
         ("data.train_max_samples", 0, "at least 1, or -1 for all"),
-        ("data.num_workers", 100_000, "between 0 and 256"),
+        ("data.num_workers", 100_000, "from 0 to 256"),
         ("optim.num_cycles", float("nan"), "optim.num_cycles is nan"),
         ("optim.num_cycles", float("inf"), "optim.num_cycles is inf"),
         ("trainer.max_ckpt_to_keep", 99999999999, "at most 2147483647, or null for all"),
         ("trainer.total_training_steps", 99999999999, "at most 2147483647, or null for all epochs"),
         ("trainer.checkpoint.export.every", 99999999999, "at most 2147483647, or null for every save"),
         ("trainer.resume_mode", "resume_path", "has no path; set trainer.resume_from_path"),
-        ("trainer.resume_from_path", "/nowhere/global_step_1", "no global_step_N directory"),
+        ("trainer.resume_from_path", "/nowhere/global_step_1", "not a global_step_N directory"),
     ],
 )
 def test_values_that_cannot_work_are_refused(key: str, value: object, names: str) -> None:
-    config = compose_config("sft", [])
-    OmegaConf.update(config, key, value)
+    text = json.dumps(value) if value != value or value not in (math.inf, -math.inf) else "inf"
     with pytest.raises(UserError, match=names):
-        check_values(config)
+        check_settings(load_config("sft", [f"{key}={'nan' if value != value else text}"]))
 
 
 @pytest.mark.parametrize(("batch", "ranks", "sequence"), [(33, 2, 1), (32, 3, 2), (32, 2, 2)])
 def test_a_batch_that_does_not_divide_is_refused(batch: int, ranks: int, sequence: int) -> None:
-    config = compose_config("sft", [f"data.train_batch_size={batch}", f"ulysses_sequence_parallel_size={sequence}"])
+    words = [f"data.train_batch_size={batch}", f"ulysses_sequence_parallel_size={sequence}"]
     with pytest.raises(UserError, match="divi|multiple|use_remove_padding"):
-        check_batch(config, ranks)
+        load_config("sft", words).check_ranks(ranks)
 
 
-def with_batches(config: DictConfig, batch: int, mini_batch: int | None) -> DictConfig:
+def with_batches(config: RunConfig, batch: int, mini_batch: int | None) -> GRPOConfig:
+    assert isinstance(config, GRPOConfig)
     config.data.train_batch_size, config.actor.ppo_mini_batch_size = batch, mini_batch
     return config
 
@@ -182,32 +182,32 @@ def test_a_refused_batch_names_values_of_all_keys_that_work_together(
     batch: int, mini_batch: int | None, ranks: int, working: tuple[int, int | None], fewer: int | None
 ) -> None:
     keys = ("data.train_batch_size", "actor.ppo_mini_batch_size")
-    config = with_batches(compose_config("grpo", []), batch, mini_batch)
+    config = with_batches(load_config("grpo", []), batch, mini_batch)
     with pytest.raises(UserError) as refused:
-        check_batch(config, ranks)
+        config.check_ranks(ranks)
     said = str(refused.value).partition("; set ")[2]
     changed = {key: int(value) for key, value in re.findall(r"([\w.]+)=(\d+)", said)}
     given = dict(zip(keys, (batch, mini_batch)))
     assert changed == {key: value for key, value in zip(keys, working) if value != given[key]}
     assert re.findall(r"start (\d+) ranks", said) == ([] if fewer is None else [str(fewer)])
-    check_batch(with_batches(config, *working), ranks)
+    with_batches(config, *working).check_ranks(ranks)
     if fewer is not None:
-        check_batch(with_batches(config, batch, mini_batch), fewer)
+        with_batches(config, batch, mini_batch).check_ranks(fewer)
 
 
 def test_fewer_ranks_are_named_only_if_engines_and_machines_divide_over_them() -> None:
-    config = with_batches(compose_config("grpo", []), 30, None)
+    config = with_batches(load_config("grpo", []), 30, None)
     config.rollout.tensor_model_parallel_size = 4
     with pytest.raises(UserError, match=r"set data.train_batch_size=32$"):
-        check_batch(config, 8)
+        config.check_ranks(8)
     config.rollout.tensor_model_parallel_size, config.trainer.nnodes = 1, 2
     with pytest.raises(UserError, match="set data.train_batch_size=32, or start 10 ranks"):
-        check_batch(config, 16)
+        config.check_ranks(16)
 
 
-def with_data(quickstart: Path, *overrides: str) -> DictConfig:
+def with_data(quickstart: Path, *overrides: str) -> RunConfig:
     files = [f"data.train_files={quickstart}/train.parquet", f"data.val_files={quickstart}/val.parquet"]
-    return compose_config("sft", [*files, f"model.partial_pretrain={quickstart}/model", *overrides])
+    return load_config("sft", [*files, f"model.partial_pretrain={quickstart}/model", *overrides])
 
 
 def test_data_and_model_are_looked_at_before_torchrun(quickstart: Path, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ HUB_NAMES = ("gpt2", "Qwen/Qwen2.5-0.5B", "distil-bert_base.v1")
 
 
 def check_named(model: str) -> None:
-    check_model(compose_config("sft", [f"model.partial_pretrain={model}"]))
+    check_model(load_config("sft", [f"model.partial_pretrain={model}"]))
 
 
 @pytest.mark.parametrize("name", HUB_NAMES)
@@ -289,15 +289,16 @@ def test_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "model").symlink_to(quickstart / "model")
     words = ["data.custom_cls.path=~/c.py", "model.lora_adapter_path=~/adapters", "trainer.resume_from_path=~/r"]
     named = ["data.chat_template=~/t.jinja", "model.partial_pretrain=~/model", "trainer.default_local_dir=~/runs/a"]
-    config = compose_config("sft", [*words, *named])
+    config = load_config("sft", [*words, *named])
+    assert isinstance(config, SFTConfig)
     assert config.trainer.default_local_dir == f"{tmp_path}/runs/a"
-    assert compose_config("sft", ["trainer.default_local_dir='~'"]).trainer.default_local_dir == str(tmp_path)
+    assert load_config("sft", ["trainer.default_local_dir='~'"]).trainer.default_local_dir == str(tmp_path)
     assert config.trainer.resume_from_path == f"{tmp_path}/r"
     assert (config.data.custom_cls.path, config.model.lora_adapter_path) == (f"{tmp_path}/c.py", f"{tmp_path}/adapters")
-    assert read_chat_template(config.data.chat_template) == "{{ messages }}"
+    assert read_chat_template(str(config.data.chat_template)) == "{{ messages }}"
     check_model(config)
     files = ["data.train_files=[~/a.parquet,'~/b c.parquet']", "data.val_files='~/v.parquet'"]
-    data = compose_config("sft", files).data
+    data = load_config("sft", files).data
     assert (list(data.train_files), data.val_files) == (["~/a.parquet", "~/b c.parquet"], "~/v.parquet")
 
 
@@ -315,28 +316,30 @@ def test_a_path_needs_only_the_quotes_of_the_shell(path: str) -> None:
         "data.train_files=['/a, /b=/c',{}]": ["/a, /b=/c", path],
     }.items():
         text = form.format(path)
-        assert value_set_by(parsed(text), text) == value
+        assert value_set_by(parse_override(text), text) == value
 
 
 @pytest.mark.parametrize("key", ["trainer.default_local_dir", "data.train_files", "model.partial_pretrain"])
 def test_home_of_nobody_is_refused(key: str) -> None:
     with pytest.raises(UserError, match=rf"{key} .*no user nobody_at_all"):
-        compose_config("sft", [f"{key}=~nobody_at_all/x"])
+        load_config("sft", [f"{key}=~nobody_at_all/x"])
+
+
+def digest_of(*words: str) -> str:
+    return config_digest(as_dict(load_config("sft", words)))
 
 
 def test_the_digest_tells_runs_apart_but_not_places() -> None:
-    base = config_digest(compose_config("sft", []))
-    assert config_digest(compose_config("sft", ["trainer.n_gpus_per_node=2", "trainer.device=cpu"])) == base
-    assert config_digest(compose_config("sft", ["optim.lr=1e-3"])) != base
+    base = digest_of()
+    assert digest_of("trainer.n_gpus_per_node=2", "trainer.device=cpu") == base
+    assert digest_of("optim.lr=1e-3") != base
 
 
 def save_contents(command: str, *words: str) -> set[str]:
-    return set(compose_config(command, list(words)).trainer.checkpoint.save_contents)
+    return set(load_config(command, list(words)).trainer.checkpoint.save_contents)
 
 
-@pytest.mark.parametrize(
-    ("command", "stage"), [(command, stage) for command, stages in STAGES.items() for stage in stages]
-)
+@pytest.mark.parametrize(("command", "stage"), [(stage.command, name) for name, stage in STAGES.items()])
 def test_every_checkpoint_has_an_export_unless_the_user_says_otherwise(
     command: str, stage: str, tmp_path: Path
 ) -> None:
@@ -350,8 +353,8 @@ def test_every_checkpoint_has_an_export_unless_the_user_says_otherwise(
     assert "hf_model" not in save_contents(command, f"recipe={recipe}")
     # config.yaml of a run, given as its recipe, means the same
     for overrides in ([], [typed]):
-        config = compose_config(command, [f"recipe={tmp_path / 'mine.yaml'}", *overrides])
-        (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
+        config = load_config(command, [f"recipe={tmp_path / 'mine.yaml'}", *overrides])
+        (tmp_path / "config.yaml").write_text(to_yaml(config))
         again = save_contents(command, f"recipe={tmp_path / 'config.yaml'}")
         assert again == set(config.trainer.checkpoint.save_contents)
 

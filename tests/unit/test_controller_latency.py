@@ -6,22 +6,25 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from tests.helpers import vlms
+from verl_ext.config.schema import keys
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.calibration import machine_name, other_machine
+from verl_ext.controller.config import BudgetRewardConfig
 from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.controller.execution import Outcome
 from verl_ext.controller.latency import Latency
 from verl_ext.controller.latency_model import FEATURES, PERCENTILES, LatencyModel, Workload, explained, fit
 from verl_ext.controller.latency_source import ModelledLatency
 from verl_ext.controller.loading import fingerprint
-from verl_ext.controller.reward import NAMES, RewardWeights
+from verl_ext.controller.reward import NAMES, reward_parts
 from verl_ext.errors import UserError
-from verl_ext.launch.budget_check import CHOICES
+from verl_ext.trainer.stages import BudgetConfig
 
 SPACE = ConfigurationSpace(("low", "medium", "high"), 8, 3, 8, (1, 2, 4))
 TRUTH = {
@@ -95,7 +98,7 @@ def test_a_percentile_makes_everything_longer(percentile: int, longer: float) ->
 
 
 def test_a_percentile_is_among_those_that_a_recipe_may_name() -> None:
-    assert CHOICES["latency.percentile"] == PERCENTILES
+    assert get_args(keys(BudgetConfig)["latency.percentile"].hint) == PERCENTILES
 
 
 def test_a_model_without_scatter_has_no_percentile(tmp_path: Path) -> None:
@@ -137,15 +140,15 @@ def test_a_saved_model_predicts_as_before_and_another_file_is_refused(tmp_path: 
 
 
 def test_the_parts_of_a_reward() -> None:
-    weights = RewardWeights()
-    inside = weights.parts(accuracy=1.0, latency_ms=50.0, budget_ms=100.0, complexity=0.5)
+    weights = BudgetRewardConfig()
+    inside = reward_parts(weights, accuracy=1.0, latency_ms=50.0, budget_ms=100.0, complexity=0.5)
     assert tuple(inside) == NAMES
     assert inside["reward_accuracy"] == 1 and inside["reward_violation"] == 0 and inside["reward_efficiency"] == 0.05
     assert inside["reward_complexity"] == -0.025
     assert inside["reward_latency"] == pytest.approx(-0.5 / (1 + 2.718281828**5))
-    at = weights.parts(0.0, 100.0, 100.0, 1.0)
+    at = reward_parts(weights, 0.0, 100.0, 100.0, 1.0)
     assert at["reward_latency"] == -0.25 and at["reward_efficiency"] == 0 == at["reward_violation"]
-    beyond = weights.parts(0.6, 150.0, 100.0, 1.0)
+    beyond = reward_parts(weights, 0.6, 150.0, 100.0, 1.0)
     assert beyond["reward_violation"] == pytest.approx(-2.5) and beyond["reward_accuracy"] == 0.6
-    assert weights.parts(0.0, 1e9, 1.0, 1.0)["reward_latency"] == -0.5
-    assert weights.parts(0.0, 0.0, 1.0, 1.0)["reward_latency"] == pytest.approx(-0.5 * 4.5398e-5, rel=1e-4)
+    assert reward_parts(weights, 0.0, 1e9, 1.0, 1.0)["reward_latency"] == -0.5
+    assert reward_parts(weights, 0.0, 0.0, 1.0, 1.0)["reward_latency"] == pytest.approx(-0.5 * 4.5398e-5, rel=1e-4)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from tests.helpers import vlms
 from tests.helpers.data import question
+from verl_ext.config.schema import set_at
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.controller.config import BudgetRewardConfig
 from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.controller.environment import ModelEnvironment
 from verl_ext.controller.execution import Executor, Outcome, Seen
@@ -21,12 +22,12 @@ from verl_ext.controller.inference import Decision
 from verl_ext.controller.latency_source import LatencySource
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.policy import ControllerPolicy
-from verl_ext.controller.reward import RewardWeights
 from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.data.questions import ImageQuestion
 from verl_ext.errors import UserError
 from verl_ext.grpo.policy import Prompt
 from verl_ext.trainer.budget_parts import check_budgets
+from verl_ext.trainer.stages import BudgetConfig
 
 BUDGETS = (5.0, 50.0)
 
@@ -123,7 +124,9 @@ class Told(LatencySource):
 def test_rewards_are_those_of_what_was_run(
     policy: ControllerPolicy, executor: Executor, space: ConfigurationSpace
 ) -> None:
-    environment = ModelEnvironment(executor, space, RewardWeights(), AnswerScorer([]), Told([10.0, 30.0, 90.0, 90.0]))
+    environment = ModelEnvironment(
+        executor, space, BudgetRewardConfig(), AnswerScorer([]), Told([10.0, 30.0, 90.0, 90.0])
+    )
     for parameter in policy._controller.tier_head.parameters():
         torch.nn.init.zeros_(parameter)  # so that there are choices of several tiers
     samples = list(policy.draw(prompts(3), 1, num_samples=4))
@@ -143,22 +146,21 @@ def test_rewards_are_those_of_what_was_run(
 
 
 @pytest.mark.parametrize(
-    ("budgets", "says"),
+    ("key", "budgets", "says"),
     [
-        ("budgets_ms=[12.1,40.0]", None),
+        ("budgets_ms", [12.1, 40.0], None),
         # between what the configuration takes and what it takes with the decision
-        ("budgets_ms=[11.0,40.0]", r"controller.budgets_ms begins at 11 ms, .*12.0 ms.* 2.0 ms.*at 12.6 ms or more"),
+        ("budgets_ms", [11.0, 40.0], r"controller.budgets_ms begins at 11 ms, .*12.0 ms.* 2.0 ms.*at 12.6 ms or more"),
         # the whole model takes 20 ms
-        ("budgets_of_full=[0.55,2.0]", r"controller.budgets_of_full begins at 0.55 \(11.0 ms\).*at 0.63 or more"),
+        ("budgets_of_full", [0.55, 2.0], r"controller.budgets_of_full begins at 0.55 \(11.0 ms\).*at 0.63 or more"),
     ],
 )
 def test_the_least_budget_has_time_for_the_decision(
-    budgets: str, says: str | None, executor: Executor, space: ConfigurationSpace
+    key: str, budgets: list[float], says: str | None, executor: Executor, space: ConfigurationSpace
 ) -> None:
-    config, least = OmegaConf.create({"controller": {"budgets_of_full": None}}), space.configuration(0, [True] * 4, 1)
-    config.merge_with_dotlist([f"controller.{budgets}"])
-    name, _, low = budgets.partition("=[")
-    low_ms = float(low.split(",")[0]) * (20.0 if name == "budgets_of_full" else 1.0)
+    config, least = BudgetConfig(), space.configuration(0, [True] * 4, 1)
+    set_at(config, f"controller.{key}", budgets)
+    low_ms = budgets[0] * (20.0 if key == "budgets_of_full" else 1.0)
     questions, latency = [question(n) for n in (50, 51, 52)], Told([10.0, 10.0, 10.0])
     with pytest.raises(UserError, match=says) if says else nullcontext():
         check_budgets(config, low_ms, executor, least, questions, latency)

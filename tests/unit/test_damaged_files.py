@@ -18,7 +18,7 @@ from verl_ext.checkpoint.lease import DEFAULT_SECONDS, lease_holders
 from verl_ext.checkpoint.resume import find_checkpoint
 from verl_ext.checkpoint.retention import Retention
 from verl_ext.checkpoint.rotation import rotate
-from verl_ext.config.written import load_written
+from verl_ext.config.run_config import read_config_file
 from verl_ext.console import printable
 from verl_ext.errors import UserError
 from verl_ext.health.__main__ import main as health
@@ -219,7 +219,7 @@ def test_a_damaged_configuration_is_one_sentence(text: str, run_dir: Path, capsy
 def test_a_configuration_that_python_cannot_hold_is_one_sentence(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match="cannot be read"):
-        load_written(tmp_path / "config.yaml")
+        read_config_file(tmp_path / "config.yaml")
 
 
 def in_attempt(**values: Any) -> Change:

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from omegaconf import OmegaConf
 from tokenizers.processors import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl.utils.dataset.sft_dataset import SFTDataset
@@ -16,6 +17,7 @@ from verl.utils.dataset.sft_dataset import SFTDataset
 from tests.helpers.data import CHAT, dataset_of
 from tests.helpers.models import make_tokenizer
 from tests.helpers.trainer import small_config
+from verl_ext.config.schema import as_dict
 from verl_ext.data.batching import MicroBatcher, validation_micro_batches
 from verl_ext.data.chat import ChatDataset
 from verl_ext.data.chat_encoder import check_chat
@@ -160,7 +162,7 @@ def test_prompt_and_response_columns_learn_the_end_of_turn_and_verl_does_not(
     rows = [{"question": "Write f.", "answer": "def f(x):\n    return x"}] * 2  # verl's crashes on a single row
     ours = dataset_of(rows, tokenizer, tmp_path, "data.multiturn.enable=false")
     assert learnt(ours, tokenizer) == "def f(x):\n    return x<|im_end|>"
-    config = small_config(tmp_path, tmp_path, "data.multiturn.enable=false").data
+    config = OmegaConf.create(as_dict(small_config(tmp_path, tmp_path, "data.multiturn.enable=false").data))
     stock = SFTDataset(str(tmp_path / "rows.parquet"), tokenizer, config)[0]
     # verl's trainer takes loss_mask[:, 1:] for the target of each position, so a target counts by its own mask
     targets = tokenizer.decode(stock["input_ids"][1:][stock["loss_mask"][1:].bool()])

@@ -9,13 +9,13 @@ from unittest.mock import patch
 import pandas as pd
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from tests.helpers.data import write_questions
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.checkpoint.writing import flush_and_digest
 from verl_ext.data import parquet
+from verl_ext.data.config import ChatDataConfig, QuestionDataConfig
 from verl_ext.data.load import training_data_digest
 from verl_ext.data.parquet import files_digest
 
@@ -60,14 +60,14 @@ def test_of_large_files_the_ends_and_some_blocks_count(num_files: int, tmp_path:
 def test_of_which_data_a_stage_has_a_digest(tmp_path: Path) -> None:
     folder = write_questions(tmp_path / "questions", 4, 2)
     sources = {"tiny": {"train": 4, "val": 2, "source": str(folder)}, "okvqa": {"train": 1, "val": 0}}
-    images = OmegaConf.create({"datasets": sources})
+    images = QuestionDataConfig(datasets=sources)
     digest = training_data_digest(images)
     write_questions(folder, 4, 1)
     assert training_data_digest(images) == digest != ""  # what is measured on is no part of the order
     write_questions(folder, 3, 1)
     assert training_data_digest(images) != digest
-    assert training_data_digest(OmegaConf.create({"datasets": {"okvqa": {"train": 1, "val": 0}}})) == ""
-    assert training_data_digest(OmegaConf.create({"train_files": ["hdfs://elsewhere/train.parquet"]})) == ""
+    assert training_data_digest(QuestionDataConfig(datasets={"okvqa": {"train": 1, "val": 0}})) == ""
+    assert training_data_digest(ChatDataConfig(train_files=["hdfs://elsewhere/train.parquet"])) == ""
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -10,8 +10,8 @@ import pytest
 from tests.helpers import ROOT
 from tests.helpers.docs import PAGES
 from tests.helpers.models import CELLS, SUPPORT
+from verl_ext.docgen import render_recipes
 from verl_ext.metrics.reference import render_reference
-from verl_ext.reference.page import render_recipes
 
 
 def test_the_metrics_reference_is_up_to_date() -> None:

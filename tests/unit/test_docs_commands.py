@@ -12,9 +12,9 @@ import pytest
 from eval_pipeline.__main__ import parse as parse_evaluation
 from tests.helpers import ROOT
 from tests.helpers.docs import PAGES
-from verl_ext.config.compose import compose_config
 from verl_ext.data.prepare.commands import parse_arguments as parse_preparation
 from verl_ext.launch.arguments import parse_arguments
+from verl_ext.trainer.stages import load_config
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -35,7 +35,7 @@ def test_a_command_is_understood(page: str, words: list[str]) -> None:
     program, *rest = words
     if program == "bash" and (script := re.fullmatch(r"run_(sft|grpo)\.sh", rest[0])):
         arguments = parse_arguments([script[1], *rest[1:]])
-        assert compose_config(script[1], arguments.overrides).stage and arguments.num_processes
+        assert load_config(script[1], arguments.overrides).stage and arguments.num_processes
     elif program == "bash":
         assert (ROOT / rest[0]).is_file()
         if rest[0] == "eval_pipeline/run.sh":

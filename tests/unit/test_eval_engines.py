@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from eval_pipeline.__main__ import main
+from eval_pipeline.config import EngineConfig, SamplingConfig
 from eval_pipeline.engines import openai_chat
-from eval_pipeline.engines.answer import Answer, Request, Sampling
+from eval_pipeline.engines.answer import Answer, Request
 from eval_pipeline.engines.engine import EngineDied, open_engine
 from eval_pipeline.engines.openai_chat import ORDINARY
 from eval_pipeline.engines.openai_server import ask_for_card
 from eval_pipeline.engines.seeds import seed_of
-from eval_pipeline.engines.settings import EngineSettings
 from eval_pipeline.engines.vllm_child import VllmChild
 from tests.helpers import ROOT
 from tests.helpers.processes import wait_until
@@ -30,7 +30,7 @@ from verl_ext.errors import UserError
 KEY = "sk-secret-of-the-test"
 REQUEST = Request("p", "Say it.")
 BAD = Request("b", "bad")
-GREEDY = Sampling()
+GREEDY = SamplingConfig()
 Reply = tuple[int, dict[str, Any]]
 
 
@@ -124,8 +124,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join()
 
 
-def ask(server: Server, requests: list[Request], sampling: Sampling = GREEDY, **settings: Any) -> list[Answer]:
-    known = EngineSettings(kind="openai", base_url=server.url, api_key_env="TEST_API_KEY", **settings)
+def ask(server: Server, requests: list[Request], sampling: SamplingConfig = GREEDY, **settings: Any) -> list[Answer]:
+    known = EngineConfig(kind="openai", base_url=server.url, api_key_env="TEST_API_KEY", **settings)
     with open_engine(known, None) as engine:
         assert KEY not in json.dumps(engine.protocol)
         return [answer for _, answer in engine.answers(requests, sampling)]
@@ -133,7 +133,7 @@ def ask(server: Server, requests: list[Request], sampling: Sampling = GREEDY, **
 
 def test_what_is_asked_and_read(server: Server) -> None:
     server.reply = lambda body: completion("cut", "length")
-    sampling = Sampling(temperature=0.5, top_p=0.9, max_tokens=33)
+    sampling = SamplingConfig(temperature=0.5, top_p=0.9, max_tokens=33)
     assert ask(server, [REQUEST], sampling) == [Answer("cut", 7, truncated=True)]
     (asked,) = server.asked
     assert asked == {
@@ -203,7 +203,7 @@ def test_what_no_prompt_is_to_blame_for_is_no_answer(
     monkeypatch.setattr(openai_chat, "NUM_RETRIES", 1)
     monkeypatch.setattr(openai_chat, "pause_after", lambda error, attempt: 0.0)
     server.reply = unless_bad(None if status is None else (status, refusal("no")))
-    known = EngineSettings(kind="openai", base_url=server.url, concurrency=1)
+    known = EngineConfig(kind="openai", base_url=server.url, concurrency=1)
     with open_engine(known, None) as engine:
         answers = engine.answers([REQUEST, BAD, REQUEST], GREEDY)
         assert next(answers) == (REQUEST, Answer("said", 7, truncated=False))  # what came is kept
@@ -260,9 +260,9 @@ def test_a_caller_who_stops_waits_for_nobody(server: Server) -> None:
     requests = [Request("0", "first"), *(Request(str(i), "never") for i in range(1, 9))]
     num_threads = threading.active_count()
     # a thread that reads from the socket while the client closes it may only notice at its time limit
-    settings = EngineSettings(kind="openai", base_url=server.url, concurrency=2, timeout_s=20)
+    settings = EngineConfig(kind="openai", base_url=server.url, concurrency=2, timeout_s=20)
     with open_engine(settings, None) as engine:
-        answers = engine.answers(requests, Sampling())
+        answers = engine.answers(requests, SamplingConfig())
         assert next(answers)[0].problem_id == "0"
         answers.close()
     release.set()
@@ -305,7 +305,7 @@ def test_what_is_no_key_is_refused(key: str, server: Server, monkeypatch: pytest
 
 
 def test_a_server_that_is_not_there() -> None:
-    settings = EngineSettings(kind="openai", base_url="http://127.0.0.1:9/v1")
+    settings = EngineConfig(kind="openai", base_url="http://127.0.0.1:9/v1")
     with pytest.raises(UserError, match="no server answers at http://127.0.0.1:9/v1"), open_engine(settings, None):
         pass
 
@@ -317,7 +317,7 @@ def test_a_list_of_models_that_is_none(server: Server) -> None:
 
 
 def test_a_url_that_is_no_api(server: Server) -> None:
-    settings = EngineSettings(kind="openai", base_url=server.url.removesuffix("/v1"))
+    settings = EngineConfig(kind="openai", base_url=server.url.removesuffix("/v1"))
     with pytest.raises(UserError, match="does not list its models .* ends in /v1"), open_engine(settings, None):
         pass
 
@@ -343,7 +343,7 @@ def test_a_directory_is_asked_of_the_server_that_loaded_it(server: Server, tmp_p
     export, other = tmp_path / "huggingface", tmp_path / "other"
     export.mkdir()
     (tmp_path / "link").symlink_to(export)
-    settings = EngineSettings(kind="openai", base_url=server.url)
+    settings = EngineConfig(kind="openai", base_url=server.url)
     for loaded in (str(export), str(tmp_path / "link")):
         server.models = [{"id": "a", "root": loaded, "max_model_len": 96}, {"id": "b", "root": "hub/b"}]
         server.cards = list
@@ -382,24 +382,24 @@ def test_a_server_has_no_checkpoints_to_watch(command: str, tmp_path: Path, caps
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        EngineSettings(**settings)
+        EngineConfig(**settings).check()
     assert "12345" not in str(error.value) and "pass@" not in str(error.value)
 
 
 def test_vllm_without_a_model_is_refused() -> None:
     with pytest.raises(UserError, match="name a checkpoint"):
-        open_engine(EngineSettings(), None)
+        open_engine(EngineConfig(), None)
 
 
 def test_seeds_belong_to_the_request() -> None:
-    sampling = Sampling(temperature=1.0, seed=5)
+    sampling = SamplingConfig(temperature=1.0, seed=5)
     seeds = [seed_of(Request(f"p{i}", "x", sample), sampling) for i in range(50) for sample in range(4)]
     assert len(set(seeds)) == 200 and all(0 <= seed < 2**31 for seed in seeds)
     assert seed_of(Request("p0", "another prompt"), sampling) == seeds[0]
-    assert seed_of(Request("p0", "x"), Sampling(temperature=1.0, seed=6)) != seeds[0]
-    assert seed_of(Request("p0", "x"), Sampling()) is None
+    assert seed_of(Request("p0", "x"), SamplingConfig(temperature=1.0, seed=6)) != seeds[0]
+    assert seed_of(Request("p0", "x"), SamplingConfig()) is None
     # the same on every machine and from one release to the next
-    assert seed_of(Request("HumanEval/0", "x"), Sampling(temperature=0.8)) == 1399759359
+    assert seed_of(Request("HumanEval/0", "x"), SamplingConfig(temperature=0.8)) == 1399759359
 
 
 def test_asking_imports_nothing_heavy() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from eval_pipeline.config import DatasetSource
 from eval_pipeline.problems import python_source
-from eval_pipeline.problems.dataset import DatasetSource, load_problems
+from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer
 

@@ -17,7 +17,7 @@ from eval_pipeline.models.discover import Discovery
 from eval_pipeline.models.export import SHARD_INDEX
 from eval_pipeline.models.hold import held
 from eval_pipeline.models.integrity import require_whole_export
-from eval_pipeline.models.run_config import RunConfig, read_run_config
+from eval_pipeline.models.run_config import RunSettings, read_run_config
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.work.digests import digests_of, identity_of
 from tests.helpers.checkpoints import commit, flip_byte, make_export
@@ -237,17 +237,19 @@ def test_a_place_is_found_by_the_run_or_by_itself(tmp_path: Path) -> None:
 def test_the_run_config_is_read_with_defaults(tmp_path: Path) -> None:
     run_dir = tmp_path / "first"
     run_dir.mkdir()
-    assert read_run_config(None) == RunConfig()
-    assert read_run_config(run_dir) == RunConfig(experiment="first")
+    assert read_run_config(None) == RunSettings()
+    assert read_run_config(run_dir) == RunSettings(experiment="first")
     (run_dir / "config.yaml").write_text(
         "eval: {recipe: phase1}\ntrainer: {project_name: demo, experiment_name: sft}\n"
     )
-    assert read_run_config(run_dir) == RunConfig("phase1", "demo", "sft")
+    assert read_run_config(run_dir) == RunSettings("phase1", "demo", "sft")
     (run_dir / "config.yaml").write_text(json.dumps({"eval": {"recipe": None}}))
-    assert read_run_config(run_dir) == RunConfig(experiment="first")
+    assert read_run_config(run_dir) == RunSettings(experiment="first")
 
 
-@pytest.mark.parametrize("text", ["eval: [", "- 1\n", "eval: {recipe: 3}\n", "eval: {recipe: '${nowhere}'}\n"])
+@pytest.mark.parametrize(
+    "text", ["eval: [", "- 1\n", "eval: {recipe: 3}\n", "eval: 3\n", "eval: {recipe: '${nowhere}'}\n"]
+)
 def test_a_broken_run_config_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match="config.yaml"):

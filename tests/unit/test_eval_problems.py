@@ -15,7 +15,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from eval_pipeline.problems.dataset import DatasetSource, load_problems, problems_digest
+from eval_pipeline.config import DatasetSource
+from eval_pipeline.problems.dataset import load_problems, problems_digest
 from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer
 from eval_pipeline.problems.tolerance import stated_tolerance
 from eval_pipeline.problems.verl_rl import ground_truth_of, read_tests

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from eval_pipeline.__main__ import main, parse
-from eval_pipeline.engines.answer import Answer, Sampling
-from eval_pipeline.engines.settings import EngineSettings
+from eval_pipeline.config import EvalConfig
+from eval_pipeline.engines.answer import Answer
 from eval_pipeline.figures.judged import Judged
 from eval_pipeline.figures.summary import summarize
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.problem import Problem, ReferenceAnswer
 from eval_pipeline.recipe.choose import restricted_to
-from eval_pipeline.recipe.kinds import KINDS
-from eval_pipeline.recipe.load import DEFAULTS, load_recipe
-from eval_pipeline.recipe.metric import figure_names
+from eval_pipeline.recipe.load import load_recipe, metric_names
 from tests.helpers import ROOT
-from verl_ext.config.overrides import leaves
+from verl_ext.config.schema import check_value, keys
 from verl_ext.errors import UserError
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "eval").glob("*.yaml"))
@@ -31,7 +28,7 @@ RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "eval").glob("*.yaml"
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_shipped_recipe_parses_and_evaluates_something(name: str) -> None:
     recipe = load_recipe(name)
-    assert recipe.tiers[1]
+    assert recipe.tiers.tier1
     assert (recipe.sampling.temperature, recipe.sampling.top_p, recipe.sampling.num_samples) == (0.0, 1.0, 1)
     for tier in (1, 2, 3):
         names = [dataset for dataset, _ in recipe.datasets_up_to(tier)]
@@ -42,13 +39,13 @@ def test_a_shipped_recipe_parses_and_evaluates_something(name: str) -> None:
 def test_the_protocol_is_that_of_the_specification() -> None:
     recipe = load_recipe("phase1")
     assert (recipe.sampling.max_tokens, recipe.engine.max_model_len) == (2048, 6144)
-    assert (recipe.limits.wall_s, recipe.limits.memory_mb) == (30.0, 1024)
+    assert (recipe.judge.limits.wall_s, recipe.judge.limits.memory_mb) == (30.0, 1024)
     assert recipe.datasets_up_to(3) == [
         ("codecontests_valid", 1), ("mbpp", 1), ("codecontests_valid_big", 2), ("codecontests_test", 3),
         ("humaneval", 3),
     ]  # fmt: skip
     assert (recipe.tier2_every, recipe.selection.metric, recipe.selection.mode) == (4, "exec_success_rate", "max")
-    assert {name: source.limit for name, source in recipe.datasets.items() if source.limit} == {
+    assert {name: source.limit for name, source in recipe.sources.items() if source.limit} == {
         "mbpp": 200, "codecontests_valid_big": 500,
     }  # fmt: skip
 
@@ -77,9 +74,9 @@ def test_nested_keys_are_overridden() -> None:
             "judge.num_workers=null",
         ],
     )
-    assert (recipe.datasets["quickstart"].limit, recipe.datasets["quickstart"].format) == (7, "quickstart")
-    assert (recipe.datasets["mine"].path, recipe.tiers[1]) == ("mine.jsonl", ("quickstart", "mine"))
-    assert (recipe.limits.cpu_s, recipe.judge_workers, recipe.selection.dataset) == (1, None, "mine")
+    assert (recipe.sources["quickstart"].limit, recipe.sources["quickstart"].format) == (7, "quickstart")
+    assert (recipe.sources["mine"].path, recipe.tiers.tier1) == ("mine.jsonl", ["quickstart", "mine"])
+    assert (recipe.judge.limits.cpu_s, recipe.judge.num_workers, recipe.selection.dataset) == (1, None, "mine")
     assert recipe.engine.vllm == {"enforce_eager": True, "max_num_seqs": 8}
 
 
@@ -87,7 +84,7 @@ def test_a_recipe_may_be_any_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("datasets:\n  a: {format: gsm8k, path: a.jsonl}\ntiers: {tier1: [a]}\nbatch_size: 3\n")
     recipe = load_recipe(str(path), ["batch_size=4"])
-    assert (recipe.datasets["a"].format, recipe.batch_size) == ("gsm8k", 4)
+    assert (recipe.sources["a"].format, recipe.batch_size) == ("gsm8k", 4)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +93,8 @@ def test_a_recipe_may_be_any_file(tmp_path: Path) -> None:
         ("sampling.max_token=5", "did you mean 'sampling.max_tokens'?"),
         ("max_tokens=5", "did you mean 'sampling.max_tokens'?"),
         ("judge.limits.cpu=5", "did you mean 'judge.limits.cpu_s'?"),
-        ("+sampling.top_k=5", "no key 'sampling.top_k'"),
-        ("+tiers.tier4=[quickstart]", "no key 'tiers.tier4'"),
+        ("+sampling.top_k=5", "'sampling.top_k', which is not a configuration key; did you mean 'sampling.top_p'?"),
+        ("+tiers.tier4=[quickstart]", "'tiers.tier4', which is not a configuration key; did you mean 'tiers.tier"),
         ("sampling.max_tokens=many", "must be a whole number"),
         ("sampling.max_tokens=null", "needs a value"),
         ("sampling.max_tokens", "not an override of the form key=value"),
@@ -117,52 +114,58 @@ def test_a_recipe_may_be_any_file(tmp_path: Path) -> None:
         ("engine.concurrency=0", "engine.concurrency is 0"),
         ("engine.timeout_s=0", "engine.timeout_s is 0"),
         ("engine.gpu_memory_utilization=2", "engine.gpu_memory_utilization is 2"),
-        ("engine.kind=sglang", "use one of vllm, openai"),
+        ("engine.kind=sglang", "must be vllm or openai"),
         ("engine.kind=openai", "needs the server's URL"),
-        ("engine.vllm=5", "engine.vllm is 5"),
+        ("engine.vllm=5", "'engine.vllm' to 5, but it must be a mapping of names"),
         ("engine.vllm.dtype=float32", "set engine.dtype"),
-        ("engine.dtype=int4", "use one of auto, float32"),
-        ("judge.isolation=docker", "use one of auto, bwrap, sandlock, rlimits"),
+        ("engine.dtype=int4", "must be auto, float32"),
+        ("judge.isolation=docker", "must be auto, bwrap, sandlock or rlimits"),
         ("judge.num_workers=0", "judge.num_workers is 0"),
-        ("judge.num_workers=two", "judge.num_workers is 'two'"),
+        ("judge.num_workers=two", "'judge.num_workers' to 'two', but it must be a whole number of at least 1, or null"),
         ("judge.limits.cpu_s=0", "judge.limits.cpu_s is 0"),
         ("judge.limits.wall_s=inf", "judge.limits.wall_s is inf"),
         ("judge.limits.memory_mb=-1", "judge.limits.memory_mb is -1"),
         ("judge.limits.num_processes=0", "judge.limits.num_processes is 0"),
         ("judge.limits.file_mb=0", "judge.limits.file_mb is 0"),
         ("judge.limits.output_mb=0", "judge.limits.output_mb is 0"),
-        ("selection.mode=most", "use one of max, min"),
+        ("selection.mode=most", "must be max or min"),
         ("selection.dataset=mbpp", "selection.dataset is 'mbpp'"),
-        ("executor.kind=slurm", "use one of local, ray"),
+        ("executor.kind=slurm", "must be local or ray"),
         ("executor.num_workers=0", "executor.num_workers is 0"),
         ("poll_s=0", "poll_s is 0"),
         ("backoff_s=-1", "backoff_s is -1"),
         ("backoff_s=inf", "backoff_s is inf"),
         ("tiers.tier1=[mbpp]", "names 'mbpp', which is not in `datasets`; use quickstart"),
-        ("tiers.tier3=[[quickstart]]", "it must be a list of text"),
-        ("datasets=5", "datasets is 5"),
+        ("tiers.tier3=[[quickstart]]", "must be a list .a, b. of text"),
+        ("datasets=5", "'datasets' to 5, but it must be a mapping of names"),
         ("datasets.quickstart=5", "lacks a key; give at least `format` and `path`"),
         ("~datasets.quickstart", "lacks a key; give at least `format` and `path`"),
         ("datasets.quickstart.limits=5", "datasets.quickstart has the unknown key 'limits'"),
         ("datasets.quickstart.limit=0", "datasets.quickstart.limit is 0"),
         ("datasets.quickstart.limit=few", "datasets.quickstart.limit is 'few'"),
         ("datasets.quickstart.path=5", "datasets.quickstart.path is 5"),
-        ("datasets.quickstart.path=${nowhere}", "cannot resolve"),
+        ("datasets.quickstart.path=${nowhere}", "cannot be resolved"),
         ("datasets={a/b: {format: mbpp, path: x}}", "has the name 'a/b'"),
         ("datasets={5: {format: mbpp, path: x}}", "it must be a mapping of names"),
         ("datasets.quickstart.format=quick", "datasets.quickstart.format is 'quick'; use one of quickstart, "),
-        ("engine.base_url=5", "engine.base_url has an invalid value; it must be text or null"),
-        ("engine.base_url=[http://localhost]", "engine.base_url has an invalid value"),
-        ("engine.api_key_env=5", "engine.api_key_env has an invalid value; it must be text"),
-        ("engine.model=7", "engine.model is 7; it must be text or null, in quotes"),
-        ("engine.dtype=3", "engine.dtype is 3; it must be text"),
-        ("engine.kind=true", "engine.kind is True; it must be text"),
+        ("engine.base_url=5", "'engine.base_url' to ..., but it must be text"),
+        ("engine.base_url=[http://localhost]", "'engine.base_url' to ..., but it must be text"),
+        ("engine.api_key_env=5", "'engine.api_key_env' to ..., but it must be text"),
+        ("engine.model=7", "'engine.model' to 7, but it must be text, in quotes"),
+        ("engine.dtype=3", "'engine.dtype' to 3, but it must be auto"),
+        ("engine.kind=true", "'engine.kind' to True, but it must be vllm or"),
         ("engine.vllm={5: 1}", "it must be a mapping of names"),
-        ("selection.dataset=[a]", "it must be text or null"),
-        ("selection.metric=5", "selection.metric is 5; it must be text"),
-        ("executor.address=6379", "executor.address is 6379; it must be text or null, in quotes"),
-        ("executor.num_workers=1.5", "executor.num_workers is 1.5; it must be a whole number or null"),
-        ("executor.num_workers=true", "executor.num_workers is True; it must be a whole number or null"),
+        ("selection.dataset=[a]", "it must be text"),
+        ("selection.metric=5", "'selection.metric' to 5, but it must be text, in quotes"),
+        ("executor.address=6379", "'executor.address' to 6379, but it must be text, in quotes"),
+        (
+            "executor.num_workers=1.5",
+            "'executor.num_workers' to 1.5, but it must be a whole number",
+        ),
+        (
+            "executor.num_workers=true",
+            "'executor.num_workers' to True, but it must be a whole number",
+        ),
         ("poll_s=${engine.dtype}", "poll_s is 'auto'; it must be a number"),
         ("wandb=${batch_size}", "wandb is 64; it must be true or false"),
         ("selection.metric=exec_succes_rate", "did you mean 'exec_success_rate'?"),
@@ -212,14 +215,47 @@ def test_the_value_of_a_key_that_may_be_secret_is_not_shown() -> None:
         assert "123456" not in str(refused.value) and "secret" not in str(refused.value)
 
 
-def test_the_defaults_in_the_code_are_those_that_a_user_reads() -> None:
-    read = OmegaConf.load(DEFAULTS)
-    for section, default in {"sampling": Sampling(), "engine": EngineSettings(), "judge.limits": Limits()}.items():
-        assert OmegaConf.to_container(OmegaConf.select(read, section)) == asdict(default), section
+def test_a_number_outside_its_range_is_refused_with_the_range() -> None:
+    for words, range_ in {
+        "engine.gpu_memory_utilization=2": "it must be a number above 0 and at most 1",
+        "sampling.max_tokens=0": "it must be a whole number of at least 1",
+        "judge.num_workers=0": "it must be a whole number of at least 1, or null",
+        "sampling.temperature=-0.1": "it must be a number of at least 0",
+        "judge.limits.wall_s=inf": "it must be a finite number above 0",
+    }.items():
+        with pytest.raises(UserError) as refused:
+            load_recipe("quickstart", [words])
+        key, _, value = words.partition("=")
+        assert str(refused.value) == f"{key} is {value}; {range_}"
 
 
-def test_every_key_has_a_kind() -> None:
-    assert KINDS.keys() == leaves(OmegaConf.load(DEFAULTS)).keys()
+def test_no_key_can_be_added_and_none_is_suggested_to_be() -> None:
+    for override in ("bogus_thing=1", "+bogus_thing=1", "++bogus_thing=1"):
+        with pytest.raises(UserError, match="'bogus_thing', which is not a configuration key; known keys begin") as no:
+            load_recipe("quickstart", [override])
+        assert "on purpose" not in str(no.value)
+    recipe = load_recipe("quickstart", ["+engine.vllm.max_num_seqs=8", "+batch_size=3"])
+    assert (recipe.engine.vllm, recipe.batch_size) == ({"max_num_seqs": 8}, 3)
+
+
+def test_a_mapping_on_the_command_line_adds_to_the_recipes() -> None:
+    recipe = load_recipe("quickstart", ["datasets={mine: {format: mbpp, path: mine.jsonl}}"])
+    assert list(recipe.sources) == ["quickstart", "mine"]
+
+
+def test_every_key_is_described() -> None:
+    for name, key in keys(EvalConfig).items():
+        assert key.setting.doc and not key.setting.doc.endswith("."), name
+        check_value(key, key.default)
+
+
+def test_the_configuration_needs_no_engine_and_no_judge() -> None:
+    code = "import sys, eval_pipeline.config; print(*sorted(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    modules = found.stdout.split()
+    assert not {"torch", "vllm", "numpy", "omegaconf", "hydra"} & set(modules)
+    ours = {name for name in modules if name.startswith("eval_pipeline")}
+    assert ours == {"eval_pipeline", "eval_pipeline.config"}
 
 
 SEVERAL = ("sampling.num_samples=7", "sampling.temperature=1")
@@ -248,7 +284,7 @@ def test_a_pass_at_k_that_is_not_reported_is_refused(k: int) -> None:
 def test_the_figures_to_choose_by_are_those_that_an_evaluation_has(num_samples: int) -> None:
     problem, verdict = Problem("a", "Say 1.", ReferenceAnswer("1")), Verdict("success", 1, 1)
     answers = [Judged(problem, sample, Answer("1", 1, False), "1", verdict) for sample in range(num_samples)]
-    assert set(summarize(answers, elapsed_s=1.0)) == set(figure_names(num_samples))
+    assert set(summarize(answers, elapsed_s=1.0)) == set(metric_names(num_samples))
 
 
 def test_a_recipe_can_be_restricted_to_data_sets() -> None:
@@ -330,7 +366,7 @@ def test_a_data_set_of_a_recipe_counts_from_the_repository(tmp_path: Path, monke
     recipe = load_recipe("quickstart", ["datasets.quickstart.path=tests/assets/none.jsonl"])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=f"{ROOT}/tests/assets/none.jsonl"):
-        load_problems(recipe.datasets["quickstart"])
+        load_problems(recipe.sources["quickstart"])
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from eval_pipeline.engines.answer import Answer, Sampling
+from eval_pipeline.config import EvalConfig, SamplingConfig
+from eval_pipeline.engines.answer import Answer
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.ledger.job import Job
 from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.problems.problem import FunctionTests, Problem
 from eval_pipeline.recipe.load import load_recipe
-from eval_pipeline.recipe.schema import EvalRecipe
 from eval_pipeline.work import evaluation as evaluation_module
 from eval_pipeline.work.batch import (
     Answered,
@@ -44,7 +44,7 @@ CONTEXT = {"isolation": "bwrap", "protocol": {"engine": "vllm"}}
 
 
 @pytest.fixture(scope="module")
-def recipe() -> EvalRecipe:
+def recipe() -> EvalConfig:
     return load_recipe("quickstart", ["batch_size=2"])
 
 
@@ -66,7 +66,7 @@ def file_of(directory: Path, kind: str) -> Path:
     return path
 
 
-def evaluation(directory: Path, recipe: EvalRecipe, job: Job = JOB) -> Evaluation:
+def evaluation(directory: Path, recipe: EvalConfig, job: Job = JOB) -> Evaluation:
     checkpoint = Checkpoint(directory, directory / "huggingface", step=1)
     return Evaluation(job, checkpoint, PROBLEMS, recipe, DIGESTS, directory)
 
@@ -163,7 +163,7 @@ def test_a_line_that_a_crash_has_blotted_out_is_done_again(tmp_path: Path) -> No
 )
 @pytest.mark.parametrize("row", [1, 4])
 def test_a_row_of_another_version_is_skipped_and_made_again(
-    tmp_path: Path, recipe: EvalRecipe, kind: str, change: dict, row: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, recipe: EvalConfig, kind: str, change: dict, row: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The last row, too, is no torn one."""
     fill(tmp_path, num_answers=5, num_verdicts=5)
@@ -188,7 +188,7 @@ def test_a_row_of_another_version_is_skipped_and_made_again(
 @pytest.mark.parametrize("kind", ["protocol", "isolation"])
 @pytest.mark.parametrize("content", [None, "", "7", "\x00"])
 def test_rows_of_unknown_origin_are_made_again(
-    tmp_path: Path, recipe: EvalRecipe, kind: str, content: str | None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, recipe: EvalConfig, kind: str, content: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(tmp_path, num_answers=5, num_verdicts=5)
     [path] = tmp_path.glob(f"{kind}-*.json")
@@ -215,7 +215,7 @@ def test_another_digest_has_other_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("num_samples", "size"), [(1, 2), (3, 4), (1, 64)])
 def test_batches_hold_every_request_once_and_are_the_same_each_time(num_samples: int, size: int) -> None:
-    sampling = Sampling(temperature=1.0, num_samples=num_samples)
+    sampling = SamplingConfig(temperature=1.0, num_samples=num_samples)
     batches = batches_of(PROBLEMS, sampling, size)
     assert batches == batches_of(list(PROBLEMS), sampling, size)
     keys = [key_of(request) for batch in batches for request in batch]
@@ -223,7 +223,7 @@ def test_batches_hold_every_request_once_and_are_the_same_each_time(num_samples:
     assert {len(batch) for batch in batches[:-1]} <= {size}
 
 
-def test_an_evaluation_from_nothing_to_the_end(tmp_path: Path, recipe: EvalRecipe) -> None:
+def test_an_evaluation_from_nothing_to_the_end(tmp_path: Path, recipe: EvalConfig) -> None:
     with evaluation(tmp_path, recipe) as one:
         sizes = []
         while one.has_waiting:
@@ -243,7 +243,7 @@ def test_an_evaluation_from_nothing_to_the_end(tmp_path: Path, recipe: EvalRecip
 
 @pytest.mark.parametrize("num_verdicts", [0, 2, 5])
 def test_what_decides_the_figures_is_known_wherever_a_kill_fell(
-    tmp_path: Path, recipe: EvalRecipe, num_verdicts: int
+    tmp_path: Path, recipe: EvalConfig, num_verdicts: int
 ) -> None:
     with evaluation(tmp_path, recipe) as one:  # killed before any batch has finished
         while one.has_waiting:
@@ -266,7 +266,7 @@ def test_what_decides_the_figures_is_known_wherever_a_kill_fell(
         assert (one.isolation, one.protocol) == ("bwrap", {"engine": "vllm"})
 
 
-def test_a_batch_that_is_known_in_part_is_given_out_whole(tmp_path: Path, recipe: EvalRecipe) -> None:
+def test_a_batch_that_is_known_in_part_is_given_out_whole(tmp_path: Path, recipe: EvalConfig) -> None:
     fill(tmp_path, num_answers=4, num_verdicts=3)
     with evaluation(tmp_path, recipe) as one:
         second, third = one.next_batch(), one.next_batch()
@@ -278,7 +278,7 @@ def test_a_batch_that_is_known_in_part_is_given_out_whole(tmp_path: Path, recipe
     assert set(third.problems) == {"p4"}
 
 
-def test_a_half_answered_batch_asks_for_all_of_it(tmp_path: Path, recipe: EvalRecipe) -> None:
+def test_a_half_answered_batch_asks_for_all_of_it(tmp_path: Path, recipe: EvalConfig) -> None:
     fill(tmp_path, num_answers=1, num_verdicts=0)
     with evaluation(tmp_path, recipe) as one:
         batch = one.next_batch()
@@ -286,7 +286,7 @@ def test_a_half_answered_batch_asks_for_all_of_it(tmp_path: Path, recipe: EvalRe
     assert set(batch.answers) == {KEYS[0]} and batch.needs_engine
 
 
-def test_a_lost_batch_is_given_out_again_until_it_was_lost_too_often(tmp_path: Path, recipe: EvalRecipe) -> None:
+def test_a_lost_batch_is_given_out_again_until_it_was_lost_too_often(tmp_path: Path, recipe: EvalConfig) -> None:
     with evaluation(tmp_path, recipe) as one:
         for _ in range(MAX_LOSSES - 1):
             batch = one.next_batch()
@@ -296,7 +296,7 @@ def test_a_lost_batch_is_given_out_again_until_it_was_lost_too_often(tmp_path: P
         assert error is not None and error.startswith("it died; 3 workers have died")
 
 
-def test_a_node_that_dies_with_many_batches_is_one_loss_of_each(tmp_path: Path, recipe: EvalRecipe) -> None:
+def test_a_node_that_dies_with_many_batches_is_one_loss_of_each(tmp_path: Path, recipe: EvalConfig) -> None:
     with evaluation(tmp_path, recipe) as one:
         batches = [one.next_batch() for _ in range(3)]
         assert len(batches) >= MAX_LOSSES
@@ -304,12 +304,12 @@ def test_a_node_that_dies_with_many_batches_is_one_loss_of_each(tmp_path: Path, 
         assert {one.next_batch().id for _ in range(3)} == {batch.id for batch in batches}
 
 
-def test_a_failed_batch_fails_the_job(tmp_path: Path, recipe: EvalRecipe) -> None:
+def test_a_failed_batch_fails_the_job(tmp_path: Path, recipe: EvalConfig) -> None:
     with evaluation(tmp_path, recipe) as one:
         assert one.handle(Failed(one.next_batch().id, "no such model")) == "no such model"
 
 
-def test_seconds_add_up_over_sessions(tmp_path: Path, recipe: EvalRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_add_up_over_sessions(tmp_path: Path, recipe: EvalConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(evaluation_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     with evaluation(tmp_path, recipe) as one:

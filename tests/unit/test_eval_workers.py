@@ -17,9 +17,9 @@ from unittest.mock import MagicMock
 import pytest
 
 from eval_pipeline.__main__ import main
-from eval_pipeline.engines.answer import Answer, Request, Sampling
+from eval_pipeline.config import EngineConfig, SamplingConfig
+from eval_pipeline.engines.answer import Answer, Request
 from eval_pipeline.engines.engine import EngineDied
-from eval_pipeline.engines.settings import EngineSettings
 from eval_pipeline.engines.vllm_model import VllmModel
 from eval_pipeline.executors.executor import Executor
 from eval_pipeline.judge.verdict import Verdict
@@ -189,18 +189,18 @@ class Engines:
         self.num_opened = 0
         self.asked: Counter[str] = Counter()
 
-    def __call__(self, settings: EngineSettings, export: Path | None) -> MagicMock:
+    def __call__(self, settings: EngineConfig, export: Path | None) -> MagicMock:
         self.num_opened += 1
         engine = MagicMock(protocol=CONTEXT["protocol"], seconds={})
         engine.__enter__.return_value = engine
         engine.answers = self._die if self.num_opened == 1 else self._answers
         return engine
 
-    def _die(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[Request, Answer]]:
+    def _die(self, requests: Sequence[Request], sampling: SamplingConfig) -> Iterator[tuple[Request, Answer]]:
         raise EngineDied("the vLLM process died")
         yield
 
-    def _answers(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[Request, Answer]]:
+    def _answers(self, requests: Sequence[Request], sampling: SamplingConfig) -> Iterator[tuple[Request, Answer]]:
         for request in requests:
             self.asked[request.problem_id] += 1
             yield request, RIGHT
@@ -229,7 +229,7 @@ def test_an_engine_that_dies_costs_its_own_batch_alone(tmp_path: Path, monkeypat
 )
 def test_a_hung_judge_does_not_hang_its_batch() -> None:
     """A run of the answer may take 0.1 s, and the judge says nothing at all."""
-    batch = Batch(BatchId("step_1", "few", "d", claim=1, number=0), None, {"p0": PROBLEMS[0]}, (), Sampling())
+    batch = Batch(BatchId("step_1", "few", "d", claim=1, number=0), None, {"p0": PROBLEMS[0]}, (), SamplingConfig())
     batch = replace(batch, answers={("p0", 0): RIGHT})
     events: list[Event] = []
     with Worker(RECIPE) as worker, ThreadPoolExecutor(1) as thread:
@@ -257,7 +257,7 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_says_that_vllm_is_missing(without_vllm: None) -> None:
     """Instead of "the vLLM process died (exit code 1)", which another attempt might mend."""
     with pytest.raises(UserError, match="vLLM"):
-        VllmModel(EngineSettings(), "model")
+        VllmModel(EngineConfig(), "model")
 
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason=MISSING_VLLM)

@@ -26,8 +26,6 @@ from tests.helpers import ROOT, vlms
 from tests.helpers.data import question
 from tests.helpers.grpo import SETTINGS, sample
 from tests.helpers.health_curves import write_run
-from verl_ext.config.checks import check_batch, check_values
-from verl_ext.config.compose import compose_config
 from verl_ext.controller import importance
 from verl_ext.controller.controlled import ControlledModel
 from verl_ext.data.prepare import prepare
@@ -37,20 +35,20 @@ from verl_ext.grpo.rewards.environment import TextEnvironment
 from verl_ext.grpo.rewards.registry import wanted_rewards
 from verl_ext.grpo.rollout.completion import Completion
 from verl_ext.health.__main__ import main as health
-from verl_ext.launch.grpo_check import check_grpo
+from verl_ext.launch.configure import check_settings
 from verl_ext.plugins import Plugin
+from verl_ext.trainer.stages import GRPOConfig, load_config
 
 ADAPTER = "examples/new_adapter/idefics3.py:Idefics3Adapter"
 RULES = "examples/new_health_rule/memory.py:RULES"
 
 
 def test_the_recipes_compose_and_pass_the_checks() -> None:
-    sft = compose_config("sft", ["recipe=examples/new_recipe/conversions.yaml"])
-    check_values(sft)
-    check_batch(sft, world_size=2)
-    grpo = compose_config("grpo", ["recipe=examples/new_reward/near.yaml"])
-    check_values(grpo)
-    check_grpo(grpo, world_size=2)
+    sft = load_config("sft", ["recipe=examples/new_recipe/conversions.yaml"])
+    grpo = load_config("grpo", ["recipe=examples/new_reward/near.yaml"])
+    for config in (sft, grpo):
+        config.trainer.n_gpus_per_node = 2
+        check_settings(config)
     assert (sft.recipe, grpo.recipe) == ("conversions", "near")
 
 
@@ -67,7 +65,8 @@ def completion(model: Any, tokenizer: Any, prompt: str) -> Sample:
 
 
 def test_the_rewards_score_completions(quickstart: Path) -> None:
-    config = compose_config("grpo", ["recipe=examples/new_reward/near.yaml"])
+    config = load_config("grpo", ["recipe=examples/new_reward/near.yaml"])
+    assert isinstance(config, GRPOConfig)
     environment = TextEnvironment(wanted_rewards(list(config.reward.functions)), replace(SETTINGS, time_limit_s=5.0), 1)
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
     model = AutoModelForCausalLM.from_pretrained(quickstart / "model")
@@ -84,10 +83,10 @@ def test_the_rewards_score_completions(quickstart: Path) -> None:
 
 def test_the_problem_format_is_loaded_and_judged(tmp_path: Path) -> None:
     recipe = load_recipe("examples/new_problem_format/doctests.yaml")
-    problems = load_problems(recipe.datasets["doctests"])
+    problems = load_problems(recipe.sources["doctests"])
     assert problems[0].tests.tests == ("assert double(2) == 4", "assert double(-1.5) == -3.0")
     right = [Submission(extract_program(each, each.canonical_solution), each.tests) for each in problems]
-    with JudgeServer(recipe.isolation, 1, recipe.limits, recipe.judge_packages) as judge:
+    with JudgeServer(recipe.judge.isolation, 1, recipe.judge.limits, recipe.judge.packages) as judge:
         assert [verdict.error_type for verdict in judge.judge_all(right)] == ["success"] * 3
     words = ["judge", "--recipe", "examples/new_problem_format/doctests.yaml", "--dataset", "doctests"]
     words += ["--answers", "examples/new_problem_format/answers.jsonl", "--output", str(tmp_path / "verdicts.jsonl")]
@@ -120,7 +119,7 @@ def test_a_row_that_is_no_problem_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"name": "f", "task": "Do.", "examples": ">>> f(1)\\n"}\n')
     with pytest.raises(UserError, match="rows.jsonl, line 1: 'examples' must be lines of >>> with a result"):
-        load_problems(replace(recipe.datasets["doctests"], path=str(path)))
+        load_problems(replace(recipe.sources["doctests"], path=str(path)))
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig
 
-from verl_ext.config.checks import check_values
-from verl_ext.config.compose import compose_config
 from verl_ext.data.chat_encoder import pick
 from verl_ext.errors import UserError
 from verl_ext.launch.arguments import parse_arguments
-from verl_ext.launch.configure import configure
+from verl_ext.launch.configure import check_settings, configure
 from verl_ext.launch.from_verl import compose_as_typed
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.trainer.stages import SFTConfig, load_config
 
 GSM8K = (
     "data.train_files=/data/gsm8k/train.parquet", "data.val_files=/data/gsm8k/test.parquet", "data.prompt_key=prompt",
@@ -39,13 +37,14 @@ def stock_run(tmp_path: Path) -> Path:
 
 def test_verls_keys_mean_what_they_meant(stock_run: Path) -> None:
     config = configure(parse_arguments(["sft", "8", *GSM8K, f"trainer.default_local_dir={stock_run}"]))
-    check_values(config)
+    check_settings(config)
+    assert isinstance(config, SFTConfig)
     data = config.data
     assert (config.recipe, config.trainer.n_gpus_per_node, data.micro_batch_size_per_gpu) == ("verl", 8, 8)
-    assert (list(data.prompt_dict_keys), list(data.response_dict_keys)) == (["content"], ["answer"])
+    assert (data.prompt_dict_keys, data.response_dict_keys) == (["content"], ["answer"])
     # not typed, so verl's; the default recipe has other ones
     assert (data.train_batch_size, data.max_length, config.optim.lr, list(config.prepare)) == (256, 1024, 1e-5, [])
-    assert compose_config("sft", list(GSM8K)).data.train_batch_size == 32
+    assert load_config("sft", GSM8K).data.train_batch_size == 32
 
 
 def test_without_verls_checkpoints_the_default_recipe_stays(stock_run: Path) -> None:
@@ -71,9 +70,10 @@ def test_paths_count_from_where_the_command_was_typed(stock_run: Path, monkeypat
     monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(caller))
     words = ["data.train_files=[a.parquet,/b.parquet]", "data.val_files=c.parquet", "trainer.default_local_dir=sft"]
 
-    def paths(model: str) -> tuple[list[str], str, str, DictConfig]:
+    def paths(model: str) -> tuple[list[str], str, str, SFTConfig]:
         config = compose_as_typed("sft", [*words, f"model.partial_pretrain={model}"])
-        return list(config.data.train_files), config.data.val_files, config.model.partial_pretrain, config
+        assert isinstance(config, SFTConfig)
+        return list(config.data.train_files), str(config.data.val_files), config.model.partial_pretrain, config
 
     files, val, model, config = paths("model")
     assert files == [f"{caller}/a.parquet", "/b.parquet"]

@@ -12,17 +12,16 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from eval_pipeline.config import DatasetSource
 from eval_pipeline.problems.dataset import load_problems
-from eval_pipeline.problems.source import DatasetSource
 from eval_pipeline.problems.verl_rl import read_tests
 from tests.helpers import ROOT
 from tests.helpers.models import cache_as_hub
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.checkpoint.lease import lease_holders
-from verl_ext.config.compose import compose_config, sft_recipe_of
+from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import RECIPES
 from verl_ext.data.prepare import prepare
 from verl_ext.data.prompts import PromptBatch, PromptDataset
@@ -30,6 +29,7 @@ from verl_ext.errors import UserError
 from verl_ext.launch.configure import check_config, check_inputs
 from verl_ext.launch.grpo_model import holding_model, settle_model
 from verl_ext.trainer.model import load_model_config
+from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, load_config, sft_recipe_of
 from verl_ext.trainer.tokenizer import load_tokenizer
 
 GSM8K = {"question": "What is 40 + 2?", "answer": "It is <<40+2=42>>42.\n#### 42"}
@@ -41,9 +41,9 @@ def tokenizer(quickstart: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(quickstart / "model")
 
 
-def config_with(quickstart: Path, tmp_path: Path, *overrides: str) -> DictConfig:
+def config_with(quickstart: Path, tmp_path: Path, *overrides: str) -> GRPOConfig:
     """The quickstart recipe on the session's small data."""
-    return compose_config(
+    config = load_config(
         "grpo",
         [
             *("prepare=[]", f"trainer.default_local_dir={tmp_path / 'run'}", "data.train_batch_size=8"),
@@ -52,6 +52,8 @@ def config_with(quickstart: Path, tmp_path: Path, *overrides: str) -> DictConfig
             *("trainer.n_gpus_per_node=2", *overrides),
         ],
     )
+    assert isinstance(config, GRPOConfig)
+    return config
 
 
 def test_good_settings(quickstart: Path, tmp_path: Path) -> None:
@@ -64,7 +66,7 @@ def test_good_settings(quickstart: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("rollout.n=1", "a group needs 2"),
+        ("rollout.n=1", "must be a whole number of at least 2"),
         ("actor.ppo_mini_batch_size=3", "data.train_batch_size=8 .*set actor.ppo_mini_batch_size=4"),
         ("data.train_batch_size=7", "set data.train_batch_size=8"),
         ("reward.functions=[code_test]", "did you mean code_tests"),
@@ -74,14 +76,14 @@ def test_good_settings(quickstart: Path, tmp_path: Path) -> None:
         ("reward.functions=[nothing.at_all:f]", "'nothing.at_all', which is not found"),
         ("reward.functions=[json:lods]", "json has no 'lods'; it has .*loads"),
         ("reward.packages=[numpyy]", "reward.packages names 'numpyy', which is not installed"),
-        ("model.fsdp_config.keep_gathered=sometimes", "take one of auto, True, False"),
-        ("rollout.engine=sglang", "take one of vllm, hf"),
-        ("rollout.temperature=0", "must lie between"),
-        ("actor.kl_loss_coef=inf", "must be a number of at least 0"),
-        ("actor.loss_agg_mode=mean", "take one of token-mean"),
-        ("actor.kl_loss_type=k9", "take one of"),
-        ("algorithm.rollout_correction.rollout_is=group", "take one of None, token, sequence"),
-        ("data.eval_split=dev", "take one of test, train"),
+        ("model.fsdp_config.keep_gathered=sometimes", "must be auto, true or false"),
+        ("rollout.engine=sglang", "must be vllm or hf"),
+        ("rollout.temperature=0", "must be a number from 0.001 to 100"),
+        ("actor.kl_loss_coef=inf", "must be a finite number of at least 0"),
+        ("actor.loss_agg_mode=mean", "must be token-mean"),
+        ("actor.kl_loss_type=k9", "must be kl, k1"),
+        ("algorithm.rollout_correction.rollout_is=group", "must be token or sequence, or null"),
+        ("data.eval_split=dev", "must be test or train"),
         ("data.max_response_length=100000", "more than the model's context"),
         ("data.prompt_key=question", "no column 'question'"),
         ("ulysses_sequence_parallel_size=2", "ulysses"),
@@ -95,8 +97,8 @@ def test_good_settings(quickstart: Path, tmp_path: Path) -> None:
 )
 def test_bad_settings(quickstart: Path, tmp_path: Path, override: str, says: str) -> None:
     """One sentence each."""
-    config = config_with(quickstart, tmp_path, override)
     with pytest.raises(UserError, match=says):
+        config = config_with(quickstart, tmp_path, override)
         check_config(config)
         check_inputs(config)
 
@@ -119,7 +121,7 @@ def write_checkpoint(path: Path, *files: str) -> Path:
     return path
 
 
-def settled(quickstart: Path, tmp_path: Path, *overrides: str) -> DictConfig:
+def settled(quickstart: Path, tmp_path: Path, *overrides: str) -> GRPOConfig:
     """The quickstart's recipe after an SFT run in `tmp_path / "sft"`."""
     sft_run = ("model.partial_pretrain=null", f"model.sft_run={tmp_path / 'sft'}")
     config = config_with(quickstart, tmp_path, *sft_run, *overrides)
@@ -155,15 +157,15 @@ def test_a_run_keeps_the_model_it_began_from(quickstart: Path, tmp_path: Path) -
     former = {"model": {"sft_run": f"{tmp_path}/other/../sft", "partial_pretrain": begun}}
     for directory in (tmp_path / "other", run_dir):
         directory.mkdir()
-    OmegaConf.save(former, run_dir / "config.yaml")
-    assert settled(quickstart, tmp_path).model.partial_pretrain.endswith("global_step_20/huggingface")
+    (run_dir / "config.yaml").write_text(json.dumps(former))  # which is YAML too
+    assert str(settled(quickstart, tmp_path).model.partial_pretrain).endswith("global_step_20/huggingface")
     write_checkpoint(run_dir / "global_step_5")
     kept = settled(quickstart, tmp_path)
     assert kept.model.partial_pretrain == begun
     (sft_run / "best_checkpoint.json").write_text(json.dumps({"checkpoint": "global_step_20"}))
     assert settled(quickstart, tmp_path).model.partial_pretrain == begun
     anew = settled(quickstart, tmp_path, "trainer.resume_mode=disable")
-    assert anew.model.partial_pretrain.endswith("global_step_20/huggingface")
+    assert str(anew.model.partial_pretrain).endswith("global_step_20/huggingface")
     with holding_model(kept):
         assert lease_holders(sft_run / "global_step_10") and not lease_holders(sft_run / "global_step_20")
     assert not lease_holders(sft_run / "global_step_10")
@@ -180,7 +182,7 @@ def test_restart_keeps_a_model_of_the_hub_or_of_the_home_directory(
     (tmp_path / "model").symlink_to(quickstart / "model")
     write_checkpoint(tmp_path / "run/global_step_5")
     former = {"model": {"sft_run": f"{tmp_path}/sft", "partial_pretrain": model}}
-    OmegaConf.save(former, tmp_path / "run/config.yaml")
+    (tmp_path / "run/config.yaml").write_text(json.dumps(former))
     assert settled(quickstart, tmp_path).model.partial_pretrain == model
     (tmp_path / "model").unlink()
     if model.startswith("~"):
@@ -232,7 +234,8 @@ def test_a_recipe_that_needs_another_run_names_the_command_that_makes_it(
     recipe: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # no run is here
-    config = compose_config("grpo", [f"recipe={recipe}"])
+    config = load_config("grpo", [f"recipe={recipe}"])
+    assert isinstance(config, GRPOConfig | BudgetConfig)
     config.trainer.n_gpus_per_node = 4
     with pytest.raises(UserError, match=f"`bash run_sft.sh 4{re.escape(words)}`"):
         settle_model(config)
@@ -246,7 +249,7 @@ def test_a_recipe_that_needs_another_run_names_the_command_that_makes_it(
 
 def test_every_recipe_that_needs_another_run_needs_one_of_a_shipped_recipe() -> None:
     for path in (RECIPES / "grpo").glob("*.yaml"):
-        run_dir = OmegaConf.select(OmegaConf.load(path), "model.sft_run")
+        run_dir = load_yaml(path).get("model", {}).get("sft_run")
         assert run_dir is None or sft_recipe_of(Path(run_dir)) is not None, path
 
 
@@ -265,7 +268,7 @@ def test_no_model_at_all(quickstart: Path, tmp_path: Path) -> None:
 def test_quickstarts_prompts(quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     """They have tests, and none is a held-out problem or measured."""
     config = config_with(quickstart, tmp_path).data
-    train, val = (PromptDataset(config[name], tokenizer, config) for name in ("train_files", "val_files"))
+    train, val = (PromptDataset(getattr(config, name), tokenizer, config) for name in ("train_files", "val_files"))
     held_out = {json.loads(line)["problem_id"] for line in (quickstart / "problems.jsonl").open()}
     ids = [{item["sample_id"] for item in (dataset[n] for n in range(len(dataset)))} for dataset in (train, val)]
     assert len(train) == len(ids[0]) == 1800 and len(val) == len(ids[1]) == 120

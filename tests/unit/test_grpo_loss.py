@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_vanilla, kl_penalty
 from verl.workers.config import ActorConfig
 
+from verl_ext.grpo.config import KLType
 from verl_ext.grpo.loss import GlobalBatch, LossInputs, LossSettings, micro_batch_loss
-from verl_ext.launch.grpo_check import CHOICES
 
 SETTINGS = LossSettings(0.2, 0.28, 3.0, "token-mean", 16, entropy_coeff=0.01, kl_loss_coef=0.1, kl_loss_type="k3")
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -155,7 +155,7 @@ def test_sums() -> None:
     assert not {"entropy", "kl"} & micro_batch_loss(bare, replace(SETTINGS, entropy_coeff=0.0), whole(bare)).sums.keys()
 
 
-@pytest.mark.parametrize("kind", CHOICES["actor.kl_loss_type"])
+@pytest.mark.parametrize("kind", get_args(KLType))
 def test_every_kl_estimator(kind: str) -> None:
     """verl's value, and verl's gradient or, with a trailing +, that of k2."""
     inputs = random_inputs(4)

@@ -5,20 +5,21 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
-from omegaconf import DictConfig
 
-from verl_ext.config.compose import compose_config
 from verl_ext.errors import UserError
 from verl_ext.grpo.loss import LossSettings
 from verl_ext.grpo.rewards.environment import RewardSettings
 from verl_ext.grpo.rollout.completion import Sampling
 from verl_ext.grpo.rollout.vllm_engine import VllmSettings
-from verl_ext.launch.grpo_check import check_values as check_grpo_values
+from verl_ext.launch.grpo_check import check_rewards
 from verl_ext.trainer import grpo_settings
+from verl_ext.trainer.stages import GRPOConfig, load_config
 
 
-def config_with(*overrides: str) -> DictConfig:
-    return compose_config("grpo", list(overrides))
+def config_with(*overrides: str) -> GRPOConfig:
+    config = load_config("grpo", list(overrides))
+    assert isinstance(config, GRPOConfig)
+    return config
 
 
 def test_the_loss() -> None:
@@ -60,7 +61,7 @@ def test_the_rewards() -> None:
 def test_the_buffer_must_fit_where_the_penalty_is_wanted(functions: str, buffer: int, is_refused: bool) -> None:
     words = [f"reward.functions=[{functions}]", f"reward.length_buffer={buffer}", "data.max_response_length=32"]
     with pytest.raises(UserError, match="reward.length_buffer") if is_refused else nullcontext():
-        check_grpo_values(config_with(*words))
+        check_rewards(config_with("rollout.engine=hf", *words))
 
 
 def test_how_completions_are_drawn() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.health_curves import CURVES, PEAK, SAMPLES, Curve
+from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Level
 from verl_ext.health.history import History
-from verl_ext.health.limits import Limits
 from verl_ext.health.rules import BY_NAME, RULES
 from verl_ext.health.schedule import Schedule
 
@@ -24,7 +24,7 @@ def complaints(curve: Curve, seed: int) -> dict[str, str]:
     facts = Facts(curve.stage, total, schedule, 512, 1024, SAMPLES, untrained_loss=curve.untrained_loss)
     if curve.stage == "budget":
         facts = Facts(curve.stage, total)
-    found = (each.find(history, facts, Limits(**curve.limits)) for each in RULES)
+    found = (each.find(history, facts, HealthLimits(**curve.limits)) for each in RULES)
     return {each.rule: each.message for each in found if each is not None and each.level >= Level.WARNING}
 
 

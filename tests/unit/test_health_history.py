@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from verl_ext.config.compose import base_config
+from verl_ext.config.schema import as_dict
 from verl_ext.health.history import History
 from verl_ext.health.replay import replay, rows_in_force
 from verl_ext.health.schedule import schedule_of
 from verl_ext.health.series import FIRST_BUCKET, MOST_BUCKETS, MOST_FIRST, MOST_RECENT, Series
 from verl_ext.health.trends import noise_of, rises, trend_of
+from verl_ext.trainer.config import OptimConfig, Schedule
 from verl_ext.trainer.optimizer import build_scheduler
+from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, SFTConfig
 
 
 def test_a_series_keeps_its_ends_and_means_of_all_and_no_more() -> None:
@@ -65,13 +68,13 @@ def test_trend_and_noise_of_a_known_line() -> None:
 @pytest.mark.parametrize("kind", ["constant", "cosine", "wsd"])
 @pytest.mark.parametrize("warmup", [{"lr_warmup_steps_ratio": 0.1}, {"lr_warmup_steps": 7}])
 @pytest.mark.parametrize("epochs", [2, 1])
-def test_the_schedule_is_what_verl_does(kind: str, warmup: dict[str, float], epochs: int) -> None:
-    config = base_config("sft")
-    config.optim.update(lr=3e-4, lr_scheduler=kind, min_lr_ratio=0.1, **warmup)
-    config.trainer.update(total_epochs=epochs)
+def test_the_schedule_is_what_verl_does(kind: Schedule, warmup: dict[str, Any], epochs: int) -> None:
+    config = SFTConfig(optim=OptimConfig(lr=3e-4, lr_scheduler=kind, min_lr_ratio=0.1, **warmup))
+    config.trainer.total_epochs = epochs
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.optim.lr)
     scheduler = build_scheduler(optimizer, config.optim, max(30 * epochs, 40))
-    expected = schedule_of(config, 40, 30)
+    expected = schedule_of(as_dict(config), 40, 30)
+    assert expected is not None
     for step in range(1, 41):
         assert expected.at(step) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-12)
         assert expected.at(step + 1, num_skipped=1) == expected.at(step)
@@ -80,18 +83,18 @@ def test_the_schedule_is_what_verl_does(kind: str, warmup: dict[str, float], epo
 
 
 def test_several_updates_in_a_step_move_the_schedule_as_often() -> None:
-    config = base_config("grpo")
+    config = GRPOConfig(optim=OptimConfig(lr=1e-3, lr_scheduler="cosine", lr_warmup_steps=1))
     config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.actor.ppo_epochs = 8, 4, 3
-    config.optim.update(lr=1e-3, lr_scheduler="cosine", lr_warmup_steps=1)
     config.trainer.total_epochs = 1
-    schedule = schedule_of(config, 10, 10)
+    schedule = schedule_of(as_dict(config), 10, 10)
+    assert schedule is not None
     assert schedule.updates_per_step == 6 and schedule.length == 60 and schedule.warmup == 6
     assert schedule.at(2) == 1e-3 and schedule.at(11) == pytest.approx(0.0)
 
 
 def test_a_controllers_rate_follows_measurements_and_no_schedule() -> None:
-    assert schedule_of(base_config("budget"), 10, 10) is None
-    assert schedule_of(base_config("sft"), 10, None) is None
+    assert schedule_of(as_dict(BudgetConfig()), 10, 10) is None
+    assert schedule_of(as_dict(SFTConfig()), 10, None) is None
 
 
 def row(attempt: int, step: int) -> dict[str, float]:

@@ -25,7 +25,10 @@ def name_of(path: Path) -> str:
 
 
 MODULES = {name_of(path): path for folder in ("verl_ext", "eval_pipeline") for path in (ROOT / folder).rglob("*.py")}
+COMMANDS = {"verl_ext.docgen"}
+"""Beside the folders, and above all of them."""
 BESIDE = {name for name in MODULES if name.startswith("verl_ext.") and MODULES[name].parent == ROOT / "verl_ext"}
+BESIDE -= COMMANDS
 
 
 @cache

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge import checker, comparisons
 from eval_pipeline.judge.checker import outputs_match
 from eval_pipeline.judge.comparisons import Comparer
 from eval_pipeline.judge.gate import Gate
 from eval_pipeline.judge.judging import Worker
 from eval_pipeline.judge.levels import Level
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.problems.problem import Case, ProgramTests
 
@@ -132,7 +132,7 @@ def test_long_outputs_are_compared_in_another_process(comparer: Comparer, monkey
         (LONG, LONG + "x", None, False),
     ):
         assert comparer.outputs_match(actual, expected, tolerance) is match
-    assert comparer.judge("The answer is 42.", "42", Limits()).error_type == "success"
+    assert comparer.judge("The answer is 42.", "42", JudgeLimits()).error_type == "success"
 
 
 def test_short_outputs_start_no_process(comparer: Comparer) -> None:
@@ -160,10 +160,10 @@ def test_a_killed_comparison_is_made_again() -> None:
     worker = Worker(Level("rlimits"), Gate())
     submission = Submission(f"print('0.5 1 x\\n' * {2**15} + '1.0')", ProgramTests((Case("", LONG + "1"),), 1e-6))
     try:
-        assert worker.judge(submission, Limits()).error_type == "success"
+        assert worker.judge(submission, JudgeLimits()).error_type == "success"
         process = worker._comparer._process
         assert process is not None
         process.kill()
-        assert worker.judge(submission, Limits()).error_type == "success"
+        assert worker.judge(submission, JudgeLimits()).error_type == "success"
     finally:
         worker.close()

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.client import JudgeServer
 from eval_pipeline.judge.gate import Gate
 from eval_pipeline.judge.judging import Worker
 from eval_pipeline.judge.levels import Level, candidates
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.verdict import Verdict
 from tests.helpers.judge import function, script
 from verl_ext.errors import UserError
 
-LIMITS = Limits(cpu_s=0.5, wall_s=60)
+LIMITS = JudgeLimits(cpu_s=0.5, wall_s=60)
 CHILD_S = 0.02
 CHILDREN = f"""
 import ctypes, os, signal, time
@@ -95,7 +95,7 @@ def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
     if not levels:
         pytest.skip(f"{request.param} is not installed")
     worker = Worker(levels[0], Gate())
-    verdict = worker.judge(function(PROGRAMS["success"]), Limits())
+    verdict = worker.judge(function(PROGRAMS["success"]), JudgeLimits())
     if verdict.error_type == "api_error":
         pytest.skip(f"{request.param} does not work on this machine: {verdict.message}")
     yield worker
@@ -105,7 +105,7 @@ def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
 @pytest.mark.parametrize("way", WAYS_TO_LOSE_CHILDREN)
 def test_time_of_children_that_nobody_waits_for(worker: Worker, way: str) -> None:
     """It counts: the run ends at its limit, long before the wall clock's, and the children used little more."""
-    limits = Limits(cpu_s=0.5, wall_s=10)
+    limits = JudgeLimits(cpu_s=0.5, wall_s=10)
     with worker._workshop.runs(CHILDREN.format(setup=WAYS_TO_LOSE_CHILDREN[way]), "", limits) as runs:
         report, output = runs.run_program(b"")
     assert report["reason"] == "cpu"
@@ -114,7 +114,7 @@ def test_time_of_children_that_nobody_waits_for(worker: Worker, way: str) -> Non
 
 def test_honest_children(worker: Worker) -> None:
     """A program may try to ignore the end of its children, and may start others."""
-    verdict = worker.judge(script(HONEST_CHILDREN), Limits())
+    verdict = worker.judge(script(HONEST_CHILDREN), JudgeLimits())
     assert (verdict.error_type, verdict.message) == ("success", "")
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.verdict import Verdict
 from tests.helpers.judge import function, submit_all
 
-LIMITS = Limits(cpu_s=5, wall_s=60)
+LIMITS = JudgeLimits(cpu_s=5, wall_s=60)
 SAME = "def f(x): return x"
 VECTOR = """
 class f:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.packages import find_packages, versions_of
 from eval_pipeline.judge.verdict import Verdict
 from tests.helpers.judge import LEVELS, function, judged, script, serving, submit_all
 from verl_ext.errors import UserError
 
-LIMITS = Limits(cpu_s=20, wall_s=120)
+LIMITS = JudgeLimits(cpu_s=20, wall_s=120)
 IN_PROGRAMS = "import importlib\nimportlib.invalidate_caches()\nimport numpy as np\nprint(int(np.ones(2).sum()))"
 IMPORTS_ANOTHER = "import numpy\nimport yaml\ndef f(x): return 1"
 ANSWERS = {
@@ -64,7 +64,7 @@ def test_numpy_starts_no_threads() -> None:
     program = "import numpy as np, os\ndef f(n): return (np.ones((n, n)) @ np.ones((n, n)))[0, 0] + len(os.environ)"
     submission = function(program, "assert f(300) == 300")
     with JudgeServer(num_workers=1, packages=["numpy"]) as server:
-        assert judged(server, submission, Limits(num_processes=1)) == ("success", "")
+        assert judged(server, submission, JudgeLimits(num_processes=1)) == ("success", "")
 
 
 def test_without_packages_only_the_standard_library_can_be_imported() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge import server
 from eval_pipeline.judge.gate import Gate
 from eval_pipeline.judge.levels import Level
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.judge.wire import dump_submission
@@ -27,7 +27,7 @@ class FailingWorker:
     def __init__(self, level: Level, gate: Gate) -> None:
         type(self).num_made += 1
 
-    def judge(self, submission: Submission, limits: Limits) -> Verdict:
+    def judge(self, submission: Submission, limits: JudgeLimits) -> Verdict:
         """Fail, or judge it right."""
         if submission.program == "fail":
             raise RecursionError("too deep")
@@ -47,7 +47,7 @@ def test_a_failing_worker_costs_its_own_submission(
     monkeypatch.setattr(server, "_end", ended.append)
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     for number, submission in enumerate((function("fail", "a", "b"), function("right"))):
-        jobs.put({"id": number, **dump_submission(submission, Limits())})
+        jobs.put({"id": number, **dump_submission(submission, JudgeLimits())})
     jobs.put({"id": 2})  # what no client sends
     written: list[dict[str, Any]] = []
     output: Any = type("Output", (), {"write": staticmethod(written.append)})

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.rules import function_result
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.problems.problem import ReferenceAnswer
 from tests.helpers.judge import LEVELS, function, script, serving, submit_all
 
-LIMITS = Limits(cpu_s=5, wall_s=60, memory_mb=768)
+LIMITS = JudgeLimits(cpu_s=5, wall_s=60, memory_mb=768)
 SHORT = replace(LIMITS, cpu_s=0.5)
 """Of answers that must time out."""
 
@@ -135,7 +135,7 @@ SCRIPTS = {
 }
 
 
-OTHERS: dict[str, tuple[Submission, Limits]] = {
+OTHERS: dict[str, tuple[Submission, JudgeLimits]] = {
     "the worst counts": (
         function(
             "def f(x):\n    if x == 3: raise ValueError\n    return 2 if x % 2 else 4",
@@ -166,7 +166,7 @@ OTHERS: dict[str, tuple[Submission, Limits]] = {
 }
 
 
-def submissions() -> dict[str, tuple[Submission, Limits]]:
+def submissions() -> dict[str, tuple[Submission, JudgeLimits]]:
     """Every case of this file under a name of its own."""
     kinds = (("function", function, FUNCTIONS), ("script", script, SCRIPTS))
     return OTHERS | {
@@ -241,7 +241,7 @@ def test_a_test_that_hangs_is_a_timeout(judged: Judged) -> None:
 
 def test_a_test_that_hangs_is_not_run_again() -> None:
     """It used up its own processor time, so the machine was not too busy for the answer."""
-    limits = Limits(cpu_s=100, wall_s=10)
+    limits = JudgeLimits(cpu_s=100, wall_s=10)
     report = {"reason": "ended", "compiling": {"compiled": True}, "wall_s": limits.test_cpu_s}
     result = function_result(report, {"outcome": "died", "message": "why"}, limits)
     assert (result.error_type, result.doubtful) == ("timeout", False)

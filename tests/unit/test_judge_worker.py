@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from eval_pipeline.engines.answer import Answer, Sampling
+from eval_pipeline.config import SamplingConfig
+from eval_pipeline.engines.answer import Answer
 from eval_pipeline.problems.problem import FunctionTests, Problem
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.work.batch import Batch, BatchId, Event, Failed, Finished, Verdicted
@@ -15,7 +16,7 @@ RIGHT = Answer("```python\ndef f(x):\n    return x + 1\n```", num_tokens=9, trun
 def batch(number: int) -> Batch:
     """An answer that has yet to be judged."""
     id_ = BatchId("step_1", "data", "digest", claim=1, number=number)
-    return Batch(id_, None, {"p": PROBLEM}, (), Sampling(), answers={("p", 0): RIGHT})
+    return Batch(id_, None, {"p": PROBLEM}, (), SamplingConfig(), answers={("p", 0): RIGHT})
 
 
 def done(worker: Worker, number: int) -> list[Event]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from tests.helpers import ROOT
@@ -24,10 +23,11 @@ from verl_ext.deadline import ENVIRONMENT, deadline_from_environment, parse_dead
 from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UserError
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped, judge
-from verl_ext.launch.preemption_check import check_preemption
 from verl_ext.launch.ranks import failed_to_meet
 from verl_ext.launch.restarts import last_save, pause_before, run_with_restarts
 from verl_ext.processes import StopRequest, StopSignals
+from verl_ext.trainer.config import PreemptionConfig
+from verl_ext.trainer.stages import load_config
 
 TERM = Request(signal.SIGTERM)
 
@@ -271,21 +271,24 @@ def test_a_deadline_that_says_no_moment_is_refused(value: object) -> None:
 @pytest.mark.parametrize(
     ("preemption", "names"),
     [
-        ({"grace_s": 0}, "grace_s is 0; it must be a number of seconds above 0"),
-        ({"grace_s": True}, "grace_s is True"),
-        ({"grace_s": "long"}, "grace_s is 'long'"),
-        ({"grace_s": float("inf")}, "grace_s is inf"),
-        ({"deadline": "2020-01-01T00:00:00Z"}, "deadline is 2020-01-01T00:00:00Z, which is past"),
-        ({"deadline": -1e20}, "which is past"),
-        ({"deadline": "soon"}, "deadline is 'soon'; give"),
+        ("grace_s=0", "grace_s is 0; it must be a number above 0"),
+        ("grace_s=true", "grace_s' to True"),
+        ("grace_s=long", "grace_s' to 'long'"),
+        ("grace_s=inf", "grace_s is inf"),
+        ("deadline='2020-01-01T00:00:00Z'", "deadline is 2020-01-01T00:00:00Z, which is past"),
+        ("deadline=-1e20", "which is past"),
+        ("deadline=soon", "deadline is 'soon'; give"),
     ],
 )
-def test_preemption_settings_that_cannot_work_are_refused(preemption: dict, names: str) -> None:
-    defaults = {"grace_s": 120, "deadline": None}
-    check_preemption(OmegaConf.create({"trainer": {"preemption": defaults}}))
-    check_preemption(OmegaConf.create({"trainer": {"preemption": {"grace_s": 0.5, "deadline": time.time() + 60}}}))
+def test_preemption_settings_that_cannot_work_are_refused(preemption: str, names: str) -> None:
+    preemption_of().check_deadline_ahead()
+    preemption_of("grace_s=0.5", f"deadline={time.time() + 60}").check_deadline_ahead()
     with pytest.raises(UserError, match=f"trainer.preemption.*{names}"):
-        check_preemption(OmegaConf.create({"trainer": {"preemption": {**defaults, **preemption}}}))
+        preemption_of(preemption).check_deadline_ahead()
+
+
+def preemption_of(*words: str) -> PreemptionConfig:
+    return load_config("sft", [f"trainer.preemption.{word}" for word in words]).trainer.preemption
 
 
 def test_the_environment_names_deadlines_too(monkeypatch: pytest.MonkeyPatch) -> None:

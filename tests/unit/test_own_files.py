@@ -10,7 +10,6 @@ from pathlib import Path
 from subprocess import run
 
 import pytest
-from omegaconf import DictConfig
 
 from tests.helpers import ROOT
 from verl_ext.data.prepare import is_prepared, prepare
@@ -18,6 +17,7 @@ from verl_ext.errors import UserError
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.configure import configure
 from verl_ext.launch.prepare import commands_to_run, needed_commands, prepare_inputs
+from verl_ext.trainer.stages import RunConfig
 
 CHATS = [{"prompt": f"p{index}", "response": "r"} for index in range(4)]
 PROMPTS = [{"prompt": f"p{index}", "answer": index} for index in range(4)]
@@ -36,11 +36,11 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "repository"
 
 
-def launched(*words: str, stage: str = "sft") -> DictConfig:
+def launched(*words: str, stage: str = "sft") -> RunConfig:
     return configure(parse_arguments([stage, "2", *words]))
 
 
-def conversions(config: DictConfig) -> list[list[str]]:
+def conversions(config: RunConfig) -> list[list[str]]:
     commands = [shlex.split(command) for command in config.prepare]
     return [words for words in commands if words[0] in ("chat", "prompts")]
 

@@ -14,7 +14,6 @@ from transformers import AutoConfig, GPT2Config, Qwen2Config
 from benchmarks.plan_runs import predicted, sft_config
 from benchmarks.plan_settings import PLAIN, SETTINGS
 from tests.helpers import ROOT
-from verl_ext.config.compose import compose_config
 from verl_ext.plan import models
 from verl_ext.plan.__main__ import main
 from verl_ext.plan.hardware import HARDWARE
@@ -23,6 +22,7 @@ from verl_ext.plan.models import BUILT_IN
 from verl_ext.plan.plan import GIB, Plan, advice, largest_that_fits, make_plan, remedies, room_for_engine
 from verl_ext.plan.shape import shape_of
 from verl_ext.plan.workload import Lengths
+from verl_ext.trainer.stages import load_config
 
 ALL = Lengths()
 H100 = HARDWARE["h100"]
@@ -36,7 +36,7 @@ def without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plan_7b(*overrides: str, gpus: int = 8, recipe: str = "qwen2.5_coder_7b", command: str = "sft") -> Plan:
     plain = PLAIN if command == "sft" else ()
-    config = compose_config(command, [f"recipe={recipe}", *plain, *overrides])
+    config = load_config(command, [f"recipe={recipe}", *plain, *overrides])
     return make_plan(config, SHAPE_7B, Cluster(H100, gpus, 8), ALL)
 
 

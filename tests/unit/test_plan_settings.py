@@ -6,22 +6,23 @@ import json
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.plan_settings import PLAIN
 from tests.helpers.models import cache_as_hub
-from verl_ext.config.compose import compose_config
 from verl_ext.errors import UserError
 from verl_ext.plan import models
 from verl_ext.plan.hardware import HARDWARE, find_hardware
 from verl_ext.plan.models import find_model, named_model
 from verl_ext.plan.options import read_words
-from verl_ext.plan.workload import Lengths, Workload, workload_of
+from verl_ext.plan.workload import Lengths, Workload, refuse_unknown, workload_of
+from verl_ext.trainer.stages import GRPOConfig, SFTConfig, load_config
 
 
-def config(*overrides: str, recipe: str = "qwen2.5_coder_7b", command: str = "sft") -> DictConfig:
+def config(*overrides: str, recipe: str = "qwen2.5_coder_7b", command: str = "sft") -> SFTConfig | GRPOConfig:
     plain = PLAIN if command == "sft" else ()
-    return compose_config(command, [f"recipe={recipe}", *plain, *overrides])
+    loaded = load_config(command, [f"recipe={recipe}", *plain, *overrides])
+    assert isinstance(loaded, SFTConfig | GRPOConfig)
+    return loaded
 
 
 def workload(*overrides: str, gpus: int = 8, lengths: Lengths = Lengths(), **which: str) -> Workload:  # noqa: B008
@@ -66,7 +67,7 @@ def test_switches_that_the_configuration_has() -> None:
 
 def test_weights_stay_gathered_by_themselves_where_they_are_small() -> None:
     settings = config()
-    OmegaConf.update(settings, "model.fsdp_config.keep_gathered", "auto")
+    settings.model.fsdp_config.keep_gathered = "auto"
     # 6 bytes a parameter, in 15 % of 80 GB
     assert workload_of(settings, 1_999_999_999, 8, HARDWARE["h100"], Lengths()).keeps_gathered
     assert not workload_of(settings, 2_000_000_001, 8, HARDWARE["h100"], Lengths()).keeps_gathered
@@ -105,7 +106,7 @@ def test_grpo_counts_completions_and_updates() -> None:
     [
         (["data.train_batch_size=100"], 8, "set data.train_batch_size=104"),
         (["model.lora_rank=8"], 8, "plan with model.lora_rank=0"),
-        (["ulysses_sequence_parallel_size=2"], 8, "ulysses_sequence_parallel_size=1"),
+        (["ulysses_sequence_parallel_size=2", "use_remove_padding=true"], 8, "ulysses_sequence_parallel_size=1"),
     ],
 )
 def test_what_the_plan_cannot_do_is_refused(overrides: list[str], gpus: int, says: str) -> None:
@@ -115,7 +116,7 @@ def test_what_the_plan_cannot_do_is_refused(overrides: list[str], gpus: int, say
 
 def test_other_stages_and_lengths_that_cannot_be_are_refused() -> None:
     with pytest.raises(UserError, match="stages sft and grpo, not vlm_sft"):
-        workload_of(compose_config("sft", ["recipe=budget_vlm"]), 1, 8, HARDWARE["h100"], Lengths())
+        refuse_unknown(load_config("sft", ["recipe=budget_vlm"]))
     with pytest.raises(UserError, match="mean_length=5000 is more than the longest sample of 4096"):
         workload(lengths=Lengths(mean=5000))
 

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from eval_pipeline.config import DatasetSource
 from eval_pipeline.problems.dataset import load_problems
-from eval_pipeline.problems.source import DatasetSource
 from tests.helpers import vlms
 from tests.helpers.grpo import SETTINGS, sample
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.errors import UserError
 from verl_ext.grpo.rewards.environment import TextEnvironment
 from verl_ext.grpo.rewards.registry import wanted_rewards
+from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Level
 from verl_ext.health.history import History
-from verl_ext.health.limits import Limits
 from verl_ext.health.own_rules import all_rules
 from verl_ext.health.rules import RULES
 from verl_ext.plugins import Plugin
@@ -238,6 +238,6 @@ def test_tests_of_every_kind_are_taken(mine: Path, tests: str) -> None:
 def test_a_rule_that_fails_is_a_notice_and_keeps_no_other_from_its_work(mine: Path) -> None:
     rules = all_rules(["rules.py:RULES"], "health.rules")
     assert [each.name for each in rules] == [*(each.name for each in RULES), "always_fails"]
-    found = rules[-1].find(History(), Facts("sft"), Limits())
+    found = rules[-1].find(History(), Facts("sft"), HealthLimits())
     assert found is not None and found.level == Level.NOTICE
     assert found.sentence == "the rule itself failed (ZeroDivisionError: division by zero); mend it"

@@ -16,7 +16,6 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from verl_ext.config.compose import compose_config
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.data.image_chats import ImageChatDataset
 from verl_ext.data.prepare.vqa import command
@@ -24,6 +23,7 @@ from verl_ext.data.prepare.vqa.cards import GLYPHS, QUESTIONS, SIDE, Card, draw_
 from verl_ext.data.prepare.vqa.command import LESSON, lessons, questions
 from verl_ext.data.prepare.vqa.model import build_model, build_processor
 from verl_ext.data.questions import question_of
+from verl_ext.trainer.stages import load_config
 
 
 def pixels(ink: float, digits: tuple[int, int], side: int = SIDE) -> np.ndarray:
@@ -73,7 +73,7 @@ def test_the_model_reads_cards_under_the_recipes_configurations() -> None:
     model = build_model(processor, seed=0)
     again = build_model(processor, seed=0)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    section = compose_config("sft", ["recipe=budget_vlm"]).configurations
+    section = load_config("sft", ["recipe=budget_vlm"]).configurations
     adapter = adapter_of(model.eval(), processor, tuple(section.tier_sizes))
     space = adapter.space(section.min_active, len(adapter.blocks), list(section.topk_choices))
     rows = rows_of_card(0, draw_card(random.Random(0)), ["colour", "sum"], random.Random(0))

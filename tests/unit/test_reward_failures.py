@@ -12,10 +12,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from omegaconf import DictConfig
 
 from tests.helpers.grpo import sample
-from verl_ext.config.compose import compose_config
 from verl_ext.errors import UserError
 from verl_ext.grpo.environment import Reward
 from verl_ext.grpo.failure import RewardError, RewardFailure
@@ -23,6 +21,7 @@ from verl_ext.grpo.rewards.user_function import UserFunction, score_of
 from verl_ext.launch.reward_functions import check_reward_functions
 from verl_ext.plugins import Plugin
 from verl_ext.trainer.guard import TIMED_OUT_STEPS, RewardGuard
+from verl_ext.trainer.stages import GRPOConfig, load_config
 
 FUNCTIONS = """
 import os, sys, time
@@ -110,9 +109,11 @@ def test_a_function_for_verl_that_is_named_by_module_is_refused(mine: Path, monk
         UserFunction(Plugin("reward.functions", "mine", "good"))
 
 
-def config_of(data: Path, *functions: str) -> DictConfig:
+def config_of(data: Path, *functions: str) -> GRPOConfig:
     words = [f"reward.functions=[{','.join(functions)}]", "reward.time_limit_s=0.5", "prepare=[]"]
-    return compose_config("grpo", [*words, f"data.train_files={data}", f"data.val_files={data}"])
+    config = load_config("grpo", [*words, f"data.train_files={data}", f"data.val_files={data}"])
+    assert isinstance(config, GRPOConfig)
+    return config
 
 
 @pytest.fixture

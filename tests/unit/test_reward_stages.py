@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
-from omegaconf import DictConfig
 
 from tests.helpers.data import write_questions
 from tests.helpers.vlms import write_model
-from verl_ext.config.compose import compose_config
 from verl_ext.controller.latency_model import FEATURES, LatencyModel
 from verl_ext.controller.loading import fingerprint, load_adapter
-from verl_ext.controller.reward import RewardWeights
 from verl_ext.distributed import build_meshes
 from verl_ext.metrics.records import SAMPLES_FILE
 from verl_ext.trainer.budget import BudgetControllerTrainer
 from verl_ext.trainer.grpo import GRPOTrainer, prompts_of
 from verl_ext.trainer.hardware import settle_device
-from verl_ext.trainer.stages import load_stage
+from verl_ext.trainer.stages import STAGES, RunConfig, load_config
 from verl_ext.trainer.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -41,12 +39,14 @@ LEARNING = [
 WEIGHTS = {"accuracy": 2, "latency_penalty": 3, "budget_violation": 4, "efficiency": 5, "complexity": 6}
 
 
-def trainer_of(config: DictConfig) -> GRPOTrainer:
+def trainer_of(config: RunConfig) -> GRPOTrainer:
     """The trainer of a configuration, as a rank builds it."""
     torch.manual_seed(config.trainer.seed)
     device_name = settle_device(config)
-    tokenizer, stage = load_tokenizer(config), load_stage(config.stage)
-    return stage.trainer(config, *build_meshes(device_name, 1), tokenizer, *stage.load_datasets(config, tokenizer))
+    tokenizer, stage = load_tokenizer(config), STAGES[config.stage]
+    return stage.trainer_class()(
+        config, *build_meshes(device_name, 1), tokenizer, *stage.load_datasets(config, tokenizer)
+    )
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def controlled(tmp_path: Path) -> BudgetControllerTrainer:
     words = [f"recipe={recipe}", f"model.partial_pretrain={model}", f"latency.file={tmp_path / 'latency.json'}"]
     words += [f"trainer.default_local_dir={tmp_path / 'run'}", "data.train_batch_size=2", "trainer.samples_per_table=3"]
     words += [f"reward.{part}={weight}" for part, weight in WEIGHTS.items()]
-    return trainer_of(compose_config("grpo", [*words, *OF_ANY_RUN, *CONTROLLER, *LEARNING]))
+    return trainer_of(load_config("grpo", [*words, *OF_ANY_RUN, *CONTROLLER, *LEARNING]))
 
 
 def test_what_a_controller_chooses_from_and_how_it_learns(controlled: BudgetControllerTrainer) -> None:
@@ -73,7 +73,7 @@ def test_what_a_controller_chooses_from_and_how_it_learns(controlled: BudgetCont
     assert controlled.executor.adapter.model.dtype == torch.bfloat16
     assert not controlled.collector.divide_by_std
     assert (controlled.lr_scheduler.factor, controlled.lr_scheduler.patience) == (0.3, 4)
-    assert RewardWeights(**controlled.config.reward) == RewardWeights(2, 3, 4, 5, 6)
+    assert list(vars(controlled.config.reward).values()) == [2, 3, 4, 5, 6]
 
 
 def test_as_many_encodings_are_kept_as_are_wanted(controlled: BudgetControllerTrainer) -> None:
@@ -106,8 +106,10 @@ def test_a_measurement_may_measure_what_training_computes(controlled: BudgetCont
 
 
 @pytest.mark.parametrize(("split", "count", "batches"), [("test", -1, 1), ("train", -1, 2), ("train", 1, 1)])
-def test_what_is_measured(split: str, count: int, batches: int, controlled: BudgetControllerTrainer) -> None:
-    controlled.config.data.merge_with({"eval_split": split, "eval_batches": count})
+def test_what_is_measured(
+    split: Literal["test", "train"], count: int, batches: int, controlled: BudgetControllerTrainer
+) -> None:
+    controlled.config.data.eval_split, controlled.config.data.eval_batches = split, count
     prompts = controlled.measured_prompts()
     assert len(prompts) == batches
     prefix = "train/" if split == "train" else "val/"
@@ -121,11 +123,12 @@ def test_tables_of_samples_have_as_many_rows_as_are_wanted(controlled: BudgetCon
 
 
 def test_prompts_are_shared_where_that_is_wanted(quickstart: Path, tmp_path: Path) -> None:
-    words = [f"data.train_files={quickstart}/prompts.parquet", "data.val_files=null", "rollout.engine=hf"]
+    words = [f"data.train_files={quickstart}/prompts.parquet", "data.val_files=null", "data.eval_every_steps=0"]
     words += [f"model.partial_pretrain={quickstart}/model", f"trainer.default_local_dir={tmp_path}", *OF_ANY_RUN]
     words += ["data.max_response_length=4", "reward.length_buffer=4"]  # so short that sharing is cheaper
+    words += ["rollout.engine=hf"]
     for shares in (True, False):
-        config = compose_config("grpo", ["prepare=[]", *words, f"actor.share_prompts={str(shares).lower()}"])
+        config = load_config("grpo", ["prepare=[]", *words, f"actor.share_prompts={str(shares).lower()}"])
         trainer = trainer_of(config)
         drawn, _ = trainer.collector.rewarded(prompts_of([trainer.train_dataset[0]]), 1, 4)
         assert len(trainer.policy.collate(drawn)["input_ids"]) == (1 if shares else 4)

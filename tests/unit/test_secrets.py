@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.engines.vllm_child import VllmChild
 from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.submission import Submission
 from eval_pipeline.problems.problem import Case, ProgramTests
 from eval_pipeline.recipe.load import load_recipe
 from tests.helpers import ROOT
-from verl_ext.config.compose import compose_config
+from verl_ext.config.schema import as_dict
 from verl_ext.config.secrets import HIDDEN, masked, require_no_secrets, without_secrets
 from verl_ext.errors import UserError
+from verl_ext.trainer.stages import load_config
 
 KEY = "sk-PLANTED0123456789"
 PROXY = "http://user:PLANTED@proxy.example:3128"
@@ -58,7 +58,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("planted")
 def test_a_training_refuses_secrets_and_does_not_repeat_them(words: str, why: str) -> None:
     with pytest.raises(UserError) as refused:
-        compose_config("sft", [words])
+        load_config("sft", [words])
     assert why in str(refused.value) and "environment variable" in str(refused.value)
     assert "PLANTED" not in str(refused.value)
 
@@ -77,7 +77,7 @@ def test_an_evaluation_refuses_secrets_and_does_not_repeat_them() -> None:
 @pytest.mark.usefixtures("planted")
 def test_messages_on_what_was_typed_do_not_repeat_it(words: str) -> None:
     with pytest.raises(UserError) as refused:
-        compose_config("sft", [words])
+        load_config("sft", [words])
     assert "PLANTED" not in str(refused.value)
     assert masked(words) != words and HIDDEN in masked(words)
 
@@ -86,8 +86,8 @@ def test_messages_on_what_was_typed_do_not_repeat_it(words: str) -> None:
 def test_no_setting_of_ours_is_taken_for_a_secret(recipe: Path) -> None:
     require_no_secrets(yaml.safe_load(recipe.read_text()))
     if recipe.parent.name != "eval":
-        config = compose_config(recipe.parent.name, [f"recipe={recipe}"])
-        names = {name: "x" * 40 for name in _names(OmegaConf.to_container(config), "")}
+        config = load_config(recipe.parent.name, [f"recipe={recipe}"])
+        names = {name: "x" * 40 for name in _names(as_dict(config), "")}
         require_no_secrets(names)
 
 
@@ -120,7 +120,7 @@ def test_the_process_of_vllm_gets_no_key_but_the_hub_s(monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("planted")
 def test_answers_see_no_key_of_any_process(isolation: str) -> None:
     try:
-        server = JudgeServer(isolation, num_workers=1, limits=Limits(cpu_s=5, wall_s=20)).__enter__()
+        server = JudgeServer(isolation, num_workers=1, limits=JudgeLimits(cpu_s=5, wall_s=20)).__enter__()
     except UserError as error:
         pytest.skip(f"{isolation} does not work on this machine: {error}")
     with server:

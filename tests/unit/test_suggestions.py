@@ -13,15 +13,13 @@ import verl_ext.monitor.__main__
 import verl_ext.plan.__main__
 from eval_pipeline.recipe.load import load_recipe
 from verl_ext.cli import CommandParser
-from verl_ext.config.checks import WITHOUT_EFFECT
-from verl_ext.config.compose import LAYERS, base_config, compose_config, known_keys
-from verl_ext.config.overrides import leaves
+from verl_ext.config.schema import keys
 from verl_ext.data.prepare.commands import build_parser as build_prepare_parser
 from verl_ext.errors import UserError
 from verl_ext.launch.arguments import make_parser, parse_arguments
-from verl_ext.launch.grpo_check import OF_CHATS
 from verl_ext.plan.options import OWN, known_words, read_words
 from verl_ext.suggestions import COMMANDS, KEYS, OPTIONS, meant_key
+from verl_ext.trainer.stages import STAGES, known_keys, load_config
 
 SFT = {
     "--lr": "optim.lr",
@@ -72,19 +70,17 @@ def test_a_key_of_another_program(stage: str, typed: str, meant: str | None) -> 
     assert meant_key(typed, known_keys(stage, [])) == meant
 
 
-@pytest.mark.parametrize("stage", LAYERS)
+@pytest.mark.parametrize("stage", STAGES)
 def test_every_suggested_key_is_one_of_the_stage(stage: str) -> None:
-    known = leaves(base_config(stage)).keys() - WITHOUT_EFFECT.keys()
+    known = {name for name, key in keys(STAGES[stage].root).items() if not key.setting.unused}
     suggested = {name: meant_key(name, known) for name in KEYS}
     assert {key for key in suggested.values() if key is not None} <= known
-    if stage == "grpo":
-        assert not set(suggested.values()) & OF_CHATS.keys()
 
 
 def test_every_target_of_the_table_of_keys_exists_somewhere() -> None:
-    everywhere = {key for stage in LAYERS for key in leaves(base_config(stage))} | OWN.keys()
+    everywhere = {key for stage in STAGES.values() for key in keys(stage.root)} | OWN.keys()
     everywhere |= {"sampling.n", "sampling.max_tokens"}  # of an evaluation
-    assert {key for keys in KEYS.values() for key in keys} <= everywhere
+    assert {key for targets in KEYS.values() for key in targets} <= everywhere
 
 
 def programs() -> list[CommandParser]:
@@ -127,7 +123,7 @@ def test_the_keys_are_those_of_the_recipes_stage() -> None:
     with pytest.raises(UserError, match="controller.max_new_tokens=8"):
         parse_arguments(["grpo", "2", "recipe=budget_controller", "--max_new_tokens", "8"])
     with pytest.raises(UserError, match="the number of ranks as the first word"):
-        compose_config("sft", ["num_gpus=2"])
+        load_config("sft", ["num_gpus=2"])
 
 
 @pytest.mark.parametrize(

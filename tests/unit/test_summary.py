@@ -7,12 +7,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig
 
 from tests.helpers import ROOT
-from verl_ext.config.compose import compose_config
 from verl_ext.console import print_next, print_summary, text_table, typed_path
 from verl_ext.launch.summary import next_after_evaluation, next_commands, print_run_summary
+from verl_ext.trainer.stages import RunConfig, load_config
 
 
 def test_a_summary_is_what_was_done_then_facts_then_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,8 +49,8 @@ def shown(commands: list[list[str]]) -> list[str]:
     return [shlex.join(words) for words in commands if words]
 
 
-def finished(*words: str, command: str = "sft", ranks: int = 2) -> DictConfig:
-    config = compose_config(command, list(words))
+def finished(*words: str, command: str = "sft", ranks: int = 2) -> RunConfig:
+    config = load_config(command, list(words))
     config.trainer.n_gpus_per_node = ranks
     return config
 
@@ -105,7 +104,7 @@ def rows_of(output: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> DictConfig:
+def run(tmp_path: Path) -> RunConfig:
     """Of a run directory with a checkpoint of step 5 and, of a former run, of step 30."""
     for step in (5, 30):
         (tmp_path / f"global_step_{step}/huggingface").mkdir(parents=True)
@@ -114,7 +113,7 @@ def run(tmp_path: Path) -> DictConfig:
 
 
 def test_a_finished_run_tells_what_was_learnt_without_what_an_attempt_overtook(
-    run: DictConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [(1, 1, 4.0), (2, 1, 3.0), (3, 1, 99.0), (3, 2, 2.0)]
     (tmp_path / "metrics.jsonl").write_text(
@@ -132,7 +131,7 @@ def test_a_finished_run_tells_what_was_learnt_without_what_an_attempt_overtook(
 
 
 def test_a_run_without_weights_says_why_and_how_to_export_them(
-    run: DictConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export = f"-m verl_ext.checkpoint export {tmp_path}/global_step_5"
     print_run_summary(run)
@@ -147,7 +146,7 @@ def test_a_run_without_weights_says_why_and_how_to_export_them(
 
 @pytest.mark.usefixtures("typed_in_the_repository")
 def test_a_run_with_weights_shows_them_and_the_next_commands_unless_an_evaluation_is_under_way(
-    run: DictConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "global_step_5/huggingface/model.safetensors").touch()
     print_run_summary(run)

@@ -24,7 +24,7 @@ from verl_ext.data.chat import ChatDataset
 from verl_ext.data.chat_encoder import ChatEncoder
 from verl_ext.errors import UserError
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.trainer.stages import load_stage
+from verl_ext.trainer.stages import STAGES
 from verl_ext.trainer.tokenizer import load_tokenizer
 
 
@@ -72,7 +72,7 @@ def test_a_run_of_a_template_that_asks_for_the_date_has_that_of_its_first_start(
 
     def text_of(first_start: str) -> str:
         RunRecord(tmp_path / "run").mark_waiting(first_start=first_start)
-        train, _ = load_stage("sft").load_datasets(config, tokenizer)
+        train, _ = STAGES["sft"].load_datasets(config, tokenizer)
         return tokenizer.decode(train[0]["input_ids"])
 
     assert text_of("2020-07-04T09:30:00").startswith("04 Jul 2020")

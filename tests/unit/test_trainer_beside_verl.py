@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 
 from tests.helpers.trainer import make_trainer, small_config
+from verl_ext.config.schema import as_dict
 from verl_ext.data.batching import Batch, pad
 from verl_ext.data.prefetch import Prefetcher
 from verl_ext.errors import UserError
@@ -30,7 +32,8 @@ def ours(quickstart: Path, tmp_path: Path) -> SFTTrainer:
 def stock(ours: SFTTrainer, quickstart: Path) -> FSDPSFTTrainer:
     """verl's class with a model it can run on a CPU; its constructor insists on flash-attention."""
     trainer = object.__new__(FSDPSFTTrainer)
-    trainer.config, trainer.device_name, trainer.use_remove_padding = ours.config, "cpu", False
+    trainer.config = OmegaConf.create(as_dict(ours.config))
+    trainer.device_name, trainer.use_remove_padding = "cpu", False
     trainer.device_mesh, trainer.ulysses_device_mesh = ours.device_mesh, ours.ulysses_device_mesh
     trainer.model = trainer.fsdp_model = AutoModelForCausalLM.from_pretrained(quickstart / "model")
     trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.config.compose import compose_config
 from verl_ext.health.watch import HealthWatch
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer.attempt import Attempt
+from verl_ext.trainer.stages import load_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def attempt_in(run_dir: Path, *overrides: str) -> Attempt:
     words = [f"trainer.default_local_dir={run_dir}", "trainer.logger=[]", "health.every=1", *overrides]
-    config = compose_config("sft", words)
+    config = load_config("sft", words)
     return Attempt(config, 0, 100, 10, 1, True, "fp32")
 
 

@@ -26,13 +26,13 @@ from verl_ext.checkpoint.command.settings import read_retention
 from verl_ext.checkpoint.layout import Manifest, what_is_wrong
 from verl_ext.checkpoint.rebuild import copy_companions, write_weights
 from verl_ext.checkpoint.shards import EXTRA, MODEL, OPTIMIZER, ShardFiles, shard_name
-from verl_ext.config.compose import compose_config
 from verl_ext.controller.controlled import ControlledModel, load_controller
 from verl_ext.errors import UserError
 from verl_ext.launch.grpo_model import best_export
 from verl_ext.remote_code import require_no_remote_code
 from verl_ext.trainer.local_path import require_own
 from verl_ext.trainer.model import load_model_config
+from verl_ext.trainer.stages import load_config
 from verl_ext.trainer.tokenizer import load_tokenizer
 
 SECRET = "hf_PLANTED0123456789"
@@ -162,7 +162,7 @@ def test_code_that_a_configuration_asks_for_by_itself_is_refused(tmp_path: Path,
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(asking))
-    config = compose_config("sft", [f"model.partial_pretrain={model}"])
+    config = load_config("sft", [f"model.partial_pretrain={model}"])
     for load in (load_model_config, load_tokenizer):
         with pytest.raises(UserError, match=r"asks by itself for code to be run \(trust_remote_code"):
             load(config)
@@ -179,7 +179,7 @@ def test_code_that_a_configuration_asks_for_by_itself_is_refused(tmp_path: Path,
 def test_a_model_s_own_classes_are_left_alone(tmp_path: Path, marker: Path) -> None:
     model = write_code(tmp_path / "model", marker)
     (model / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["planted.Planted", None]}}))
-    config = compose_config("sft", [f"model.partial_pretrain={model}"])
+    config = load_config("sft", [f"model.partial_pretrain={model}"])
     with pytest.raises(ValueError, match="trust_remote_code=True"):
         load_model_config(config)
     with pytest.raises(UserError, match="cannot be loaded"):

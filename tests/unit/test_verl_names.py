@@ -22,13 +22,12 @@ from tests.helpers import ROOT
 FOLDERS = ("verl_ext", "eval_pipeline", "benchmarks")
 OF_THE_TRAINER = {
     # overridden
-    "__init__", "_normalize_config_bsz", "_build_dataloader", "_build_model_optimizer", "_init_checkpoint_manager",
+    "__init__", "_build_dataloader", "_build_model_optimizer", "_init_checkpoint_manager",
     "load_checkpoint", "save_checkpoint", "training_step", "fit",
     # called, under Ulysses only
     "_compute_loss_and_backward",
-    # read, as its constructor sets them
+    # read, or set for `_compute_loss_and_backward`
     "config", "device_mesh", "device_name", "resume_global_step", "sharding_manager", "tokenizer",
-    "ulysses_device_mesh",
 }  # fmt: skip
 OF_THE_MANAGER = {
     "__init__", "checkpoint_save_contents", "get_rng_state", "load_checkpoint", "load_rng_state", "lr_scheduler",

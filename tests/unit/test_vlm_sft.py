@@ -9,21 +9,20 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import torch
-from omegaconf import DictConfig
 from pyarrow import parquet
 
 from tests.helpers import vlms
 from tests.helpers.data import row, write_questions
 from verl_ext import rendering
-from verl_ext.config.compose import compose_config
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.data.image_chats import ImageChat, ImageChatDataset
 from verl_ext.data.questions import ImageQuestion, question_of
 from verl_ext.data.vlm_batching import VLMBatcher
 from verl_ext.errors import UserError
+from verl_ext.launch.configure import check_settings
 from verl_ext.launch.question_check import check_questions
-from verl_ext.launch.vlm_check import check_vlm_sft
+from verl_ext.trainer.stages import VLMSFTConfig, load_config
 from verl_ext.trainer.vlm_sft import VLMSFTTrainer, load_chats
 
 TIERS = (256, 1024, 4096)
@@ -183,13 +182,15 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def config_of(recipe: Path, *overrides: str) -> DictConfig:
-    return compose_config("sft", [f"recipe={recipe}", *overrides])
+def config_of(recipe: Path, *overrides: str) -> VLMSFTConfig:
+    config = load_config("sft", [f"recipe={recipe}", *overrides])
+    assert isinstance(config, VLMSFTConfig)
+    return config
 
 
 def test_a_recipe_without_validation_is_fine(recipe: Path) -> None:
     config = config_of(recipe)
-    check_vlm_sft(config)
+    check_settings(config)
     check_questions(config, ("train",))
     assert config.stage == "vlm_sft"
 
@@ -207,24 +208,22 @@ def test_as_many_questions_share_a_chat_as_are_wanted(recipe: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("configurations.share=2", "must lie between 0 and 1"),
+        ("configurations.share=2", "must be a number from 0 to 1"),
         ("configurations.min_active=0", "must be a whole number of at least 1"),
         ("data.questions_per_chat=0", "must be a whole number of at least 1"),
-        ("model.fsdp_config.keep_gathered=sometimes", "take one of auto, True, False"),
+        ("model.fsdp_config.keep_gathered=sometimes", "must be auto, true or false"),
         ("configurations.tier_weights=[1.0]", "for each of the tiers"),
         ("configurations.tier_weights=[0.0,0.0,0.0]", "not all of them 0"),
-        ("configurations.tier_weights=[a,b,c]", "for each of the tiers"),
-        ("configurations.tier_weights=[1,2,true]", "for each of the tiers"),
-        ("configurations.tier_weights=[1.0,2.0,inf]", "for each of the tiers"),
-        ("configurations.tier_sizes=[a,b,c]", "configurations.tier_sizes is .*ascending whole numbers"),
+        ("configurations.tier_weights=[a,b,c]", "configurations.tier_weights' to .*must be a list .* of numbers"),
+        ("configurations.tier_weights=[1,2,true]", "configurations.tier_weights' to .*must be a list .* of numbers"),
+        ("configurations.tier_weights=[1.0,2.0,inf]", "configurations.tier_weights is .*numbers of at least 0"),
+        ("configurations.tier_sizes=[a,b,c]", "configurations.tier_sizes' to .*must be a list .* of whole numbers"),
         ("configurations.tier_sizes=[]", "configurations.tier_sizes is .*ascending whole numbers"),
-        ("configurations.topk_choices=[2.5]", "configurations.topk_choices is .*ascending whole numbers"),
-        ("model.lora_rank=8", "model.lora_rank has no effect on a vision-language model"),
+        ("configurations.topk_choices=[2.5]", "configurations.topk_choices' to .*must be a list .* of whole numbers"),
+        ("model.lora_rank=8", "model.lora_rank has no effect here; leave it at 0: vision-language models"),
         ("data.datasets.tiny.train=0", "there is no question for train"),
     ],
 )
 def test_what_cannot_work_is_refused(override: str, message: str, recipe: Path) -> None:
-    config = config_of(recipe, override)
     with pytest.raises(UserError, match=message):
-        check_vlm_sft(config)
-        check_questions(config, ("train",))
+        check_questions(config_of(recipe, override), ("train",))

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from eval_pipeline.recipe.load import load_recipe
-from verl_ext.config.compose import compose_config, load_yaml
-from verl_ext.config.written import load_written
+from verl_ext.config.compose import load_yaml
+from verl_ext.config.run_config import read_config_file
 from verl_ext.errors import UserError
 from verl_ext.health.run_files import read_config
+from verl_ext.trainer.stages import load_config
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "recipe": lambda path: compose_config("sft", [f"recipe={path}"]),
-    "config.yaml": load_written,
+    "recipe": lambda path: load_config("sft", [f"recipe={path}"]),
+    "config.yaml": read_config_file,
     "health": read_config,
     "evaluation": lambda path: load_recipe(str(path)),
 }

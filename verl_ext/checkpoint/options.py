@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.checkpoint.retention import Retention
@@ -42,7 +42,7 @@ class SaveOptions:
 
     @staticmethod
     def of(
-        trainer: DictConfig,
+        trainer: Any,
         precision: torch.dtype,
         last_step: int,
         config_digest: str,

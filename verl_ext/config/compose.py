@@ -1,147 +1,229 @@
-"""Builds a stage's configuration: verl's YAML, what the pipeline adds, the recipe, the command line; later wins."""
+"""From defaults, a recipe and the command line to a typed configuration; what comes later wins."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from collections.abc import Iterable
-from dataclasses import asdict
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from io import StringIO
 from pathlib import Path
+from typing import Any, cast
 
-from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, QuotedString, Transformer, ValueType
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.config.checks import WITHOUT_EFFECT
-from verl_ext.config.overrides import apply_overrides, leaves, merge_known
-from verl_ext.config.plain import as_dict
-from verl_ext.config.recipes import RECIPES, find_recipe
-from verl_ext.config.secrets import require_no_secrets
-from verl_ext.errors import UserError
-from verl_ext.health.limits import Limits
+from verl_ext.config.schema import Key, as_dict, build, keys
+from verl_ext.config.secrets import masked, require_no_secrets
+from verl_ext.errors import UserError, first_line_of
+from verl_ext.suggestions import RANKS, meant_key
 from verl_ext.yaml_text import yaml_text
 
-VERL_CONFIG = "sft_trainer"
-LAYERS = {stage: ("common", stage) for stage in ("sft", "grpo", "budget", "vlm_sft")}
-"""The files beside this one that are merged over it for each stage, later over earlier."""
-STAGES = {"sft": ("sft", "vlm_sft"), "grpo": ("grpo", "budget")}
-"""Which stages the recipes of a command may be of; the first where a recipe does not say."""
-
-HOME_PATHS = (
-    "trainer.default_local_dir", "trainer.resume_from_path", "data.custom_cls.path", "model.lora_adapter_path",
-)  # fmt: skip
-"""Paths that libraries read too: `~` is expanded here. What reads the other paths expands it itself."""
+COMMAND_LINE = "the command line"
+_PATH = re.compile(
+    r"""(?P<quoted>'[^']*'|"[^"]*")|"""
+    r"""(?P<before>[=\[,] *|: +)(?P<path>(?:~|\.{0,2}/)(?:[^'",\[\]{}]*[^\s'",\[\]{}])?) *"""
+)
+"""A path from the root, a home or the working directory that is a value, or an item of a list or mapping of values."""
 
 
-def compose_config(command: str, overrides: list[str]) -> DictConfig:
-    """Resolve `recipe=NAME key=value ...` to one configuration.
+class Composer:
+    """Collects values by key and builds the configuration.
 
     Args:
-        command: "sft" or "grpo"; the recipe says which of its stages it is of.
-        overrides: Hydra overrides (`key=value`, `+key=value`, `~key`); `recipe=` names a recipe or a YAML file.
+        root: of the stage.
+        others: roots of other stages; a key of theirs is accepted with their default, and has no effect.
+        extensible: whether `+key=value` adds keys that the root does not have.
+    """
 
-    Returns:
-        The configuration with every interpolation resolved, in struct mode.
+    def __init__(self, root: type, others: Iterable[type] = (), extensible: bool = True) -> None:
+        self._root, self._keys, self._extensible = root, keys(root), extensible
+        self._others = {name: key for other in others for name, key in keys(other).items() if name not in self._keys}
+        self._values = OmegaConf.create(as_dict(root()))
+
+    def set_key(self, name: str, value: Any) -> None:
+        """Set a key."""
+        self._set(name, value, COMMAND_LINE)
+
+    def add_recipe(self, content: Mapping[str, Any], source: str, adds: bool = False) -> None:
+        """Set the nested keys of a recipe.
+
+        Args:
+            content: of the file.
+            source: names it in messages.
+            adds: whether unknown keys are added, as a run's own configuration has those that `+key=value` added.
+        """
+        for name, value in self._leaves(content, ""):
+            if adds and name not in self._others and self._is_free(name):
+                OmegaConf.update(self._values, name, value, force_add=True)
+            else:
+                self._set(name, value, source)
+
+    def add_overrides(self, words: Iterable[str]) -> None:
+        """Apply Hydra overrides: `key=value` sets, `+key=value` and `++key=value` add, `~key` sets to null."""
+        for text in words:
+            override = parse_override(text)
+            name, value = override.key_or_group, value_set_by(override, text)
+            if (override.is_add() or override.is_force_add()) and self._is_free(name):
+                OmegaConf.update(self._values, name, value, force_add=True)
+                continue
+            for leaf, of_leaf in self._leaves_of(name, value):
+                self._set(leaf, of_leaf, COMMAND_LINE)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Nested values with unresolved interpolations."""
+        return cast("dict[str, Any]", OmegaConf.to_container(self._values, resolve=False))
+
+    def build(self, source: str) -> Any:
+        """The configuration with every interpolation resolved; `source` names the recipe's file in messages.
+
+        Raises:
+            UserError: an interpolation without a target, a secret, or a value that cannot work.
+        """
+        try:
+            values = cast("dict[str, Any]", OmegaConf.to_container(self._values, resolve=True))
+        except OmegaConfBaseException as error:
+            reason = masked(first_line_of(error))
+            raise UserError(f"the configuration cannot be resolved ({reason}); correct that key in {source}") from error
+        require_no_secrets(values)
+        return build(self._root, values)
+
+    def _set(self, name: str, value: Any, source: str) -> None:
+        key = self._keys.get(name)
+        if key is None:
+            if self._is_in_open_mapping(name):
+                OmegaConf.update(self._values, name, value, force_add=True)
+                return
+            self._skip_or_refuse(name, value, source)
+            return
+        if key.is_list and isinstance(value, str) and "${" not in value:
+            value = [value]  # trainer.logger=console, as verl's users write it
+        check_type(key, value, source)
+        OmegaConf.update(self._values, name, value, merge=key.is_open)
+
+    def _skip_or_refuse(self, name: str, value: Any, source: str) -> None:
+        other = self._others.get(name)
+        if other is None:
+            raise UserError(f"{source} sets '{name}', which is not a configuration key; {self._suggestion(name)}")
+        if value != other.default:
+            raise UserError(f"{name} has no effect in this stage; leave it out")
+
+    def _suggestion(self, name: str) -> str:
+        meant = meant_key(name, [each for each, key in self._keys.items() if not key.setting.unused])
+        if meant == RANKS:
+            return "give the number of ranks as the first word of the command"
+        if meant is not None:
+            return f"did you mean '{meant}'?"
+        sections = ", ".join(dict.fromkeys(each.partition(".")[0] for each in self._keys))
+        how_to_add = f" (+{name}=... adds one on purpose)" if self._extensible else ""
+        return f"known keys begin with {sections}{how_to_add}"
+
+    def _is_free(self, name: str) -> bool:
+        """Whether a key can be added: neither it nor one above or below it exists."""
+        return self._extensible and not any(
+            f"{name}.".startswith(f"{known}.") or known.startswith(f"{name}.") for known in self._keys
+        )
+
+    def _is_in_open_mapping(self, name: str) -> bool:
+        return any(key.is_open and name.startswith(f"{known}.") for known, key in self._keys.items())
+
+    def keys_set_by(self, words: Iterable[str]) -> set[str]:
+        """The dotted keys of overrides, those inside a mapping too."""
+        found = set()
+        for text in words:
+            override = parse_override(text)
+            found |= {name for name, _ in self._leaves_of(override.key_or_group, value_set_by(override, text))}
+        return found
+
+    def _leaves(self, mapping: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, value in mapping.items():
+            yield from self._leaves_of(f"{prefix}{name}", value)
+
+    def _leaves_of(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, Mapping) and value and name not in self._keys and not self._is_in_open_mapping(name):
+            yield from self._leaves(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def check_type(key: Key, value: Any, source: str) -> None:
+    """Refuse a value of another type than the key's.
+
+    Interpolations are checked when they are resolved, and keys without effect by `check_value`.
 
     Raises:
-        UserError: unknown recipe, unknown key, a value of the wrong type, an interpolation without target, a secret,
-            or a stage that the command does not have.
+        UserError: the source, the key, and what the key takes.
     """
-    recipe, content, stage = chosen_recipe(command, overrides)
-    config = base_config(stage)
-    nullable = {key for key, default in leaves(config).items() if default is None} | {"data.val_files"}
-    merge_known(config, content, str(recipe), nullable)
-    apply_overrides(config, [text for text in overrides if not text.startswith("recipe=")], nullable)
-    if config.stage != stage:
-        raise UserError(f"stage={config.stage} is not for the command line; give a recipe of that stage")
-    config.recipe = recipe.stem
+    if (isinstance(value, str) and "${" in value) or key.fits(value) or key.setting.unused:
+        return
+    if value is None:
+        raise UserError(
+            f"{source} sets '{key.name}' to null, but it needs a value; leave it out for the default {key.default!r}"
+        )
+    raise UserError(
+        f"{source} sets '{key.name}' to {key.shown(value)}, but it must be {key.takes} (like the default, "
+        f"{key.default!r})"
+    )
+
+
+# The command line
+
+
+def parse_override(text: str) -> Override:
+    """An override of the command line.
+
+    Raises:
+        UserError: it is none.
+    """
+    parser = OverridesParser.create()
     try:
-        OmegaConf.resolve(config)
-    except OmegaConfBaseException as error:
-        raise UserError(f"the configuration cannot be resolved: {error}; correct that key in {recipe}") from error
-    expand_home(config)
-    require_no_secrets(as_dict(config, resolve=False))
-    return config
+        override = parser.parse_override(text)
+    except HydraException as error:
+        try:  # Hydra takes ~, parentheses and letters beyond ASCII in quotes only, and behind `key=` no shell expands ~
+            override = parser.parse_override(_PATH.sub(_quoted, text))
+        except HydraException:
+            shown = masked(text)  # with a secret in it, the parser's words are not shown either: they repeat it
+            why = f" ({first_line_of(error)})" if shown == text else ""
+            raise UserError(
+                f"'{shown}' is not an override of the form key=value{why}; correct it, or quote its value inside the "
+                "quotes of the shell, as in \"key='value'\""
+            ) from error
+    if not override.key_or_group:
+        raise UserError(f"'{text}' is not an override of the form key=value; name the key")
+    return override
 
 
-def expand_home(config: DictConfig) -> None:
-    """Replace `~` by the home directory in `HOME_PATHS`, in place.
+def _quoted(found: re.Match[str]) -> str:
+    return found["quoted"] or f"{found['before']}'{found['path']}'"
+
+
+def value_set_by(override: Override, text: str) -> Any:
+    """The value that an override sets; `key=a,b`, Hydra's sweep over values, is the list of them here."""
+    if override.is_delete():
+        return None
+    if not override.is_sweep_override():
+        return override.value()
+    if not override.is_choice_sweep() or override.value_type == ValueType.GLOB_CHOICE_SWEEP:
+        raise UserError(f"'{masked(text)}' sweeps over values, but one run has one; give one value, or a list [a, b]")
+    items = override.sweep_iterator(Transformer.identity)
+    return [item.text if isinstance(item, QuotedString) else item for item in items]
+
+
+# Files
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Read a recipe; interpolations stay text.
 
     Raises:
-        UserError: a path begins with `~NAME/`, and this machine has no user of that name.
+        UserError: it is not a YAML mapping.
     """
-    for key, value in leaves(config).items():
-        for text in value if isinstance(value, list) else [value]:
-            is_path = isinstance(text, str) and text.startswith("~") and "{" not in text
-            is_path = is_path and (text == "~" or "/" in text)
-            if is_path and os.path.expanduser(text).startswith("~"):
-                user, _, rest = text.partition("/")
-                raise UserError(f"{key} is '{text}', but there is no user {user[1:]}; write ~/{rest} or the whole path")
-            if is_path and key in HOME_PATHS:
-                OmegaConf.update(config, key, os.path.expanduser(text))
-
-
-def sft_recipe_of(run_dir: Path) -> Path | None:
-    """The file in `recipes/sft/` whose project and experiment name a run directory, None if there is none."""
-    for path in sorted((RECIPES / "sft").glob("*.yaml")):
-        content = load_yaml(path)
-        names = tuple(OmegaConf.select(content, f"trainer.{key}_name") for key in ("project", "experiment"))
-        if run_dir.parts[-2:] == names:
-            return path
-    return None
-
-
-def chosen_recipe(command: str, words: Iterable[str]) -> tuple[Path, DictConfig, str]:
-    """The recipe that `recipe=` names, or the default one: its file, its content and its stage.
-
-    Raises:
-        UserError: there is no such recipe, or it is of a stage that the command does not have.
-    """
-    names = [text.removeprefix("recipe=") for text in words if text.startswith("recipe=")]
-    recipe = find_recipe(command, names[-1] if names else None)
-    content = load_yaml(recipe)
-    stage = content.get("stage", STAGES[command][0])
-    if stage not in STAGES[command]:
-        raise UserError(f"{recipe} is of the stage '{stage}'; run_{command}.sh has {', '.join(STAGES[command])}")
-    return recipe, content, stage
-
-
-def known_keys(command: str, words: Iterable[str]) -> list[str]:
-    """The keys that can be set and have an effect in the stage of the recipe that `words` name, for suggestions."""
-    try:
-        *_, stage = chosen_recipe(command, words)
-    except UserError:  # a mistake of its own, which is not the one that a suggestion is wanted for
-        stage = STAGES[command][0]
-    return [key for key in leaves(base_config(stage)) if key not in WITHOUT_EFFECT]
-
-
-def base_config(stage: str) -> DictConfig:
-    """verl's own configuration of the stage with the pipeline's keys and defaults merged over it."""
-    with initialize_config_dir(str(verl_directory() / "trainer" / "config"), version_base=None):
-        config = compose(VERL_CONFIG)
-    OmegaConf.set_struct(config, False)
-    for name in LAYERS[stage]:
-        config.merge_with(OmegaConf.load(Path(__file__).with_name(f"{name}.yaml")))
-    config.merge_with({"health": {"limits": asdict(Limits())}})
-    OmegaConf.set_struct(config, True)
-    return config
-
-
-def verl_directory() -> Path:
-    """Where verl is installed, found without importing it (its import takes seconds)."""
-    spec = importlib.util.find_spec("verl")
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError("verl is not installed in this Python; unset VERL_EXT_PYTHON, or install verl==0.7.0 there")
-    return Path(spec.submodule_search_locations[0])
-
-
-def load_yaml(path: Path) -> DictConfig:
-    """Read a recipe; what is not a YAML mapping is a `UserError`."""
     try:
         content = OmegaConf.load(StringIO(yaml_text(path)))
     except Exception as error:  # PyYAML and OmegaConf each have their own hierarchy for a malformed file
         raise UserError(f"{path} is not valid YAML ({' '.join(str(error).split())}); correct it") from error
     if not isinstance(content, DictConfig):
         raise UserError(f"{path} must hold a YAML mapping of configuration keys")
-    return content
+    return cast("dict[str, Any]", OmegaConf.to_container(content, resolve=False))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from omegaconf import DictConfig, ListConfig
 
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.remote_code import require_no_remote_code_in
@@ -25,7 +23,7 @@ def place_of(name: str, row: int, record: Mapping[str, Any]) -> str:
     return f"{name} row {row}" if not isinstance(origin, str) else f"{origin} ({name} row {row})"
 
 
-def check_model(config: DictConfig) -> None:
+def check_model(config: Any) -> None:
     """A model given as a path must hold a config.json; a hub name is left to transformers, unless it is offline.
 
     Raises:
@@ -114,7 +112,7 @@ def check_weights(model: Path) -> None:
             )
 
 
-def check_own_chat_template(config: DictConfig) -> None:
+def check_own_chat_template(config: Any) -> None:
     """Where `data.chat_template` is null, a local model must have a template of its own.
 
     Raises:
@@ -203,18 +201,18 @@ def untrained_loss(model: str) -> float | None:
     return math.log(vocabulary) if num_vectors and vocabulary else None
 
 
-def file_list(files: str | ListConfig | list | None) -> list[str]:
+def file_list(files: str | list[str] | None) -> list[str]:
     """`data.train_files` and the like as a list; null is the empty list."""
     if files is None:
         return []
-    return list(files) if isinstance(files, Iterable) and not isinstance(files, str) else [str(files)]
+    return list(files) if isinstance(files, list) else [str(files)]
 
 
-def check_data(config: DictConfig) -> None:
+def check_data(config: Any) -> None:
     """Every data file must be readable parquet with the wanted column, and the training set must fill one batch."""
     rows = {}
     for key in ("train_files", "val_files"):
-        files = file_list(config.data[key])
+        files = file_list(getattr(config.data, key))
         rows[key] = sum(check_parquet(Path(name).expanduser(), key, config) for name in files)
         if files and rows[key] == 0:
             or_none = ", or val_files=null for none" if key == "val_files" else ""
@@ -248,7 +246,7 @@ def reading_parquet(path: Path) -> Iterator[None]:
         raise UserError(f"{path} is not a readable parquet file ({first_line_of(error)}); {fix}") from error
 
 
-def check_parquet(path: Path, key: str, config: DictConfig) -> int:
+def check_parquet(path: Path, key: str, config: Any) -> int:
     """Number of rows of a parquet file whose columns are those that the configuration names."""
     from pyarrow import parquet
 
@@ -267,12 +265,12 @@ def check_parquet(path: Path, key: str, config: DictConfig) -> int:
     return metadata.num_rows
 
 
-def wanted_columns(config: DictConfig) -> dict[str, str]:
+def wanted_columns(config: Any) -> dict[str, str]:
     """Setting to column name of what a data file must have; a data set class of the user's own decides for itself."""
-    if config.data.custom_cls.path is not None:
-        return {}
     if config.stage == "grpo":
         return {"data.prompt_key": config.data.prompt_key}
+    if config.data.custom_cls.path is not None:
+        return {}
     if config.data.multiturn.enable:
         return {"data.multiturn.messages_key": config.data.multiturn.messages_key}
     return {"data.prompt_key": config.data.prompt_key, "data.response_key": config.data.response_key}

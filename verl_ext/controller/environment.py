@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from verl_ext.controller.config import BudgetRewardConfig
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.execution import Executor, Outcome
 from verl_ext.controller.latency_source import LatencySource
-from verl_ext.controller.reward import NAMES, RewardWeights
+from verl_ext.controller.reward import NAMES, reward_parts
 from verl_ext.data.questions import ImageQuestion
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.policy import Sample
@@ -33,7 +34,7 @@ class ModelEnvironment(Environment):
         self,
         executor: Executor,
         space: ConfigurationSpace,
-        weights: RewardWeights,
+        weights: BudgetRewardConfig,
         score: Callable[[ImageQuestion, str], float],
         latency: LatencySource,
     ) -> None:
@@ -80,7 +81,7 @@ class ModelEnvironment(Environment):
         outcome, latency_ms = self._run(question, action.configuration)
         accuracy = self._score(question, outcome.answer)
         complexity = self._space.complexity(action.configuration)
-        parts = self._weights.parts(accuracy, latency_ms, action.budget_ms, complexity)
+        parts = reward_parts(self._weights, accuracy, latency_ms, action.budget_ms, complexity)
         over = float(latency_ms > action.budget_ms)
         figures = {"accuracy": accuracy, "latency_ms": latency_ms, "budget_violation": over}
         return Reward(parts, finished=time.perf_counter(), figures=figures)

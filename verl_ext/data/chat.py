@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from verl_ext.config.inputs import file_list
 from verl_ext.data.chat_encoder import ChatEncoder
+from verl_ext.data.config import ChatDataConfig
 from verl_ext.data.rows import TokenRows
 from verl_ext.data.tokenise import tokenise
 from verl_ext.errors import UserError
@@ -45,7 +45,7 @@ class ChatDataset(TokenRows):
         self,
         parquet_files: Any,
         tokenizer: PreTrainedTokenizerBase,
-        config: DictConfig,
+        config: ChatDataConfig,
         max_samples: int = -1,
         progress: bool = False,
         token_cache: Path | None = None,

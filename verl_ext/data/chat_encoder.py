@@ -9,11 +9,10 @@ from datetime import datetime, time
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from verl_ext.config.inputs import place_of
-from verl_ext.config.plain import as_dict
+from verl_ext.data.config import ChatDataConfig
 from verl_ext.data.parquet import plain
 from verl_ext.data.template import ChatTemplate, Encoded, Message, clock_arguments
 from verl_ext.errors import UserError
@@ -36,12 +35,12 @@ class ChatEncoder:
         date: that date, at midnight, so that tokens depend on nothing finer; None for templates that do not ask.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DictConfig, now: datetime | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: ChatDataConfig, now: datetime | None = None) -> None:
         self.config = config
         date = datetime.combine(now or datetime.now(), time())
         clock = clock_arguments(tokenizer.chat_template, date)
         self.date = date if clock else None
-        self.template = ChatTemplate(tokenizer, {**clock, **as_dict(config.apply_chat_template_kwargs)})
+        self.template = ChatTemplate(tokenizer, {**clock, **config.apply_chat_template_kwargs})
         source = str(tokenizer.chat_template)
         self.not_rendered = [key for key in ASSISTANTS_OWN if not re.search(rf"\b{key}\b", source)]
 

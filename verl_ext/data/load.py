@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from verl_ext.config.inputs import file_list
+from verl_ext.config.schema import as_dict
 from verl_ext.data.chat import ChatDataset
+from verl_ext.data.config import ChatDataConfig, DataConfig, ImageDataConfig, TextDataConfig
 from verl_ext.data.parquet import files_digest
 from verl_ext.data.prompts import PromptDataset
 from verl_ext.data.question_sources import QuestionSource, local_files
@@ -24,17 +26,18 @@ from verl_ext.data.tokenise import cache_directory
 from verl_ext.errors import UserError, first_line_of
 
 
-def training_data_digest(data: DictConfig) -> str:
+def training_data_digest(data: DataConfig) -> str:
     """Digest that identifies the training data; empty if they are not in files on this machine.
 
     Args:
         data: the section of the configuration.
     """
-    if "datasets" in data:
+    if isinstance(data, ImageDataConfig):
         sources = {name: QuestionSource(**source) for name, source in data.datasets.items()}
         local = {name: source.source for name, source in sources.items() if source.source and source.train}
         paths = [path for name, folder in local.items() for path in local_files(name, folder, "train")]
     else:
+        assert isinstance(data, TextDataConfig)
         paths = [Path(name).expanduser() for name in file_list(data.train_files)]
     try:
         return files_digest(paths) if paths else ""
@@ -43,7 +46,7 @@ def training_data_digest(data: DictConfig) -> str:
 
 
 def load_datasets(
-    config: DictConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False, now: datetime | None = None
+    config: Any, tokenizer: PreTrainedTokenizerBase, progress: bool = False, now: datetime | None = None
 ) -> tuple[TokenRows, TokenRows | None]:
     """Training and validation set of a run; the second is None when `data.val_files` is null.
 
@@ -61,7 +64,7 @@ def load_datasets(
 
 
 def load_prompts(
-    config: DictConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False, now: datetime | None = None
+    config: Any, tokenizer: PreTrainedTokenizerBase, progress: bool = False, now: datetime | None = None
 ) -> tuple[PromptDataset, PromptDataset | None]:
     """Prompts to learn from and to measure on; the first arguments are those of `load_datasets`.
 
@@ -79,7 +82,7 @@ def load_prompts(
 
 
 def load_questions(
-    config: DictConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False
+    config: Any, tokenizer: PreTrainedTokenizerBase, progress: bool = False
 ) -> tuple[QuestionDataset, QuestionDataset | None]:
     """Questions about images to learn from and to measure on; the arguments are those of `load_datasets`.
 
@@ -102,7 +105,7 @@ def load_questions(
 
 def load_dataset(
     files: Any,
-    config: DictConfig,
+    config: ChatDataConfig,
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int,
     progress: bool,
@@ -114,13 +117,15 @@ def load_dataset(
     from verl.utils.import_utils import load_extern_object
 
     try:
-        dataset_class: Any = load_extern_object(config.custom_cls.path, config.custom_cls.name)
+        dataset_class: Any = load_extern_object(str(config.custom_cls.path), str(config.custom_cls.name))
     except (OSError, ImportError, AttributeError, SyntaxError) as error:
         raise UserError(
             f"data.custom_cls cannot be loaded: {first_line_of(error)}; correct its path or name"
         ) from error
     names = OmegaConf.create(file_list(files))  # verl tells one file from several by this type
-    dataset = dataset_class(parquet_files=names, tokenizer=tokenizer, config=config, max_samples=max_samples)
+    dataset = dataset_class(
+        parquet_files=names, tokenizer=tokenizer, config=OmegaConf.create(as_dict(config)), max_samples=max_samples
+    )
     unpadded = Unpadded(dataset)
     if not unpadded.has_loss:
         raise UserError(

@@ -8,13 +8,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from verl_ext.config.inputs import file_list, place_of
-from verl_ext.config.plain import as_dict
 from verl_ext.console import print_line, progress_bar
 from verl_ext.data.chat_encoder import check_turns
+from verl_ext.data.config import PromptDataConfig
 from verl_ext.data.parquet import plain, read_frame
 from verl_ext.data.rows import Rows, UniqueIds
 from verl_ext.data.template import TEMPLATE_ERRORS, ChatTemplate, clock_arguments
@@ -40,14 +39,14 @@ class PromptDataset(Rows):
         self,
         parquet_files: Any,
         tokenizer: PreTrainedTokenizerBase,
-        config: DictConfig,
+        config: PromptDataConfig,
         max_samples: int = -1,
         progress: bool = False,
         now: datetime | None = None,
     ) -> None:
         self._config = config
         clock = clock_arguments(tokenizer.chat_template, now)
-        self._template = ChatTemplate(tokenizer, {**clock, **as_dict(config.apply_chat_template_kwargs)})
+        self._template = ChatTemplate(tokenizer, {**clock, **config.apply_chat_template_kwargs})
         names = file_list(parquet_files)
         records = [(name, row, record) for name in names for row, record in _records(name)]
         chosen = records[:max_samples] if max_samples > 0 else records
@@ -128,7 +127,7 @@ def _mapping(record: dict[str, Any], column: str) -> dict[str, Any]:
     return value or {}
 
 
-def _turns(prompt: Any, config: DictConfig) -> list[dict[str, Any]]:
+def _turns(prompt: Any, config: PromptDataConfig) -> list[dict[str, Any]]:
     """The turns of a prompt, which may also be a text: the user's only turn.
 
     Raises:

@@ -15,7 +15,7 @@ import pandas as pd
 import tokenizers
 import transformers
 
-from verl_ext.config.plain import as_dict
+from verl_ext.config.schema import as_dict
 from verl_ext.console import progress_bar, warn
 from verl_ext.data import tokenised
 from verl_ext.data.chat_encoder import ChatEncoder, Tokens

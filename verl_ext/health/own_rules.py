@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from verl_ext.errors import UserError
+from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Seen, notice
 from verl_ext.health.history import History
-from verl_ext.health.limits import Limits
 from verl_ext.health.rule import EVERY_STAGE, Rule
 from verl_ext.health.rules import RULES
 from verl_ext.plugins import Plugin
@@ -49,7 +49,7 @@ def rules_of(plugin: Plugin) -> list[Rule]:
 def guarded(rule: Rule) -> Rule:
     """The rule, whose failure is a notice and keeps no other rule from being checked."""
 
-    def check(history: History, facts: Facts, limits: Limits) -> Seen | None:
+    def check(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
         try:
             return rule.check(history, facts, limits)
         except Exception as error:  # whatever the user's code raises

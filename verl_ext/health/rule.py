@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import LANGUAGE, REWARDED, Facts
 from verl_ext.health.findings import Finding, Seen
 from verl_ext.health.history import History
-from verl_ext.health.limits import Limits
 
-Check = Callable[[History, Facts, Limits], Seen | None]
+Check = Callable[[History, Facts, HealthLimits], Seen | None]
 EVERY_STAGE = LANGUAGE | REWARDED
 
 
@@ -34,7 +34,7 @@ class Rule:
     meaning: str
     check: Check
 
-    def find(self, history: History, facts: Facts, limits: Limits) -> Finding | None:
+    def find(self, history: History, facts: Facts, limits: HealthLimits) -> Finding | None:
         """Check now; None where the rule is not for the stage, or has too little to tell."""
         seen = self.check(history, facts, limits) if facts.stage in self.stages else None
         if seen is None:

@@ -12,10 +12,10 @@ import yaml
 
 from verl_ext.checkpoint.layout import complete_steps
 from verl_ext.errors import UserError, one_line
+from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Finding
 from verl_ext.health.history import History
-from verl_ext.health.limits import Limits
 from verl_ext.health.replay import replay
 from verl_ext.health.rule import Rule
 from verl_ext.health.rules import RULES, watched_by
@@ -50,7 +50,7 @@ class RunFiles:
     history: History
     early: History
     facts: Facts
-    limits: Limits
+    limits: HealthLimits
     rules: Sequence[Rule] = RULES
 
     @classmethod
@@ -109,7 +109,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def limits_of(config: Mapping[str, Any]) -> Limits:
+def limits_of(config: Mapping[str, Any]) -> HealthLimits:
     """The thresholds of a recipe; the defaults for a run that was made before there were any.
 
     Raises:
@@ -117,7 +117,7 @@ def limits_of(config: Mapping[str, Any]) -> Limits:
     """
     wanted = (config.get("health") or {}).get("limits") or {}
     try:
-        return Limits(**wanted)
+        return HealthLimits(**wanted)
     except TypeError as error:
         raise UserError(
             f"health.limits of config.yaml is of another version ({error}); correct or remove it there"

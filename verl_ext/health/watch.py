@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Finding, Level
 from verl_ext.health.history import History
-from verl_ext.health.limits import Limits
 from verl_ext.health.rule import Rule
 from verl_ext.health.rules import RULES
 
@@ -36,7 +36,7 @@ class HealthWatch:
         self,
         history: History,
         facts: Facts,
-        limits: Limits,
+        limits: HealthLimits,
         every: int = 10,
         stop_on: Sequence[str] = (),
         told: Mapping[str, Level] | None = None,

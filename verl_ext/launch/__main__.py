@@ -44,13 +44,13 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
     """
     startup.begin(process_start())
     with signals.raising():
-        from omegaconf import OmegaConf  # after --help, which needs no packages
-
+        # after --help, which needs no packages
+        from verl_ext.config.schema import to_yaml
         from verl_ext.launch.configure import check_config, check_inputs, configure
 
         config = configure(arguments)
         if arguments.print_config:
-            print_line(OmegaConf.to_yaml(config), end="")
+            print_line(to_yaml(config), end="")
             return 0
         from verl_ext.launch.eval_check import check_evaluation
         from verl_ext.launch.prepare import commands_to_run, output_of, prepare_inputs

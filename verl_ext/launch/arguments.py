@@ -91,6 +91,6 @@ def take_count(words: list[str], parser: CommandParser, stage: str) -> int | Non
 
 def keys_of(stage: str, words: Sequence[str]) -> Collection[str]:
     """The keys of a stage's configuration, for suggestions alone, as importing what knows them takes a second."""
-    from verl_ext.config.compose import known_keys
+    from verl_ext.trainer.stages import known_keys
 
     return known_keys(stage, words)

@@ -6,19 +6,20 @@ import difflib
 import importlib
 import importlib.util
 from pathlib import Path
-
-from omegaconf import DictConfig
+from typing import Any
 
 from verl_ext.config.inputs import parse_chat_template
-from verl_ext.config.plain import as_dict
+from verl_ext.data.config import TextDataConfig
 from verl_ext.data.training_templates import read_chat_template
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.metrics.recorder import require_known_backends
 from verl_ext.plugins import is_module
 from verl_ext.processes import defer_gc, visible_gpus
+from verl_ext.trainer.config import OptimConfig, TrainerConfig
+from verl_ext.trainer.stages import RunConfig, SFTConfig
 
 
-def check_components(config: DictConfig) -> None:
+def check_components(config: RunConfig) -> None:
     """Refuse names that nothing has, in the settings that every stage reads.
 
     Raises:
@@ -28,17 +29,17 @@ def check_components(config: DictConfig) -> None:
     check_optimizer(config.optim)
     check_optional_packages(config)
     check_device(config.trainer)
-    if config.data.chat_template is not None:
+    if isinstance(config.data, TextDataConfig) and config.data.chat_template is not None:
         parse_chat_template(read_chat_template(str(config.data.chat_template)))
     library = config.model.external_lib
     if library is not None and not is_module(str(library)):
         raise UserError(f"model.external_lib names the module '{library}', which is not installed; correct its name")
-    path = config.data.custom_cls.path
+    path = config.data.custom_cls.path if isinstance(config, SFTConfig) else None
     if path is not None and not str(path).startswith("pkg://") and not Path(path).is_file():
         raise UserError(f"data.custom_cls.path={path} does not exist; correct the path")
 
 
-def check_optional_packages(config: DictConfig) -> None:
+def check_optional_packages(config: RunConfig) -> None:
     """Settings that need a package which the pipeline itself does without."""
     needed = {
         "liger_kernel": ("model.use_liger=true", config.model.use_liger, "liger-kernel", "model.use_liger=false"),
@@ -56,7 +57,7 @@ def check_optional_packages(config: DictConfig) -> None:
         raise UserError("model.attn_implementation=flash_attention_2 has no fp32; set model.mixed_precision=bf16")
 
 
-def check_device(trainer: DictConfig) -> None:
+def check_device(trainer: TrainerConfig) -> None:
     """`trainer.device` must be there, and where it is GPUs, one for each rank of this machine.
 
     torch, which imports slowly, is asked only where the answer could refuse the launch.
@@ -85,7 +86,7 @@ def check_device(trainer: DictConfig) -> None:
         )
 
 
-def check_optimizer(optim: DictConfig) -> None:
+def check_optimizer(optim: OptimConfig) -> None:
     """`optim.optimizer` must be a class of the module `optim.optimizer_impl` that takes its arguments.
 
     The default is known to exist, and torch is not imported for it.
@@ -93,7 +94,7 @@ def check_optimizer(optim: DictConfig) -> None:
     Raises:
         UserError: there is no such module or class, or the class refuses its arguments.
     """
-    name, place, further = optim.optimizer, optim.optimizer_impl, as_dict(optim.override_optimizer_config or {})
+    name, place, further = optim.optimizer, optim.optimizer_impl, dict(optim.override_optimizer_config or {})
     if (name, place) == ("AdamW", "torch.optim") and not further:
         return
     with defer_gc():
@@ -114,7 +115,7 @@ def check_optimizer(optim: DictConfig) -> None:
         hint = f"did you mean '{lower[near[0]]}'?" if near else f"take one of {', '.join(sorted(known))}"
         raise UserError(f"optim.optimizer is '{name}', which {place} does not have; {hint}")
     # as verl's `build_optimizer` calls it
-    arguments = {"lr": optim.lr, "weight_decay": optim.weight_decay}
+    arguments: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     if "adam" in name.lower() or "ademamix" in name.lower():
         arguments["betas"] = optim.betas
     try:

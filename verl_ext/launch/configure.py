@@ -8,31 +8,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from verl_ext.checkpoint.layout import TRACKER
 from verl_ext.checkpoint.resume import find_checkpoint, optimizer_name, require_same_optimizer
-from verl_ext.checkpoint.retention import Retention
-from verl_ext.config.checks import check_batch, check_values
-from verl_ext.config.compose import STAGES
-from verl_ext.config.evaluation import check_evaluation_keys
 from verl_ext.config.inputs import check_data, check_model, check_own_chat_template, check_parquet, file_list
-from verl_ext.config.overrides import keys_set_by
+from verl_ext.config.recipes import find_recipe
 from verl_ext.console import print_line
 from verl_ext.errors import UserError
 from verl_ext.launch.component_check import check_components
 from verl_ext.launch.from_verl import compose_as_typed
 from verl_ext.launch.grpo_model import settle_model
 from verl_ext.launch.health_check import check_health
-from verl_ext.launch.own_files import convert_own_files
-from verl_ext.launch.preemption_check import check_preemption
+from verl_ext.launch.own_files import convert_own_files, has_custom_class
 from verl_ext.launch.prepare import is_within
-from verl_ext.launch.sft_check import check_sft
 from verl_ext.launch.summary import WRITTEN
 from verl_ext.metrics.names import describe
+from verl_ext.plugins import Plugin
+from verl_ext.trainer.config import TrainerConfig
+from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, VLMSFTConfig, keys_set_by
 
 
-def configure(arguments: argparse.Namespace) -> DictConfig:
+def configure(arguments: argparse.Namespace) -> RunConfig:
     """The configuration with the number of ranks filled in.
 
     Raises:
@@ -42,15 +37,14 @@ def configure(arguments: argparse.Namespace) -> DictConfig:
     if arguments.num_processes is None and not arguments.print_config:
         raise UserError(f"no number of processes is given; type for example `bash run_{arguments.stage}.sh 2`")
     ranks = {"nnodes": num_nodes(), "n_gpus_per_node": arguments.num_processes or config.trainer.n_gpus_per_node}
-    typed = keys_set_by([word for word in arguments.overrides if not word.startswith("recipe=")])
+    typed = keys_set_by(config.stage, arguments.overrides)
     given_by = {"nnodes": "NNODES (the number of machines)", "n_gpus_per_node": "the first word (ranks per machine)"}
     for name, number in ranks.items():
-        if f"trainer.{name}" in typed and config.trainer[name] != number:
-            raise UserError(
-                f"trainer.{name}={config.trainer[name]} contradicts {given_by[name]}, which is {number}; omit this key"
-            )
+        if f"trainer.{name}" in typed and getattr(config.trainer, name) != number:
+            value = getattr(config.trainer, name)
+            raise UserError(f"trainer.{name}={value} contradicts {given_by[name]}, which is {number}; omit this key")
     config.trainer.trace |= arguments.trace
-    config.trainer.merge_with(ranks)
+    config.trainer.nnodes, config.trainer.n_gpus_per_node = ranks.values()
     for sentence in convert_own_files(config, arguments.overrides):
         print_line(sentence, sys.stderr if arguments.print_config else None)
     return config
@@ -74,7 +68,7 @@ def num_nodes() -> int:
     return int(nodes)
 
 
-def check_config(config: DictConfig) -> None:
+def check_config(config: RunConfig) -> None:
     """Refuse what cannot work before data are prepared, and choose the model that a stage after SFT starts from.
 
     Changes nothing in the run directory.
@@ -85,41 +79,32 @@ def check_config(config: DictConfig) -> None:
     check_settings(config)
     check_components(config)
     check_run_directory(Path(config.trainer.default_local_dir))
-    if config.stage in STAGES["grpo"]:
+    if isinstance(config, GRPOConfig | BudgetConfig):
         settle_model(config)
 
 
-def check_settings(config: DictConfig) -> None:
+def check_settings(config: RunConfig) -> None:
     """Refuse settings that cannot work, whatever model and data they are for; needs no file and no hub.
 
     Raises:
         UserError: the first of them and how to fix it.
     """
-    world_size = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    check_values(config)
-    check_preemption(config)
-    check_evaluation_keys(config)
-    check_retention(config.trainer)
+    config.check_ranks(config.trainer.nnodes * config.trainer.n_gpus_per_node)
+    config.trainer.preemption.check_deadline_ahead()
+    if config.eval.recipe is not None:
+        find_recipe("eval", config.eval.recipe, "eval.recipe")
+    check_best_metric(config.trainer.checkpoint.best_metric)
+    check_resume_path(config.trainer)
     check_health(config)
-    check_batch(config, world_size)
-    # each stage imports its own checks only
-    if config.stage == "sft":
-        check_sft(config)
-    elif config.stage == "grpo":
-        from verl_ext.launch.grpo_check import check_grpo
+    if isinstance(config, GRPOConfig):
+        from verl_ext.launch.grpo_check import check_rewards
 
-        check_grpo(config, world_size)
-    elif config.stage == "budget":
-        from verl_ext.launch.budget_check import check_budget
-
-        check_budget(config)
-    else:
-        from verl_ext.launch.vlm_check import check_vlm_sft
-
-        check_vlm_sft(config)
+        check_rewards(config)
+    elif isinstance(config, BudgetConfig) and config.model.adapter is not None:
+        Plugin.parse(config.model.adapter, "model.adapter")
 
 
-def check_inputs(config: DictConfig, awaited: Sequence[Path] = ()) -> None:
+def check_inputs(config: RunConfig, awaited: Sequence[Path] = ()) -> None:
     """Refuse a model, data and reward functions that cannot be used.
 
     Args:
@@ -130,20 +115,20 @@ def check_inputs(config: DictConfig, awaited: Sequence[Path] = ()) -> None:
         UserError: the first of them and how to fix it.
     """
     has_model = not is_within(config.model.partial_pretrain, awaited)
-    files = [(key, name) for key in ("train_files", "val_files") for name in file_list(config.data[key])]
+    files = [(key, name) for key in ("train_files", "val_files") for name in file_list(getattr(config.data, key))]
     here = [(key, name) for key, name in files if not is_within(name, awaited)]
     has_data = len(here) == len(files)
     if has_model:
         check_model(config)
     if config.stage in ("sft", "grpo"):
-        if has_model and config.data.custom_cls.path is None:
+        if has_model and not has_custom_class(config):
             check_own_chat_template(config)
         if has_data:
             check_data(config)
         else:
             for key, name in here:
                 check_parquet(Path(name).expanduser(), key, config)
-    if config.stage == "grpo":
+    if isinstance(config, GRPOConfig):
         from verl_ext.launch.grpo_check import check_length
         from verl_ext.launch.reward_functions import check_judge, check_reward_functions
 
@@ -152,11 +137,11 @@ def check_inputs(config: DictConfig, awaited: Sequence[Path] = ()) -> None:
         check_judge(config.reward)
         if has_data:
             check_reward_functions(config)
-    elif config.stage == "budget":
+    elif isinstance(config, BudgetConfig):
         from verl_ext.launch.budget_check import check_budget_files
 
         check_budget_files(config, awaited)
-    elif config.stage == "vlm_sft":
+    elif isinstance(config, VLMSFTConfig):
         from verl_ext.launch.question_check import check_questions
 
         check_questions(config, ("train",), awaited)
@@ -208,7 +193,7 @@ def make_run_directory(run_dir: Path) -> None:
         ) from error
 
 
-def checkpoint_that_suits(config: DictConfig) -> Path | None:
+def checkpoint_that_suits(config: RunConfig) -> Path | None:
     """The checkpoint that the ranks will resume; warnings are left to them, who look again.
 
     Raises:
@@ -228,10 +213,19 @@ def checkpoint_that_suits(config: DictConfig) -> Path | None:
     return found
 
 
-def check_retention(trainer: DictConfig) -> None:
-    """The best checkpoint can only be told by a metric that checkpoints hold."""
-    Retention.of(trainer)
-    name = trainer.checkpoint.best_metric
+def check_resume_path(trainer: TrainerConfig) -> None:
+    """`resume_from_path`, if it is used, names a `global_step_N` directory."""
+    path = trainer.resume_from_path
+    if path is not None and trainer.resume_mode != "disable":
+        if not Path(path).is_dir() or not Path(path).name.startswith("global_step_"):
+            raise UserError(
+                f"trainer.resume_from_path is '{path}', which is not a global_step_N directory; name one, or set it to "
+                "null"
+            )
+
+
+def check_best_metric(name: str) -> None:
+    """The best checkpoint can only be found by a metric that checkpoints hold."""
     describe(name)
     if not name.startswith(("train/", "val/")) and (not name.startswith("eval/") or name.count("/") > 1):
         raise UserError(f"trainer.checkpoint.best_metric is {name}; a checkpoint holds what its own training measured")

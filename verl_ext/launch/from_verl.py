@@ -8,15 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from verl_ext.checkpoint.layout import list_steps
 from verl_ext.checkpoint.stock import is_stock
-from verl_ext.config.compose import compose_config
 from verl_ext.config.inputs import file_list
+from verl_ext.config.schema import set_at, value_at
 from verl_ext.console import print_line
 from verl_ext.errors import UserError
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.trainer.stages import RunConfig, load_config
 
 RECIPE = "verl"
 PATHS = (
@@ -25,7 +24,7 @@ PATHS = (
 )  # fmt: skip
 
 
-def compose_as_typed(stage: str, overrides: list[str]) -> DictConfig:
+def compose_as_typed(stage: str, overrides: list[str]) -> RunConfig:
     """The configuration; without `recipe=` it is of the recipe `verl` where verl itself began the run.
 
     Else the default recipe would set what the same command left to verl's defaults.
@@ -35,7 +34,7 @@ def compose_as_typed(stage: str, overrides: list[str]) -> DictConfig:
     """
     names_recipe = any(word.startswith("recipe=") for word in overrides)
     if stage == "sft" and overrides and not names_recipe:
-        config = with_paths_of_caller(compose_config(stage, [f"recipe={RECIPE}", *overrides]))
+        config = with_paths_of_caller(load_config(stage, [f"recipe={RECIPE}", *overrides]))
         if was_begun_by_verl(config):
             run_dir = config.trainer.default_local_dir
             print_line(
@@ -43,11 +42,11 @@ def compose_as_typed(stage: str, overrides: list[str]) -> DictConfig:
                 sys.stderr,
             )
             return config
-    config = compose_config(stage, overrides)
+    config = load_config(stage, overrides)
     return with_paths_of_caller(config) if names_recipe and config.recipe == RECIPE else config
 
 
-def was_begun_by_verl(config: DictConfig) -> bool:
+def was_begun_by_verl(config: RunConfig) -> bool:
     """Whether the run goes on from a checkpoint that verl wrote, or once did."""
     run_dir, named = Path(config.trainer.default_local_dir), config.trainer.resume_from_path
     with suppress(UserError):  # there is no record yet, or a damaged one
@@ -56,14 +55,14 @@ def was_begun_by_verl(config: DictConfig) -> bool:
     return any(is_stock(path) for path in [*list_steps(run_dir), *([Path(named)] if named else [])])
 
 
-def with_paths_of_caller(config: DictConfig) -> DictConfig:
+def with_paths_of_caller(config: RunConfig) -> RunConfig:
     """The same with relative paths from where the command was typed; the scripts change to the repository."""
     caller = Path(os.environ.get("VERL_EXT_CALLED_FROM", "."))
     for key in PATHS:
-        value = OmegaConf.select(config, key)
+        value = value_at(config, key)
         if value is not None:
             paths = [from_caller(caller, key, path) for path in file_list(value)]
-            OmegaConf.update(config, key, paths[0] if isinstance(value, str) else paths)
+            set_at(config, key, paths[0] if isinstance(value, str) else paths)
     return config
 
 

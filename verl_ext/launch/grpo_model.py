@@ -7,20 +7,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from verl_ext.checkpoint.layout import BEST, EXPORT, list_steps, read_all_complete, step_of
 from verl_ext.checkpoint.lease import leased
-from verl_ext.config.compose import STAGES, sft_recipe_of
 from verl_ext.config.inputs import is_hub_name
 from verl_ext.config.recipes import default_recipe
-from verl_ext.config.written import load_written
+from verl_ext.config.run_config import read_config_file
 from verl_ext.console import print_line
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import parse_json
+from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, sft_recipe_of
 
 
-def settle_model(config: DictConfig) -> None:
+def settle_model(config: GRPOConfig | BudgetConfig) -> None:
     """Fill in `model.partial_pretrain` where it is null: an export of the SFT run, or the one that this run began from.
 
     The stage grpo takes the best checkpoint if an evaluation has chosen one, and the newest otherwise. The stage budget
@@ -54,20 +52,20 @@ def settle_model(config: DictConfig) -> None:
         model.partial_pretrain = str(export)
 
 
-def _begun_from(config: DictConfig, sft_run: Path) -> str | None:
+def _begun_from(config: RunConfig, sft_run: Path) -> str | None:
     """The model that this run began from, even if another is the best by now; None if there is nothing to resume."""
     run_dir = Path(config.trainer.default_local_dir)
     begun = run_dir / "config.yaml"
     if config.trainer.resume_mode == "disable" or not begun.is_file() or not list_steps(run_dir):
         return None
-    former = load_written(begun).get("model")
-    if not isinstance(former, DictConfig):
+    former = read_config_file(begun).get("model")
+    if not isinstance(former, dict):
         raise UserError(f"{begun} has no section 'model'; restore it, or start another run by trainer.experiment_name")
-    if not former.get("sft_run") or Path(former.sft_run).expanduser().resolve() != sft_run.resolve():
+    if not former.get("sft_run") or Path(former["sft_run"]).expanduser().resolve() != sft_run.resolve():
         return None
-    model = former.partial_pretrain
-    is_path = bool(model) and not is_hub_name(model) and "://" not in model
-    if is_path and not (Path(model).expanduser() / "config.json").is_file():
+    model: str | None = former["partial_pretrain"]
+    is_path = model is not None and not is_hub_name(model) and "://" not in model
+    if is_path and not (Path(str(model)).expanduser() / "config.json").is_file():
         raise UserError(
             f"this run began from {model}, which is gone; set model.partial_pretrain to a copy of "
             "it, or start a new run under another trainer.experiment_name"
@@ -148,9 +146,10 @@ def training_command(run_dir: Path, num_ranks: int) -> str | None:
 
 
 @contextmanager
-def holding_model(config: DictConfig) -> Iterator[None]:
+def holding_model(config: RunConfig) -> Iterator[None]:
     """Keep the checkpoint that the run begins from out of its own run's rotation meanwhile."""
-    export = Path(str(config.model.partial_pretrain)).expanduser() if config.stage in STAGES["grpo"] else None
+    follows_sft = isinstance(config, GRPOConfig | BudgetConfig)
+    export = Path(str(config.model.partial_pretrain)).expanduser() if follows_sft else None
     if export is None or export.name != EXPORT or step_of(export.parent) is None:
         yield
         return

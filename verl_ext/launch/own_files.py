@@ -10,17 +10,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig
-
-from verl_ext.config.compose import STAGES, load_yaml
 from verl_ext.config.inputs import file_list
-from verl_ext.config.overrides import keys_set_by, leaves
-from verl_ext.config.recipes import find_recipe
 from verl_ext.data.prepare.commands import COMMANDS
 from verl_ext.data.prepare.files import file_state
 from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME
 from verl_ext.data.prepare.stamp import STAMP_NAME, trust
 from verl_ext.errors import UserError
+from verl_ext.trainer.stages import STAGES, GRPOConfig, RunConfig, SFTConfig, chosen_recipe, keys_set_by
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 TRAIN, VAL = "data.train_files", "data.val_files"
@@ -30,7 +26,7 @@ CONVERTERS = {"sft": "chat", "grpo": "prompts"}
 """Stages whose data may be such files, and the preparation command that converts them."""
 
 
-def convert_own_files(config: DictConfig, overrides: Sequence[str]) -> list[str]:
+def convert_own_files(config: RunConfig, overrides: Sequence[str]) -> list[str]:
     """Replace JSON and CSV files among the data by the parquet files that they are converted to.
 
     The commands that convert them are prepended to `prepare`, from which the launcher runs those whose output is
@@ -47,14 +43,16 @@ def convert_own_files(config: DictConfig, overrides: Sequence[str]) -> list[str]
     Raises:
         UserError: a file cannot be read, or a setting does not apply to such files.
     """
+    if not isinstance(config, SFTConfig | GRPOConfig) or has_custom_class(config):
+        return []
     train, val = file_list(config.data.train_files), file_list(config.data.val_files)
     raw = {TRAIN: any(map(is_raw, train)), VAL: any(map(is_raw, val))}
     splits = raw[TRAIN] and not sets_val_files(config, overrides)
     if splits:
         val, raw[VAL] = [], False
-    if config.stage not in CONVERTERS or config.data.custom_cls.path is not None or not any(raw.values()):
+    if not any(raw.values()):
         return []
-    if config.stage == "sft" and not reads_messages(config):
+    if isinstance(config, SFTConfig) and not reads_messages(config):
         refuse_nested_keys(config)
         raw = {TRAIN: True, VAL: bool(val)}  # their columns would not be those of the converted files
     sentences = []
@@ -74,6 +72,11 @@ def convert_own_files(config: DictConfig, overrides: Sequence[str]) -> list[str]
     return sentences
 
 
+def has_custom_class(config: RunConfig) -> bool:
+    """Whether a data set class of the user's reads the data."""
+    return isinstance(config, SFTConfig) and config.data.custom_cls.path is not None
+
+
 def conversion_to(path: str) -> str:
     """The predicate of a sentence about a data file whose conversion is `path`."""
     return (
@@ -88,37 +91,36 @@ def is_raw(name: str) -> bool:
     return name.lower().endswith(SUFFIXES) and "://" not in name
 
 
-def sets_val_files(config: DictConfig, overrides: Sequence[str]) -> bool:
+def sets_val_files(config: RunConfig, overrides: Sequence[str]) -> bool:
     """Whether `data.val_files` is set on the command line, or in the recipe which also sets `data.train_files`.
 
     A recipe's validation set does not belong to other training data that the command line names.
     """
-    typed = keys_set_by([word for word in overrides if not word.startswith("recipe=")])
+    typed = keys_set_by(config.stage, overrides)
     if TRAIN in typed or VAL in typed:
         return VAL in typed
-    names = [word.removeprefix("recipe=") for word in overrides if word.startswith("recipe=")]
-    command = next(command for command, stages in STAGES.items() if config.stage in stages)
-    return VAL in leaves(load_yaml(find_recipe(command, names[-1] if names else None)))
+    _, content, _ = chosen_recipe(STAGES[config.stage].command, overrides)
+    return "val_files" in content.get("data", {})
 
 
-def reads_messages(config: DictConfig) -> bool:
+def reads_messages(config: SFTConfig) -> bool:
     """Whether the run reads the column that converted files have."""
     return config.data.multiturn.enable and config.data.multiturn.messages_key == "messages"
 
 
-def refuse_nested_keys(config: DictConfig) -> None:
+def refuse_nested_keys(config: SFTConfig) -> None:
     """Keys that descend into columns have no meaning for files that are converted."""
     for key in ("prompt_dict_keys", "response_dict_keys"):
-        if config.data[key] is not None:
+        if getattr(config.data, key) is not None:
             raise UserError(f"data.{key} does not apply to JSON or CSV files; set it to null, or convert to parquet")
 
 
-def column_options(config: DictConfig) -> list[str]:
+def column_options(config: SFTConfig | GRPOConfig) -> list[str]:
     """Options of the converter that name columns, where the configuration names others than verl's defaults."""
-    data = config.data
-    if config.stage == "grpo":
-        named = {"--prompt-key": (data.prompt_key, "prompt")}
+    if isinstance(config, GRPOConfig):
+        named = {"--prompt-key": (config.data.prompt_key, "prompt")}
     else:
+        data = config.data
         named = {
             "--messages-key": (data.multiturn.messages_key, "messages"),
             "--prompt-key": (data.prompt_key, "question"),
@@ -127,16 +129,16 @@ def column_options(config: DictConfig) -> list[str]:
     return [word for option, (value, usual) in named.items() if value != usual for word in (option, str(value))]
 
 
-def read_converted(config: DictConfig) -> None:
+def read_converted(config: SFTConfig | GRPOConfig) -> None:
     """Have the run read the columns of converted files."""
-    config.data.prompt_key = {"sft": "question", "grpo": "prompt"}[config.stage]
-    if config.stage == "sft":
+    config.data.prompt_key = "prompt" if isinstance(config, GRPOConfig) else "question"
+    if isinstance(config, SFTConfig):
         config.data.response_key = "answer"
         config.data.multiturn.enable = True
         config.data.multiturn.messages_key = "messages"
 
 
-def add_conversion(config: DictConfig, names: list[str], options: list[str], val_fraction: float) -> str:
+def add_conversion(config: SFTConfig | GRPOConfig, names: list[str], options: list[str], val_fraction: float) -> str:
     """Put the command that converts some files into `prepare`; returns its output directory."""
     paths = [existing_file(name) for name in names]
     command = CONVERTERS[config.stage]

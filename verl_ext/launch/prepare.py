@@ -8,22 +8,20 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from verl_ext.config.compose import load_yaml
-from verl_ext.config.evaluation import evaluation_recipe
-from verl_ext.config.plain import as_dict
 from verl_ext.config.recipes import find_recipe
+from verl_ext.config.schema import as_dict
 from verl_ext.console import print_line
 from verl_ext.data.prepare import is_prepared, prepare
 from verl_ext.data.prepare.commands import parse_arguments
 from verl_ext.errors import UserError
 from verl_ext.files import file_lock
+from verl_ext.trainer.stages import RunConfig
 
 PREPARE_LOCK = Path(__file__).resolve().parents[2] / ".prepare.lock"
 
 
-def commands_to_run(config: DictConfig) -> list[str]:
+def commands_to_run(config: RunConfig) -> list[str]:
     """The commands of the recipe's `prepare` list whose result is needed and not there yet."""
     return [command for command in needed_commands(config) if not is_prepared(_words(command))]
 
@@ -54,7 +52,7 @@ def prepare_inputs(commands: Iterable[str]) -> None:
                     prepare(words)
 
 
-def needed_commands(config: DictConfig) -> list[str]:
+def needed_commands(config: RunConfig) -> list[str]:
     """The commands of `prepare` whose `--output` holds a path that the configuration or its evaluation recipe names.
 
     A user who gives other data or another model does not need the rest.
@@ -63,8 +61,8 @@ def needed_commands(config: DictConfig) -> list[str]:
     named = {_absolute(text) for text in _texts(settings)}
     outputs = {command: output_of(command) for command in config.prepare}
     if not all(_holds(output, named) for output in outputs.values()):
-        evaluation = load_yaml(find_recipe("eval", evaluation_recipe(config)))
-        named |= {_absolute(text) for text in _texts(as_dict(evaluation, resolve=False))}
+        evaluation = load_yaml(find_recipe("eval", config.eval.recipe_name))
+        named |= {_absolute(text) for text in _texts(evaluation)}
     needed = [command for command, output in outputs.items() if _holds(output, named)]
     for command in outputs:
         if command not in needed and not is_prepared(_words(command)):

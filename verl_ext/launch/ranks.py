@@ -8,14 +8,14 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
+from verl_ext.config.schema import to_yaml
 from verl_ext.errors import first_line_of
 from verl_ext.launch.keeper import Keeper
 from verl_ext.launch.outcome import Failure, Outcome, RankFailure, Stopped, judge
 from verl_ext.launch.torchrun import torchrun
 from verl_ext.metrics.startup import startup
 from verl_ext.processes import LAUNCHER_PID, StopSignals
+from verl_ext.trainer.stages import RunConfig
 
 RANK_MODULE = "verl_ext.trainer"
 
@@ -49,7 +49,7 @@ class RankThread(threading.Thread):
             self.problem = error
 
 
-def run_ranks(config: DictConfig, signals: StopSignals, module: str = RANK_MODULE) -> Outcome:
+def run_ranks(config: RunConfig, signals: StopSignals, module: str = RANK_MODULE) -> Outcome:
     """Run a module on every rank of this node until all are done.
 
     Args:
@@ -67,7 +67,7 @@ def run_ranks(config: DictConfig, signals: StopSignals, module: str = RANK_MODUL
     with tempfile.TemporaryDirectory(prefix="verl_ext_", ignore_cleanup_errors=True) as directory:
         path = Path(directory) / "config.yaml"
         with signals.raising():
-            OmegaConf.save(config, path)
+            path.write_text(to_yaml(config))
             startup.mark("launcher")
             thread = RankThread(torchrun(config, module, Path(directory), [str(path)]))
             startup.hand_on(Path(directory))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from signal import Signals
 
-from omegaconf import DictConfig
-
 from verl_ext.checkpoint.layout import step_of
 from verl_ext.console import print_line, warn
 from verl_ext.errors import UserError
@@ -14,9 +12,10 @@ from verl_ext.launch.configure import checkpoint_that_suits
 from verl_ext.launch.outcome import Failure, Outcome, Stopped
 from verl_ext.launch.summary import print_run_summary
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.trainer.stages import RunConfig
 
 
-def report(outcome: Outcome, config: DictConfig, record: RunRecord | None) -> int:
+def report(outcome: Outcome, config: RunConfig, record: RunRecord | None) -> int:
     """Close run.json where the ranks could not, and tell the user.
 
     Args:
@@ -51,7 +50,7 @@ def unless_it_had_ended(stopped: Stopped, record: RunRecord) -> Outcome:
     return stopped
 
 
-def report_failure(failure: Failure, config: DictConfig, record: RunRecord | None) -> int:
+def report_failure(failure: Failure, config: RunConfig, record: RunRecord | None) -> int:
     """Tell the user once why the ranks ended, and return the exit code."""
     if failure.is_user_error:
         raise UserError(failure.message)  # `run_to_the_end` closes run.json, as for what the launcher itself refuses
@@ -60,7 +59,7 @@ def report_failure(failure: Failure, config: DictConfig, record: RunRecord | Non
     return 1
 
 
-def report_stop(stopped: Stopped, config: DictConfig, record: RunRecord | None) -> int:
+def report_stop(stopped: Stopped, config: RunConfig, record: RunRecord | None) -> int:
     """Tell the user what stopped the run and where it resumes, and return the exit code."""
     request, last_step = stopped.request, None
     reason = why(stopped, config.trainer.preemption.grace_s)
@@ -104,7 +103,7 @@ def why(stopped: Stopped, grace_s: float) -> str:
     return f"stopped by {request.signal.name}"
 
 
-def next_start(config: DictConfig, last_step: int | None = None) -> str:
+def next_start(config: RunConfig, last_step: int | None = None) -> str:
     """Where the same command resumes, as a clause; `last_step` is the last step done, where that is known."""
     try:
         checkpoint = checkpoint_that_suits(config)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
-
-from omegaconf import DictConfig
 
 from verl_ext.checkpoint.layout import read_complete, read_tracker
 from verl_ext.launch.outcome import Failure, Outcome
 from verl_ext.processes import StopSignals
+from verl_ext.trainer.stages import RunConfig
 
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
@@ -74,8 +74,8 @@ def last_save(run_dir: Path) -> tuple[int, float] | None:
     return manifest.step, manifest.time
 
 
-def going_on(config: DictConfig) -> DictConfig:
+def going_on(config: RunConfig) -> RunConfig:
     """A copy that resumes what the run has saved, also where its first start was told to begin elsewhere."""
-    copy = config.copy()
+    copy = deepcopy(config)
     copy.trainer.resume_mode = "auto"
     return copy

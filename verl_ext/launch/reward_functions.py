@@ -9,8 +9,6 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from omegaconf import DictConfig
-
 from eval_pipeline.judge.client import JudgeServer
 from eval_pipeline.judge.packages import find_packages
 from eval_pipeline.problems.problem import ReferenceAnswer
@@ -20,12 +18,14 @@ from verl_ext.config.inputs import ORIGIN_KEY, file_list, place_of, reading_parq
 from verl_ext.console import print_line, warn
 from verl_ext.data.parquet import first_row, plain
 from verl_ext.errors import UserError
+from verl_ext.grpo.config import RewardConfig
 from verl_ext.grpo.failure import RewardError
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.custom import START_S, try_function
 from verl_ext.grpo.rewards.judged import OF_TESTS, tests_of
 from verl_ext.grpo.rewards.registry import wanted_rewards
 from verl_ext.plugins import Plugin
+from verl_ext.trainer.stages import GRPOConfig
 
 QUIET_S = 10.0
 """Seconds of loading and calling a function before the user is told what takes so long."""
@@ -33,7 +33,7 @@ MOST_SHOWN = 60
 """Characters of a completion in a message."""
 
 
-def check_reward_functions(config: DictConfig) -> None:
+def check_reward_functions(config: GRPOConfig) -> None:
     """Refuse data that lack what a reward needs, and functions of the user's that fail on the first row.
 
     Raises:
@@ -55,7 +55,7 @@ def check_reward_functions(config: DictConfig) -> None:
             try_on_row(reward.plugin, answer, where, config.reward.time_limit_s)
 
 
-def check_judge(reward: DictConfig) -> None:
+def check_judge(reward: RewardConfig) -> None:
     """Start the judge once if a reward needs its verdicts.
 
     Args:

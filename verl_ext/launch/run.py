@@ -9,15 +9,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from verl_ext.checkpoint.layout import read_tracker, what_is_wrong
 from verl_ext.checkpoint.rotation import find_leftovers, find_temporary_files, remove_leftovers
-from verl_ext.config.digest import NOT_IDENTITY, config_digest
 from verl_ext.config.inputs import untrained_loss
-from verl_ext.config.overrides import flatten
-from verl_ext.config.plain import as_dict
-from verl_ext.config.written import load_written
+from verl_ext.config.run_config import NOT_IDENTITY, config_digest
+from verl_ext.config.schema import as_dict, flat
 from verl_ext.console import print_line, typed_path, warn
 from verl_ext.errors import UserError
 from verl_ext.files import hold_run_lock
@@ -31,6 +27,7 @@ from verl_ext.launch.summary import print_run_summary
 from verl_ext.launch.watcher import watching
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.processes import StopRequest, StopSignals
+from verl_ext.trainer.stages import RunConfig, read_config
 
 NOT_ASKED = (*NOT_IDENTITY, "trainer.default_local_dir", "trainer.resume_", "trainer.trace", "recipe", "prepare")
 """Keys that may differ from those that a finished run was trained with."""
@@ -39,7 +36,7 @@ MOST_SHOWN = 3
 
 
 def run_to_the_end(
-    config: DictConfig,
+    config: RunConfig,
     signals: StopSignals,
     *,
     restarts: int = 0,
@@ -105,7 +102,7 @@ class Launch:
         module: what every rank runs.
     """
 
-    def __init__(self, config: DictConfig, signals: StopSignals, record: RunRecord | None, module: str) -> None:
+    def __init__(self, config: RunConfig, signals: StopSignals, record: RunRecord | None, module: str) -> None:
         self.config, self.signals, self.record, self.module = config, signals, record, module
         self.run_dir = Path(config.trainer.default_local_dir)
         self.saved_before = last_save(self.run_dir)
@@ -124,7 +121,7 @@ class Launch:
         except StopRequest as stop:  # while no rank ran
             return Stopped.by(Request(stop.signal, self.signals.immediate))
 
-    def next_config(self) -> DictConfig:
+    def next_config(self) -> RunConfig:
         """As the user gave it until this launch has saved something, which the next attempt goes on from."""
         return self.config if last_save(self.run_dir) == self.saved_before else going_on(self.config)
 
@@ -157,14 +154,14 @@ class Launch:
                 experiment=self.config.trainer.experiment_name,
                 stage=self.config.stage,
                 recipe=self.config.recipe,
-                config_digest=config_digest(self.config),
+                config_digest=config_digest(as_dict(self.config)),
                 untrained_loss=untrained_loss(str(self.config.model.partial_pretrain)),
                 first_start=first_start(self.next_config()).isoformat(timespec="seconds"),
                 precision=recorded_precision(self.next_config()),
             )
 
 
-def first_start(config: DictConfig) -> datetime:
+def first_start(config: RunConfig) -> datetime:
     """Local time at which the run that a launch resumes was first started; now if it starts at step 0."""
     checkpoint = checkpoint_that_suits(config)
     try:
@@ -174,7 +171,7 @@ def first_start(config: DictConfig) -> datetime:
     return known or datetime.now()
 
 
-def recorded_precision(config: DictConfig) -> str | None:
+def recorded_precision(config: RunConfig) -> str | None:
     """Number type of the forward pass of the run that a launch resumes; None if it starts at step 0.
 
     Records of earlier versions have none: on CPUs, which alone ask, those runs computed in fp32.
@@ -188,12 +185,18 @@ def recorded_precision(config: DictConfig) -> str | None:
         return "fp32"
 
 
-def is_finished(config: DictConfig, record: RunRecord) -> bool:
+def is_finished(config: RunConfig, record: RunRecord) -> bool:
     """Whether run.json says that exactly this configuration ran to its end."""
-    return has_finished(config, record) and record.read()["config_digest"] == config_digest(config)
+    if not has_finished(config, record):
+        return False
+    digest = config_digest(as_dict(config))
+    if record.read()["config_digest"] == digest:
+        return True
+    path = config.trainer.run_dir / "config.yaml"  # an earlier release computed the digest from keys of all stages
+    return path.is_file() and config_digest(as_dict(read_config(path))) == digest
 
 
-def has_finished(config: DictConfig, record: RunRecord) -> bool:
+def has_finished(config: RunConfig, record: RunRecord) -> bool:
     """Whether the run that this launch would resume ran to its end, with whatever configuration."""
     try:
         run = record.read()
@@ -205,7 +208,7 @@ def has_finished(config: DictConfig, record: RunRecord) -> bool:
     return asked and run["status"] == "finished" and tracked is not None and what_is_wrong(tracked) is None
 
 
-def refuse_other_settings(config: DictConfig, record: RunRecord) -> None:
+def refuse_other_settings(config: RunConfig, record: RunRecord) -> None:
     """Refuse to start a finished run with settings that it was not trained with, unless they may make it longer.
 
     Its ranks would train no step, and the run directory would claim the new settings.
@@ -216,7 +219,7 @@ def refuse_other_settings(config: DictConfig, record: RunRecord) -> None:
     path = Path(config.trainer.default_local_dir) / "config.yaml"
     if not has_finished(config, record) or not path.is_file():
         return
-    former, now = (dict(flatten(as_dict(each), "")) for each in (load_written(path), config))
+    former, now = flat(read_config(path)), flat(config)
     changed = {key for key in now.keys() & former.keys() if now[key] != former[key] and not key.startswith(NOT_ASKED)}
     if not changed or may_be_longer(changed, former, now, record.read()["total_steps"] or 0):
         return
@@ -243,7 +246,7 @@ def may_be_longer(changed: Collection[str], former: Mapping[str, Any], now: Mapp
     return longer or any(key.startswith(("data.train", "data.datasets")) for key in changed)
 
 
-def tell_that_it_starts(config: DictConfig) -> None:
+def tell_that_it_starts(config: RunConfig) -> None:
     """Say so: the ranks import and load for a while before they print anything."""
     ranks = config.trainer.n_gpus_per_node
     print_line(
@@ -252,12 +255,12 @@ def tell_that_it_starts(config: DictConfig) -> None:
     )
 
 
-def tell_that_it_is_finished(config: DictConfig) -> None:
+def tell_that_it_is_finished(config: RunConfig) -> None:
     """Say so, how to train longer, and what the run has achieved."""
     trainer = config.trainer
     length = "total_epochs" if trainer.total_training_steps is None else "total_training_steps"
     print_line(
         f"This run is finished: {typed_path(trainer.default_local_dir)}. To train longer, raise trainer.{length} (now "
-        f"{trainer[length]}); to start another run, set trainer.experiment_name to a new name."
+        f"{getattr(trainer, length)}); to start another run, set trainer.experiment_name to a new name."
     )
     print_run_summary(config)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
 from verl_ext.checkpoint.layout import EXPORT, read_tracker
-from verl_ext.config.compose import STAGES, load_yaml
+from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import RECIPES, default_recipe
 from verl_ext.console import REPOSITORY, print_next, print_summary, typed_module, typed_path, typed_script
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
+from verl_ext.trainer.stages import BudgetConfig, RunConfig
 
 LEARNT = ("train/loss", "val/loss", "eval/reward_total_mean", "eval/accuracy_mean", "eval/budget_violation_mean")
 """Metrics whose first and last values are shown, where a run has them."""
@@ -24,7 +23,7 @@ WRITTEN = (
 EVALUATE = "eval_pipeline/run.sh"
 
 
-def print_run_summary(config: DictConfig) -> None:
+def print_run_summary(config: RunConfig) -> None:
     """Print the summary of a finished run from its files.
 
     With `eval.watch=true` the next command depends on how the evaluation ends: `print_next` prints it then.
@@ -47,7 +46,7 @@ def print_run_summary(config: DictConfig) -> None:
     print_next(then)
 
 
-def why_no_weights(config: DictConfig) -> str:
+def why_no_weights(config: RunConfig) -> str:
     """Why the last checkpoint of a finished run has no export."""
     if "hf_model" not in config.trainer.checkpoint.save_contents:
         return "trainer.checkpoint.save_contents lacks hf_model"
@@ -59,12 +58,12 @@ def written(run_dir: Path) -> list[str]:
     return [name for name in WRITTEN if any(run_dir.glob(name.rstrip("/")))]
 
 
-def next_commands(config: DictConfig) -> list[list[str]]:
+def next_commands(config: RunConfig) -> list[list[str]]:
     """The commands to run after a finished run with an export: its evaluation, and the stage that builds on it."""
     if config.stage == "vlm_sft":
         return [grpo_command(config) or grpo_with(config, "budget_controller")]
     run_dir = Path(config.trainer.default_local_dir)
-    if config.stage == "budget":
+    if isinstance(config, BudgetConfig):
         checkpoint, _ = read_tracker(run_dir)
         assert checkpoint is not None  # it holds the export
         adapter = [] if config.model.adapter is None else ["--adapter", config.model.adapter]
@@ -75,7 +74,7 @@ def next_commands(config: DictConfig) -> list[list[str]]:
     return [watch, grpo_command(config)]
 
 
-def next_after_evaluation(config: DictConfig) -> list[list[str]]:
+def next_after_evaluation(config: RunConfig) -> list[list[str]]:
     """The commands to run once `eval.watch=true` has evaluated every checkpoint of a finished run."""
     run_dir = typed_path(config.trainer.default_local_dir)
     base = Path(str(config.model.partial_pretrain)).expanduser()
@@ -84,29 +83,29 @@ def next_after_evaluation(config: DictConfig) -> list[list[str]]:
     return [with_recipe(config, "report", run_dir, "--baseline", typed_path(base)), grpo_command(config)]
 
 
-def with_recipe(config: DictConfig, *words: str) -> list[str]:
+def with_recipe(config: RunConfig, *words: str) -> list[str]:
     """A command of the evaluation; a recipe file must be named again, as a run's own `config.yaml` is not trusted."""
     recipe = config.eval.recipe or ""
     named = ["--recipe", typed_path(recipe)] if recipe.endswith((".yaml", ".yml")) else []
     return [*typed_script(EVALUATE), *words, *named]
 
 
-def grpo_command(config: DictConfig) -> list[str]:
+def grpo_command(config: RunConfig) -> list[str]:
     """`run_grpo.sh` with the recipe that builds on this run; empty where none of `recipes/grpo/` does."""
     wanted = {"sft": "grpo", "vlm_sft": "budget"}.get(config.stage)
     recipes = {}
     for path in sorted((RECIPES / "grpo").glob("*.yaml")):
         with suppress(UserError):  # a malformed recipe is no reason to fail a finished run
             recipes[path.stem] = load_yaml(path)
-    recipes = {name: each for name, each in recipes.items() if each.get("stage", STAGES["grpo"][0]) == wanted}
+    recipes = {name: each for name, each in recipes.items() if each.get("stage", "grpo") == wanted}
     run_dir = Path(config.trainer.default_local_dir).resolve()
     for name, recipe in recipes.items():
-        if (REPOSITORY / (OmegaConf.select(recipe, "model.sft_run") or "")).resolve() == run_dir:
+        if (REPOSITORY / (recipe.get("model", {}).get("sft_run") or "")).resolve() == run_dir:
             return grpo_with(config, name, names_run=False)
-    return grpo_with(config, config.recipe) if config.recipe in recipes else []
+    return grpo_with(config, config.recipe) if config.recipe is not None and config.recipe in recipes else []
 
 
-def grpo_with(config: DictConfig, recipe: str, *, names_run: bool = True) -> list[str]:
+def grpo_with(config: RunConfig, recipe: str, *, names_run: bool = True) -> list[str]:
     """`run_grpo.sh` with a recipe, on as many ranks as this run."""
     words = [*typed_script("run_grpo.sh"), str(config.trainer.n_gpus_per_node)]
     words += [f"recipe={recipe}"] * (recipe != default_recipe("grpo"))

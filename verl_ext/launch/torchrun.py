@@ -8,12 +8,11 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from verl_ext.processes import defer_gc
+from verl_ext.trainer.stages import RunConfig
 
 
-def torchrun(config: DictConfig, module: str, directory: Path, arguments: list[str]) -> Callable[[], object]:
+def torchrun(config: RunConfig, module: str, directory: Path, arguments: list[str]) -> Callable[[], object]:
     """Prepare everything up to the start of the ranks; imports torch, which takes seconds.
 
     Args:
@@ -46,7 +45,7 @@ def silence_torchrun() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def torchrun_options(config: DictConfig) -> list[str]:
+def torchrun_options(config: RunConfig) -> list[str]:
     """The options a user would give to torchrun; several nodes meet at MASTER_ADDR:MASTER_PORT."""
     options = [f"--nproc-per-node={config.trainer.n_gpus_per_node}"]
     if config.trainer.nnodes == 1:

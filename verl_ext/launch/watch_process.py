@@ -9,12 +9,10 @@ import sys
 import threading
 from pathlib import Path
 
-from omegaconf import DictConfig
-
-from verl_ext.config.evaluation import evaluation_environment, evaluation_recipe
 from verl_ext.console import warn
 from verl_ext.files import write_errors
-from verl_ext.processes import end_with_parent
+from verl_ext.processes import DEVICES, end_with_parent
+from verl_ext.trainer.stages import RunConfig
 
 LOG = Path("eval", "watch.log")
 LAST_BYTES = 4096
@@ -31,9 +29,9 @@ class WatchProcess:
         UserError: its log cannot be written.
     """
 
-    def __init__(self, config: DictConfig, run_dir: Path) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self._command = [sys.executable, "-m", "eval_pipeline", "watch", str(run_dir)]
-        self._command.append(f"--recipe={evaluation_recipe(config)}")  # one word, whatever it begins with
+        self._command.append(f"--recipe={config.eval.recipe_name}")  # one word, whatever it begins with
         self._environment = evaluation_environment(config)
         self._path = run_dir / LOG
         self._lock = threading.Lock()
@@ -95,3 +93,15 @@ class WatchProcess:
 def _die_with_parent() -> None:
     """Between fork and exec; a launcher that is killed by SIGKILL must not leave an evaluation behind."""
     end_with_parent(signal.SIGTERM)
+
+
+def evaluation_environment(config: RunConfig) -> dict[str, str]:
+    """The environment of an evaluation beside the training; what the user has set stays.
+
+    Each rank has its share of the cores as threads. vLLM must not have more on a CPU: its threads wait for each other
+    at the end of every operation, and with all cores, one of them would always wait for a rank to let it run.
+    """
+    share = max(1, len(os.sched_getaffinity(0)) // (config.trainer.n_gpus_per_node + 1))
+    environment = {"OMP_NUM_THREADS": str(share), **os.environ}
+    names = config.eval.device_names
+    return environment if names is None else {**environment, DEVICES: ",".join(names)}

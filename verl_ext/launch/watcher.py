@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from verl_ext.checkpoint.retention import read_choice
 from verl_ext.console import print_line, print_next, typed_path, typed_script, warn
 from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
@@ -20,6 +18,7 @@ from verl_ext.launch.summary import EVALUATE, next_after_evaluation, with_recipe
 from verl_ext.launch.watch_process import LOG, WatchProcess
 from verl_ext.metrics.run_file import RUN_FILE, load_run
 from verl_ext.processes import StopRequest, StopSignals
+from verl_ext.trainer.stages import RunConfig
 
 POLL_S = 0.1
 STOP_S = 30.0
@@ -41,7 +40,7 @@ class Watcher:
         UserError: its log cannot be written.
     """
 
-    def __init__(self, config: DictConfig, first_pause_s: float = FIRST_PAUSE_S) -> None:
+    def __init__(self, config: RunConfig, first_pause_s: float = FIRST_PAUSE_S) -> None:
         self._config = config
         self._run_dir = Path(config.trainer.default_local_dir).absolute()
         self._process = WatchProcess(config, self._run_dir)
@@ -152,7 +151,7 @@ class NoWatcher:
 
 
 @contextmanager
-def watching(config: DictConfig, leads: bool, signals: StopSignals) -> Iterator[Watcher | NoWatcher]:
+def watching(config: RunConfig, leads: bool, signals: StopSignals) -> Iterator[Watcher | NoWatcher]:
     """A watcher within the block, where the configuration asks for one; the first node's launcher has it.
 
     Args:

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import requests
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
-from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, PretrainedConfig
 
-from verl_ext.config.compose import load_yaml, sft_recipe_of
+from verl_ext.config.compose import load_yaml
 from verl_ext.config.inputs import is_hub_name, read_json
+from verl_ext.config.schema import value_at
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.remote_code import require_no_remote_code
+from verl_ext.trainer.stages import GRPOConfig, SFTConfig, sft_recipe_of
 
 _QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "use_sliding_window": False}
 _QWEN2_7B = {
@@ -57,7 +58,7 @@ BUILT_IN = {
 """The `config.json` of models that recipes name, as far as it decides sizes (by the models' pages on the hub)."""
 
 
-def find_model(config: DictConfig) -> tuple[PretrainedConfig, list[str]]:
+def find_model(config: SFTConfig | GRPOConfig) -> tuple[PretrainedConfig, list[str]]:
     """The model's own configuration, and what has to be said about where it is from.
 
     Raises:
@@ -88,7 +89,7 @@ def find_model(config: DictConfig) -> tuple[PretrainedConfig, list[str]]:
     raise UserError(f"model.partial_pretrain={name} is not there; {commands or 'make it'} first, or name another model")
 
 
-def read(name: str, config: DictConfig, local_files_only: bool) -> PretrainedConfig:
+def read(name: str, config: SFTConfig | GRPOConfig, local_files_only: bool) -> PretrainedConfig:
     """transformers' configuration of a directory or a hub name."""
     trusted = config.model.trust_remote_code
     if (local := Path(name) / "config.json").is_file():
@@ -107,7 +108,7 @@ def hub_answers() -> bool:
         return False
 
 
-def named_model(config: DictConfig) -> tuple[str, list[str]]:
+def named_model(config: SFTConfig | GRPOConfig) -> tuple[str, list[str]]:
     """`model.partial_pretrain`, or the model that the SFT run before it begins with.
 
     Raises:
@@ -116,9 +117,9 @@ def named_model(config: DictConfig) -> tuple[str, list[str]]:
     model = config.model
     if model.partial_pretrain is not None:
         return str(model.partial_pretrain), []
-    run_dir = OmegaConf.select(config, "model.sft_run")
+    run_dir = value_at(config, "model.sft_run")
     recipe = sft_recipe_of(Path(run_dir)) if run_dir else None
     if recipe is not None:
-        model = load_yaml(recipe).model.partial_pretrain
-        return str(model), [f"{run_dir} is taken to be a run of recipe={recipe.stem}"]
+        start = load_yaml(recipe)["model"]["partial_pretrain"]
+        return str(start), [f"{run_dir} is taken to be a run of recipe={recipe.stem}"]
     raise UserError(f"model.sft_run={run_dir} is no run of a recipe that is here; give model.partial_pretrain")

@@ -73,7 +73,7 @@ def read_words(words: list[str]) -> Options:
 
 def known_words(words: Sequence[str]) -> list[str]:
     """The command's own settings and the keys of the configuration, for suggestions."""
-    from verl_ext.config.compose import known_keys  # imports hydra, which takes a second
+    from verl_ext.trainer.stages import known_keys  # imports hydra, which takes a second
 
     words = [word for word in words if word.startswith(("recipe=", "stage="))]
     named = next((word.removeprefix("stage=") for word in words if word.startswith("stage=")), None)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from verl_ext.config.plain import as_dict
+from verl_ext.config.schema import set_at
 from verl_ext.errors import UserError
 from verl_ext.plan.links import Cluster
 from verl_ext.plan.memory import Memory, StepMemory
@@ -16,6 +15,7 @@ from verl_ext.plan.rollout import GIB, Rollout, with_generation, with_rollout
 from verl_ext.plan.shape import ModelShape
 from verl_ext.plan.speed import StepTime, step_time
 from verl_ext.plan.workload import Lengths, Workload, samples_between_updates, switch, workload_of
+from verl_ext.trainer.stages import GRPOConfig, SFTConfig
 
 Settings = dict[str, Any]
 UTILIZATION, TENSOR_PARALLEL = "rollout.gpu_memory_utilization", "rollout.tensor_model_parallel_size"
@@ -39,7 +39,7 @@ class Plan:
         shortage: why the rollout engine cannot start; empty if it can, or if there is none.
     """
 
-    config: DictConfig
+    config: SFTConfig | GRPOConfig
     cluster: Cluster
     shape: ModelShape
     work: Workload
@@ -74,7 +74,7 @@ class Plan:
         )
 
 
-def make_plan(config: DictConfig, shape: ModelShape, cluster: Cluster, lengths: Lengths) -> Plan:
+def make_plan(config: SFTConfig | GRPOConfig, shape: ModelShape, cluster: Cluster, lengths: Lengths) -> Plan:
     """Predict.
 
     Args:
@@ -90,7 +90,7 @@ def make_plan(config: DictConfig, shape: ModelShape, cluster: Cluster, lengths: 
     memory = StepMemory(shape, work, cluster.gpus, cluster.hardware.is_gpu).memory()
     time = step_time(shape, work, cluster)
     shortage = ""
-    if work.is_grpo:
+    if isinstance(config, GRPOConfig):
         rollout = Rollout.of(config, cluster.hardware.is_gpu)
         memory = with_rollout(memory, rollout, shape, work, cluster)
         time = with_generation(time, rollout, shape, work, cluster)
@@ -100,9 +100,9 @@ def make_plan(config: DictConfig, shape: ModelShape, cluster: Cluster, lengths: 
 
 def changed(plan: Plan, lengths: Lengths, settings: dict[str, Any], gpus: int | None = None) -> Plan | None:
     """The plan with other settings; None where they cannot run."""
-    config = OmegaConf.create(as_dict(plan.config))
+    config = deepcopy(plan.config)
     for key, value in settings.items():
-        OmegaConf.update(config, key, value, force_add=True)
+        set_at(config, key, value)
     try:
         return make_plan(config, plan.shape, replace(plan.cluster, gpus=gpus or plan.cluster.gpus), lengths)
     except UserError:
@@ -148,6 +148,7 @@ def room_for_engine(plan: Plan) -> Settings:
     """
     if not plan.shortage:
         return {}
+    assert isinstance(plan.config, GRPOConfig)
     engine = Rollout.of(plan.config, plan.cluster.hardware.is_gpu)
     shares = [engine.utilization, *(each / 100 for each in range(10, MAX_UTILIZATION + 1, 5))]
     for size in (engine.tensor_parallel * factor for factor in (1, 2, 4, 8)):
@@ -163,7 +164,7 @@ def room_for_engine(plan: Plan) -> Settings:
 
 def remedies_of_engine(plan: Plan) -> Iterator[Settings]:
     """Where an engine shares the GPUs: less of them for it, or that it sleeps."""
-    if plan.work.is_grpo and plan.config.rollout.engine == "vllm":
+    if isinstance(plan.config, GRPOConfig) and plan.config.rollout.engine == "vllm":
         if not plan.config.rollout.free_cache_engine:
             yield {"rollout.free_cache_engine": True}
         for percent in (50, 40, 30, 20):

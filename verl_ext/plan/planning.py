@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_ext.config.checks import check_values
-from verl_ext.config.compose import compose_config
 from verl_ext.plan.links import Cluster
 from verl_ext.plan.models import find_model
 from verl_ext.plan.options import Options
 from verl_ext.plan.plan import Plan, advice, largest_that_fits, make_plan
 from verl_ext.plan.shape import shape_of
 from verl_ext.plan.workload import refuse_unknown
+from verl_ext.trainer.stages import load_config
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,7 @@ def plans_for(options: Options, largest: bool) -> tuple[list[Planned], list[str]
     Raises:
         UserError: bad input.
     """
-    config = compose_config(options.command, options.overrides)
-    check_values(config)
-    refuse_unknown(config)
+    config = refuse_unknown(load_config(options.command, options.overrides))
     model_config, notes = find_model(config)
     shape = shape_of(model_config)
     if config.model.use_liger:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from omegaconf import DictConfig
-
 from verl_ext.files import GIB
 from verl_ext.plan.links import Cluster
 from verl_ext.plan.memory import Memory, Parts
 from verl_ext.plan.shape import ModelShape
 from verl_ext.plan.speed import StepTime
 from verl_ext.plan.workload import BYTES, Workload
+from verl_ext.trainer.stages import GRPOConfig
 
 MEMORY_SHARE = 0.8
 """Of a GPU's memory bandwidth that decoding reaches; an assumption."""
@@ -44,7 +43,7 @@ class Rollout:
     response: int
 
     @classmethod
-    def of(cls, config: DictConfig, is_gpu: bool) -> Rollout:
+    def of(cls, config: GRPOConfig, is_gpu: bool) -> Rollout:
         """Read a configuration of the stage grpo."""
         rollout, data = config.rollout, config.data
         named = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

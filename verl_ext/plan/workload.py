@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
+from verl_ext.config.schema import value_at
 from verl_ext.errors import UserError
-from verl_ext.memory_limits import GATHERED_SHARE
 from verl_ext.plan.hardware import Hardware
+from verl_ext.trainer.config import GATHERED_SHARE
+from verl_ext.trainer.stages import GRPOConfig, RunConfig, SFTConfig
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 SWITCHES = {
@@ -89,7 +89,9 @@ class Lengths:
     are_equal: bool = False
 
 
-def workload_of(config: DictConfig, numel: int, gpus: int, hardware: Hardware, lengths: Lengths) -> Workload:
+def workload_of(
+    config: SFTConfig | GRPOConfig, numel: int, gpus: int, hardware: Hardware, lengths: Lengths
+) -> Workload:
     """Read a configuration.
 
     Args:
@@ -103,16 +105,19 @@ def workload_of(config: DictConfig, numel: int, gpus: int, hardware: Hardware, l
         UserError: the batch does not divide over the ranks, or a setting that the plan has no formulas for.
     """
     refuse_unknown(config)
-    is_grpo, data, model = config.stage == "grpo", config.data, config.model
-    num_updates, forward_passes = updates_of(config) if is_grpo else (1, 0)
-    samples = data.train_batch_size * (config.rollout.n if is_grpo else 1)
-    longest = data.max_prompt_length + data.max_response_length if is_grpo else data.max_length
+    data, model = config.data, config.model
+    num_updates, forward_passes, samples, longest = 1, 0, data.train_batch_size, data.max_length
+    if isinstance(config, GRPOConfig):
+        num_updates, forward_passes = updates_of(config)
+        samples *= config.rollout.n
+        longest = config.data.max_prompt_length + config.data.max_response_length
     mean = lengths.mean or longest
     if mean > longest:
         raise UserError(f"mean_length={mean:g} is more than the longest sample of {longest} tokens; lower it")
     mine = samples_between_updates(config, gpus)
     rows, row_tokens, num_micro_batches = micro_batches(config, mine, longest, mean)
-    logit_tokens = rows * (data.max_response_length if is_grpo else row_tokens)
+    is_grpo = isinstance(config, GRPOConfig)
+    logit_tokens = rows * (config.data.max_response_length if isinstance(config, GRPOConfig) else row_tokens)
     master, compute = number_bytes(config, hardware)
     return Workload(
         is_grpo=is_grpo,
@@ -139,25 +144,25 @@ def workload_of(config: DictConfig, numel: int, gpus: int, hardware: Hardware, l
     )
 
 
-def switch(config: DictConfig, key: str) -> Any:
+def switch(config: SFTConfig | GRPOConfig, key: str) -> Any:
     """A setting that the configuration may not have."""
-    value = OmegaConf.select(config, key)
+    value = value_at(config, key)
     return SWITCHES[key] if value is None else value
 
 
-def packs(config: DictConfig) -> bool:
+def packs(config: SFTConfig | GRPOConfig) -> bool:
     """`data.packing`; auto packs, unless attention is eager: whether the model can do so is found out in training."""
     setting = switch(config, "data.packing")
     return config.model.attn_implementation != "eager" if setting == "auto" else bool(setting)
 
 
-def keeps_gathered(config: DictConfig, whole_bytes: int, hardware: Hardware) -> bool:
+def keeps_gathered(config: SFTConfig | GRPOConfig, whole_bytes: int, hardware: Hardware) -> bool:
     """`model.fsdp_config.keep_gathered`; auto is where it takes little of the memory, as for the trainer."""
     setting = switch(config, "model.fsdp_config.keep_gathered")
     return whole_bytes <= GATHERED_SHARE * hardware.memory_bytes if setting == "auto" else bool(setting)
 
 
-def optimizer_implementation(config: DictConfig, hardware: Hardware) -> str:
+def optimizer_implementation(config: SFTConfig | GRPOConfig, hardware: Hardware) -> str:
     """What `optim.override_optimizer_config` asks for; otherwise torch takes foreach on GPUs and for-loop on CPUs."""
     asked = config.optim.override_optimizer_config or {}
     if asked.get("fused"):
@@ -166,20 +171,21 @@ def optimizer_implementation(config: DictConfig, hardware: Hardware) -> str:
     return "foreach" if (hardware.is_gpu if foreach is None else foreach) else "for-loop"
 
 
-def refuse_unknown(config: DictConfig) -> None:
+def refuse_unknown(config: RunConfig) -> SFTConfig | GRPOConfig:
     """Refuse what would make the plan wrong; see `workload_of`."""
-    if config.stage not in ("sft", "grpo"):
+    if not isinstance(config, SFTConfig | GRPOConfig):
         raise UserError(
             f"the plan knows the stages sft and grpo, not {config.stage}; there is no plan of {config.recipe}"
         )
     for key, known in UNKNOWN.items():
-        if OmegaConf.select(config, key) != known:
+        if value_at(config, key) not in (None, known):
             raise UserError(f"the plan has no formulas for {key}; plan with {key}={str(known).lower()}")
-    if config.stage == "grpo" and config.actor.use_kl_loss:
+    if isinstance(config, GRPOConfig) and config.actor.use_kl_loss:
         raise UserError("the plan has no formulas for actor.use_kl_loss; plan with actor.use_kl_loss=false")
+    return config
 
 
-def number_bytes(config: DictConfig, hardware: Hardware) -> tuple[int, int]:
+def number_bytes(config: SFTConfig | GRPOConfig, hardware: Hardware) -> tuple[int, int]:
     """Bytes of a number of the stored weights and of the forward pass."""
     master, precision = BYTES[config.model.fsdp_config.model_dtype], config.model.mixed_precision
     if precision == "auto":
@@ -187,7 +193,7 @@ def number_bytes(config: DictConfig, hardware: Hardware) -> tuple[int, int]:
     return master, master if precision == "fp32" else BYTES[precision]
 
 
-def updates_of(config: DictConfig) -> tuple[int, int]:
+def updates_of(config: GRPOConfig) -> tuple[int, int]:
     """Updates of a GRPO step, and the forward passes over its samples before them (old log-probabilities)."""
     actor = config.actor
     num_mini_batches = config.data.train_batch_size // (actor.ppo_mini_batch_size or config.data.train_batch_size)
@@ -195,18 +201,18 @@ def updates_of(config: DictConfig) -> tuple[int, int]:
     return num_updates, int(num_updates > 1)
 
 
-def samples_between_updates(config: DictConfig, gpus: int) -> int:
+def samples_between_updates(config: SFTConfig | GRPOConfig, gpus: int) -> int:
     """A rank's samples between two updates; see `workload_of` for what is raised."""
-    size = config.data.train_batch_size
-    if config.stage == "grpo":
-        size = config.actor.ppo_mini_batch_size or size
+    size, group_size = config.data.train_batch_size, 1
+    if isinstance(config, GRPOConfig):
+        size, group_size = config.actor.ppo_mini_batch_size or size, config.rollout.n
     if size % gpus:
         key = "data.train_batch_size" if size == config.data.train_batch_size else "actor.ppo_mini_batch_size"
         raise UserError(f"{key}={size} does not divide over {gpus} GPUs; set {key}={-(-size // gpus) * gpus}")
-    return size // gpus * (config.rollout.n if config.stage == "grpo" else 1)
+    return size // gpus * group_size
 
 
-def micro_batches(config: DictConfig, samples: int, longest: int, mean: float) -> tuple[int, int, int]:
+def micro_batches(config: SFTConfig | GRPOConfig, samples: int, longest: int, mean: float) -> tuple[int, int, int]:
     """Rows of the largest micro-batch, tokens of each, and how many micro-batches a rank's samples make.
 
     A micro-batch has as many whole samples as its budget holds, and at least one. Packed samples are one row, with the

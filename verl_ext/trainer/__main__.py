@@ -8,12 +8,11 @@ import sys
 import warnings
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
 from verl_ext.cli import child_process_args
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
 from verl_ext.metrics.startup import process_start, startup
 from verl_ext.processes import LAUNCHER_PID, defer_gc, end_with_parent
+from verl_ext.trainer.stages import STAGES, RunConfig, read_config
 from verl_ext.trainer.stop_signals import end_at_once
 
 
@@ -24,9 +23,7 @@ def main() -> None:
     end_at_once()
     startup.go_on(Path(path).parent)
     startup.mark("torchrun", process_start())
-    config = OmegaConf.load(path)
-    assert isinstance(config, DictConfig)  # the launcher wrote it
-    OmegaConf.set_struct(config, True)
+    config = read_config(Path(path))
     try:
         train(config)
     except UserError as error:
@@ -55,16 +52,15 @@ def tell_launcher(message: str) -> None:
         Path(path).write_text(json.dumps({"message": message}))
 
 
-def train(config: DictConfig) -> None:
+def train(config: RunConfig) -> None:
     """Import what the stage needs, train, and leave with the code of what stopped it."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     with defer_gc():
         from verl_ext.trainer.rank import run_rank
-        from verl_ext.trainer.stages import load_stage
 
-        stage = load_stage(config.stage)
+        STAGES[config.stage].trainer_class()
     startup.mark("imports")
-    sys.exit(run_rank(config, stage))
+    sys.exit(run_rank(config))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from omegaconf import DictConfig, OmegaConf
-
-from verl_ext.config.plain import as_dict
+from verl_ext.config.schema import as_dict, to_yaml
 from verl_ext.console import warn
 from verl_ext.distributed import on_rank_zero
 from verl_ext.errors import USER_ERROR_EXIT_CODE, Stop, UserError, one_line
@@ -23,6 +21,7 @@ from verl_ext.metrics.records import SampleRow
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.metrics.startup import startup
 from verl_ext.trainer.health import watch_of
+from verl_ext.trainer.stages import RunConfig
 
 
 class Attempt:
@@ -40,7 +39,7 @@ class Attempt:
 
     def __init__(
         self,
-        config: DictConfig,
+        config: RunConfig,
         first_step: int,
         total_steps: int,
         steps_per_epoch: int,
@@ -70,7 +69,7 @@ class Attempt:
             precision=self.precision,
         )
         self.recorder = self._open_recorder(number)  # may refuse; config.yaml is then that of the run as it was
-        replace_file(self.run_dir / "config.yaml", [OmegaConf.to_yaml(self.config)])
+        replace_file(self.run_dir / "config.yaml", [to_yaml(self.config)])
         self.bar = ProgressBar(self.total_steps, initial=self.first_step)
         startup.mark("trackers")
 

@@ -11,7 +11,6 @@ from verl_ext.controller.calibration import doubts, other_machine
 from verl_ext.controller.environment import ModelEnvironment
 from verl_ext.controller.latency_source import ModelledLatency
 from verl_ext.controller.policy import ControllerPolicy
-from verl_ext.controller.reward import RewardWeights
 from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.data.questions import QuestionDataset
@@ -33,6 +32,7 @@ from verl_ext.trainer.loop import Metrics
 from verl_ext.trainer.model import shard
 from verl_ext.trainer.optimizer import build_optimizer
 from verl_ext.trainer.plateau import PlateauSchedule
+from verl_ext.trainer.stages import BudgetConfig
 
 CHECKED_QUESTIONS = 8
 """On how many the least budget is tried out."""
@@ -41,6 +41,7 @@ CHECKED_QUESTIONS = 8
 class BudgetControllerTrainer(GRPOTrainer):
     """One step is a batch of questions, a budget and a group of configurations for each, and an update from them."""
 
+    config: BudgetConfig
     train_dataset: QuestionDataset
     val_dataset: QuestionDataset
     environment: ModelEnvironment
@@ -72,7 +73,7 @@ class BudgetControllerTrainer(GRPOTrainer):
         low_ms = self.budgets_ms[0]
         on_every_rank(lambda: check_budgets(config, low_ms, self.executor, least, checked, self.latency))
         scorer = AnswerScorer([*questions, *self.val_dataset.samples])
-        return ModelEnvironment(self.executor, space, RewardWeights(**config.reward), scorer, self.latency)
+        return ModelEnvironment(self.executor, space, config.reward, scorer, self.latency)
 
     def make_policy(self) -> ControllerPolicy:
         """What is trained: the controller."""

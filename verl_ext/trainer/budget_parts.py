@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.block_importance import Importance, load_importance
@@ -26,12 +25,13 @@ from verl_ext.errors import UserError
 from verl_ext.plugins import Plugin
 from verl_ext.trainer.hardware import pick_precision
 from verl_ext.trainer.model import local_model_path
+from verl_ext.trainer.stages import BudgetConfig
 
 MEASURED_QUESTIONS = 32
 """On how many questions a latency model is fitted."""
 
 
-def controlled_model(config: DictConfig) -> ControlledModel:
+def controlled_model(config: BudgetConfig) -> ControlledModel:
     """The vision-language model of the configuration."""
     controller = config.controller
     return ControlledModel(
@@ -45,7 +45,7 @@ def controlled_model(config: DictConfig) -> ControlledModel:
     )
 
 
-def make_executor(config: DictConfig) -> Executor:
+def make_executor(config: BudgetConfig) -> Executor:
     """The frozen model, whole on every rank."""
     controller, device = config.controller, config.trainer.device
     dtype = pick_precision(controller.dtype, device)
@@ -53,26 +53,26 @@ def make_executor(config: DictConfig) -> Executor:
     return controlled_model(config).executor(device, dtype, plugin, most_encodings=controller.most_encodings)
 
 
-def own_adapter_of(config: DictConfig) -> Plugin | None:
+def own_adapter_of(config: BudgetConfig) -> Plugin | None:
     """The user's own adapter that the recipe names, if it does."""
     named = config.model.adapter
     return None if named is None else Plugin.parse(named, "model.adapter")
 
 
-def space_of(config: DictConfig, adapter: VLMAdapter) -> ConfigurationSpace:
+def space_of(config: BudgetConfig, adapter: VLMAdapter) -> ConfigurationSpace:
     """What the controller may choose of the model."""
     section = config.controller
     return adapter.space(section.min_active, section.max_active, list(section.topk_choices))
 
 
-def importance_of(config: DictConfig, adapter: VLMAdapter) -> Importance | None:
+def importance_of(config: BudgetConfig, adapter: VLMAdapter) -> Importance | None:
     """Of the model's blocks, where the configuration names a file."""
     path = config.controller.importance_file
     return None if path is None else load_importance(Path(path).expanduser(), adapter)
 
 
 def make_controller(
-    config: DictConfig, executor: Executor, question: ImageQuestion, budgets_ms: tuple[float, float]
+    config: BudgetConfig, executor: Executor, question: ImageQuestion, budgets_ms: tuple[float, float]
 ) -> BudgetController:
     """A controller that fits the model, its weights new or from `controller.init_from`.
 
@@ -105,7 +105,7 @@ def make_controller(
     return controller
 
 
-def latency_source(config: DictConfig, executor: Executor, questions: Sequence[ImageQuestion]) -> LatencySource:
+def latency_source(config: BudgetConfig, executor: Executor, questions: Sequence[ImageQuestion]) -> LatencySource:
     """Measured, or by a latency model; collective, for one rank makes that where it is missing."""
     space, sample = space_of(config, executor.adapter), questions[:MEASURED_QUESTIONS]
     if config.latency.source == "measured":
@@ -116,7 +116,7 @@ def latency_source(config: DictConfig, executor: Executor, questions: Sequence[I
 
 
 def modelled_latency(
-    config: DictConfig, executor: Executor, space: ConfigurationSpace, questions: Sequence[ImageQuestion]
+    config: BudgetConfig, executor: Executor, space: ConfigurationSpace, questions: Sequence[ImageQuestion]
 ) -> ModelledLatency:
     """By the latency model of `latency.file`, or by the run's own, which is made where it is missing.
 
@@ -134,7 +134,7 @@ def modelled_latency(
 
 
 def budgets_of(
-    config: DictConfig, executor: Executor, questions: Sequence[ImageQuestion], latency: LatencySource
+    config: BudgetConfig, executor: Executor, questions: Sequence[ImageQuestion], latency: LatencySource
 ) -> tuple[float, float]:
     """Least and greatest budget in milliseconds, as given, or by shares of what all of the model takes.
 
@@ -146,7 +146,8 @@ def budgets_of(
     """
     section = config.controller
     if section.budgets_of_full is None:
-        return tuple(section.budgets_ms)
+        low_ms, high_ms = section.budgets_ms
+        return low_ms, high_ms
     full = space_of(config, executor.adapter).full
     full_ms = statistics.fmean(latency.of_run(executor.run(each, full)) for each in questions[:MEASURED_QUESTIONS])
     low_ms, high_ms = (share * full_ms for share in section.budgets_of_full)
@@ -154,7 +155,7 @@ def budgets_of(
 
 
 def check_budgets(
-    config: DictConfig,
+    config: BudgetConfig,
     low_ms: float,
     executor: Executor,
     least: Configuration,

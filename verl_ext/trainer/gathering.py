@@ -9,7 +9,7 @@ import psutil
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from verl_ext.memory_limits import GATHERED_SHARE
+from verl_ext.trainer.config import GATHERED_SHARE
 
 BYTES_OF_GRADIENT = 4
 

@@ -24,10 +24,13 @@ from verl_ext.trainer.guard import FLOAT32_GAP, EngineGuard, RewardGuard
 from verl_ext.trainer.hardware import peak_memory, pick_precision
 from verl_ext.trainer.loop import Metrics, PipelineTrainer
 from verl_ext.trainer.model import disable_dropout
+from verl_ext.trainer.stages import GRPOConfig, RewardStageConfig
 
 
 class GRPOTrainer(PipelineTrainer):
     """One step is a batch of prompts, a group of actions for each, and one or more updates from them."""
+
+    config: RewardStageConfig
 
     def __init__(self, *arguments: Any) -> None:
         """See `PipelineTrainer`; policy and environment are built when the model is there."""
@@ -66,17 +69,23 @@ class GRPOTrainer(PipelineTrainer):
         super()._build_model_optimizer()
         disable_dropout(self.fsdp_model)  # else a ratio would tell of dropout's noise before it tells of an update
 
+    @property
+    def token_config(self) -> GRPOConfig:
+        """The configuration of a language model's GRPO."""
+        assert isinstance(self.config, GRPOConfig)
+        return self.config
+
     def make_environment(self) -> Environment:
         """What rewards: the reward functions of the recipe."""
-        return make_environment(self.config)
+        return make_environment(self.token_config)
 
     def make_policy(self) -> Policy:
         """What is trained: the language model; collective."""
-        return make_policy(self.config, self.fsdp_model, self.tokenizer, self.device_mesh)
+        return make_policy(self.token_config, self.fsdp_model, self.tokenizer, self.device_mesh)
 
     def make_gathering(self) -> Gathering:
         """What stays gathered between the micro-batches of an update."""
-        model = self.config.model
+        model = self.token_config.model
         precision = pick_precision(model.mixed_precision, self.device_name)
         keeps = keeps_gathered(model.fsdp_config.keep_gathered, self.fsdp_model, precision, self.device_name)
         return Gathering(self.fsdp_model, keeps)
@@ -119,11 +128,11 @@ class GRPOTrainer(PipelineTrainer):
 
     def rollout_correction(self) -> tuple[str, float] | None:
         """Level and threshold of truncated importance sampling, None for none of it."""
-        return rollout_correction(self.config)
+        return rollout_correction(self.token_config)
 
     def loss_settings(self) -> LossSettings:
         """The section `actor` as the loss reads it."""
-        return loss_settings(self.config)
+        return loss_settings(self.token_config)
 
     def make_batcher(self) -> Callable[[list[dict[str, Any]]], Any]:
         """See `TrainerSetup.make_batcher`."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from omegaconf import DictConfig
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,9 +27,10 @@ from verl_ext.trainer.grpo_settings import bucket_bytes, reward_settings, sampli
 from verl_ext.trainer.hardware import autocast, pick_precision
 from verl_ext.trainer.lora import uses_lora
 from verl_ext.trainer.model import build_model, local_model_path
+from verl_ext.trainer.stages import GRPOConfig
 
 
-def make_environment(config: DictConfig) -> TextEnvironment:
+def make_environment(config: GRPOConfig) -> TextEnvironment:
     """The reward functions of the recipe; on every rank its own.
 
     Raises:
@@ -42,7 +42,7 @@ def make_environment(config: DictConfig) -> TextEnvironment:
 
 
 def make_policy(
-    config: DictConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device_mesh: DeviceMesh
+    config: GRPOConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device_mesh: DeviceMesh
 ) -> TokenPolicy:
     """The model with its engine and its frozen reference; collective.
 
@@ -75,7 +75,7 @@ def make_policy(
 
 
 def make_engine(
-    config: DictConfig,
+    config: GRPOConfig,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     precision: Callable[[], AbstractContextManager[Any]],
@@ -98,7 +98,7 @@ def generation_settings(path: str) -> GenerationConfig | None:
 
 
 def make_reference(
-    config: DictConfig, model: PreTrainedModel, device_mesh: DeviceMesh
+    config: GRPOConfig, model: PreTrainedModel, device_mesh: DeviceMesh
 ) -> Callable[[Callable[[PreTrainedModel], LogProbs]], LogProbs]:
     """What has the frozen model evaluate something: the model without its new adapters, or another one."""
     if not config.actor.use_kl_loss:

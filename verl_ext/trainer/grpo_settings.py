@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 
-from omegaconf import DictConfig
-
-from verl_ext.config.plain import as_dict
 from verl_ext.grpo.loss import LossSettings
 from verl_ext.grpo.rewards.environment import RewardSettings
 from verl_ext.grpo.rollout.completion import Sampling
 from verl_ext.grpo.rollout.vllm_engine import VllmSettings
+from verl_ext.trainer.stages import GRPOConfig
 
 MB = 1 << 20
 CPU_BUCKET_MB = 4
 """What fits a processor's cache is gathered in two thirds of the time of larger buckets."""
 
 
-def loss_settings(config: DictConfig) -> LossSettings:
+def loss_settings(config: GRPOConfig) -> LossSettings:
     """The section `actor` as the loss reads it."""
     actor = config.actor
     return LossSettings(
@@ -32,13 +30,13 @@ def loss_settings(config: DictConfig) -> LossSettings:
     )
 
 
-def rollout_correction(config: DictConfig) -> tuple[str, float] | None:
+def rollout_correction(config: GRPOConfig) -> tuple[str, float] | None:
     """Level and threshold of truncated importance sampling, None for none of it."""
     correction = config.algorithm.rollout_correction
     return (correction.rollout_is, correction.rollout_is_threshold) if correction.rollout_is else None
 
 
-def reward_settings(config: DictConfig) -> RewardSettings:
+def reward_settings(config: GRPOConfig) -> RewardSettings:
     """The section `reward`, with the longest answer."""
     reward = config.reward
     return RewardSettings(
@@ -54,7 +52,7 @@ def reward_settings(config: DictConfig) -> RewardSettings:
     )
 
 
-def sampling(config: DictConfig) -> Sampling:
+def sampling(config: GRPOConfig) -> Sampling:
     """How completions are drawn."""
     rollout = config.rollout
     return Sampling(
@@ -65,7 +63,7 @@ def sampling(config: DictConfig) -> Sampling:
     )
 
 
-def vllm_settings(config: DictConfig, model: str, end_tokens: list[int]) -> VllmSettings:
+def vllm_settings(config: GRPOConfig, model: str, end_tokens: list[int]) -> VllmSettings:
     """The section `rollout` as vLLM is set up by it.
 
     Args:
@@ -84,11 +82,11 @@ def vllm_settings(config: DictConfig, model: str, end_tokens: list[int]) -> Vllm
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         free_cache_engine=rollout.free_cache_engine,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
-        arguments=as_dict(rollout.vllm),
+        arguments=dict(rollout.vllm),
     )
 
 
-def bucket_bytes(config: DictConfig, device_name: str) -> int:
+def bucket_bytes(config: GRPOConfig, device_name: str) -> int:
     """Most bytes of weights that are on their way to the engine at a time."""
     most = CPU_BUCKET_MB if device_name == "cpu" else math.inf
     return int(min(config.rollout.update_weights_bucket_megabytes, most)) * MB

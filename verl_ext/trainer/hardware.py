@@ -8,10 +8,9 @@ import resource
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from omegaconf import DictConfig
 from transformers.utils import is_flash_attn_2_available
 from verl.utils.device import get_device_name
 from verl.utils.torch_dtypes import PrecisionType
@@ -21,14 +20,16 @@ from verl_ext.distributed import gather_results, on_rank_zero
 from verl_ext.errors import UserError
 from verl_ext.files import GIB
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.trainer.config import Device
 from verl_ext.trainer.malloc import keep_freed_memory
+from verl_ext.trainer.stages import RunConfig, SFTConfig
 
 UNITS = {"avx512_bf16", "amx_bf16"}
 """Flags of processors that multiply in bf16; others emulate it, slower than fp32."""
 CPUINFO = Path("/proc/cpuinfo")
 
 
-def settle_device(config: DictConfig) -> str:
+def settle_device(config: RunConfig) -> str:
     """Replace `trainer.device=auto` with the accelerator of this machine, and return it.
 
     Raises:
@@ -42,8 +43,9 @@ def settle_device(config: DictConfig) -> str:
         raise UserError(
             f"trainer.device is cpu on a machine with {available}; hide that instead, with CUDA_VISIBLE_DEVICES=''"
         )
-    config.trainer.device = available
-    return available
+    device = cast("Device", available)
+    config.trainer.device = device
+    return device
 
 
 def pick_attention(setting: str, device_name: str, precision: torch.dtype) -> str:
@@ -78,7 +80,7 @@ def pick_precision(setting: str, device_name: str) -> torch.dtype:
     return PrecisionType.to_dtype(setting)
 
 
-def settle_precision(config: DictConfig, device_name: str) -> str:
+def settle_precision(config: RunConfig, device_name: str) -> str:
     """`model.mixed_precision` with auto resolved; collective.
 
     On CPUs auto is fp32, except in the stage sft: there a resumed run keeps what its first start chose, which is bf16
@@ -112,12 +114,12 @@ def has_bf16_units() -> bool:
     return found is not None and not UNITS.isdisjoint(found[1].split())
 
 
-def packs_samples(config: DictConfig) -> bool:
+def packs_samples(config: RunConfig) -> bool:
     """Whether samples are packed into rows, as far as the configuration decides.
 
     With Ulysses verl's own forward pass takes padded samples.
     """
-    return config.stage == "sft" and bool(config.data.packing) and config.ulysses_sequence_parallel_size == 1
+    return isinstance(config, SFTConfig) and bool(config.data.packing) and config.sequence_parallel_size == 1
 
 
 def autocast(precision: torch.dtype, device_name: str) -> Any:
@@ -125,7 +127,7 @@ def autocast(precision: torch.dtype, device_name: str) -> Any:
     return nullcontext() if precision == torch.float32 else torch.autocast(device_name, dtype=precision)
 
 
-def prepare_device(config: DictConfig) -> str:
+def prepare_device(config: RunConfig) -> str:
     """Settle `trainer.device`, and set what holds for the whole process before the first kernel runs.
 
     Returns:
@@ -140,7 +142,7 @@ def prepare_device(config: DictConfig) -> str:
     if device_name == "cuda":
         # cuDNN, which torch prefers on Hopper, plans attention again for each new length, for 40 ms and more
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if config.trainer.get("deterministic"):
+    if isinstance(config, SFTConfig) and config.trainer.deterministic:
         use_deterministic_kernels()
     return device_name
 

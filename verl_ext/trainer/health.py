@@ -5,23 +5,21 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from verl_ext.checkpoint.layout import complete_steps
-from verl_ext.config.plain import as_dict
+from verl_ext.config.schema import as_dict
 from verl_ext.files import parse_json
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Level
-from verl_ext.health.limits import Limits
 from verl_ext.health.own_rules import all_rules
 from verl_ext.health.replay import replay
 from verl_ext.health.rules import watched_by
 from verl_ext.health.watch import HealthWatch
 from verl_ext.metrics.records import EVENTS_FILE
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.trainer.stages import RunConfig
 
 
-def watch_of(config: DictConfig, first_step: int, total_steps: int, steps_per_epoch: int) -> HealthWatch | None:
+def watch_of(config: RunConfig, first_step: int, total_steps: int, steps_per_epoch: int) -> HealthWatch | None:
     """The rules with what earlier attempts recorded; None where the recipe wants none.
 
     Args:
@@ -39,7 +37,7 @@ def watch_of(config: DictConfig, first_step: int, total_steps: int, steps_per_ep
     checkpoints = partial(complete_steps, run_dir)
     facts = Facts.of(as_dict(config), total_steps, steps_per_epoch, checkpoints, run["untrained_loss"])
     told = told_before(run_dir / EVENTS_FILE, first_step)
-    return HealthWatch(history, facts, Limits(**wanted.limits), wanted.every, list(wanted.stop_on), told, rules)
+    return HealthWatch(history, facts, wanted.limits, wanted.every, list(wanted.stop_on), told, rules)
 
 
 def told_before(path: Path, step: int) -> dict[str, Level]:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
+from verl.workers.sharding_manager.fsdp_ulysses import FSDPUlyssesShardingManager
 
 from verl_ext.console import warn
 from verl_ext.data.rows import Rows
@@ -30,7 +29,8 @@ from verl_ext.trainer.attempt import Attempt
 from verl_ext.trainer.guard import NonFiniteGuard
 from verl_ext.trainer.hardware import settle_precision
 from verl_ext.trainer.preemption import Preemption
-from verl_ext.trainer.setup import TrainerSetup, verls_config
+from verl_ext.trainer.setup import TrainerSetup
+from verl_ext.trainer.stages import RunConfig
 from verl_ext.trainer.stop_signals import RankSignals
 
 Metrics = dict[str, float]
@@ -53,7 +53,7 @@ class PipelineTrainer(TrainerSetup, ABC):
 
     def __init__(
         self,
-        config: DictConfig,
+        config: RunConfig,
         device_mesh: DeviceMesh,
         ulysses_device_mesh: DeviceMesh,
         tokenizer: PreTrainedTokenizerBase,
@@ -71,16 +71,25 @@ class PipelineTrainer(TrainerSetup, ABC):
         )
         self.guard = NonFiniteGuard(config.trainer.max_nonfinite_steps, train_dataset.describe)
         self.preemption = Preemption(signals, self.deadline(config), list(config.health.stop_on))
-        with open(os.devnull, "w") as sink, redirect_stdout(sink):  # verl prints the whole configuration and more
-            copy = verls_config(config)
-            copy.model.mixed_precision = settle_precision(config, self.device_name)
-            both: Any = train_dataset, val_dataset  # verl does not know of runs without validation
-            super().__init__(copy, device_mesh, ulysses_device_mesh, tokenizer, *both)
+        # verl's constructor does not run: it refuses data.chat_template and divides the batch size in the configuration
+        self.config = deepcopy(config)
+        precision: Any = settle_precision(config, self.device_name)
+        self.config.model.mixed_precision = precision
+        self.device_mesh, self.ulysses_device_mesh, self.tokenizer = device_mesh, ulysses_device_mesh, tokenizer
+        self.dp_size, self.dp_rank = ulysses_device_mesh.size(0), ulysses_device_mesh.get_local_rank("dp")
+        # what verl's forward pass under Ulysses reads
+        self.sharding_manager = FSDPUlyssesShardingManager(ulysses_device_mesh)
+        self.use_remove_padding = config.use_remove_padding
+        self.resume_global_step = 0
+        self._build_dataloader(train_dataset, val_dataset)
+        self._build_model_optimizer()
+        self._init_checkpoint_manager()
+        self.load_checkpoint()
         self.global_step = self.saved_step = self.resume_global_step
         self.preemption.expected_save_s = self.checkpoint_manager.expected_save_s()
         self.step_metrics: Metrics = {}
 
-    def deadline(self, config: DictConfig) -> float | None:
+    def deadline(self, config: RunConfig) -> float | None:
         """When this machine goes away, by the configuration or by the environment; rank 0 alone warns."""
         from_environment = deadline_from_environment(warn if self.is_main else lambda sentence: None)
         known = [parse_deadline(config.trainer.preemption.deadline), from_environment]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-from omegaconf import DictConfig
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from transformers import PreTrainedModel
 from verl.utils.py_functional import convert_to_regular_types
@@ -12,14 +11,15 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.trainer.local_path import local_path
+from verl_ext.trainer.stages import RunConfig
 
 
-def uses_lora(config: DictConfig) -> bool:
+def uses_lora(config: RunConfig) -> bool:
     """Whether adapters are trained instead of the whole model."""
     return config.model.lora_adapter_path is not None or config.model.lora_rank > 0
 
 
-def add_lora(model: PreTrainedModel, config: DictConfig) -> PreTrainedModel | PeftModel:
+def add_lora(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel | PeftModel:
     """Wrap the model in new LoRA adapters (`lora_rank`) or in those of `lora_adapter_path`."""
     if not uses_lora(config):
         return model
@@ -34,7 +34,7 @@ def add_lora(model: PreTrainedModel, config: DictConfig) -> PreTrainedModel | Pe
     return model.to(PrecisionType.to_dtype(config.model.fsdp_config.model_dtype))
 
 
-def wrap_in_adapters(model: PreTrainedModel, config: DictConfig) -> PeftModel:
+def wrap_in_adapters(model: PreTrainedModel, config: RunConfig) -> PeftModel:
     """New adapters, or those that `lora_adapter_path` holds."""
     path = config.model.lora_adapter_path
     if path is not None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from omegaconf import DictConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -24,10 +23,11 @@ from verl_ext.remote_code import require_no_remote_code
 from verl_ext.trainer.hardware import packs_samples, pick_attention, pick_precision
 from verl_ext.trainer.local_path import local_path
 from verl_ext.trainer.lora import add_lora
+from verl_ext.trainer.stages import RunConfig
 
 
 def build_model(
-    config: DictConfig,
+    config: RunConfig,
     device_mesh: DeviceMesh,
     device_name: str,
     before_sharding: Callable[[PreTrainedModel], None] = lambda model: None,
@@ -55,7 +55,7 @@ def build_model(
     return shard(model, config, device_mesh, device_name)
 
 
-def load_model_config(config: DictConfig) -> PretrainedConfig:
+def load_model_config(config: RunConfig) -> PretrainedConfig:
     """The model's own configuration, its context stretched to `data.max_length` as verl does."""
     if config.model.external_lib is not None:
         importlib.import_module(config.model.external_lib)  # registers the user's architecture with transformers
@@ -67,13 +67,13 @@ def load_model_config(config: DictConfig) -> PretrainedConfig:
     return model_config
 
 
-def local_model_path(config: DictConfig) -> str:
+def local_model_path(config: RunConfig) -> str:
     """`model.partial_pretrain` as a local directory or a hub name, in shared memory with `model.use_shm`."""
-    return local_path(str(Path(config.model.partial_pretrain).expanduser()), config.model.use_shm)
+    return local_path(str(Path(str(config.model.partial_pretrain)).expanduser()), config.model.use_shm)
 
 
 def load_model(
-    config: DictConfig, device_mesh: DeviceMesh, device_name: str, auto_class: Any = AutoModelForCausalLM
+    config: RunConfig, device_mesh: DeviceMesh, device_name: str, auto_class: Any = AutoModelForCausalLM
 ) -> PreTrainedModel:
     """The unsharded model: real weights on rank 0, no memory on the others, which receive theirs when it is sharded."""
     try:
@@ -98,7 +98,7 @@ def load_model(
         ) from error
 
 
-def attention_of(config: DictConfig, model_config: PretrainedConfig, device_name: str, auto_class: Any) -> str:
+def attention_of(config: RunConfig, model_config: PretrainedConfig, device_name: str, auto_class: Any) -> str:
     """Name of the attention function among those of transformers; auto takes one that the model supports.
 
     Raises:
@@ -137,12 +137,12 @@ def disable_dropout(model: PreTrainedModel) -> None:
                 setattr(module, name, 0.0)
 
 
-def patch_model(model: PreTrainedModel, config: DictConfig) -> None:
+def patch_model(model: PreTrainedModel, config: RunConfig) -> None:
     """Apply verl's patches for Ulysses and padding removal, and Liger's kernels, where the configuration asks."""
-    if config.ulysses_sequence_parallel_size > 1 or (config.use_remove_padding and not packs_samples(config)):
+    if config.sequence_parallel_size > 1 or (config.use_remove_padding and not packs_samples(config)):
         from verl.models.transformers.monkey_patch import apply_monkey_patch
 
-        apply_monkey_patch(model=model, ulysses_sp_size=config.ulysses_sequence_parallel_size)
+        apply_monkey_patch(model=model, ulysses_sp_size=config.sequence_parallel_size)
     if config.model.use_liger:
         if importlib.util.find_spec("liger_kernel") is None:
             raise UserError("model.use_liger=true needs the liger-kernel package; install it, or set it to false")
@@ -151,7 +151,7 @@ def patch_model(model: PreTrainedModel, config: DictConfig) -> None:
         _apply_liger_kernel_to_instance(model=model)
 
 
-def shard(model: PreTrainedModel, config: DictConfig, device_mesh: DeviceMesh, device_name: str) -> PreTrainedModel:
+def shard(model: PreTrainedModel, config: RunConfig, device_mesh: DeviceMesh, device_name: str) -> PreTrainedModel:
     """Shard in place with FSDP2 and send rank 0's weights to all ranks.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from omegaconf import DictConfig
 from torch.optim.lr_scheduler import LRScheduler
 from verl.utils.torch_functional import (
     get_constant_schedule_with_warmup,
@@ -13,9 +12,10 @@ from verl.utils.torch_functional import (
 from verl.workers.config.optimizer import build_optimizer as build_verl_optimizer
 
 from verl_ext.errors import UserError
+from verl_ext.trainer.config import OptimConfig
 
 
-def build_optimizer(model: torch.nn.Module, config: DictConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """The optimizer of `optim.optimizer` over the parameters that are trained.
 
     Raises:
@@ -33,7 +33,7 @@ def build_optimizer(model: torch.nn.Module, config: DictConfig) -> torch.optim.O
 
 
 def build_scheduler(
-    optimizer: torch.optim.Optimizer, config: DictConfig, num_steps: int, updates_per_step: int = 1
+    optimizer: torch.optim.Optimizer, config: OptimConfig, num_steps: int, updates_per_step: int = 1
 ) -> LRScheduler:
     """The schedule of `optim.lr_scheduler` over `num_steps` updates.
 

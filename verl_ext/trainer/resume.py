@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from omegaconf import DictConfig
 
 from verl_ext.checkpoint.commit import point_tracker
 from verl_ext.checkpoint.layout import EXPORT, Manifest, read_tracker, step_of
@@ -24,9 +23,10 @@ from verl_ext.console import print_line, warn
 from verl_ext.data.stock_position import VERLS_SEED, stock_position
 from verl_ext.distributed import gather_results, on_rank_zero
 from verl_ext.errors import UserError
+from verl_ext.trainer.stages import RunConfig
 
 
-def checkpoint_to_resume(config: DictConfig) -> Path | None:
+def checkpoint_to_resume(config: RunConfig) -> Path | None:
     """Pick the newest checkpoint whose files are what was written, and say so in verl's words; collective.
 
     Args:
@@ -64,7 +64,7 @@ def checkpoint_to_resume(config: DictConfig) -> Path | None:
     return path
 
 
-def contents_to_resume(checkpoint: Path, config: DictConfig) -> list[str]:
+def contents_to_resume(checkpoint: Path, config: RunConfig) -> list[str]:
     """See `contents_to_load`; rank 0 tells the user where it is not all, or more than was asked for; collective."""
 
     def choose() -> list[str]:
@@ -108,7 +108,7 @@ def verify_together(checkpoint: Path) -> dict[str, str]:
 
 
 def data_state_after_verl(
-    checkpoint: Path, loader_state: dict[str, Any], num_samples: int, config: DictConfig
+    checkpoint: Path, loader_state: dict[str, Any], num_samples: int, config: RunConfig
 ) -> dict[str, Any]:
     """The position in the data of a checkpoint that verl wrote, as this pipeline saves it; rank 0 tells what goes on.
 
@@ -123,7 +123,7 @@ def data_state_after_verl(
     """
     if "samples_seen" in loader_state:
         raise UserError(f"{checkpoint} lost its manifest.json; restore it, or name another checkpoint to resume from")
-    num_saved_ranks = max(Manifest.read(checkpoint).world_size // config.ulysses_sequence_parallel_size, 1)
+    num_saved_ranks = max(Manifest.read(checkpoint).world_size // config.sequence_parallel_size, 1)
     batch_size = config.data.train_batch_size
     position = stock_position(loader_state, step_of(checkpoint) or 0, num_samples, batch_size, num_saved_ranks)
     if dist.get_rank() == 0:

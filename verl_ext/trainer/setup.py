@@ -1,4 +1,4 @@
-"""What verl's constructor calls: model, optimizer, data and checkpoints, made so that a run can go on exactly."""
+"""The parts of a trainer: model, optimizer, data and checkpoints, built so that a run resumes exactly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
@@ -19,8 +19,8 @@ from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.resume import optimizer_name
 from verl_ext.checkpoint.stock import is_stock
-from verl_ext.config.digest import config_digest
-from verl_ext.config.plain import as_dict
+from verl_ext.config.run_config import config_digest
+from verl_ext.config.schema import as_dict
 from verl_ext.console import warn
 from verl_ext.data.batching import Groups
 from verl_ext.data.load import training_data_digest
@@ -35,17 +35,9 @@ from verl_ext.trainer.hardware import pick_precision
 from verl_ext.trainer.model import build_model
 from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
 from verl_ext.trainer.resume import checkpoint_to_resume, contents_to_resume, data_state_after_verl
+from verl_ext.trainer.stages import RunConfig
 from verl_ext.trainer.stop_signals import ignore_stop_signals
 from verl_ext.trainer.tokenizer import tokenizer_of_exports
-
-
-def verls_config(config: DictConfig) -> DictConfig:
-    """A copy for verl's constructor, which refuses some settings and writes into others."""
-    copy = OmegaConf.create(as_dict(config))
-    copy.data.chat_template = None  # the tokenizer carries it by now
-    # With sequence parallelism verl computes the micro-batch's loss; it must be the plain mean, weighted by us.
-    copy.data.balance_dp_token = False
-    return copy
 
 
 class TrainerSetup(FSDPSFTTrainer):
@@ -57,8 +49,11 @@ class TrainerSetup(FSDPSFTTrainer):
         data_digest: identifies the training data; empty if it cannot be computed.
     """
 
-    recorded_config: DictConfig
+    config: RunConfig
+    recorded_config: RunConfig
     guard: NonFiniteGuard
+    dp_size: int
+    dp_rank: int
     owes_validation: bool
     data_digest: str
     train_dataset: Rows
@@ -71,11 +66,6 @@ class TrainerSetup(FSDPSFTTrainer):
     def updates_per_step(self) -> int:
         """How often the optimizer, and with it the schedule of the learning rate, goes on in one step."""
         return 1
-
-    def _normalize_config_bsz(self) -> None:
-        """verl divides the batch size in the configuration; here it stays the global one, as users wrote it."""
-        self.dp_size = self.ulysses_device_mesh.size(0)
-        self.dp_rank = self.ulysses_device_mesh.get_local_rank("dp")
 
     def _build_dataloader(self, train_dataset: Rows, val_dataset: Rows | None) -> None:
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
@@ -130,7 +120,7 @@ class TrainerSetup(FSDPSFTTrainer):
     def _init_checkpoint_manager(self) -> None:
         startup.mark("model")
         trainer = self.config.trainer
-        digest = config_digest(self.recorded_config)
+        digest = config_digest(as_dict(self.recorded_config))
         precision = pick_precision(self.config.model.mixed_precision, self.device_name)
         optimizer = optimizer_name(self.config.optim)
         self.checkpoint_manager = CheckpointManager(

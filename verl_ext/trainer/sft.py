@@ -74,7 +74,7 @@ class SFTTrainer(SFTSetup):
                     (loss * (self.dp_size / num_tokens)).backward()
                 total += loss.detach()
         dist.all_reduce(total)
-        return total / (num_tokens * self.config.ulysses_sequence_parallel_size), num_tokens
+        return total / (num_tokens * self.config.sequence_parallel_size), num_tokens
 
     def what_runs(self, number: int) -> AbstractContextManager[None]:
         """Around a micro-batch, counted within the step: which part of the model runs; all of it here."""
@@ -82,11 +82,11 @@ class SFTTrainer(SFTSetup):
 
     def sequence_parallelism(self) -> AbstractContextManager:
         """Where attention is split over the ranks of a sequence; nothing when each rank has whole sequences."""
-        return self.sharding_manager if self.config.ulysses_sequence_parallel_size > 1 else nullcontext()
+        return self.sharding_manager if self.config.sequence_parallel_size > 1 else nullcontext()
 
     def summed_loss(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Sum of the cross-entropy over a micro-batch's loss tokens, a scalar with gradient."""
-        if self.config.ulysses_sequence_parallel_size > 1:
+        if self.config.sequence_parallel_size > 1:
             tensors = {name: tensor.to(self.device_name) for name, tensor in micro_batch.items()}
             return self.summed_loss_over_sequence_ranks(tensors)
         return self.token_loss(micro_batch)
@@ -102,7 +102,7 @@ class SFTTrainer(SFTSetup):
         On the CPU, where the value is: no GPU is waited for.
         """
         reduced = reduce_over_ranks(sums={"value": value})["value"]
-        return reduced / self.config.ulysses_sequence_parallel_size
+        return reduced / self.config.sequence_parallel_size
 
     def measure_step(self, batch: Batch) -> Metrics:
         """Where the step's time and memory went: the slowest rank's seconds, all ranks' throughput."""
@@ -113,7 +113,7 @@ class SFTTrainer(SFTSetup):
             sums={"tokens": sum(batch.lengths), "samples": len(batch.rows), **self.flops(batch, seconds)},
             maxima={**parts, "time/train/step_s": seconds, "train/time(s)": compute, **peak_memory(self.device_name)},
         )
-        copies = self.config.ulysses_sequence_parallel_size  # of each sample
+        copies = self.config.sequence_parallel_size  # of each sample
         step_s = reduced["time/train/step_s"]
         reduced["throughput/train/tokens_per_s"] = reduced.pop("tokens") / copies / step_s
         reduced["throughput/train/samples_per_s"] = reduced.pop("samples") / copies / step_s

@@ -21,6 +21,7 @@ from verl_ext.trainer.loop import PipelineTrainer
 from verl_ext.trainer.loss_head import install_loss_head
 from verl_ext.trainer.model import build_model, compile_blocks, load_model_config
 from verl_ext.trainer.packed_attention import PACKED_SDPA
+from verl_ext.trainer.stages import SFTConfig, VLMSFTConfig
 from verl_ext.trainer.token_loss import TokenLoss
 from verl_ext.trainer.turn_end import stop_at_turn_end
 
@@ -33,11 +34,15 @@ class SFTSetup(PipelineTrainer):
         gathering: of weights and gradients over the ranks.
     """
 
+    config: SFTConfig | VLMSFTConfig
     batcher: Batcher
     token_loss: TokenLoss
     gathering: Gathering
 
     def _build_model_optimizer(self) -> None:
+        if isinstance(self.config, SFTConfig):
+            # verl's loss under Ulysses must be the plain mean, which `summed_loss_over_sequence_ranks` weights
+            self.config.data.balance_dp_token = False
         super()._build_model_optimizer()
         assert isinstance(self.train_dataset, TokenRows)
         stop_at_turn_end(self.model, self.tokenizer, self.train_dataset.turn_ends(), self.is_main)
@@ -59,6 +64,7 @@ class SFTSetup(PipelineTrainer):
 
     def plan_by_tokens(self, dataset: Rows) -> MicroBatchPlan:
         """Samples whose tokens fit into a micro-batch together."""
+        assert isinstance(self.config, SFTConfig)
         data, packs = self.config.data, self.packs
         most = data.max_tokens_per_gpu or (data.micro_batch_size_per_gpu * data.max_length if packs else sys.maxsize)
         most_samples = None if packs or data.max_tokens_per_gpu else data.micro_batch_size_per_gpu
@@ -81,10 +87,10 @@ class SFTSetup(PipelineTrainer):
     def prepare_loss(self, model: PreTrainedModel) -> None:
         """Change what must be changed before the model is sharded: its output layer, its blocks."""
         config = self.config
-        whole_rows = config.ulysses_sequence_parallel_size == 1
+        whole_rows = config.sequence_parallel_size == 1
         by_liger = config.model.use_liger and self.device_name == "cuda"
         head = install_loss_head(model, by_liger) if config.model.fused_loss and whole_rows else None
-        if config.model.get("compile"):
+        if isinstance(config, SFTConfig) and config.model.compile:
             compile_blocks(model)
         precision = pick_precision(config.model.mixed_precision, self.device_name)
         self.token_loss = TokenLoss(model, head, precision, self.device_name)
@@ -133,7 +139,7 @@ class SFTSetup(PipelineTrainer):
         if reason is None:
             return
         name = type(model).__name__.removeprefix("FSDP")
-        if self.config.data.packing is True:
+        if isinstance(self.config, SFTConfig) and self.config.data.packing is True:
             raise UserError(f"data.packing=true does not work: {name} {reason}; set data.packing=auto")
         if self.is_main:
             print_line(f"Samples are padded instead of packed: {name} {reason}.", sys.stderr)

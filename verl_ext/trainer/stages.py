@@ -1,58 +1,455 @@
-"""The stages by name. Each is imported on demand: what one needs, another may do without."""
+"""The stages: the configuration of each, and the trainer that it starts. Imports neither torch nor a trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import importlib.util
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
+from verl_ext.config.compose import Composer, load_yaml
+from verl_ext.config.recipes import RECIPES, find_recipe
+from verl_ext.config.run_config import read_config_file
+from verl_ext.config.schema import keys, section, setting
+from verl_ext.controller.config import (
+    BudgetActorConfig,
+    BudgetRewardConfig,
+    ControllerConfig,
+    LatencyConfig,
+    SkipSamplingConfig,
+)
+from verl_ext.data.config import (
+    ChatDataConfig,
+    DataConfig,
+    EvaluatedDataConfig,
+    ImageChatDataConfig,
+    PromptDataConfig,
+    QuestionDataConfig,
+)
+from verl_ext.errors import UserError
+from verl_ext.grpo.config import (
+    ActorConfig,
+    AlgorithmConfig,
+    GroupConfig,
+    RewardConfig,
+    RolloutConfig,
+    TokenActorConfig,
+    TokenAlgorithmConfig,
+)
+from verl_ext.health.config import HealthConfig
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.trainer.config import (
+    BudgetModelConfig,
+    BudgetTrainerConfig,
+    BudgetWatchConfig,
+    GRPOModelConfig,
+    ModelConfig,
+    OptimConfig,
+    PlateauOptimConfig,
+    RewardTrainerConfig,
+    SFTModelConfig,
+    SFTTrainerConfig,
+    TokenTrainerConfig,
+    TrainerConfig,
+    VLMSFTModelConfig,
+    VLMWatchConfig,
+    WatchConfig,
+)
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """What every stage has."""
+
+    stage: str = setting("sft", "What is trained; a recipe sets it")
+    recipe: str | None = setting(None, "The recipe of this configuration; the launcher sets it")
+    prepare: list[str] = setting(
+        [], "`python -m verl_ext.data.prepare` commands to run first, where their result is missing"
+    )
+    data: DataConfig = section(DataConfig)
+    model: ModelConfig = section(ModelConfig)
+    optim: OptimConfig = section(OptimConfig)
+    trainer: TrainerConfig = section(TrainerConfig)
+    eval: WatchConfig = section(WatchConfig)
+    health: HealthConfig = section(HealthConfig)
+
+    use_remove_padding = False  # a key of SFT alone
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that share a sequence."""
+        return 1
+
+    def check(self) -> None:
+        """Refuse settings of several components that contradict each other."""
+        if self.eval.watch and "hf_model" not in self.trainer.checkpoint.save_contents:
+            raise UserError(
+                "eval.watch=true evaluates the export of each checkpoint; put hf_model into trainer.checkpoint."
+                "save_contents"
+            )
+
+    def check_ranks(self, world_size: int) -> None:
+        """Refuse a batch that does not divide over the ranks.
+
+        Args:
+            world_size: number of ranks on all nodes.
+
+        Raises:
+            UserError: the message names values of all keys concerned that work together.
+        """
+        require_divisible(self, world_size, None)
+
+
+@dataclass(kw_only=True)
+class SFTConfig(RunConfig):
+    """Supervised fine-tuning."""
+
+    data: ChatDataConfig = section(ChatDataConfig)
+    model: SFTModelConfig = section(SFTModelConfig)
+    trainer: SFTTrainerConfig = section(SFTTrainerConfig)
+    ulysses_sequence_parallel_size: int = setting(
+        1, "Ranks that share each sequence; more than 1 needs GPUs, flash-attention and use_remove_padding", ge=1
+    )
+    use_remove_padding: bool = setting(False, "verl's forward pass without padding, which Ulysses needs")
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """See `RunConfig`."""
+        return self.ulysses_sequence_parallel_size
+
+    def check(self) -> None:
+        """See `RunConfig`."""
+        super().check()
+        if self.data.packing is True and self.model.attn_implementation == "eager":
+            raise UserError(
+                "data.packing=true does not work with model.attn_implementation=eager, which takes padded samples "
+                "only; set one of them to auto"
+            )
+        if self.ulysses_sequence_parallel_size > 1 and not self.use_remove_padding:
+            raise UserError("ulysses_sequence_parallel_size is above 1; set use_remove_padding=true, which it needs")
+
+    def check_ranks(self, world_size: int) -> None:
+        """See `RunConfig`."""
+        size = self.ulysses_sequence_parallel_size
+        if world_size % size:
+            raise UserError(
+                f"ulysses_sequence_parallel_size {size} does not divide the {world_size} ranks; choose a divisor"
+            )
+        if size > 1 and importlib.util.find_spec("flash_attn") is None:
+            raise UserError("ulysses_sequence_parallel_size above 1 needs GPUs and the flash-attn package; install it")
+        super().check_ranks(world_size)
+
+
+@dataclass(kw_only=True)
+class VLMSFTConfig(RunConfig):
+    """Supervised fine-tuning of a vision-language model that learns to do without parts of itself."""
+
+    stage: str = setting("vlm_sft", "What is trained; a recipe sets it")
+    data: ImageChatDataConfig = section(ImageChatDataConfig)
+    model: VLMSFTModelConfig = section(VLMSFTModelConfig)
+    eval: VLMWatchConfig = section(VLMWatchConfig)
+    configurations: SkipSamplingConfig = section(SkipSamplingConfig)
+
+
+@dataclass(kw_only=True)
+class RewardStageConfig(RunConfig):
+    """What the stages that learn from rewards have in common."""
+
+    data: EvaluatedDataConfig = section(EvaluatedDataConfig)
+    trainer: RewardTrainerConfig = section(RewardTrainerConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    actor: ActorConfig = section(ActorConfig)
+    rollout: GroupConfig = section(GroupConfig)
+
+    def check(self) -> None:
+        """See `RunConfig`."""
+        super().check()
+        if self.trainer.test_freq != self.data.eval_every_steps:
+            raise UserError("trainer.test_freq equals data.eval_every_steps in this stage; set that instead")
+
+
+@dataclass(kw_only=True)
+class GRPOConfig(RewardStageConfig):
+    """GRPO of a language model."""
+
+    stage: str = setting("grpo", "What is trained; a recipe sets it")
+    data: PromptDataConfig = section(PromptDataConfig)
+    model: GRPOModelConfig = section(GRPOModelConfig)
+    algorithm: TokenAlgorithmConfig = section(TokenAlgorithmConfig)
+    actor: TokenActorConfig = section(TokenActorConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+    trainer: TokenTrainerConfig = section(TokenTrainerConfig)
+    reward: RewardConfig = section(RewardConfig)
+
+    def check(self) -> None:
+        """See `RunConfig`."""
+        super().check()
+        data = self.data
+        if data.eval_every_steps and data.eval_split == "test" and not data.val_files:
+            raise UserError(
+                f"data.eval_every_steps is {data.eval_every_steps}, but data.val_files is empty; set it, set "
+                "data.eval_split=train to evaluate on training prompts, or set data.eval_every_steps=0"
+            )
+
+    def check_ranks(self, world_size: int) -> None:
+        """See `RunConfig`."""
+        size = self.rollout.tensor_model_parallel_size
+        if world_size % size:
+            raise UserError(
+                f"rollout.tensor_model_parallel_size is {size}, which does not divide the {world_size} ranks; take a "
+                "divisor"
+            )
+        require_divisible(self, world_size, self.actor.ppo_mini_batch_size, unit=size)
+
+
+@dataclass(kw_only=True)
+class BudgetConfig(RewardStageConfig):
+    """GRPO of a budget controller."""
+
+    stage: str = setting("budget", "What is trained; a recipe sets it")
+    data: QuestionDataConfig = section(QuestionDataConfig)
+    model: BudgetModelConfig = section(BudgetModelConfig)
+    optim: PlateauOptimConfig = section(PlateauOptimConfig)
+    trainer: BudgetTrainerConfig = section(BudgetTrainerConfig)
+    eval: BudgetWatchConfig = section(BudgetWatchConfig)
+    actor: BudgetActorConfig = section(BudgetActorConfig)
+    controller: ControllerConfig = section(ControllerConfig)
+    latency: LatencyConfig = section(LatencyConfig)
+    reward: BudgetRewardConfig = section(BudgetRewardConfig)
+
+    def check(self) -> None:
+        """See `RunConfig`."""
+        super().check()
+        is_one_update = self.actor.ppo_mini_batch_size in (None, self.data.train_batch_size)
+        if self.controller.dropout and not (is_one_update and self.actor.ppo_epochs == 1):
+            raise UserError(
+                "with several updates in a step, ratios would show dropout before they show an update; set "
+                "controller.dropout=0, or actor.ppo_epochs=1 with actor.ppo_mini_batch_size=null"
+            )
+        if self.controller.budgets_of_full is not None and self.latency.source != "model":
+            raise UserError(
+                "controller.budgets_of_full is a share of the full configuration's latency; set latency.source=model, "
+                "which predicts it"
+            )
+
+    def check_ranks(self, world_size: int) -> None:
+        """See `RunConfig`."""
+        require_divisible(self, world_size, self.actor.ppo_mini_batch_size)
+
+
+# Batches and ranks
+
+
+def require_divisible(config: RunConfig, world_size: int, mini_batch: int | None, unit: int = 1) -> None:
+    """Refuse a batch that does not divide into mini-batches, or an update that does not divide over the ranks.
+
+    Args:
+        config: with the batch.
+        world_size: number of ranks on all nodes.
+        mini_batch: samples of an update over all ranks; None for the whole batch.
+        unit: ranks that only come together, such as those of an engine.
+    """
+    sequence_parallel, batch = config.sequence_parallel_size, config.data.train_batch_size
+    ranks, divided = world_size // sequence_parallel, mini_batch or batch
+    if divided % ranks == 0 and batch % divided == 0:
+        return
+    given = {"data.train_batch_size": batch}
+    rule = f"must be a multiple of the number of data-parallel ranks, {ranks}"
+    if mini_batch is not None:
+        given["actor.ppo_mini_batch_size"] = mini_batch
+        rule = f"must be a multiple of actor.ppo_mini_batch_size={mini_batch}, which {rule}"
+    working = dict(zip(given, nearest_batches(batch, mini_batch, ranks)))
+    changes = " ".join(f"{key}={value}" for key, value in working.items() if value != given[key])
+    unit = math.lcm(config.trainer.nnodes, sequence_parallel, unit)
+    counts = [count for count in range(unit, world_size, unit) if divided % (count // sequence_parallel) == 0]
+    or_fewer = f", or start {counts[-1]} ranks" if batch % divided == 0 and counts and counts[-1] > 1 else ""
+    raise UserError(f"data.train_batch_size={batch} {rule}; set {changes}{or_fewer}")
+
+
+def nearest_batches(batch: int, mini_batch: int | None, ranks: int) -> tuple[int, int]:
+    """The global batch and mini-batch nearest to those given that divide over the ranks and into each other.
+
+    Args:
+        batch: samples of a step, over all ranks.
+        mini_batch: samples of an update, over all ranks; None for the whole batch.
+        ranks: data-parallel ranks.
+    """
+    wanted = batch if mini_batch is None else mini_batch
+    if batch % ranks == 0:  # it can stay
+        sizes = [size for size in range(ranks, batch + 1, ranks) if batch % size == 0]
+        return batch, min(sizes, key=lambda size: (abs(size - wanted), -size))
+    size = _nearest_multiple(wanted, ranks)
+    return _nearest_multiple(batch, size), size
+
+
+def _nearest_multiple(number: int, divisor: int) -> int:
+    return max(1, (number + divisor // 2) // divisor) * divisor
+
+
+# The registry
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What differs between stages when a rank starts.
+    """A stage.
 
     Attributes:
-        trainer: the class.
-        load_datasets: training and validation set; the arguments are the first ones of `data.load.load_datasets`.
+        command: sft or grpo, of `run_sft.sh` and `run_grpo.sh`.
+        root: its configuration.
+        trainer: its class, as module:name.
+        datasets: function that loads its training and validation set, as module:name.
         keeps_tokens: whether what one rank of a node has loaded is there for its others.
+        reads_texts: whether its data are rendered by a chat template.
     """
 
-    trainer: Callable[..., Any]
-    load_datasets: Callable[..., tuple[Any, Any]]
+    command: str
+    root: type[RunConfig]
+    trainer: str
+    datasets: str
     keeps_tokens: bool = False
+    reads_texts: bool = False
+
+    def trainer_class(self) -> Any:
+        """Import the trainer."""
+        return _load_named(self.trainer)
+
+    def load_datasets(self, config: RunConfig, tokenizer: Any, progress: bool = False) -> tuple[Any, Any]:
+        """Training and validation set.
+
+        A chat template that asks for the date gets that of the run's first start, so that a resumed run has the same
+        tokens.
+        """
+        load = _load_named(self.datasets)
+        if not self.reads_texts:
+            return load(config, tokenizer, progress)
+        return load(config, tokenizer, progress, RunRecord(config.trainer.run_dir).first_start())
 
 
-def with_first_start(load: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    """Gives a chat template that asks for the date that of the run's first start: a resumed run has the same tokens."""
+STAGES = {
+    "sft": Stage(
+        command="sft",
+        root=SFTConfig,
+        trainer="verl_ext.trainer.sft:SFTTrainer",
+        datasets="verl_ext.data.load:load_datasets",
+        keeps_tokens=True,
+        reads_texts=True,
+    ),
+    "vlm_sft": Stage(
+        command="sft",
+        root=VLMSFTConfig,
+        trainer="verl_ext.trainer.vlm_sft:VLMSFTTrainer",
+        datasets="verl_ext.trainer.vlm_sft:load_chats",
+    ),
+    "grpo": Stage(
+        command="grpo",
+        root=GRPOConfig,
+        trainer="verl_ext.trainer.grpo:GRPOTrainer",
+        datasets="verl_ext.data.load:load_prompts",
+        reads_texts=True,
+    ),
+    "budget": Stage(
+        command="grpo",
+        root=BudgetConfig,
+        trainer="verl_ext.trainer.budget:BudgetControllerTrainer",
+        datasets="verl_ext.data.load:load_questions",
+    ),
+}
 
-    def load_of_run(config: DictConfig, tokenizer: Any, progress: bool = False) -> tuple[Any, Any]:
-        return load(config, tokenizer, progress, RunRecord(Path(config.trainer.default_local_dir)).first_start())
 
-    return load_of_run
+def _load_named(text: str) -> Any:
+    """Import what `module:name` names."""
+    module, _, name = text.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
-def load_stage(name: str) -> Stage:
-    """The stage of a configuration's `stage`."""
-    if name == "vlm_sft":
-        from verl_ext.trainer.vlm_sft import VLMSFTTrainer, load_chats
+def stages_of(command: str) -> list[str]:
+    """The stages of a command; the first is that of a recipe that names none."""
+    return [name for name, stage in STAGES.items() if stage.command == command]
 
-        return Stage(VLMSFTTrainer, load_chats)
-    if name == "budget":
-        from verl_ext.data.load import load_questions
-        from verl_ext.trainer.budget import BudgetControllerTrainer
 
-        return Stage(BudgetControllerTrainer, load_questions)
-    if name == "grpo":
-        from verl_ext.data.load import load_prompts
-        from verl_ext.trainer.grpo import GRPOTrainer
+def load_config(command: str, words: Iterable[str]) -> RunConfig:
+    """Resolve `recipe=NAME key=value ...` to one configuration.
 
-        return Stage(GRPOTrainer, with_first_start(load_prompts))
-    from verl_ext.data.load import load_datasets
-    from verl_ext.trainer.sft import SFTTrainer
+    Args:
+        command: sft or grpo; the recipe says which of its stages it is of.
+        words: Hydra overrides (`key=value`, `+key=value`, `~key`); `recipe=` names a recipe or a YAML file.
 
-    return Stage(SFTTrainer, with_first_start(load_datasets), keeps_tokens=True)
+    Raises:
+        UserError: an unknown recipe or key, a value that cannot work, an interpolation without target, a secret, or a
+            stage that the command does not have.
+    """
+    overrides = list(words)
+    recipe, content, stage = chosen_recipe(command, overrides)
+    composer = composer_of(stage)
+    composer.add_recipe(content, str(recipe))
+    composer.add_overrides(word for word in overrides if not word.startswith("recipe="))
+    values = composer.values
+    if values["stage"] != stage:
+        raise UserError(f"stage={values['stage']} is not for the command line; give a recipe of that stage")
+    composer.set_key("recipe", recipe.stem)
+    config: RunConfig = composer.build(str(recipe))
+    return config
+
+
+def read_config(path: Path) -> RunConfig:
+    """The resolved configuration of a run, also one that an earlier release wrote.
+
+    Keys that were added since then get their defaults.
+
+    Raises:
+        UserError: the file cannot be read, or has a key or value that its stage does not have.
+    """
+    values = read_config_file(path)
+    stage = values.get("stage", "sft")
+    if stage not in STAGES:
+        raise UserError(f"{path} is of the stage {stage!r}; the stages are {', '.join(STAGES)}")
+    composer = composer_of(stage)
+    composer.add_recipe(values, str(path), adds=True)
+    config: RunConfig = composer.build(str(path))
+    return config
+
+
+def composer_of(stage: str) -> Composer:
+    """A composer of a stage's configuration, with its defaults; the keys of other stages have no effect."""
+    return Composer(STAGES[stage].root, [other.root for name, other in STAGES.items() if name != stage])
+
+
+def chosen_recipe(command: str, words: Iterable[str]) -> tuple[Path, dict[str, Any], str]:
+    """The recipe that `recipe=` names, or the default one: its file, its content and its stage.
+
+    Raises:
+        UserError: there is no such recipe, or it is of a stage that the command does not have.
+    """
+    names = [text.removeprefix("recipe=") for text in words if text.startswith("recipe=")]
+    recipe = find_recipe(command, names[-1] if names else None)
+    content = load_yaml(recipe)
+    stage = content.get("stage", stages_of(command)[0])
+    if stage not in stages_of(command):
+        raise UserError(f"{recipe} is of the stage '{stage}'; run_{command}.sh has {', '.join(stages_of(command))}")
+    return recipe, content, stage
+
+
+def keys_set_by(stage: str, words: Iterable[str]) -> set[str]:
+    """The dotted keys that the words of a command line set."""
+    return composer_of(stage).keys_set_by(word for word in words if not word.startswith("recipe="))
+
+
+def known_keys(command: str, words: Iterable[str]) -> list[str]:
+    """The keys that have an effect in the stage of the recipe that `words` name, for suggestions."""
+    try:
+        *_, stage = chosen_recipe(command, words)
+    except UserError:  # a mistake of its own, which is not the one that a suggestion is wanted for
+        stage = stages_of(command)[0]
+    return [name for name, key in keys(STAGES[stage].root).items() if not key.setting.unused]
+
+
+def sft_recipe_of(run_dir: Path) -> Path | None:
+    """The file in `recipes/sft/` whose project and experiment name a run directory, None if there is none."""
+    for path in sorted((RECIPES / "sft").glob("*.yaml")):
+        trainer = load_yaml(path).get("trainer", {})
+        if run_dir.parts[-2:] == tuple(trainer.get(f"{key}_name") for key in ("project", "experiment")):
+            return path
+    return None

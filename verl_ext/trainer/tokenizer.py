@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import sys
 
-from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 from verl.utils import hf_tokenizer
 
-from verl_ext.config.plain import as_dict
 from verl_ext.console import print_line
+from verl_ext.data.config import TextDataConfig
 from verl_ext.data.template import renders_alike
 from verl_ext.data.training_templates import NAMES, read_chat_template, without_marks
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.remote_code import require_no_remote_code
 from verl_ext.trainer.model import local_model_path
+from verl_ext.trainer.stages import RunConfig
 
 
-def load_tokenizer(config: DictConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.partial_pretrain`, with the template of `data.chat_template` in the place of its own.
 
     Raises:
         UserError: the tokenizer cannot be loaded, the model asks for code to be run, or there is no such template.
     """
     tokenizer = _own_tokenizer(config)
-    if config.data.chat_template is not None:
+    if isinstance(config.data, TextDataConfig) and config.data.chat_template is not None:
         tokenizer.chat_template = read_chat_template(str(config.data.chat_template))
     return tokenizer
 
 
 def tokenizer_of_exports(
-    config: DictConfig, tokenizer: PreTrainedTokenizerBase, tells: bool = False
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, tells: bool = False
 ) -> PreTrainedTokenizerBase:
     """What exports get: the tokenizer of the training, but not a template of ours that is only for training.
 
@@ -42,11 +42,12 @@ def tokenizer_of_exports(
         tokenizer: of `load_tokenizer`.
         tells: whether this rank tells the user about the second case.
     """
-    name = config.data.chat_template
-    if name not in NAMES:
+    data = config.data
+    if not isinstance(data, TextDataConfig) or data.chat_template not in NAMES:
         return tokenizer
+    name = data.chat_template
     exported, training = _own_tokenizer(config), read_chat_template(name)
-    kwargs = as_dict(config.data.apply_chat_template_kwargs)
+    kwargs = dict(data.apply_chat_template_kwargs)
     if exported.chat_template:
         if renders_alike(exported, exported.get_chat_template(), training, kwargs, whole=False):
             return exported
@@ -59,7 +60,7 @@ def tokenizer_of_exports(
     return exported
 
 
-def _own_tokenizer(config: DictConfig) -> PreTrainedTokenizerBase:
+def _own_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     path, trusted = local_model_path(config), config.model.trust_remote_code
     require_no_remote_code(path, trusted)
     try:

@@ -7,7 +7,6 @@ import sys
 from contextlib import AbstractContextManager
 
 import torch
-from omegaconf import DictConfig
 from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
 
 from verl_ext.controller.adapters.registry import adapter_of
@@ -26,10 +25,11 @@ from verl_ext.trainer.loop import Metrics
 from verl_ext.trainer.model import load_model, local_model_path, shard
 from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
 from verl_ext.trainer.sft import SFTTrainer
+from verl_ext.trainer.stages import VLMSFTConfig
 
 
 def load_chats(
-    config: DictConfig, tokenizer: object, progress: bool = False
+    config: VLMSFTConfig, tokenizer: object, progress: bool = False
 ) -> tuple[ImageChatDataset, ImageChatDataset | None]:
     """Chats to learn from and to measure on; the arguments are those of `data.load.load_datasets`."""
     train, val = load_questions(config, tokenizer, progress)
@@ -43,7 +43,7 @@ def load_chats(
     return chats, None if val is None else ImageChatDataset(val.samples, count)
 
 
-def load_processor(config: DictConfig) -> ProcessorMixin:
+def load_processor(config: VLMSFTConfig) -> ProcessorMixin:
     """The model's processor.
 
     Raises:
@@ -65,6 +65,7 @@ def load_processor(config: DictConfig) -> ProcessorMixin:
 class VLMSFTTrainer(SFTTrainer):
     """Trains on chats about images; a share of the micro-batches runs a configuration that is drawn evenly."""
 
+    config: VLMSFTConfig
     batcher: VLMBatcher
 
     def make_batcher(self) -> VLMBatcher:

@@ -22,10 +22,10 @@ def read_retention(run_dir: Path) -> Retention:
     from omegaconf import OmegaConf  # here, so that --help need not wait for it
     from omegaconf.errors import OmegaConfBaseException
 
-    from verl_ext.config.written import load_written
+    from verl_ext.config.run_config import read_config_file
 
     defaults = {"trainer": {"max_ckpt_to_keep": None, "checkpoint": asdict(keep_all)}}
-    written = load_written(path)
+    written = read_config_file(path)
     try:
         return Retention.of(OmegaConf.merge(defaults, written).trainer)
     except (ValueError, AttributeError, OmegaConfBaseException) as error:

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.limits import Limits
 from eval_pipeline.judge.verdict import Verdict
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.failure import RewardError, RewardFailure
@@ -153,7 +153,7 @@ class TextEnvironment(Environment):
         return waiting.futures[name].result()
 
     def _start_judge(self, settings: RewardSettings, num_workers: int) -> Judged:
-        limits = Limits(cpu_s=settings.cpu_s, wall_s=settings.wall_s, memory_mb=settings.memory_mb)
+        limits = JudgeLimits(cpu_s=settings.cpu_s, wall_s=settings.wall_s, memory_mb=settings.memory_mb)
         server = JudgeServer(settings.isolation, num_workers, limits, settings.packages)
         # a run that the wall clock stopped is run once more; the rest is what a busy machine may add
         judged = Judged(server, 2 * settings.wall_s + 30)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Seen, alarm, notice, ok, warning
 from verl_ext.health.history import History
-from verl_ext.health.limits import Limits
 from verl_ext.health.rule import Rule, rule
 from verl_ext.health.trends import falls
 
@@ -22,7 +22,7 @@ LAST_EPOCHS = 3
     into=BUDGET,
     stages={"budget"},
 )
-def violation_high(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def violation_high(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """More than half of the configurations have been late for many epochs; a notice above 5 % after some."""
     rates = history.epochs(VIOLATION)
     if len(rates) < LAST_EPOCHS:
@@ -42,7 +42,7 @@ def violation_high(history: History, facts: Facts, limits: Limits) -> Seen | Non
     into=BUDGET,
     stages={"budget"},
 )
-def latency_off_budget(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def latency_off_budget(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The mean latency is above the mean budget, or far below it."""
     latencies, budgets = (history.epochs(name)[-LAST_EPOCHS:] for name in (LATENCY, BUDGETS))
     if len(latencies) < LAST_EPOCHS or len(budgets) < LAST_EPOCHS:
@@ -58,7 +58,7 @@ def latency_off_budget(history: History, facts: Facts, limits: Limits) -> Seen |
     into=BUDGET,
     stages={"budget"},
 )
-def accuracy_falling(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def accuracy_falling(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The accuracy of an epoch has fallen over many epochs."""
     means = history.epochs(ACCURACY)[-limits.trend_epochs - 1 :]
     if len(means) <= limits.trend_epochs:

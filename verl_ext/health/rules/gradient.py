@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Seen, alarm, notice, ok, warning
 from verl_ext.health.history import History
-from verl_ext.health.limits import Limits
 from verl_ext.health.rule import Rule, rule
 
 GRADIENT: list[Rule] = []
@@ -17,7 +17,7 @@ CHECKED_RATES = 10
 
 
 @rule(NORM, advice="if the loss is affected too, lower optim.lr or optim.clip_grad", into=GRADIENT)
-def grad_norm_range(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def grad_norm_range(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The usual gradient norm is outside the range that is common for such runs."""
     recent = history.series(NORM).recent(limits.window)
     if len(recent) < limits.window:
@@ -30,7 +30,7 @@ def grad_norm_range(history: History, facts: Facts, limits: Limits) -> Seen | No
 
 
 @rule(NORM, advice="lower optim.lr and set optim.clip_grad", into=GRADIENT)
-def grad_norm_exploding(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def grad_norm_exploding(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The gradient norm is above 100 for half of the recent steps."""
     lost = history.num_nonfinite(NORM, limits.window)
     recent = history.series(NORM).recent(limits.window - lost)  # the series has finite values only
@@ -43,7 +43,7 @@ def grad_norm_exploding(history: History, facts: Facts, limits: Limits) -> Seen 
 
 
 @rule(NORM, advice="check that the loss has tokens and that parameters are trained", into=GRADIENT)
-def grad_norm_vanishing(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def grad_norm_vanishing(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The gradient norm is practically 0."""
     recent = history.series(NORM).recent(limits.window)
     if len(recent) < limits.window:
@@ -58,7 +58,7 @@ def grad_norm_vanishing(history: History, facts: Facts, limits: Limits) -> Seen 
     advice="compare the optim section of config.yaml with what the run was meant to do",
     into=GRADIENT,
 )
-def lr_schedule(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def lr_schedule(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The learning rate is not that of the schedule."""
     points = history.series(LR).points(CHECKED_RATES)
     if facts.schedule is None or len(points) < 3:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import LANGUAGE, REWARDED, Facts
 from verl_ext.health.findings import Seen, alarm, ok, warning
 from verl_ext.health.history import History
-from verl_ext.health.limits import Limits
 from verl_ext.health.rule import Rule, rule
 from verl_ext.health.trends import noise_of, rises, trend_of
 
@@ -24,7 +24,7 @@ GUESSING_MARGIN = 1.1
 
 
 @rule(TRAIN, advice="lower optim.lr, or look at the batches of those steps", into=LOSS)
-def loss_not_finite(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def loss_not_finite(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The loss is NaN or infinite; an alarm when several steps in a row are."""
     streak = history.nonfinite_streak
     if not streak:
@@ -34,7 +34,7 @@ def loss_not_finite(history: History, facts: Facts, limits: Limits) -> Seen | No
 
 
 @rule(TRAIN, advice="stop, lower optim.lr and go on from an earlier checkpoint", into=LOSS)
-def loss_rising(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def loss_rising(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The mean loss of an epoch has risen over many epochs."""
     means = history.epochs(TRAIN)[-limits.trend_epochs - 1 :]
     if len(means) <= limits.trend_epochs:
@@ -44,7 +44,7 @@ def loss_rising(history: History, facts: Facts, limits: Limits) -> Seen | None:
 
 
 @rule(TRAIN, advice="stop, lower optim.lr and go on from an earlier checkpoint", into=LOSS, stages=LANGUAGE)
-def loss_diverging(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def loss_diverging(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The recent loss is far above the best that the run had; an alarm where it is above what the run began with."""
     series = history.series(TRAIN)
     recent, buckets = series.recent(limits.window), series.buckets
@@ -65,7 +65,7 @@ def loss_diverging(history: History, facts: Facts, limits: Limits) -> Seen | Non
     into=LOSS,
     stages=LANGUAGE,
 )
-def loss_not_falling(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def loss_not_falling(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """After a hundred steps no part of the run had a clearly smaller loss than its beginning."""
     series = history.series(TRAIN)
     buckets, first = series.buckets, series.first
@@ -83,7 +83,7 @@ def loss_not_falling(history: History, facts: Facts, limits: Limits) -> Seen | N
     advice="a larger train_batch_size or a smaller optim.lr calms it; judge by the mean over an epoch",
     into=LOSS,
 )
-def loss_jitter(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def loss_jitter(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The loss jumps more than jitter explains: by much of its level, or for a policy loss to extreme values."""
     recent = history.series(TRAIN).recent(JITTER_STEPS)
     if len(recent) < JITTER_STEPS:
@@ -104,7 +104,7 @@ def loss_jitter(history: History, facts: Facts, limits: Limits) -> Seen | None:
     into=LOSS,
     stages=REWARDED,
 )
-def loss_zero(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def loss_zero(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The policy loss has been exactly 0 for all recent steps: no group gave an advantage."""
     recent = history.series(TRAIN).recent(limits.window)
     if len(recent) < limits.window:
@@ -120,7 +120,7 @@ def loss_zero(history: History, facts: Facts, limits: Limits) -> Seen | None:
     into=LOSS,
     stages=LANGUAGE,
 )
-def initial_loss(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def initial_loss(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The first steps' loss is above what a pretrained model has on text; with untrained weights, above guessing."""
     first = history.series(TRAIN).first[:FIRST_LOSSES]
     if len(first) < FIRST_LOSSES:
@@ -138,7 +138,7 @@ def initial_loss(history: History, facts: Facts, limits: Limits) -> Seen | None:
     into=LOSS,
     stages=LANGUAGE,
 )
-def final_loss(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def final_loss(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """Towards the end of the run the loss is below what anything but memory reaches."""
     recent = history.series(TRAIN).recent(limits.window)
     if not facts.total_steps or history.step < 0.9 * facts.total_steps or len(recent) < limits.window:

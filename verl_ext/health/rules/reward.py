@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import REWARDED, Facts
 from verl_ext.health.findings import Seen, alarm, notice, ok, warning
 from verl_ext.health.history import History
-from verl_ext.health.limits import Limits
 from verl_ext.health.rule import Rule, rule
 from verl_ext.health.series import FIRST_BUCKET, Array
 from verl_ext.health.trends import falls, noise_of, rises, trend_of
@@ -30,7 +30,7 @@ def _scatter(values: Array) -> float:
 
 
 @rule(TOTAL, advice="stop, go on from an earlier checkpoint with a smaller optim.lr", into=REWARD, stages=REWARDED)
-def reward_falling(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def reward_falling(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The mean reward of an epoch has fallen over many epochs, or the recent one is far below the run's best."""
     means, series = history.epochs(TOTAL)[-limits.trend_epochs - 1 :], history.series(TOTAL)
     if len(means) > limits.trend_epochs and falls(means):
@@ -47,7 +47,7 @@ def reward_falling(history: History, facts: Facts, limits: Limits) -> Seen | Non
 
 
 @rule(TOTAL, advice="look at the parts of the reward: one of them outweighs the rest", into=REWARD, stages=REWARDED)
-def reward_negative(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def reward_negative(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The reward has been negative all along, and does not rise."""
     means, series = history.epochs(TOTAL)[-limits.trend_epochs :], history.series(TOTAL)
     values = means if len(means) == limits.trend_epochs else series.recent(LONG)
@@ -66,7 +66,7 @@ def reward_negative(history: History, facts: Facts, limits: Limits) -> Seen | No
     into=REWARD,
     stages=REWARDED,
 )
-def accuracy_zero(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def accuracy_zero(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """No answer has been right over many epochs, or many steps where a run has few epochs."""
     name = next((each for each in CORRECT if history.series(each).num_points), None)
     if name is None:
@@ -85,7 +85,7 @@ def accuracy_zero(history: History, facts: Facts, limits: Limits) -> Seen | None
     into=REWARD,
     stages={"grpo"},
 )
-def reward_failures(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def reward_failures(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """Reward functions fail on a share of the recent samples; an alarm where they fail on many."""
     recent = history.series(FAILURES).recent(limits.window)
     if facts.samples_per_step is None or len(recent) < 3:
@@ -104,7 +104,7 @@ def reward_failures(history: History, facts: Facts, limits: Limits) -> Seen | No
     into=REWARD,
     stages=REWARDED,
 )
-def advantages_not_centred(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def advantages_not_centred(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The advantages' mean is not 0 beside their spread."""
     means, spreads = (history.series(name).recent(limits.window) for name in (ADV_MEAN, ADV_STD))
     if min(len(means), len(spreads)) < limits.window:
@@ -120,7 +120,7 @@ def advantages_not_centred(history: History, facts: Facts, limits: Limits) -> Se
     into=REWARD,
     stages=REWARDED,
 )
-def advantages_flat(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def advantages_flat(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """No recent step had advantages to learn from."""
     recent = history.series(ADV_STD).recent(limits.window)
     if len(recent) < limits.window:
@@ -136,7 +136,7 @@ def advantages_flat(history: History, facts: Facts, limits: Limits) -> Seen | No
     into=REWARD,
     stages={"grpo"},
 )
-def format_without_correctness(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def format_without_correctness(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The reward for format rises while that for correctness does not."""
     form = next((each for each in FORMAT if history.series(each).num_points), None)
     right = next((each for each in CORRECT if history.series(each).num_points), None)

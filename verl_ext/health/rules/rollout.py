@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Seen, alarm, notice, ok, warning
 from verl_ext.health.history import History
-from verl_ext.health.limits import Limits
 from verl_ext.health.rule import Rule, rule
 from verl_ext.health.rules.reward import TOTAL
 from verl_ext.health.trends import noise_of
@@ -26,7 +26,7 @@ EARLY = 30
     into=ROLLOUT,
     stages={"grpo"},
 )
-def entropy_collapse(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def entropy_collapse(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The entropy is a small part of what it was; only a notice where the reward rose on the way."""
     return _shrunk(history, limits, ENTROPY, limits.entropy_share_min, "the entropy went from {:.3g} to {:.3g} nat")
 
@@ -38,13 +38,13 @@ def entropy_collapse(history: History, facts: Facts, limits: Limits) -> Seen | N
     into=ROLLOUT,
     stages={"grpo"},
 )
-def completions_shortening(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def completions_shortening(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """Completions are half as long as they were; only a notice where the reward rose on the way."""
     return _shrunk(history, limits, LENGTH, limits.length_share_min, "completions went from {:.0f} to {:.0f} tokens")
 
 
 @rule(LENGTH, advice="raise data.max_response_length: answers are cut off", into=ROLLOUT, stages={"grpo"})
-def completions_at_limit(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def completions_at_limit(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The mean completion is practically as long as is allowed."""
     recent = history.series(LENGTH).recent(limits.window)
     if facts.max_response_length is None or len(recent) < 3:
@@ -56,7 +56,7 @@ def completions_at_limit(history: History, facts: Facts, limits: Limits) -> Seen
 @rule(
     PROMPT, advice="raise data.max_prompt_length: longer prompts are refused or left out", into=ROLLOUT, stages={"grpo"}
 )
-def prompts_at_limit(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def prompts_at_limit(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The longest prompts are as long as is allowed."""
     recent = history.series(PROMPT).recent(limits.window)
     if facts.max_prompt_length is None or not len(recent):
@@ -71,7 +71,7 @@ def prompts_at_limit(history: History, facts: Facts, limits: Limits) -> Seen | N
     into=ROLLOUT,
     stages={"grpo"},
 )
-def logprob_gap(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def logprob_gap(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The engine that draws and the trainer that learns disagree about probabilities."""
     recent = history.series(GAP).recent(limits.window)
     if len(recent) < 3:
@@ -81,7 +81,7 @@ def logprob_gap(history: History, facts: Facts, limits: Limits) -> Seen | None:
     return alarm(told) if gap > limits.logprob_gap_alarm else warning(told) if gap > limits.logprob_gap else ok(told)
 
 
-def _shrunk(history: History, limits: Limits, name: str, share: float, form: str) -> Seen | None:
+def _shrunk(history: History, limits: HealthLimits, name: str, share: float, form: str) -> Seen | None:
     """Whether a metric is below a share of what it was at first; less grave where the reward rose on the way."""
     series = history.series(name)
     if series.num_points < EARLY:
@@ -93,7 +93,7 @@ def _shrunk(history: History, limits: Limits, name: str, share: float, form: str
     return notice(f"{told}, and the reward rose") if _reward_rose(history, limits) else warning(told)
 
 
-def _reward_rose(history: History, limits: Limits) -> bool:
+def _reward_rose(history: History, limits: HealthLimits) -> bool:
     series = history.series(TOTAL)
     if not series.num_points:
         return False

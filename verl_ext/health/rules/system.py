@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Seen, alarm, notice, ok, warning
 from verl_ext.health.history import History
-from verl_ext.health.limits import Limits
 from verl_ext.health.rule import Rule, rule
 from verl_ext.health.trends import trend_of
 
@@ -29,7 +29,7 @@ SAVES = 5
 
 
 @rule(STEP, advice="look at the parts of the step (time/train/...), and at what else runs there", into=SYSTEM)
-def step_time_high(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def step_time_high(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """Steps of the last minute, ten at least, take several times as long as was usual."""
     series = history.series(STEP)
     recent, usual = series.recent(), series.buckets[1:]
@@ -42,7 +42,7 @@ def step_time_high(history: History, facts: Facts, limits: Limits) -> Seen | Non
 
 
 @rule(STEP, *RATES, advice="something grows with the run: memory, logs or a data cache", into=SYSTEM)
-def step_time_rising(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def step_time_rising(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """Steps, or in the stage grpo the time of a token, have become slower and slower over the whole run."""
     per_token = facts.stage == "grpo"  # completions may grow, and steps with them
     buckets = history.series(RATES[1] if per_token else STEP).buckets[1:]
@@ -58,7 +58,7 @@ def step_time_rising(history: History, facts: Facts, limits: Limits) -> Seen | N
 
 
 @rule(STEP, DATA, advice="raise data.num_workers, or look at the disk that the data are on", into=SYSTEM)
-def waiting_for_data(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def waiting_for_data(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """Much of a step is spent on waiting for its batch."""
     steps, waits = (history.series(name).recent(limits.window) for name in (STEP, DATA))
     if min(len(steps), len(waits)) < limits.window:
@@ -74,7 +74,7 @@ def waiting_for_data(history: History, facts: Facts, limits: Limits) -> Seen | N
     advice="look for other jobs on the machine, slow disks, or batches of very different sizes",
     into=SYSTEM,
 )
-def throughput_unstable(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def throughput_unstable(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The throughput jumps from step to step throughout the last 200 steps, which took five minutes or more."""
     name = next((each for each in RATES if history.series(each).num_points), None)
     recent = history.series(name).recent(MEASURED_RATES) if name else np.empty(0)
@@ -87,7 +87,7 @@ def throughput_unstable(history: History, facts: Facts, limits: Limits) -> Seen 
 
 
 @rule(DISK, advice="make room, or set a smaller trainer.max_ckpt_to_keep", into=SYSTEM)
-def disk_filling(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def disk_filling(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The disk has room for few further saves, at the rate at which the last ones filled it."""
     free = history.series(DISK).recent(SAVES + 1)
     if len(free) < 3:

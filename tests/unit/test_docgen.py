@@ -1,0 +1,52 @@
+"""The reference of recipe keys: every key of every stage and of an evaluation, with what it takes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from eval_pipeline.config import EvalConfig
+
+from tests.helpers import ROOT
+from verl_ext.config.schema import keys, set_at
+from verl_ext.docgen import render_recipes
+from verl_ext.errors import UserError
+from verl_ext.trainer.stages import STAGES, load_config
+
+RECIPES = {"sft": ("sft", "quickstart"), "vlm_sft": ("sft", "budget_vlm")}
+RECIPES |= {"grpo": ("grpo", "quickstart"), "budget": ("grpo", "budget_controller")}
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert (ROOT / "docs/recipes.md").read_text() == render_recipes(), "run `python -m verl_ext.docgen`"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_key_has_a_row(stage: str) -> None:
+    listed = set(re.findall(r"^\| `([^`]+)` \|", render_recipes(), re.MULTILINE))
+    assert keys(STAGES[stage].root).keys() <= listed and keys(EvalConfig).keys() <= listed
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_key_has_a_sentence(stage: str) -> None:
+    for name, key in keys(STAGES[stage].root).items():
+        assert len(key.setting.doc) > 5 and not key.setting.doc.endswith("."), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_key_without_effect_is_refused_with_another_value(stage: str) -> None:
+    command, recipe = RECIPES[stage]
+    for name, key in keys(STAGES[stage].root).items():
+        if key.setting.unused:
+            other = {bool: "true", int: "7", float: "7.5"}.get(type(key.default), "other")
+            with pytest.raises(UserError, match=rf"{name}\b.*(has no effect|must be)"):
+                load_config(command, [f"recipe={recipe}", f"{name}={other}"])
+
+
+def test_keys_of_another_stage_are_accepted_at_their_default() -> None:
+    load_config("grpo", ["recipe=quickstart", "data.truncation=error", "data.multiturn.enable=false"])
+    with pytest.raises(UserError, match="data.truncation has no effect in this stage"):
+        load_config("grpo", ["recipe=quickstart", "data.truncation=left"])
+    config = load_config("grpo", ["recipe=quickstart"])
+    with pytest.raises(AssertionError, match="is not a key"):
+        set_at(config, "data.truncation", "left")

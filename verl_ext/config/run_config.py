@@ -1,0 +1,72 @@
+"""The `config.yaml` of a run: read as data, since it may be somebody else's, and identified by a digest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from verl_ext.errors import UserError, first_line_of
+from verl_ext.yaml_text import yaml_text
+
+NOT_IDENTITY = (
+    "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.device", "trainer.log_every", "data.num_workers",
+    "trainer.preemption", "trainer.checkpoint.async_save", "trainer.checkpoint.verify", "eval", "health",
+)  # fmt: skip
+"""Where, on how many processes and how monitored a run happens does not change what it is."""
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Nested values of a run's resolved configuration.
+
+    Raises:
+        UserError: it cannot be read, is not a YAML mapping, or has an interpolation, which could read this machine's
+            environment, as in `${oc.env:HF_TOKEN}`, and which a resolved configuration does not have.
+    """
+    try:
+        return _read(path)
+    except RecursionError:
+        raise UserError(
+            f"{path} cannot be read (it is nested too deeply); correct it, or work on a copy of it"
+        ) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = OmegaConf.load(StringIO(yaml_text(path)))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:  # ValueError: no UTF-8, or a huge number
+        raise UserError(
+            f"{path} cannot be read ({first_line_of(error)}); correct it, or work on a copy of it"
+        ) from error
+    if not isinstance(config, DictConfig):
+        raise UserError(f"{path} is not a YAML mapping; put the run's resolved configuration there")
+    values = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
+    for text in _texts(values):
+        if "${" in text.replace("\\${", ""):
+            raise UserError(f"{path} has the interpolation {text!r}; write the value itself")
+    return values
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for item in (*value, *value.values()):
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, str):
+        yield value
+
+
+def config_digest(values: Mapping[str, Any]) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of nested values without the keys of `NOT_IDENTITY`."""
+    copy = OmegaConf.create(dict(values))
+    for key in NOT_IDENTITY:
+        OmegaConf.update(copy, key, None)
+    return hashlib.sha256(OmegaConf.to_yaml(copy, sort_keys=True).encode()).hexdigest()[:16]

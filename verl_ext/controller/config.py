@@ -1,0 +1,113 @@
+"""The configuration of the budget controller and of the model that it controls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from verl_ext.config.schema import setting
+from verl_ext.errors import UserError
+from verl_ext.grpo.config import ActorConfig
+
+
+@dataclass(kw_only=True)
+class BudgetActorConfig(ActorConfig):
+    """`actor` of the budget controller."""
+
+    tier_entropy_weight: float = setting(1.0, "Weight of the tiers' part of the entropy", ge=0)
+
+
+@dataclass(kw_only=True)
+class ControllerConfig:
+    """`controller`: what the controller decides about, and its network."""
+
+    budgets_ms: list[float] = setting([170.0, 380.0], "Lowest and highest budget; training samples them uniformly")
+    budgets_of_full: list[float] | None = setting(
+        None, "Budgets as shares of the full configuration's latency on this machine, instead of budgets_ms"
+    )
+    tier_sizes: list[int] = setting([3, 6, 12], "Image size of each tier: crops for Molmo, pixels for Qwen")
+    min_active: int = setting(12, "Fewest blocks that run, including block 0", ge=1)
+    max_active: int = setting(16, "Most blocks that run", ge=1)
+    topk_choices: list[int] = setting(
+        [4, 5, 6, 7, 8], "Experts per token, the last one as released; [] without experts"
+    )
+    hidden: int = setting(256, "Width of the controller", ge=1)
+    dropout: float = setting(0.1, "Dropout of its hidden features in updates", ge=0, le=0.99)
+    importance_file: str | None = setting(
+        None, "Output of `python -m verl_ext.controller.importance`; a new controller prefers blocks by it"
+    )
+    init_from: str | None = setting(None, "best_model.pt, checkpoint_epoch_N.pt or an export of a controller")
+    max_new_tokens: int = setting(16, "Tokens of an answer", ge=1)
+    dtype: Literal["auto", "bf16", "fp32"] = setting("auto", "Number type of the vision-language model")
+    most_encodings: int = setting(256, "Encoded images that are cached on the device", ge=1)
+
+    def check(self) -> None:
+        """Tiers, experts and budgets ascend."""
+        require_ascending("controller.tier_sizes", self.tier_sizes)
+        require_ascending("controller.topk_choices", self.topk_choices, may_be_empty=True)
+        require_budgets("controller.budgets_ms", self.budgets_ms, "numbers of milliseconds")
+        if self.budgets_of_full is not None:
+            require_budgets("controller.budgets_of_full", self.budgets_of_full, "shares of the full latency")
+
+
+@dataclass(kw_only=True)
+class LatencyConfig:
+    """`latency`: where the reward's latency comes from."""
+
+    source: Literal["model", "measured"] = setting("model", "model (repeatable) or measured")
+    file: str | None = setting(
+        None, "Output of `python -m verl_ext.controller.calibrate`; null takes latency_model.json of the run, which is "
+        "created if missing",
+    )  # fmt: skip
+    configurations: int = setting(100, "Configurations measured to create it", ge=10)
+    repeats: int = setting(9, "Passes over them", ge=1)
+    percentile: Literal[50, 75, 90, 95] = setting(50, "Percentile of single runs that the reward goes by")
+    validation: Literal["same", "measured"] = setting("same", "measured: measure in evaluations whatever training uses")
+
+
+@dataclass(kw_only=True)
+class BudgetRewardConfig:
+    """`reward`: weights of the controller's reward."""
+
+    accuracy: float = setting(1.0, "Weight of a correct answer", ge=0)
+    latency_penalty: float = setting(0.5, "Weight of the smooth penalty around the budget", ge=0)
+    budget_violation: float = setting(10.0, "Weight of the squared excess over the budget", ge=0)
+    efficiency: float = setting(0.1, "Weight of the unused share of the budget", ge=0)
+    complexity: float = setting(0.05, "Weight of the share of the model that ran, which is subtracted", ge=0)
+
+
+@dataclass(kw_only=True)
+class SkipSamplingConfig:
+    """`configurations`: the configurations that SFT of a vision-language model samples."""
+
+    share: float = setting(0.75, "Share of the micro-batches that run a sampled configuration", ge=0, le=1)
+    tier_sizes: list[int] = setting([65536, 262144, 1048576], "Most pixels of an image, one per tier")
+    tier_weights: list[float] = setting([1.0, 1.0, 1.0], "How often a micro-batch has each tier", ge=0)
+    lowest_tier_steps: int = setting(0, "First steps, in which every micro-batch has the lowest tier", ge=0)
+    whole_model_steps: int = setting(0, "First steps, in which every micro-batch runs the whole model", ge=0)
+    min_active: int = setting(1, "Fewest blocks of a sampled configuration, including block 0", ge=1)
+    topk_choices: list[int] = setting([], "Experts per token, the last one as released; [] without experts")
+
+    def check(self) -> None:
+        """Tiers and experts ascend, and each tier has a weight."""
+        require_ascending("configurations.tier_sizes", self.tier_sizes)
+        require_ascending("configurations.topk_choices", self.topk_choices, may_be_empty=True)
+        if len(self.tier_weights) != len(self.tier_sizes) or not 0 < sum(self.tier_weights) < math.inf:
+            raise UserError(
+                f"configurations.tier_weights={self.tier_weights} must be a number of 0 or more for each of the tiers "
+                f"{self.tier_sizes}, not all of them 0"
+            )
+
+
+def require_ascending(key: str, values: Sequence[int], may_be_empty: bool = False) -> None:
+    """Refuse a list of anything but ascending whole numbers of at least 1."""
+    if any(value < 1 for value in values) or list(values) != sorted(set(values)) or not (values or may_be_empty):
+        raise UserError(f"{key} is {list(values)}; it must be a list of ascending whole numbers of at least 1")
+
+
+def require_budgets(key: str, budgets: Sequence[float], unit: str) -> None:
+    """Refuse anything but two ascending positive numbers."""
+    if len(budgets) != 2 or not 0 < budgets[0] <= budgets[1] < math.inf:
+        raise UserError(f"{key} is {list(budgets)}; it must be two ascending {unit}")

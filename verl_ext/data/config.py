@@ -1,0 +1,170 @@
+"""The configuration of the data, one class for each kind. Key names are verl's where verl has the key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl_ext.config.schema import section, setting, unused
+from verl_ext.errors import UserError
+
+ALL = (-1, "all")
+VQA_METRICS = ("vqa", "cider")
+
+
+@dataclass(kw_only=True)
+class MultiturnConfig:
+    """`data.multiturn`: chats, in place of a column of prompts and one of answers."""
+
+    enable: bool = setting(False, "Read chats instead of a column of prompts and one of answers")
+    messages_key: str = setting("messages", "Column of the chats, each a list of turns with role and content")
+    tools_key: str = setting("tools", "Column of a chat's tools, which the template gets; optional")
+    enable_thinking_key: str = setting("enable_thinking", "Column that switches the template's thinking; optional")
+
+
+@dataclass(kw_only=True)
+class CustomClassConfig:
+    """`data.custom_cls`: a data set class of the user's."""
+
+    path: str | None = setting(None, "Python file with a data set class of your own", path=True)
+    name: str | None = setting(None, "Name of that class")
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """What all data have in common."""
+
+    train_batch_size: int = setting(256, "Samples per step over all ranks, a multiple of the data-parallel ranks", ge=1)
+    micro_batch_size: int | None = unused(None, "verl dropped it, set data.micro_batch_size_per_gpu")
+    micro_batch_size_per_gpu: int = setting(4, "Samples per forward pass, also in validation", ge=1)
+    num_workers: int = setting(0, "Loader processes per rank; 0 suffices, since the data are in memory", ge=0, le=256)
+    use_shm: bool = unused(False, "the data are in memory anyway")
+    max_length: int = setting(1024, "Longest sample, tokens", ge=1)
+
+
+@dataclass(kw_only=True)
+class TextDataConfig(DataConfig):
+    """`data` of the stages that learn from texts."""
+
+    train_files: str | list[str] = setting(
+        "~/data/gsm8k/train.parquet", "Training data: a parquet, JSON or CSV file (docs/data.md), or a list of them"
+    )
+    val_files: str | list[str] | None = setting(
+        "~/data/gsm8k/test.parquet", "Validation data, like train_files; null for none"
+    )
+    train_max_samples: int = setting(-1, "Rows used, from the top", ge=1, also=ALL)
+    val_max_samples: int = setting(-1, "Rows used of the validation files", ge=1, also=ALL)
+    prompt_key: str = setting("question", "Column of the prompts, unless multiturn.enable is set")
+    chat_template: str | None = setting(
+        None,
+        "A training template (qwen2.5_training, qwen3_training, smollm2_training, smollm3_training), a Jinja file or "
+        "the text of a template, instead of the tokenizer's own",
+    )
+    apply_chat_template_kwargs: dict[str, Any] = setting(
+        {}, "Further arguments of the template, such as enable_thinking"
+    )
+
+
+@dataclass(kw_only=True)
+class ChatDataConfig(TextDataConfig):
+    """`data` of SFT."""
+
+    response_key: str = setting("answer", "Column of the answers, unless multiturn.enable is set")
+    prompt_dict_keys: list[str] | None = setting(None, "Names by which to descend into a nested column of prompts")
+    response_dict_keys: list[str] | None = setting(None, "Names by which to descend into a nested column of answers")
+    multiturn: MultiturnConfig = section(MultiturnConfig)
+    truncation: Literal["error", "left", "right"] = setting(
+        "error", "What happens to a longer sample: refuse it, or cut it off at its left or right end"
+    )
+    balance_dp_token: bool = setting(
+        False, "No effect: the loss is always the mean over the tokens of the global batch"
+    )
+    custom_cls: CustomClassConfig = section(CustomClassConfig)
+    packing: Literal["auto"] | bool = setting(
+        "auto", "Put the samples of a micro-batch into one row without padding; auto pads if the model cannot"
+    )
+    max_tokens_per_gpu: int | None = setting(
+        None, "Most tokens of a micro-batch", ge=1, null="micro_batch_size_per_gpu * max_length when packing"
+    )
+    token_cache: str | None = setting(None, "Directory of the tokenized data; null takes the user's cache")
+    num_tokenizers: int | None = setting(None, "Processes that tokenize", ge=1, null="one per core")
+
+
+@dataclass(kw_only=True)
+class EvaluatedDataConfig(DataConfig):
+    """`data` of the stages that measure rewards every so many steps."""
+
+    eval_split: Literal["test", "train"] = setting("test", "Which samples an evaluation takes")
+    eval_batches: int = setting(1, "Batches of train_batch_size samples in an evaluation", ge=0, also=ALL)
+    eval_every_steps: int = setting(
+        0, "Steps between two evaluations; the last step has one too", ge=1, also=(0, "never")
+    )
+
+
+@dataclass(kw_only=True)
+class PromptDataConfig(EvaluatedDataConfig, TextDataConfig):
+    """`data` of GRPO."""
+
+    train_batch_size: int = setting(64, "Prompts per step over all ranks, a multiple of the ranks", ge=1)
+    prompt_key: str = setting("prompt", "Column of the prompts, each a list of turns")
+    max_length: int = unused(1, "prompts and completions have limits of their own")
+    max_prompt_length: int = setting(512, "Tokens; a longer prompt is refused", ge=1)
+    filter_overlong_prompts: bool = setting(False, "Leave out longer prompts instead of refusing them")
+    max_response_length: int = setting(512, "Tokens; a longer completion is cut off", ge=1)
+
+
+@dataclass(kw_only=True)
+class ImageDataConfig(DataConfig):
+    """`data` of the stages that learn from questions about images."""
+
+    train_files: None = unused(None, "data.datasets names the data")
+    val_files: None = unused(None, "data.datasets names the data")
+    max_length: int = unused(1, "questions are as long as they are")
+    datasets: dict[str, Any] = setting(
+        {},
+        "NAME: {train: SIZE, val: SIZE, source: FOLDER, metric: vqa or cider, images: FOLDER}; without a source, the "
+        "hub's data set",
+    )
+    question_suffix: str = setting("", "Text behind every question")
+    max_unreadable_images: int = setting(0, "Images that may be left out because they cannot be read", ge=0)
+
+    def check(self) -> None:
+        """Each data set is a mapping of what is known."""
+        for name, entry in self.datasets.items():
+            check_source(name, entry)
+
+
+@dataclass(kw_only=True)
+class ImageChatDataConfig(ImageDataConfig):
+    """`data` of the SFT of a vision-language model."""
+
+    questions_per_chat: int = setting(1, "Most questions about one image that share a sequence", ge=1)
+
+
+@dataclass(kw_only=True)
+class QuestionDataConfig(ImageDataConfig, EvaluatedDataConfig):
+    """`data` of the budget controller's GRPO."""
+
+    train_batch_size: int = setting(8, "Questions per step over all ranks, a multiple of the ranks", ge=1)
+    micro_batch_size_per_gpu: int = setting(64, "Configurations in a forward pass of the controller", ge=1)
+    eval_batches: int = setting(-1, "Batches of train_batch_size questions in an evaluation", ge=1, also=ALL)
+    eval_every_steps: int = setting(
+        -1, "Steps between two evaluations; each epoch ends with one in any case", ge=1, also=(-1, "the epochs' ends")
+    )
+
+
+def check_source(name: str, entry: Any) -> None:
+    """An entry of `data.datasets`.
+
+    Raises:
+        UserError: it is no mapping of known keys with values that they can have.
+    """
+    known = ("train", "val", "source", "metric", "images")
+    if not isinstance(entry, dict) or not set(entry) <= set(known):
+        raise UserError(f"data.datasets.{name} is {entry!r}; it must be a mapping of {', '.join(known)}")
+    if entry.get("metric") not in (None, *VQA_METRICS):
+        raise UserError(f"data.datasets.{name}.metric is {entry['metric']!r}; take one of {', '.join(VQA_METRICS)}")
+    for split in ("train", "val"):
+        size = entry.get(split, -1)
+        if isinstance(size, bool) or not isinstance(size, int) or size < -1:
+            raise UserError(f"data.datasets.{name}.{split} is {size!r}; it must be a number of rows, or -1 for all")

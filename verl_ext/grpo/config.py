@@ -1,0 +1,126 @@
+"""The configuration of GRPO: advantages, loss, generation and rewards. Key names are verl's where verl has the key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl_ext.config.schema import section, setting
+from verl_ext.errors import UserError
+
+KLType = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+]
+
+
+@dataclass(kw_only=True)
+class DynamicSamplingConfig:
+    """`algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476)."""
+
+    max_rounds: int = setting(0, "How often groups of equal rewards are replaced in a step; 0 for never", ge=0)
+
+
+@dataclass(kw_only=True)
+class AlgorithmConfig:
+    """`algorithm`: from rewards to advantages."""
+
+    norm_adv_by_std_in_grpo: bool = setting(True, "Divide by the group's standard deviation (GRPO); false is Dr. GRPO")
+    dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
+
+
+@dataclass(kw_only=True)
+class RolloutCorrectionConfig:
+    """`algorithm.rollout_correction`: truncated importance sampling against the engine's probabilities."""
+
+    rollout_is: Literal["token", "sequence"] | None = setting(None, "Level of the importance weights; null for none")
+    rollout_is_threshold: float = setting(2.0, "Larger weights are cut off", ge=1e-9)
+
+
+@dataclass(kw_only=True)
+class TokenAlgorithmConfig(AlgorithmConfig):
+    """`algorithm` of language models."""
+
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+
+
+@dataclass(kw_only=True)
+class ActorConfig:
+    """`actor`: the policy loss."""
+
+    ppo_mini_batch_size: int | None = setting(
+        None, "Samples per update over all ranks, a divisor of the batch", ge=1, null="one update per pass"
+    )
+    ppo_epochs: int = setting(1, "Passes over a step's samples", ge=1)
+    clip_ratio_low: float = setting(0.2, "Ratios below 1 minus this are clipped", ge=0, le=1)
+    clip_ratio_high: float = setting(0.2, "Ratios above 1 plus this are clipped", ge=0)
+    clip_ratio_c: float = setting(3.0, "Ratios above this are clipped where the advantage is negative", gt=1)
+    entropy_coeff: float = setting(0.0, "Weight of the entropy bonus", ge=0)
+
+
+@dataclass(kw_only=True)
+class TokenActorConfig(ActorConfig):
+    """`actor` of language models."""
+
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        setting("token-mean", "How the tokens' losses are averaged")
+    )
+    loss_scale_factor: int | None = setting(
+        None, "Divisor of seq-mean-token-sum-norm; null takes max_response_length", ge=1
+    )
+    share_prompts: bool = setting(True, "Compute a group's prompt once where the model's attention allows it")
+    use_kl_loss: bool = setting(False, "Add the KL divergence from the initial model")
+    kl_loss_coef: float = setting(0.001, "Weight of that divergence", ge=0)
+    kl_loss_type: KLType = setting("low_var_kl", "Its estimator; with + the gradient is that of k2")
+
+
+@dataclass(kw_only=True)
+class GroupConfig:
+    """`rollout`: the samples of a prompt."""
+
+    n: int = setting(5, "Samples per prompt: the group", ge=2)
+
+
+@dataclass(kw_only=True)
+class RolloutConfig(GroupConfig):
+    """`rollout` of language models: generation."""
+
+    engine: Literal["vllm", "hf"] = setting("vllm", "vllm, or hf: transformers, for models that vLLM does not support")
+    n: int = setting(8, "Completions per prompt: the group", ge=2)
+    temperature: float = setting(1.0, "Of sampling", ge=1e-3, le=100)
+    top_p: float = setting(1.0, "Probability mass that is sampled from", ge=1e-6, le=1)
+    top_k: int = setting(-1, "Number of likeliest tokens that are sampled from; -1 for all", ge=-1)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
+        "auto", "Number type of vLLM's weights; auto takes bfloat16 on GPUs and float32 on CPUs"
+    )
+    max_num_seqs: int = setting(256, "Concurrent completions on a rank", ge=1)
+    tensor_model_parallel_size: int = setting(1, "Ranks that share a vLLM engine", ge=1)
+    gpu_memory_utilization: float = setting(0.5, "Share of a GPU's memory that vLLM takes", ge=0.01, le=1)
+    free_cache_engine: bool = setting(True, "On GPUs, vLLM frees its memory during updates")
+    update_weights_bucket_megabytes: int = setting(512, "Weights in transit to vLLM at a time; on CPUs at most 4", ge=1)
+    vllm: dict[str, Any] = setting({}, "Further arguments of vllm.LLM")
+
+
+@dataclass(kw_only=True)
+class RewardConfig:
+    """`reward`: the reward functions and the judge."""
+
+    functions: list[str] = setting(
+        ["reward_correct"], "NAME, path.py:function or package.module:function, each with *WEIGHT or not (docs/grpo.md)"
+    )
+    time_limit_s: float = setting(
+        10.0, "Seconds per call of a function of your own, whose process is then killed", ge=1e-3
+    )
+    length_buffer: int = setting(64, "Last tokens before max_response_length over which length_penalty grows", ge=1)
+    num_workers: int | None = setting(None, "Concurrent verdicts on a rank; null takes its share of the cores", ge=1)
+    isolation: Literal["auto", "bwrap", "sandlock", "rlimits"] = setting(
+        "auto", "Sandbox of programs; auto takes the first of bwrap and sandlock that works"
+    )
+    packages: list[str] = setting(["numpy"], "Packages that programs may import")
+    cpu_s: float = setting(5.0, "Processor seconds of a test", ge=1e-3)
+    wall_s: float = setting(20.0, "Wall-clock seconds of a test", ge=1e-3)
+    memory_mb: int = setting(1024, "Memory of a program's processes together", ge=16)
+
+    def check(self) -> None:
+        """There is a reward."""
+        if not self.functions:
+            raise UserError("reward.functions is empty; name a reward function, or path.py:function")

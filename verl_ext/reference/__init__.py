@@ -1,1 +1,0 @@
-"""Makes the page of all recipe keys, so that it cannot fall behind the code."""

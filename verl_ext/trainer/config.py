@@ -1,0 +1,393 @@
+"""The configuration that all stages share. Key names are verl's where verl has the key."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from verl_ext.checkpoint.config import CheckpointConfig, ExportConfig
+from verl_ext.config.recipes import default_recipe
+from verl_ext.config.schema import section, setting, unused
+from verl_ext.deadline import parse_deadline
+from verl_ext.errors import UserError
+
+_DEVICE = re.compile(r"\d+|(GPU|MIG)-[\w/-]+", re.ASCII)
+Attention = Literal["auto", "flash_attention_2", "sdpa", "eager"]
+Device = Literal["auto", "cuda", "npu", "cpu"]
+Schedule = Literal["cosine", "wsd", "constant"]
+GATHERED_SHARE = 0.15
+"""Of a rank's memory, the most that `keep_gathered=auto` lets whole weights and gradients take."""
+
+
+@dataclass(kw_only=True)
+class WrapPolicyConfig:
+    """`model.fsdp_config.wrap_policy`: which modules FSDP2 shards one by one."""
+
+    min_num_params: int = unused(0, "FSDP2 shards by layer class")
+    transformer_layer_cls_to_wrap: str | list[str] | None = setting(
+        None, "Class names of the layers to shard one by one; null takes the model's own"
+    )
+
+
+@dataclass(kw_only=True)
+class UnusedWrapPolicyConfig(WrapPolicyConfig):
+    """`model.fsdp_config.wrap_policy` of a model without layers to shard one by one."""
+
+    transformer_layer_cls_to_wrap: str | list[str] | None = unused(None, "the controller is sharded as a whole")
+
+
+@dataclass(kw_only=True)
+class FSDPConfig:
+    """`model.fsdp_config`."""
+
+    model_dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32", "Number type of the master weights")
+    wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
+    cpu_offload: bool = setting(False, "Keep parameters and optimizer state in CPU memory")
+    offload_params: bool = unused(False, "model.fsdp_config.cpu_offload=true offloads the parameters")
+
+
+@dataclass(kw_only=True)
+class GatheringFSDPConfig(FSDPConfig):
+    """`model.fsdp_config` of the stages whose updates have several micro-batches of a sharded model."""
+
+    keep_gathered: Literal["auto"] | bool = setting(
+        "auto", "Gather weights and reduce gradients once per update; auto does so if whole ones take 15 % of memory"
+    )
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """`model`: what is loaded, and how it runs."""
+
+    partial_pretrain: str | None = setting(None, "Initial model, a directory or a name on the hub")
+    use_shm: bool = setting(False, "Copy the model into shared memory before loading it")
+    fsdp_config: FSDPConfig = section(FSDPConfig)
+    external_lib: str | None = setting(
+        None, "Module to import first, which registers an architecture with transformers"
+    )
+    enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward pass to save memory")
+    trust_remote_code: bool = setting(False, "Run the Python code that the model brings")
+    lora_rank: int = setting(0, "Rank of new LoRA adapters, which are trained instead of the model; 0 for none", ge=0)
+    lora_alpha: int = setting(16, "Scaling factor of the adapters")
+    lora_adapter_path: str | None = setting(None, "Directory of LoRA adapters to continue training", path=True)
+    target_modules: str | list[str] = setting("all-linear", "Modules that get adapters: names, or all-linear")
+    use_liger: bool = setting(
+        False, "Use Liger's kernels, on GPUs also for `fused_loss`; needs the liger-kernel package"
+    )
+    strategy: str = setting("fsdp2", "How the model is sharded; only fsdp2 is supported")
+    attn_implementation: Attention = setting(
+        "auto", "Attention kernel; auto takes flash-attention on GPUs that have it and train in bf16, else sdpa"
+    )
+    mixed_precision: Literal["auto", "bf16", "fp32"] = setting(
+        "auto", "Number type of the forward pass; auto takes bf16 where the hardware has it (GRPO on CPUs: fp32)"
+    )
+
+    def check(self) -> None:
+        """Refuse other ways of sharding than FSDP2."""
+        if self.strategy != "fsdp2":
+            raise UserError(
+                f"model.strategy is '{self.strategy}', but this trainer shards with fsdp2; set it to fsdp2, which "
+                "resumes from checkpoints of either"
+            )
+
+
+@dataclass(kw_only=True)
+class SFTModelConfig(ModelConfig):
+    """`model` of SFT."""
+
+    partial_pretrain: str = setting("~/models/gemma-1.1-7b-it", "Initial model, a directory or a name on the hub")
+    fsdp_config: GatheringFSDPConfig = section(GatheringFSDPConfig)
+    fused_loss: bool = setting(True, "Compute the loss in chunks, without the logits of a whole micro-batch")
+    compile: bool = setting(False, "Compile each block with torch.compile; the first steps take longer")
+
+
+@dataclass(kw_only=True)
+class GRPOModelConfig(ModelConfig):
+    """`model` of GRPO."""
+
+    fsdp_config: GatheringFSDPConfig = section(GatheringFSDPConfig)
+    sft_run: str | None = setting(
+        None,
+        "Run directory of SFT, whose best checkpoint is the initial model, or its newest if none was evaluated",
+    )
+
+
+@dataclass(kw_only=True)
+class VLMConfig(ModelConfig):
+    """`model` of the stages whose model is a vision-language model."""
+
+    partial_pretrain: str | None = setting(None, "The vision-language model, a directory or a name on the hub")
+    enable_gradient_checkpointing: bool = unused(False, "activations of vision-language models are kept")
+    lora_rank: int = unused(0, "vision-language models are trained whole")
+    lora_alpha: int = unused(16, "vision-language models are trained whole")
+    lora_adapter_path: str | None = unused(None, "vision-language models are trained whole")
+    target_modules: str | list[str] = unused("all-linear", "vision-language models are trained whole")
+    use_liger: bool = unused(False, "Liger's kernels are for language models")
+
+
+@dataclass(kw_only=True)
+class VLMSFTModelConfig(VLMConfig):
+    """`model` of SFT of a vision-language model."""
+
+    partial_pretrain: str = setting(
+        "~/models/gemma-1.1-7b-it", "The vision-language model, a directory or a name on the hub"
+    )
+    fsdp_config: GatheringFSDPConfig = section(GatheringFSDPConfig)
+    fused_loss: bool = setting(True, "Compute the loss in chunks, without the logits of a whole micro-batch")
+
+
+@dataclass(kw_only=True)
+class ControllerFSDPConfig(FSDPConfig):
+    """`model.fsdp_config` of the budget controller's GRPO."""
+
+    model_dtype: Literal["fp32", "bf16", "fp16"] = unused("fp32", "the controller is small, and trained in fp32")
+    wrap_policy: UnusedWrapPolicyConfig = section(UnusedWrapPolicyConfig)
+
+
+@dataclass(kw_only=True)
+class BudgetModelConfig(VLMConfig):
+    """`model` of the budget controller's GRPO: the vision-language model, which is frozen."""
+
+    sft_run: str | None = setting(None, "Run directory of SFT, whose newest export is the vision-language model")
+    fsdp_config: ControllerFSDPConfig = section(ControllerFSDPConfig)
+    attn_implementation: Attention = unused("auto", "the vision-language model uses its own")
+    external_lib: str | None = unused(None, "set model.adapter for an architecture of your own")
+    adapter: str | None = setting(
+        None, "A VLMAdapter of your own, path.py:CLASS or package.module:CLASS; null selects one by the model's type"
+    )
+    mixed_precision: Literal["auto", "bf16", "fp32"] = setting("fp32", "Number type of the controller, which is small")
+
+
+@dataclass(kw_only=True)
+class OptimConfig:
+    """`optim`: the optimizer and its learning-rate schedule."""
+
+    optimizer: str = setting("AdamW", "Class of the optimizer")
+    optimizer_impl: str = setting("torch.optim", "Module of that class")
+    lr: float = setting(1e-5, "Peak learning rate", ge=0)
+    betas: list[float] = setting([0.9, 0.95], "Decay rates of Adam's two moments", ge=0, lt=1)
+    weight_decay: float = setting(0.01, "Weight decay", ge=0)
+    clip_grad: float = setting(1.0, "Largest gradient norm; infinity disables clipping", ge=1e-12, finite=False)
+    lr_scheduler: Schedule = setting("cosine", "Schedule after the warm-up")
+    lr_warmup_steps_ratio: float = setting(0.1, "Share of the schedule that is warm-up", ge=0, le=1)
+    lr_warmup_steps: int | None = setting(-1, "Warm-up steps; 0 or more overrides the ratio", ge=-1)
+    min_lr_ratio: float | None = setting(0.0, "Final learning rate as a share of the peak", ge=0, le=1)
+    num_cycles: float = setting(0.5, "Cycles of the cosine; 0.5 ends at its minimum", ge=0)
+    total_training_steps: int = setting(
+        -1, "Length of the schedule in steps; -1 spans all epochs, or the run if longer"
+    )
+    override_optimizer_config: dict[str, Any] | None = setting(None, "Further arguments of the optimizer's class")
+    lr_scheduler_type: str = unused("constant", "set optim.lr_scheduler")
+    warmup_style: str | None = unused(None, "set optim.lr_scheduler")
+    _target_: str = unused("verl.workers.config.FSDPOptimizerConfig", "set optim.optimizer and optim.optimizer_impl")
+
+    def check(self) -> None:
+        """Adam has two moments."""
+        if len(self.betas) != 2:
+            raise UserError(
+                f"optim.betas is {self.betas}; it must be two numbers from 0 to below 1, such as [0.9, 0.95]"
+            )
+
+
+@dataclass(kw_only=True)
+class PlateauOptimConfig(OptimConfig):
+    """`optim` of the budget controller's GRPO, whose learning rate falls when the reward stops rising."""
+
+    lr: float = setting(1e-4, "Initial learning rate", ge=0)
+    betas: list[float] = setting([0.9, 0.999], "Decay rates of Adam's two moments", ge=0, lt=1)
+    weight_decay: float = setting(1e-5, "Weight decay", ge=0)
+    lr_scheduler: Schedule = unused("constant", "set optim.plateau_factor and optim.plateau_patience")
+    lr_warmup_steps_ratio: float = unused(0.0, "the learning rate falls on a plateau")
+    lr_warmup_steps: int = unused(-1, "the learning rate falls on a plateau")
+    min_lr_ratio: float = unused(0.0, "the learning rate falls on a plateau")
+    num_cycles: float = unused(0.5, "the learning rate falls on a plateau")
+    total_training_steps: int = unused(-1, "the learning rate falls on a plateau")
+    plateau_factor: float = setting(0.5, "Multiplier of the learning rate on a plateau", ge=1e-6, le=1 - 1e-6)
+    plateau_patience: int = setting(5, "Evaluations without a better reward before that", ge=0)
+
+
+@dataclass(kw_only=True)
+class PreemptionConfig:
+    """`trainer.preemption`: what the run does when the machine is taken away."""
+
+    grace_s: float = setting(120.0, "Seconds that the ranks have to save after a signal, before they are killed", gt=0)
+    deadline: float | str | None = setting(
+        None, "When this machine goes away, in seconds since 1970 or ISO 8601; the run saves and stops before that"
+    )
+
+    def check(self) -> None:
+        """The deadline is a time."""
+        parse_deadline(self.deadline)
+
+    def check_deadline_ahead(self) -> None:
+        """Refuse a deadline in the past."""
+        deadline = parse_deadline(self.deadline)
+        if deadline is not None and deadline <= time.time():
+            raise UserError(
+                f"trainer.preemption.deadline is {self.deadline}, which is past; give the time at which this machine "
+                "goes away, or null"
+            )
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """`trainer`: the run itself."""
+
+    default_local_dir: str = setting(
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "The run directory", nonempty=True, path=True
+    )
+    default_hdfs_dir: str | None = unused(None, "mount the file system and set trainer.default_local_dir")
+    project_name: str = setting(
+        "gsm8k-sft", "The project that the run belongs to, in paths and trackers", nonempty=True
+    )
+    experiment_name: str = setting("test", "The run's name, in paths and trackers", nonempty=True)
+    total_epochs: int = setting(4, "Passes over the data", ge=1)
+    total_training_steps: int | None = setting(
+        None, "Last step. The schedule spans the epochs in any case", ge=1, null="all epochs"
+    )
+    logger: list[str] = setting(
+        ["console", "wandb"], "Trackers: console, tensorboard, wandb and the others of verl's Tracking"
+    )
+    seed: int = setting(42, "Seed of the initialization, dropout and the order of the data", ge=0, le=2**31 - 1)
+    save_freq: int = setting(-1, "Steps between two checkpoints; -1 for the last step alone. A stop saves too")
+    test_freq: int = setting(-1, "Steps between two validations; -1 for the last step alone")
+    nnodes: int = setting(1, "Machines; the launcher sets it from NNODES")
+    n_gpus_per_node: int = setting(8, "Ranks on each machine; the launcher sets it from the first word of the command")
+    max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep", ge=1, null="all")
+    resume_mode: Literal["auto", "disable", "resume_path"] = setting(
+        "auto", "auto resumes from the newest checkpoint, disable starts at step 0, resume_path uses resume_from_path"
+    )
+    resume_from_path: str | None = setting(
+        None,
+        "A global_step_N to start from; with auto, a newer checkpoint of the run itself takes precedence",
+        path=True,
+    )
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    device: Device = setting(
+        "auto", "Where to train; to train on CPUs of a machine with GPUs, hide these with CUDA_VISIBLE_DEVICES=''"
+    )
+    log_every: int = setting(10, "Steps between two lines on the console; metrics.jsonl records every step", ge=1)
+    val_before_train: bool = setting(True, "Validate at step 0, so that curves have a start")
+    max_nonfinite_steps: int = setting(3, "Consecutive steps without a finite loss or gradient that stop the run", ge=1)
+    trace: bool = setting(False, "Write trace/*.json for Perfetto; --trace sets it")
+    preemption: PreemptionConfig = section(PreemptionConfig)
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return Path(self.default_local_dir)
+
+    def check(self) -> None:
+        """Saves, exports and the checkpoint to resume from fit together."""
+        every = self.checkpoint.export.every
+        if every is not None and (self.save_freq < 1 or every % self.save_freq):
+            raise UserError(
+                f"trainer.checkpoint.export.every is {every}, which is no multiple of trainer.save_freq="
+                f"{self.save_freq}; an export is written with a save"
+            )
+        if self.resume_mode == "resume_path" and self.resume_from_path is None:
+            raise UserError(
+                "trainer.resume_mode=resume_path has no path; set trainer.resume_from_path=.../global_step_N"
+            )
+
+
+@dataclass(kw_only=True)
+class SFTTrainerConfig(TrainerConfig):
+    """`trainer` of SFT."""
+
+    deterministic: bool = setting(
+        False, "Use only deterministic kernels, which are slower, so that a GPU computes the same bits every time"
+    )
+
+
+@dataclass(kw_only=True)
+class RewardTrainerConfig(TrainerConfig):
+    """`trainer` of the stages that learn from rewards."""
+
+    test_freq: int = setting("${data.eval_every_steps}", "Equals data.eval_every_steps; set that")
+    log_samples_every: int = setting(10, "Steps between two tables of samples", ge=1, also=(0, "never"))
+    samples_per_table: int = setting(8, "Rows of such a table", ge=1)
+
+
+@dataclass(kw_only=True)
+class TokenTrainerConfig(RewardTrainerConfig):
+    """`trainer` of GRPO of language models."""
+
+    checkpoint: CheckpointConfig = section(
+        CheckpointConfig, best_metric="train/reward_total_mean", best_mode="max", export=ExportConfig(dtype="auto")
+    )
+
+
+@dataclass(kw_only=True)
+class BudgetTrainerConfig(RewardTrainerConfig):
+    """`trainer` of the budget controller's GRPO."""
+
+    checkpoint: CheckpointConfig = section(
+        CheckpointConfig, best_metric="eval/reward_total_mean", best_mode="max", export=ExportConfig(dtype="fp32")
+    )
+
+
+@dataclass(kw_only=True)
+class WatchConfig:
+    """`eval`: the evaluation of the run's checkpoints."""
+
+    recipe: str | None = setting(
+        None, "Recipe in recipes/eval/ or a file; null takes the default recipe", nonempty=True
+    )
+    watch: bool = setting(False, "Evaluate every checkpoint during training, as soon as it is committed")
+    devices: int | str | list[int | str] | None = setting(
+        None, "GPUs of that evaluation, such as 7 or [6,7], which the ranks do not use; required where GPUs are visible"
+    )
+
+    @property
+    def recipe_name(self) -> str:
+        """Name or file of the recipe."""
+        return self.recipe or default_recipe("eval")
+
+    @property
+    def device_names(self) -> list[str] | None:
+        """`devices` as names for `CUDA_VISIBLE_DEVICES`; None if it is null.
+
+        Raises:
+            UserError: it names no GPU, or one twice, or something else.
+        """
+        if self.devices is None:
+            return None
+        items = self.devices if isinstance(self.devices, list) else str(self.devices).split(",")
+        names = [self._device_name(item) for item in items]
+        if not names or len(set(names)) < len(names):
+            raise UserError(
+                f"eval.devices is {self.devices!r}; it must name at least one GPU, and each once, or be null"
+            )
+        return names
+
+    def _device_name(self, item: int | str) -> str:
+        name = str(item).strip()
+        if not _DEVICE.fullmatch(name):
+            raise UserError(
+                f"eval.devices is {self.devices!r}; name GPUs by number or by id as nvidia-smi -L lists them, such as "
+                "7, [6,7] or GPU-5a1b2c3d"
+            )
+        return str(int(name)) if name.isdecimal() else name
+
+    def check(self) -> None:
+        """The devices are GPUs."""
+        _ = self.device_names
+
+
+@dataclass(kw_only=True)
+class VLMWatchConfig(WatchConfig):
+    """`eval` of the stages whose model is a vision-language model, which are evaluated by other commands."""
+
+    watch: bool = unused(False, "`bash eval_pipeline/run.sh` evaluates language models")
+    devices: int | str | list[int | str] | None = unused(None, "`bash eval_pipeline/run.sh` evaluates language models")
+
+
+@dataclass(kw_only=True)
+class BudgetWatchConfig(VLMWatchConfig):
+    """`eval` of the budget controller's GRPO."""
+
+    recipe: str | None = unused(None, "`bash eval_pipeline/run.sh adaptive` evaluates a controller")
