@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from eval_pipeline.config import EvalConfig
 
+from eval_pipeline.config import EvalConfig
 from tests.helpers import ROOT
 from verl_ext.config.schema import keys, set_at
 from verl_ext.docgen import render_recipes
