@@ -31,7 +31,7 @@ def configure(arguments: argparse.Namespace) -> RunConfig:
     """The configuration with the number of ranks filled in.
 
     Raises:
-        UserError: see `compose_config`; or no number of ranks, or NNODES that is no number.
+        UserError: see `load_config`; or no number of ranks, or NNODES that is no number.
     """
     config = compose_as_typed(arguments.stage, arguments.overrides)
     if arguments.num_processes is None and not arguments.print_config:

@@ -30,7 +30,7 @@ def compose_as_typed(stage: str, overrides: list[str]) -> RunConfig:
     Else the default recipe would set what the same command left to verl's defaults.
 
     Raises:
-        UserError: see `compose_config`.
+        UserError: see `load_config`.
     """
     names_recipe = any(word.startswith("recipe=") for word in overrides)
     if stage == "sft" and overrides and not names_recipe:
