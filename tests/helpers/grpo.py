@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from verl_ext.grpo.config import RewardConfig
 from verl_ext.grpo.policy import Prompt, Sample
-from verl_ext.grpo.rewards.environment import RewardSettings
 from verl_ext.grpo.rollout.completion import Completion
 
-SETTINGS = RewardSettings("auto", (), 2, 20, 1024, 2, 1.0, 100, 20)
+REWARD = RewardConfig(packages=[], cpu_s=2, num_workers=2, time_limit_s=1.0, length_buffer=20)
+MAX_TOKENS = 100
 
 
 def sample(text: str, ground_truth: str, num_tokens: int = 4, **content: Any) -> Sample:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from tests.helpers.commands import torchrun
-from verl_ext.grpo.loss import LossSettings
+from verl_ext.grpo.config import TokenActorConfig
 from verl_ext.grpo.policy import Prompt, Sample
 from verl_ext.grpo.rollout.completion import Completion, Sampling
 
@@ -27,7 +27,7 @@ NUM_PROMPTS, GROUP_SIZE = 4, 4
 class Case:
     """How a step updates the model from its rollouts."""
 
-    loss: LossSettings
+    actor: TokenActorConfig
     num_mini_batches: int = 1
     num_epochs: int = 1
     micro_batch_size: int = 3
@@ -38,7 +38,7 @@ class Case:
     @staticmethod
     def of(fields: dict[str, Any]) -> Case:
         """From `asdict`."""
-        return Case(**{**fields, "loss": LossSettings(**fields["loss"])})
+        return Case(**{**fields, "actor": TokenActorConfig(**fields["actor"])})
 
     def fields(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -129,26 +129,28 @@ def _terms(
     old: torch.Tensor,
     reference: torch.Tensor,
     advantage: float,
-    loss: LossSettings,
+    actor: TokenActorConfig,
 ) -> torch.Tensor:
     """Each token's: clipped (arXiv 1707.06347) and dual-clipped (1912.09729) ratio, KL by k3 (2402.03300), entropy."""
     log_probs, entropy = _said(model, sample)
     ratio = (log_probs - old).exp()
-    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - loss.clip_ratio_low, 1 + loss.clip_ratio_high) * advantage)
+    gain = torch.minimum(
+        ratio * advantage, ratio.clamp(1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high) * advantage
+    )
     if advantage < 0:
-        gain = gain.clamp(min=loss.clip_ratio_c * advantage)
+        gain = gain.clamp(min=actor.clip_ratio_c * advantage)
     kl = (reference - log_probs).exp() - (reference - log_probs) - 1
-    return -gain + loss.kl_loss_coef * kl - loss.entropy_coeff * entropy
+    return -gain + actor.kl_loss_coef * actor.use_kl_loss * kl - actor.entropy_coeff * entropy
 
 
-def _aggregated(terms: list[torch.Tensor], loss: LossSettings) -> torch.Tensor:
+def _aggregated(terms: list[torch.Tensor], actor: TokenActorConfig) -> torch.Tensor:
     """`token-mean` is TRL's `dapo`, `seq-mean-token-mean` its `grpo`, `seq-mean-token-sum-norm` its `dr_grpo`."""
-    if loss.loss_agg_mode == "token-mean":
+    if actor.loss_agg_mode == "token-mean":
         return torch.cat(terms).mean()
-    if loss.loss_agg_mode == "seq-mean-token-mean":
+    if actor.loss_agg_mode == "seq-mean-token-mean":
         return torch.stack([term.mean() for term in terms]).mean()
     sums = torch.stack([term.sum() for term in terms]).mean()
-    return sums if loss.loss_agg_mode == "seq-mean-token-sum" else sums / loss.loss_scale_factor
+    return sums if actor.loss_agg_mode == "seq-mean-token-sum" else sums / actor.loss_scale_factor
 
 
 def write_engine_models(quickstart: Path, directory: Path) -> list[str]:

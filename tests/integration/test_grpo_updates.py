@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,13 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 def make_cases() -> dict[str, Case]:
     """All loss modes, and every option of an update at least once."""
     from tests.helpers.grpo_reference import Case
-    from verl_ext.grpo.loss import LossSettings
+    from verl_ext.grpo.config import TokenActorConfig
 
-    plain = LossSettings(0.2, 0.28, 3.0, "token-mean", 12)
-    penalised = LossSettings(0.2, 0.2, 3.0, "token-mean", 12, entropy_coeff=0.02, kl_loss_coef=0.1, kl_loss_type="k3")
+    plain = TokenActorConfig(clip_ratio_high=0.28, loss_scale_factor=12)
+    kl: Any = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
+    penalised = TokenActorConfig(entropy_coeff=0.02, **kl)
     return {
-        **{mode: Case(LossSettings(0.2, 0.28, 3.0, mode, 12)) for mode in MODES},
+        **{mode: Case(replace(plain, loss_agg_mode=mode)) for mode in MODES},
         "separate prompts": Case(plain, share_prompts=False, micro_batch_size=16),
         "many updates": Case(plain, num_mini_batches=2, num_epochs=3),
         "gathered once per update": Case(plain, num_mini_batches=2, num_epochs=3, keeps_gathered=True),

@@ -19,20 +19,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.grpo_reference import ENGINE_STEPS
 from tests.helpers.trainer import sharded
+from verl_ext.grpo.config import RolloutConfig
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.hf_engine import HfRollout
 from verl_ext.grpo.rollout.team import Team
-from verl_ext.grpo.rollout.vllm_engine import VllmRollout, VllmSettings
+from verl_ext.grpo.rollout.vllm_engine import VllmRollout
 from verl_ext.grpo.rollout.weights import WeightSource
 
 LENGTHS = (150, 20, 7, 133)
 """Of prompts, with two samples each; a block of vLLM's cache has 32 tokens."""
 BUCKET_BYTES = 200_000
 END = 2
-SETTINGS = {
-    **{"dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "end_tokens": [END]},
-    **{"gpu_memory_utilization": 0.5, "free_cache_engine": True},
-}
+ROLLOUT = RolloutConfig(dtype="float32", max_num_seqs=64)
 
 
 def build(directory: Path, kind: str) -> Any:
@@ -72,7 +70,7 @@ def main(directory: Path, kinds: str, output: Path) -> None:
 def results_of(directory: Path, kind: str) -> list[dict[str, Any]]:
     """For each step the largest error of each engine and temperature, and whether samples repeat."""
     model = build(directory, kind)
-    vllm = VllmRollout(VllmSettings(str(directory), False, **SETTINGS))
+    vllm = VllmRollout(ROLLOUT, str(directory), max_model_len=256, end_tokens=[END])
     source = WeightSource(model, torch.float32, "cpu", BUCKET_BYTES)
     hf = HfRollout(model, 0, [END], 3, nullcontext)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -49,7 +49,9 @@ def updated(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     mine = [n for n in range(len(every)) if groups[n] % ranks == rank]
     advantages = group_advantages([rewards[n] for n in mine], [groups[n] for n in mine], divide_by_std=True)
     experience = Experience([every[n] for n in mine], [Reward({"r": rewards[n]}) for n in mine], advantages)
-    settings = UpdateSettings(case.loss, case.num_mini_batches, case.num_epochs, case.micro_batch_size, None)
+    settings = UpdateSettings(
+        case.actor, case.num_mini_batches, case.num_epochs, case.micro_batch_size, SAMPLING.max_tokens
+    )
     gather = Gathering(model, case.keeps_gathered).begin
     found = Updater(policy, settings, ranks, descend, StepTimer(), "cpu", gather).update(experience)
     parameters = {name: p.full_tensor().detach() for name, p in model.named_parameters()}

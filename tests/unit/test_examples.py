@@ -24,7 +24,7 @@ from eval_pipeline.problems.record import Record
 from eval_pipeline.recipe.load import load_recipe
 from tests.helpers import ROOT, vlms
 from tests.helpers.data import question
-from tests.helpers.grpo import SETTINGS, sample
+from tests.helpers.grpo import MAX_TOKENS, REWARD, sample
 from tests.helpers.health_curves import write_run
 from verl_ext.controller import importance
 from verl_ext.controller.controlled import ControlledModel
@@ -32,7 +32,6 @@ from verl_ext.data.prepare import prepare
 from verl_ext.errors import UserError
 from verl_ext.grpo.policy import Prompt, Sample
 from verl_ext.grpo.rewards.environment import TextEnvironment
-from verl_ext.grpo.rewards.registry import wanted_rewards
 from verl_ext.grpo.rollout.completion import Completion
 from verl_ext.health.__main__ import main as health
 from verl_ext.launch.configure import check_settings
@@ -67,7 +66,7 @@ def completion(model: Any, tokenizer: Any, prompt: str) -> Sample:
 def test_the_rewards_score_completions(quickstart: Path) -> None:
     config = load_config("grpo", ["recipe=examples/new_reward/near.yaml"])
     assert isinstance(config, GRPOConfig)
-    environment = TextEnvironment(wanted_rewards(list(config.reward.functions)), replace(SETTINGS, time_limit_s=5.0), 1)
+    environment = TextEnvironment(replace(REWARD, functions=config.reward.functions, time_limit_s=5.0), MAX_TOKENS, 1)
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
     model = AutoModelForCausalLM.from_pretrained(quickstart / "model")
     texts = ("<think>36 * 2</think><answer>72</answer>", "<answer>36</answer>", "seventy-two")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +14,11 @@ import torch
 from tests.helpers.bandit import DECISIONS, Bandit, Machine, prompts
 from verl_ext.errors import Stop
 from verl_ext.grpo.advantages import Advantages
+from verl_ext.grpo.config import TokenActorConfig
 from verl_ext.grpo.environment import Reward
 from verl_ext.grpo.experience import Collector, Experience, Replacement
 from verl_ext.grpo.failure import RewardFailure
 from verl_ext.grpo.figures import spreads
-from verl_ext.grpo.loss import LossSettings
 from verl_ext.grpo.policy import Prompt
 from verl_ext.grpo.update import Updated, Updater, UpdateSettings
 from verl_ext.metrics.timers import StepTimer
@@ -26,8 +27,9 @@ from verl_ext.trainer.grpo_report import GRPOReport
 from verl_ext.trainer.preemption import Preemption
 from verl_ext.trainer.stop_signals import RankSignals
 
-LOSS = LossSettings(0.2, 0.2, 3.0, "token-mean", DECISIONS)
-ONCE = UpdateSettings(LOSS, 1, 1, 64, None)
+ACTOR = TokenActorConfig()
+ONCE = UpdateSettings(ACTOR, 1, 1, 64, DECISIONS)
+PENALTIES: Any = {"entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3"}
 GROUP = 8
 
 
@@ -147,8 +149,8 @@ BROKEN = [(0, 1), (0, 6), (4, 3), *((1, number) for number in range(1, GROUP))]
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_a_sample_without_a_reward_is_not_in_the_loss(mode: str) -> None:
     """The gradient is that of the other samples alone, with all terms of the loss."""
-    loss = replace(LOSS, loss_agg_mode=mode, entropy_coeff=0.1, kl_loss_coef=0.2, kl_loss_type="k3")
-    settings = replace(ONCE, loss=loss, micro_batch_size=5)
+    actor = replace(ACTOR, loss_agg_mode=mode, **PENALTIES)
+    settings = replace(ONCE, actor=actor, micro_batch_size=5)
     found, expected = Bandit(6), Bandit(6)
     for bandit in (found, expected):
         bandit.first += torch.linspace(-1, 1, 4)
@@ -211,12 +213,12 @@ def test_first_update_is_the_policy_gradient() -> None:
 @pytest.mark.parametrize("size", [1, 5, 24])
 def test_micro_batches_change_nothing(size: int) -> None:
     """With all terms of the loss."""
-    loss = replace(LOSS, entropy_coeff=0.1, kl_loss_coef=0.2, kl_loss_type="k3")
+    actor = replace(ACTOR, **PENALTIES)
     gradients, losses = [], []
     for micro_batch_size in (24, size):
         bandit = Bandit(6)
         bandit.first += torch.linspace(-1, 1, 4)
-        settings = replace(ONCE, loss=loss, micro_batch_size=micro_batch_size)
+        settings = replace(ONCE, actor=actor, micro_batch_size=micro_batch_size)
         losses.append(updated(bandit, collected(bandit, [0, 1, 2]), settings).loss)
         gradients.append(bandit.scores.grad)
     torch.testing.assert_close(gradients[0], gradients[1])

@@ -8,12 +8,15 @@ from typing import Any, get_args
 import pytest
 import torch
 from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_vanilla, kl_penalty
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig as VerlActorConfig
 
-from verl_ext.grpo.config import KLType
-from verl_ext.grpo.loss import GlobalBatch, LossInputs, LossSettings, micro_batch_loss
+from verl_ext.grpo.config import KLType, TokenActorConfig
+from verl_ext.grpo.loss import GlobalBatch, LossInputs, micro_batch_loss
 
-SETTINGS = LossSettings(0.2, 0.28, 3.0, "token-mean", 16, entropy_coeff=0.01, kl_loss_coef=0.1, kl_loss_type="k3")
+ACTOR = TokenActorConfig(
+    clip_ratio_high=0.28, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3"
+)
+MAX_DECISIONS = 16
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
@@ -44,10 +47,10 @@ def part(inputs: LossInputs, rows: slice) -> LossInputs:
 
 def whole(inputs: LossInputs, num_ranks: int = 1) -> GlobalBatch:
     """All of them as one global batch."""
-    return GlobalBatch(float(inputs.mask.sum()), float((inputs.mask.sum(-1) > 0).sum()), num_ranks)
+    return GlobalBatch(float(inputs.mask.sum()), float((inputs.mask.sum(-1) > 0).sum()), num_ranks, MAX_DECISIONS)
 
 
-def dense_loss(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
+def dense_loss(inputs: LossInputs, actor: TokenActorConfig) -> torch.Tensor:
     """The same by the papers, sample by sample and decision by decision."""
     total = torch.zeros((), dtype=torch.float64)
     kept = [int(row.sum()) for row in inputs.mask]
@@ -55,20 +58,20 @@ def dense_loss(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
         for t in range(length):
             ratio = torch.exp(inputs.log_probs[i, t] - inputs.old_log_probs[i, t])
             advantage = inputs.advantages[i, t]
-            clipped = ratio.clamp(1 - settings.clip_ratio_low, 1 + settings.clip_ratio_high)
+            clipped = ratio.clamp(1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high)
             gain = torch.minimum(ratio * advantage, clipped * advantage)
             if advantage < 0:
-                gain = torch.maximum(gain, settings.clip_ratio_c * advantage)
+                gain = torch.maximum(gain, actor.clip_ratio_c * advantage)
             difference = inputs.reference_log_probs[i, t] - inputs.log_probs[i, t]
             kl = torch.exp(difference) - difference - 1
-            term = -gain * inputs.importance[i, t] + settings.kl_loss_coef * kl
-            term = term - settings.entropy_coeff * inputs.entropy[i, t]
+            term = -gain * inputs.importance[i, t] + actor.kl_loss_coef * kl
+            term = term - actor.entropy_coeff * inputs.entropy[i, t]
             weight = {
                 "token-mean": 1 / sum(kept),
                 "seq-mean-token-sum": 1 / len(kept),
                 "seq-mean-token-mean": 1 / len(kept) / length,
-                "seq-mean-token-sum-norm": 1 / len(kept) / settings.loss_scale_factor,
-            }[settings.loss_agg_mode]
+                "seq-mean-token-sum-norm": 1 / len(kept) / (actor.loss_scale_factor or MAX_DECISIONS),
+            }[actor.loss_agg_mode]
             total = total + weight * term
     return total
 
@@ -79,12 +82,12 @@ def gradient(loss: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(3))
-def test_equal_to_a_dense_reference(mode: str, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "divisor"), [(0, None), (1, None), (2, 7)])
+def test_equal_to_a_dense_reference(mode: Any, seed: int, divisor: int | None) -> None:
     """Value and gradient."""
-    inputs, settings = random_inputs(seed), replace(SETTINGS, loss_agg_mode=mode)
-    loss = micro_batch_loss(inputs, settings, whole(inputs)).value
-    expected = dense_loss(inputs, settings)
+    inputs, actor = random_inputs(seed), replace(ACTOR, loss_agg_mode=mode, loss_scale_factor=divisor)
+    loss = micro_batch_loss(inputs, actor, whole(inputs)).value
+    expected = dense_loss(inputs, actor)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(gradient(loss, inputs), gradient(expected, inputs), rtol=1e-6, atol=1e-9)
 
@@ -93,10 +96,10 @@ def test_equal_to_a_dense_reference(mode: str, seed: int) -> None:
 def test_equal_to_verls(mode: str) -> None:
     """With its own normalisation, on a whole batch at once."""
     inputs = random_inputs(7)
-    config = ActorConfig(strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=1, clip_ratio_high=0.28)
+    config = VerlActorConfig(strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=1, clip_ratio_high=0.28)
     arguments = (inputs.old_log_probs, inputs.log_probs, inputs.advantages, inputs.mask, mode, config)
     expected, measured = compute_policy_loss_vanilla(*arguments)
-    plain = replace(SETTINGS, loss_agg_mode=mode, entropy_coeff=0.0, kl_loss_coef=0.0)
+    plain = replace(ACTOR, loss_agg_mode=mode, entropy_coeff=0.0, kl_loss_coef=0.0)
     ours = micro_batch_loss(replace(inputs, importance=None, reference_log_probs=None), plain, whole(inputs))
     torch.testing.assert_close(ours.value, expected)
     assert measured["actor/pg_clipfrac"] > 0 and measured["actor/pg_clipfrac_lower"] > 0
@@ -110,14 +113,14 @@ def test_equal_to_verls(mode: str) -> None:
 @pytest.mark.parametrize(("num_ranks", "size"), [(1, 1), (1, 3), (2, 4), (2, 2), (4, 1)])
 def test_any_split_has_one_gradient(mode: str, num_ranks: int, size: int) -> None:
     """The mean over ranks of each rank's sum over micro-batches."""
-    inputs, settings = random_inputs(1), replace(SETTINGS, loss_agg_mode=mode)
-    expected = micro_batch_loss(inputs, settings, whole(inputs)).value
+    inputs, actor = random_inputs(1), replace(ACTOR, loss_agg_mode=mode)
+    expected = micro_batch_loss(inputs, actor, whole(inputs)).value
     batch, each = whole(inputs, num_ranks), 8 // num_ranks
     ranks = []
     for rank in range(num_ranks):
         starts = range(rank * each, (rank + 1) * each, size)
         slices = [slice(start, min(start + size, (rank + 1) * each)) for start in starts]
-        ranks.append(sum(micro_batch_loss(part(inputs, rows), settings, batch).value for rows in slices))
+        ranks.append(sum(micro_batch_loss(part(inputs, rows), actor, batch).value for rows in slices))
     split = sum(ranks) / num_ranks
     torch.testing.assert_close(split, expected, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(gradient(split, inputs), gradient(expected, inputs), rtol=1e-9, atol=1e-12)
@@ -137,22 +140,22 @@ def test_samples_without_decisions_count_for_nothing() -> None:
     mask[5] = 0
     kept = [row for row in range(8) if row != 5]
     for mode in MODES:
-        settings = replace(SETTINGS, loss_agg_mode=mode)
+        actor = replace(ACTOR, loss_agg_mode=mode)
         padded, dropped = replace(inputs, mask=mask), part(inputs, kept)  # type: ignore[arg-type]
-        with_padding = micro_batch_loss(padded, settings, whole(padded)).value
-        torch.testing.assert_close(with_padding, micro_batch_loss(dropped, settings, whole(dropped)).value)
+        with_padding = micro_batch_loss(padded, actor, whole(padded)).value
+        torch.testing.assert_close(with_padding, micro_batch_loss(dropped, actor, whole(dropped)).value)
 
 
 def test_sums() -> None:
     """Of entropy and KL, over what counts."""
     inputs = random_inputs(3)
-    sums = micro_batch_loss(inputs, SETTINGS, whole(inputs)).sums
+    sums = micro_batch_loss(inputs, ACTOR, whole(inputs)).sums
     assert inputs.entropy is not None and inputs.reference_log_probs is not None
     assert sums["entropy"] == pytest.approx(float((inputs.entropy * inputs.mask).sum()))
     difference = (inputs.reference_log_probs - inputs.log_probs).detach()
     assert sums["kl"] == pytest.approx(float(((difference.exp() - difference - 1) * inputs.mask).sum()))
     bare = replace(inputs, entropy=None, reference_log_probs=None)
-    assert not {"entropy", "kl"} & micro_batch_loss(bare, replace(SETTINGS, entropy_coeff=0.0), whole(bare)).sums.keys()
+    assert not {"entropy", "kl"} & micro_batch_loss(bare, replace(ACTOR, entropy_coeff=0.0), whole(bare)).sums.keys()
 
 
 @pytest.mark.parametrize("kind", get_args(KLType))
@@ -160,9 +163,9 @@ def test_every_kl_estimator(kind: str) -> None:
     """verl's value, and verl's gradient or, with a trailing +, that of k2."""
     inputs = random_inputs(4)
     assert inputs.reference_log_probs is not None
-    settings = replace(SETTINGS, entropy_coeff=0.0, kl_loss_coef=1.0, kl_loss_type=kind)
+    actor = replace(ACTOR, entropy_coeff=0.0, kl_loss_coef=1.0, kl_loss_type=kind)
     # no advantage: the KL term is the whole loss
-    found = micro_batch_loss(replace(inputs, advantages=inputs.mask * 0), settings, whole(inputs))
+    found = micro_batch_loss(replace(inputs, advantages=inputs.mask * 0), actor, whole(inputs))
     arguments: Any = inputs.log_probs, inputs.reference_log_probs
     expected, with_gradient = (
         kl_penalty(*arguments, name) for name in (kind.strip("+"), "k2" if "+" in kind else kind)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +21,18 @@ from eval_pipeline.problems.verl_rl import read_tests
 from tests.helpers import ROOT
 from tests.helpers.processes import wait_gone
 from verl_ext.errors import UserError
+from verl_ext.grpo.config import RewardConfig
 from verl_ext.grpo.policy import Prompt, Sample
 from verl_ext.grpo.rewards import custom
 from verl_ext.grpo.rewards.answer import RewardedAnswer
-from verl_ext.grpo.rewards.environment import RewardSettings, TextEnvironment
+from verl_ext.grpo.rewards.environment import TextEnvironment
 from verl_ext.grpo.rewards.length import LengthPenalty
 from verl_ext.grpo.rewards.registry import wanted_rewards
 from verl_ext.grpo.rewards.text import reward_format, tag_count_reward
 from verl_ext.grpo.rollout.completion import Completion
 
-SETTINGS = RewardSettings(
-    isolation="auto",
-    packages=(),
-    cpu_s=2,
-    wall_s=20,
-    memory_mb=1024,
-    num_workers=2,
-    time_limit_s=0.5,
-    max_tokens=100,
-    length_buffer=20,
-)
+REWARD = RewardConfig(packages=[], cpu_s=2, num_workers=2, time_limit_s=0.5, length_buffer=20)
+MAX_TOKENS = 100
 GOOD = "<think>3 + 4</think>\n<answer>7</answer>"
 TESTS = json.dumps({"entry_point": "double", "tests": ["assert double(1) == 2", "assert double(2) == 4"]})
 CUSTOM = """
@@ -174,7 +167,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TextEnvir
     """An environment with the functions that a test asks for."""
     (tmp_path / "mine.py").write_text(CUSTOM)
     entries = [entry.replace("TMP", str(tmp_path)) for entry in request.param]
-    environment = TextEnvironment(wanted_rewards(entries), SETTINGS, num_ranks_here=1)
+    environment = TextEnvironment(replace(REWARD, functions=list(entries)), MAX_TOKENS, num_ranks_here=1)
     yield environment
     environment.close()
 
@@ -291,7 +284,7 @@ def test_a_function_of_the_user(opened: TextEnvironment, monkeypatch: pytest.Mon
     for text in texts:
         opened.submit(sample(text, "0.5", data_source="here", extra_info={"index": 3}))
     rewards = dict(zip(texts, opened.collect()))
-    assert limits == {SETTINGS.time_limit_s} and sorted(called) == sorted([*texts, "hang"])
+    assert limits == {REWARD.time_limit_s} and sorted(called) == sorted([*texts, "hang"])
     assert {text: reward.total for text, reward in rewards.items()} == {
         **dict.fromkeys(texts),
         "good": 17.0,
@@ -313,7 +306,7 @@ def test_a_function_that_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import nothing_of_this_name\n")
     for name in ("score", "other"):
         with pytest.raises(UserError, match="nothing_of_this_name" if name == "score" else "no 'other'"):
-            TextEnvironment(wanted_rewards([f"{tmp_path}/mine.py:{name}"]), SETTINGS, 1)
+            TextEnvironment(replace(REWARD, functions=[f"{tmp_path}/mine.py:{name}"]), MAX_TOKENS, 1)
         (tmp_path / "mine.py").write_text(CUSTOM)
 
 

@@ -1,18 +1,19 @@
-"""Each key of the stage grpo reaches the part that it is for, under that part's own name."""
+"""Each key of the stage grpo reaches the part that it is for."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
+from tests.helpers.grpo import MAX_TOKENS
 from verl_ext.errors import UserError
-from verl_ext.grpo.loss import LossSettings
-from verl_ext.grpo.rewards.environment import RewardSettings
-from verl_ext.grpo.rollout.completion import Sampling
-from verl_ext.grpo.rollout.vllm_engine import VllmSettings
+from verl_ext.grpo.config import RewardConfig, RolloutConfig
+from verl_ext.grpo.rewards import environment
+from verl_ext.grpo.rollout.vllm_engine import _arguments
 from verl_ext.launch.grpo_check import check_rewards
-from verl_ext.trainer import grpo_settings
+from verl_ext.trainer.grpo_parts import CPU_BUCKET_MB, bucket_bytes
 from verl_ext.trainer.stages import GRPOConfig, load_config
 
 
@@ -22,31 +23,20 @@ def config_with(*overrides: str) -> GRPOConfig:
     return config
 
 
-def test_the_loss() -> None:
-    clips = ["actor.clip_ratio_low=0.11", "actor.clip_ratio_high=0.22", "actor.clip_ratio_c=3.3"]
-    others = ["actor.entropy_coeff=0.01", "actor.use_kl_loss=true", "actor.kl_loss_coef=0.4", "actor.kl_loss_type=k2"]
-    norm = ["actor.loss_agg_mode=seq-mean-token-sum-norm", "actor.loss_scale_factor=77"]
-    expected = LossSettings(0.11, 0.22, 3.3, "seq-mean-token-sum-norm", 77, 0.01, 0.4, "k2")
-    assert grpo_settings.loss_settings(config_with(*clips, *others, *norm)) == expected
+def test_the_judge_has_the_limits_of_the_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
 
+    class Watched(environment.JudgeServer):
+        def __init__(self, *arguments: Any) -> None:
+            given.extend(arguments)
+            super().__init__(*arguments)
 
-def test_what_the_loss_takes_where_a_key_is_left_out() -> None:
-    found = grpo_settings.loss_settings(config_with("data.max_response_length=99", "actor.kl_loss_coef=0.4"))
-    assert found.loss_scale_factor == 99 and found.kl_loss_coef == 0.0
-
-
-def test_the_rollout_correction() -> None:
-    level, threshold = "algorithm.rollout_correction.rollout_is=token", "rollout_is_threshold=1.5"
-    found = grpo_settings.rollout_correction(config_with(level, f"algorithm.rollout_correction.{threshold}"))
-    assert found == ("token", 1.5) and grpo_settings.rollout_correction(config_with()) is None
-
-
-def test_the_rewards() -> None:
-    limits = ["reward.cpu_s=2", "reward.wall_s=3", "reward.memory_mb=400", "reward.time_limit_s=5"]
-    others = ["reward.isolation=rlimits", "reward.packages=[numpy,pandas]", "reward.num_workers=6"]
-    lengths = ["reward.length_buffer=7", "data.max_response_length=80"]
-    expected = RewardSettings("rlimits", ["numpy", "pandas"], 2, 3, 400, 6, 5, 80, 7)
-    assert grpo_settings.reward_settings(config_with(*limits, *others, *lengths)) == expected
+    monkeypatch.setattr(environment, "JudgeServer", Watched)
+    limits = {"isolation": "rlimits", "packages": ["numpy"], "cpu_s": 2, "wall_s": 3, "memory_mb": 400}
+    environment.TextEnvironment(RewardConfig(**limits, num_workers=6), MAX_TOKENS, num_ranks_here=1).close()  # type: ignore[arg-type]
+    isolation, num_workers, judged, packages = given
+    assert (isolation, num_workers, packages) == ("rlimits", 6, ["numpy"])
+    assert (judged.cpu_s, judged.wall_s, judged.memory_mb) == (2, 3, 400)
 
 
 @pytest.mark.parametrize(
@@ -64,20 +54,15 @@ def test_the_buffer_must_fit_where_the_penalty_is_wanted(functions: str, buffer:
         check_rewards(config_with("rollout.engine=hf", *words))
 
 
-def test_how_completions_are_drawn() -> None:
-    words = ["rollout.temperature=0.7", "rollout.top_p=0.8", "rollout.top_k=9", "data.max_response_length=80"]
-    assert grpo_settings.sampling(config_with(*words)) == Sampling(0.7, 0.8, 9, 80)
+def test_vllm_has_the_settings_of_the_section() -> None:
+    memory: Any = {"gpu_memory_utilization": 0.3, "max_num_seqs": 11, "dtype": "float16"}
+    rollout = RolloutConfig(**memory, tensor_model_parallel_size=2, vllm={"swap_space": 1})
+    found = _arguments(rollout, on_gpu=True, sleeps=True)
+    names = ["gpu_memory_utilization", "max_num_seqs", "dtype", "tensor_parallel_size", "swap_space"]
+    assert [found[name] for name in names] == [0.3, 11, "float16", 2, 1]
+    assert found["enable_sleep_mode"]
 
 
-def test_vllm() -> None:
-    lengths = ["data.max_prompt_length=30", "data.max_response_length=80", "rollout.max_num_seqs=11"]
-    memory = ["rollout.gpu_memory_utilization=0.3", "rollout.free_cache_engine=false", "rollout.dtype=float16"]
-    others = ["rollout.tensor_model_parallel_size=2", "rollout.vllm={swap_space: 1}", "model.trust_remote_code=true"]
-    found = grpo_settings.vllm_settings(config_with(*lengths, *memory, *others), "a/model", [3])
-    assert found == VllmSettings("a/model", True, "float16", 110, [3], 11, 0.3, False, 2, {"swap_space": 1})
-
-
-@pytest.mark.parametrize(("device", "bucket"), [("cuda", 64 << 20), ("cpu", grpo_settings.CPU_BUCKET_MB << 20)])
+@pytest.mark.parametrize(("device", "bucket"), [("cuda", 64 << 20), ("cpu", CPU_BUCKET_MB << 20)])
 def test_buckets_of_weights(device: str, bucket: int) -> None:
-    config = config_with("rollout.update_weights_bucket_megabytes=64")
-    assert grpo_settings.bucket_bytes(config, device) == bucket
+    assert bucket_bytes(RolloutConfig(update_weights_bucket_megabytes=64), device) == bucket

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,10 @@ import pytest
 from eval_pipeline.config import DatasetSource
 from eval_pipeline.problems.dataset import load_problems
 from tests.helpers import vlms
-from tests.helpers.grpo import SETTINGS, sample
+from tests.helpers.grpo import MAX_TOKENS, REWARD, sample
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.errors import UserError
 from verl_ext.grpo.rewards.environment import TextEnvironment
-from verl_ext.grpo.rewards.registry import wanted_rewards
 from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Level
@@ -113,7 +113,7 @@ def test_what_cannot_be_loaded_is_one_sentence(mine: Path, text: str, says: str)
 
 
 def test_a_reward_in_the_rank_that_fails_costs_its_sample_alone(mine: Path) -> None:
-    environment = TextEnvironment(wanted_rewards(["package.mine:score*0.5", "reward_format"]), SETTINGS, 1)
+    environment = TextEnvironment(replace(REWARD, functions=["package.mine:score*0.5", "reward_format"]), MAX_TOKENS, 1)
     for text in ("good", "raise", "nan"):
         environment.submit(sample(text, ""))
     good, raised, nan = environment.collect()
@@ -126,7 +126,7 @@ def test_a_reward_in_the_rank_that_fails_costs_its_sample_alone(mine: Path) -> N
 
 
 def refused_number(mine: Path) -> None:
-    TextEnvironment(wanted_rewards(["it=package.mine:number"]), SETTINGS, 1)
+    TextEnvironment(replace(REWARD, functions=["it=package.mine:number"]), MAX_TOKENS, 1)
 
 
 def refused_format(mine: Path) -> None:

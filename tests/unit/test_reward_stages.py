@@ -65,7 +65,7 @@ def controlled(tmp_path: Path) -> BudgetControllerTrainer:
 
 
 def test_what_a_controller_chooses_from_and_how_it_learns(controlled: BudgetControllerTrainer) -> None:
-    knobs, loss = controlled.model_config, controlled.loss_settings()
+    knobs, loss = controlled.model_config, controlled.update_settings().actor
     assert (knobs.hidden, knobs.vlm["tier_sizes"], knobs.vlm["max_new_tokens"]) == (24, list(TIERS), 3)
     assert (knobs.space.min_active, knobs.space.max_active, knobs.space.topk_choices) == (2, 3, (1, 2, 4))
     assert (knobs.low_ms, knobs.high_ms) == (60, 200)

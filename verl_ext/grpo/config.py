@@ -45,7 +45,7 @@ class TokenAlgorithmConfig(AlgorithmConfig):
 
 @dataclass(kw_only=True)
 class ActorConfig:
-    """`actor`: the policy loss."""
+    """`actor`: the policy loss. A sample of one decision averages the same in every mode."""
 
     ppo_mini_batch_size: int | None = setting(
         None, "Samples per update over all ranks, a divisor of the batch", ge=1, null="one update per pass"
@@ -55,6 +55,10 @@ class ActorConfig:
     clip_ratio_high: float = setting(0.2, "Ratios above 1 plus this are clipped", ge=0)
     clip_ratio_c: float = setting(3.0, "Ratios above this are clipped where the advantage is negative", gt=1)
     entropy_coeff: float = setting(0.0, "Weight of the entropy bonus", ge=0)
+
+    # keys of language models alone
+    loss_agg_mode, loss_scale_factor = "token-mean", None
+    use_kl_loss, kl_loss_coef, kl_loss_type = False, 0.0, "k3"
 
 
 @dataclass(kw_only=True)

@@ -7,34 +7,11 @@ from typing import Any
 
 import torch
 from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_vanilla, kl_penalty
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig as VerlActorConfig
+
+from verl_ext.grpo.config import ActorConfig
 
 _SUM_NORM = "seq-mean-token-sum-norm"
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """The `actor` section as the loss reads it; the names are verl's.
-
-    Attributes:
-        clip_ratio_low: the ratio is clipped below 1 minus this.
-        clip_ratio_high: the ratio is clipped above 1 plus this.
-        clip_ratio_c: a ratio above this is clipped too where the advantage is negative (dual clip, arXiv 1912.09729).
-        loss_agg_mode: see verl's `agg_loss`.
-        loss_scale_factor: what `seq-mean-token-sum-norm` divides a sample's sum by: most decisions of a sample.
-        entropy_coeff: weight of the entropy bonus.
-        kl_loss_coef: weight of the KL term; 0 for none.
-        kl_loss_type: see `kl_estimate`.
-    """
-
-    clip_ratio_low: float
-    clip_ratio_high: float
-    clip_ratio_c: float
-    loss_agg_mode: str
-    loss_scale_factor: int
-    entropy_coeff: float = 0.0
-    kl_loss_coef: float = 0.0
-    kl_loss_type: str = "low_var_kl"
 
 
 @dataclass(frozen=True)
@@ -45,17 +22,20 @@ class GlobalBatch:
         num_decisions: that count in the loss.
         num_samples: with at least one such decision.
         num_ranks: whose gradients are averaged.
+        max_decisions: most decisions that a sample can have.
     """
 
     num_decisions: float
     num_samples: float
     num_ranks: int
+    max_decisions: int
 
-    def normalisation(self, settings: LossSettings) -> dict[str, Any]:
+    def normalisation(self, actor: ActorConfig) -> dict[str, Any]:
         """The arguments of verl's `agg_loss` with which the ranks' gradients average to the global one."""
-        if settings.loss_agg_mode == _SUM_NORM:
+        if actor.loss_agg_mode == _SUM_NORM:
             # verl divides by nothing else there, so that a batch of twice the size would have twice the gradient
-            return {"loss_scale_factor": settings.loss_scale_factor * self.num_samples / self.num_ranks}
+            divisor = actor.loss_scale_factor or self.max_decisions
+            return {"loss_scale_factor": divisor * self.num_samples / self.num_ranks}
         return {
             "dp_size": self.num_ranks,
             "batch_num_tokens": self.num_decisions,
@@ -99,16 +79,16 @@ class Loss:
     sums: dict[str, float] = field(default_factory=dict)
 
 
-def micro_batch_loss(inputs: LossInputs, settings: LossSettings, batch: GlobalBatch) -> Loss:
+def micro_batch_loss(inputs: LossInputs, actor: ActorConfig, batch: GlobalBatch) -> Loss:
     """Clipped policy loss - entropy bonus + KL term, by verl's formulas."""
-    normalisation = batch.normalisation(settings)
-    config = _actor_config(settings, normalisation)
+    normalisation = batch.normalisation(actor)
+    config = _verl_config(actor, normalisation)
     value, measured = compute_policy_loss_vanilla(
         inputs.old_log_probs,
         inputs.log_probs,
         inputs.advantages,
         inputs.mask,
-        settings.loss_agg_mode,
+        actor.loss_agg_mode,
         config,
         inputs.importance,
     )
@@ -122,13 +102,13 @@ def micro_batch_loss(inputs: LossInputs, settings: LossSettings, batch: GlobalBa
     }
     if inputs.entropy is not None:
         sums["entropy"] = float((inputs.entropy.detach() * inputs.mask).sum())
-        if settings.entropy_coeff:
-            bonus = agg_loss(inputs.entropy, inputs.mask, settings.loss_agg_mode, **normalisation)
-            value = value - settings.entropy_coeff * bonus
+        if actor.entropy_coeff:
+            bonus = agg_loss(inputs.entropy, inputs.mask, actor.loss_agg_mode, **normalisation)
+            value = value - actor.entropy_coeff * bonus
     if inputs.reference_log_probs is not None:
-        kl = kl_estimate(inputs.log_probs, inputs.reference_log_probs, settings.kl_loss_type)
+        kl = kl_estimate(inputs.log_probs, inputs.reference_log_probs, actor.kl_loss_type)
         sums["kl"] = float((kl.detach() * inputs.mask).sum())
-        value = value + settings.kl_loss_coef * agg_loss(kl, inputs.mask, settings.loss_agg_mode, **normalisation)
+        value = value + actor.kl_loss_coef * agg_loss(kl, inputs.mask, actor.loss_agg_mode, **normalisation)
     return Loss(value, sums)
 
 
@@ -155,15 +135,15 @@ def kl_estimate(log_probs: torch.Tensor, reference_log_probs: torch.Tensor, kind
     return surrogate - surrogate.detach() + value.detach()
 
 
-def _actor_config(settings: LossSettings, normalisation: dict[str, Any]) -> ActorConfig:
+def _verl_config(actor: ActorConfig, normalisation: dict[str, Any]) -> VerlActorConfig:
     """verl's settings of its own loss; what is not of the loss is filled in because it must be."""
-    return ActorConfig(
+    return VerlActorConfig(
         strategy="fsdp2",
         rollout_n=2,
         ppo_micro_batch_size_per_gpu=1,
-        clip_ratio_low=settings.clip_ratio_low,
-        clip_ratio_high=settings.clip_ratio_high,
-        clip_ratio_c=settings.clip_ratio_c,
-        loss_agg_mode=settings.loss_agg_mode,
+        clip_ratio_low=actor.clip_ratio_low,
+        clip_ratio_high=actor.clip_ratio_high,
+        clip_ratio_c=actor.clip_ratio_c,
+        loss_agg_mode=actor.loss_agg_mode,
         global_batch_info=normalisation,
     )

@@ -10,8 +10,9 @@ import torch
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
 from verl_ext.distributed import reduce_over_ranks
+from verl_ext.grpo.config import ActorConfig
 from verl_ext.grpo.experience import Experience
-from verl_ext.grpo.loss import GlobalBatch, LossInputs, LossSettings, micro_batch_loss
+from verl_ext.grpo.loss import GlobalBatch, LossInputs, micro_batch_loss
 from verl_ext.grpo.policy import MicroBatch, Policy
 from verl_ext.metrics.timers import StepTimer
 
@@ -21,18 +22,20 @@ class UpdateSettings:
     """How an experience is gone through.
 
     Attributes:
-        loss: see `LossSettings`.
+        actor: the loss.
         num_mini_batches: updates in one pass over the experience.
         num_epochs: passes.
         micro_batch_size: samples in a forward pass.
+        max_decisions: most decisions that a sample can have.
         correction: None, or the level ("token" or "sequence") and the threshold of truncated importance sampling.
     """
 
-    loss: LossSettings
+    actor: ActorConfig
     num_mini_batches: int
     num_epochs: int
     micro_batch_size: int
-    correction: tuple[str, float] | None
+    max_decisions: int
+    correction: tuple[str, float] | None = None
 
     @property
     def num_updates(self) -> int:
@@ -135,7 +138,7 @@ class Updater:
             self._gather(False)
             if self._settings.num_updates > 1:
                 micro_batch["old_log_probs"] = self._policy.log_probs(micro_batch).values.cpu()
-            if self._settings.loss.kl_loss_coef:
+            if self._settings.actor.use_kl_loss:
                 micro_batch["reference_log_probs"] = self._policy.reference_log_probs(micro_batch).cpu()
 
     def _update(self, micro_batches: list[MicroBatch], in_first_pass: bool, is_first: bool) -> tuple[float, float]:
@@ -157,7 +160,8 @@ class Updater:
             "samples": sum(float((mask.sum(-1) > 0).sum()) for mask in masks),
         }
         found = reduce_over_ranks(sums=counts, device=self._device)
-        return GlobalBatch(max(found["decisions"], 1.0), max(found["samples"], 1.0), self._num_ranks)
+        most = self._settings.max_decisions
+        return GlobalBatch(max(found["decisions"], 1.0), max(found["samples"], 1.0), self._num_ranks, most)
 
     def _loss(self, micro_batch: MicroBatch, batch: GlobalBatch, in_first_pass: bool, is_first: bool) -> torch.Tensor:
         said = self._policy.log_probs(micro_batch)
@@ -174,7 +178,7 @@ class Updater:
             there.get("reference_log_probs"),
             self._importance(drift, mask),
         )
-        loss = micro_batch_loss(inputs, self._settings.loss, batch)
+        loss = micro_batch_loss(inputs, self._settings.actor, batch)
         self._count(loss.sums, float(mask.sum()))
         if in_first_pass:
             self._count({"rollout_logprob_diff": float(drift.abs().sum())}, float(mask.sum()))

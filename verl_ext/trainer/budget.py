@@ -15,7 +15,6 @@ from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.data.questions import QuestionDataset
 from verl_ext.distributed import on_every_rank, on_rank_zero, reduce_over_ranks
-from verl_ext.grpo.loss import LossSettings
 from verl_ext.metrics.epoch_history import EpochSums
 from verl_ext.trainer.budget_parts import (
     budgets_of,
@@ -84,20 +83,13 @@ class BudgetControllerTrainer(GRPOTrainer):
         """See `GRPOTrainer`; the controller is so small that it does not matter."""
         return Gathering(self.fsdp_model, keeps=False)
 
-    def loss_settings(self) -> LossSettings:
-        """The section `actor`; a configuration is one decision, so that all ways to average over decisions agree."""
-        actor = self.config.actor
-        return LossSettings(
-            clip_ratio_low=actor.clip_ratio_low,
-            clip_ratio_high=actor.clip_ratio_high,
-            clip_ratio_c=actor.clip_ratio_c,
-            loss_agg_mode="token-mean",
-            loss_scale_factor=1,
-            entropy_coeff=actor.entropy_coeff,
-        )
-
     def rollout_correction(self) -> None:
         """See `GRPOTrainer`; what draws is what is trained."""
+
+    @property
+    def max_decisions(self) -> int:
+        """See `GRPOTrainer`; a configuration is one decision."""
+        return 1
 
     def training_step(self, batch: PromptBatch) -> Metrics:
         """See `PipelineTrainer.training_step`."""

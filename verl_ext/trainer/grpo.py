@@ -13,13 +13,11 @@ from verl_ext.data.prompts import PromptBatch
 from verl_ext.distributed import gather_results, reduce_over_ranks
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.experience import Collector, Experience, Replacement
-from verl_ext.grpo.loss import LossSettings
 from verl_ext.grpo.policy import Policy, Prompt, Sample
 from verl_ext.grpo.update import Updater, UpdateSettings
 from verl_ext.trainer.gathering import Gathering, keeps_gathered
 from verl_ext.trainer.grpo_parts import make_environment, make_policy
 from verl_ext.trainer.grpo_report import GRPOReport
-from verl_ext.trainer.grpo_settings import loss_settings, rollout_correction
 from verl_ext.trainer.guard import FLOAT32_GAP, EngineGuard, RewardGuard
 from verl_ext.trainer.hardware import peak_memory, pick_precision
 from verl_ext.trainer.loop import Metrics, PipelineTrainer
@@ -115,10 +113,11 @@ class GRPOTrainer(PipelineTrainer):
         """The sections `actor` and `algorithm` as the updates read them."""
         actor, data = self.config.actor, self.config.data
         return UpdateSettings(
-            loss=self.loss_settings(),
+            actor=actor,
             num_mini_batches=data.train_batch_size // (actor.ppo_mini_batch_size or data.train_batch_size),
             num_epochs=actor.ppo_epochs,
             micro_batch_size=data.micro_batch_size_per_gpu,
+            max_decisions=self.max_decisions,
             correction=self.rollout_correction(),
         )
 
@@ -128,11 +127,13 @@ class GRPOTrainer(PipelineTrainer):
 
     def rollout_correction(self) -> tuple[str, float] | None:
         """Level and threshold of truncated importance sampling, None for none of it."""
-        return rollout_correction(self.token_config)
+        correction = self.token_config.algorithm.rollout_correction
+        return (correction.rollout_is, correction.rollout_is_threshold) if correction.rollout_is else None
 
-    def loss_settings(self) -> LossSettings:
-        """The section `actor` as the loss reads it."""
-        return loss_settings(self.token_config)
+    @property
+    def max_decisions(self) -> int:
+        """Most decisions that a sample can have."""
+        return self.token_config.data.max_response_length
 
     def make_batcher(self) -> Callable[[list[dict[str, Any]]], Any]:
         """See `TrainerSetup.make_batcher`."""

@@ -12,9 +12,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from verl_ext.data.end_tokens import end_tokens
 from verl_ext.distributed import on_every_rank
+from verl_ext.grpo.config import RolloutConfig
 from verl_ext.grpo.policy import LogProbs
 from verl_ext.grpo.rewards.environment import TextEnvironment
-from verl_ext.grpo.rewards.registry import wanted_rewards
+from verl_ext.grpo.rollout.completion import Sampling
 from verl_ext.grpo.rollout.engine import RolloutEngine, WeightKeeper
 from verl_ext.grpo.rollout.hf_engine import HfRollout
 from verl_ext.grpo.rollout.vllm_engine import VllmRollout
@@ -23,11 +24,14 @@ from verl_ext.grpo.tokens.layout import Layout
 from verl_ext.grpo.tokens.model import forward_cost
 from verl_ext.grpo.tokens.policy import TokenModel, TokenPolicy
 from verl_ext.processes import quiet_stdout
-from verl_ext.trainer.grpo_settings import bucket_bytes, reward_settings, sampling, vllm_settings
 from verl_ext.trainer.hardware import autocast, pick_precision
 from verl_ext.trainer.lora import uses_lora
 from verl_ext.trainer.model import build_model, local_model_path
 from verl_ext.trainer.stages import GRPOConfig
+
+MB = 1 << 20
+CPU_BUCKET_MB = 4
+"""What fits a processor's cache is gathered in two thirds of the time of larger buckets."""
 
 
 def make_environment(config: GRPOConfig) -> TextEnvironment:
@@ -36,9 +40,8 @@ def make_environment(config: GRPOConfig) -> TextEnvironment:
     Raises:
         UserError: a function cannot be loaded, or the judge's isolation does not work here.
     """
-    names, settings = list(config.reward.functions), reward_settings(config)
     num_ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return on_every_rank(lambda: TextEnvironment(wanted_rewards(names), settings, num_ranks_here))
+    return on_every_rank(lambda: TextEnvironment(config.reward, config.data.max_response_length, num_ranks_here))
 
 
 def make_policy(
@@ -49,14 +52,14 @@ def make_policy(
     Raises:
         UserError: the engine cannot be built.
     """
-    device_name = config.trainer.device
+    device_name, rollout = config.trainer.device, config.rollout
     precision = lambda: autocast(pick_precision(config.model.mixed_precision, device_name), device_name)  # noqa: E731
     # first, for building vLLM changes classes of transformers if it has none of its own for the model
     reference = make_reference(config, model, device_mesh)
     engine = make_engine(config, model, tokenizer, precision)
     source = None
     if isinstance(engine, WeightKeeper):
-        source = WeightSource(model, engine.dtype, device_name, bucket_bytes(config, device_name))
+        source = WeightSource(model, engine.dtype, device_name, bucket_bytes(rollout, device_name))
     return TokenPolicy(
         TokenModel(
             model,
@@ -69,7 +72,7 @@ def make_policy(
         tokenizer,
         engine,
         source,
-        sampling(config),
+        Sampling(rollout.temperature, rollout.top_p, rollout.top_k, config.data.max_response_length),
         config.trainer.seed,
     )
 
@@ -81,12 +84,26 @@ def make_engine(
     precision: Callable[[], AbstractContextManager[Any]],
 ) -> RolloutEngine:
     """What `rollout.engine` names; collective."""
-    rollout, path = config.rollout, local_model_path(config)
+    rollout, data, path = config.rollout, config.data, local_model_path(config)
     ends = end_tokens(generation_settings(path), tokenizer)
     if rollout.engine == "hf":
         return HfRollout(model, tokenizer.pad_token_id, ends, rollout.max_num_seqs, precision, config.trainer.device)
     with quiet_stdout():
-        return on_every_rank(lambda: VllmRollout(vllm_settings(config, path, ends)))
+        return on_every_rank(
+            lambda: VllmRollout(
+                rollout,
+                path,
+                max_model_len=data.max_prompt_length + data.max_response_length,
+                end_tokens=ends,
+                trust_remote_code=config.model.trust_remote_code,
+            )
+        )
+
+
+def bucket_bytes(rollout: RolloutConfig, device_name: str) -> int:
+    """Most bytes of weights that are on their way to the engine at a time."""
+    megabytes = rollout.update_weights_bucket_megabytes
+    return (min(megabytes, CPU_BUCKET_MB) if device_name == "cpu" else megabytes) * MB
 
 
 def generation_settings(path: str) -> GenerationConfig | None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.client import JudgeServer
 from eval_pipeline.judge.verdict import Verdict
+from verl_ext.grpo.config import RewardConfig
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.failure import RewardError, RewardFailure
 from verl_ext.grpo.policy import Sample
@@ -20,36 +20,11 @@ from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.custom import CustomReward
 from verl_ext.grpo.rewards.judged import OF_VERDICTS, Judged
 from verl_ext.grpo.rewards.length import LengthPenalty
-from verl_ext.grpo.rewards.registry import LENGTH_PENALTY, OF_TEXTS, WantedReward
+from verl_ext.grpo.rewards.registry import LENGTH_PENALTY, OF_TEXTS, wanted_rewards
 from verl_ext.grpo.rewards.user_function import UserFunction
 from verl_ext.plugins import Plugin
 
 _VERDICT = "verdict"
-
-
-@dataclass(frozen=True)
-class RewardSettings:
-    """The `reward` section, and what it needs of others.
-
-    Attributes:
-        isolation: of the judge, see `eval_pipeline`.
-        packages: that programs may import.
-        cpu_s, wall_s, memory_mb: limits of each run of a program.
-        num_workers: answers judged at a time on this rank; None takes the rank's share of the processors.
-        time_limit_s: of one call of a function of the user's own.
-        max_tokens: longest answer, and
-        length_buffer: its last tokens, see `LengthPenalty`.
-    """
-
-    isolation: str
-    packages: Sequence[str]
-    cpu_s: float
-    wall_s: float
-    memory_mb: int
-    num_workers: int | None
-    time_limit_s: float
-    max_tokens: int
-    length_buffer: int
 
 
 class _Waiting:
@@ -70,34 +45,35 @@ class _Waiting:
 class TextEnvironment(Environment):
     """Rewards completions; a function that fails costs its sample the reward, and nothing else."""
 
-    def __init__(self, wanted: Sequence[WantedReward], settings: RewardSettings, num_ranks_here: int) -> None:
+    def __init__(self, reward: RewardConfig, max_tokens: int, num_ranks_here: int) -> None:
         """Start what the functions need.
 
         Args:
-            wanted: the functions and their weights.
-            settings: for those that need some.
+            reward: the functions, their weights and their limits.
+            max_tokens: of an answer, see `LengthPenalty`.
             num_ranks_here: ranks on this machine, which share its processors.
 
         Raises:
             UserError: a function cannot be loaded, or the judge's isolation does not work here.
         """
-        self.names = [reward.name for reward in wanted]
-        self._weights = {reward.name: reward.weight for reward in wanted}
+        wanted = wanted_rewards(reward.functions)
+        self.names = [each.name for each in wanted]
+        self._weights = {each.name: each.weight for each in wanted}
         self._waiting: list[_Waiting] = []
         self._closing = ExitStack()
-        num_workers = settings.num_workers or max(len(os.sched_getaffinity(0)) // num_ranks_here, 1)
-        self._by_verdict = {reward.name for reward in wanted if reward.by_verdict}
-        self._judged = self._start_judge(settings, num_workers) if self._by_verdict else None
+        num_workers = reward.num_workers or max(len(os.sched_getaffinity(0)) // num_ranks_here, 1)
+        self._by_verdict = {each.name for each in wanted if each.by_verdict}
+        self._judged = self._start_judge(reward, num_workers) if self._by_verdict else None
         self._texts: dict[str, Callable[[RewardedAnswer], float]] = {
             **OF_TEXTS,
-            LENGTH_PENALTY: LengthPenalty(settings.max_tokens, settings.length_buffer),
+            LENGTH_PENALTY: LengthPenalty(max_tokens, reward.length_buffer),
         }
         self._custom: dict[str, CustomReward] = {}
-        for reward in wanted:
-            if reward.plugin is not None and reward.plugin.is_file:
-                self._custom[reward.name] = self._start_custom(reward.plugin, settings.time_limit_s, num_workers)
-            elif reward.plugin is not None:
-                self._texts[reward.name] = UserFunction(reward.plugin)
+        for each in wanted:
+            if each.plugin is not None and each.plugin.is_file:
+                self._custom[each.name] = self._start_custom(each.plugin, reward.time_limit_s, num_workers)
+            elif each.plugin is not None:
+                self._texts[each.name] = UserFunction(each.plugin)
 
     def submit(self, sample: Sample) -> None:
         """See `Environment.submit`."""
@@ -152,11 +128,11 @@ class TextEnvironment(Environment):
             return OF_VERDICTS[name](waiting.verdict)
         return waiting.futures[name].result()
 
-    def _start_judge(self, settings: RewardSettings, num_workers: int) -> Judged:
-        limits = JudgeLimits(cpu_s=settings.cpu_s, wall_s=settings.wall_s, memory_mb=settings.memory_mb)
-        server = JudgeServer(settings.isolation, num_workers, limits, settings.packages)
+    def _start_judge(self, reward: RewardConfig, num_workers: int) -> Judged:
+        limits = JudgeLimits(cpu_s=reward.cpu_s, wall_s=reward.wall_s, memory_mb=reward.memory_mb)
+        server = JudgeServer(reward.isolation, num_workers, limits, reward.packages)
         # a run that the wall clock stopped is run once more; the rest is what a busy machine may add
-        judged = Judged(server, 2 * settings.wall_s + 30)
+        judged = Judged(server, 2 * reward.wall_s + 30)
         self._closing.callback(judged.close)
         return judged
 

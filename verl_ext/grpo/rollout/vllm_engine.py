@@ -3,55 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.grpo.config import RolloutConfig
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.engine import WeightKeeper
 from verl_ext.grpo.rollout.team import Team
 from verl_ext.vllm_setup import prepare_vllm_environment, safe_vllm_arguments
 
 
-@dataclass(frozen=True)
-class VllmSettings:
-    """The `rollout` section as vLLM is set up by it; the names are verl's.
-
-    Attributes:
-        model: directory with the model's configuration; no weights are read from it.
-        trust_remote_code: whether the model's own code may be run.
-        dtype: auto, bfloat16, float16 or float32.
-        max_model_len: longest prompt and completion together.
-        end_tokens: any of them ends a completion.
-        max_num_seqs: completions under way at a time.
-        gpu_memory_utilization: share of a GPU's memory that vLLM may take.
-        free_cache_engine: give a GPU's memory back while the weights are updated.
-        tensor_parallel_size: ranks that hold one engine's weights together.
-        arguments: further ones of vllm.LLM.
-    """
-
-    model: str
-    trust_remote_code: bool
-    dtype: str
-    max_model_len: int
-    end_tokens: list[int]
-    max_num_seqs: int
-    gpu_memory_utilization: float
-    free_cache_engine: bool
-    tensor_parallel_size: int = 1
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-
 class VllmRollout(WeightKeeper):
     """One engine in this rank's own process; the process group exists before it is built, on all ranks together."""
 
-    def __init__(self, settings: VllmSettings) -> None:
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        model: str,
+        *,
+        max_model_len: int,
+        end_tokens: list[int],
+        trust_remote_code: bool = False,
+    ) -> None:
         """Build it with weights of no meaning.
 
+        Args:
+            rollout: the engine's rollout.
+            model: directory with the model's configuration; no weights are read from it.
+            max_model_len: longest prompt and completion together, tokens.
+            end_tokens: any of them ends a completion.
+            trust_remote_code: whether the model's own code may be run.
+
         Raises:
-            UserError: vLLM is not installed, or does not take the model or the settings.
+            UserError: vLLM is not installed, or does not take the model or the rollout.
         """
         on_gpu = prepare_vllm_environment() != "cpu"
         try:
@@ -63,23 +49,28 @@ class VllmRollout(WeightKeeper):
                 f"rollout.engine=vllm needs vLLM, which cannot be imported ({first_line_of(error)}); install it, or "
                 "take rollout.engine=hf"
             ) from error
-        if settings.tensor_parallel_size > 1 and not on_gpu:
+        if rollout.tensor_model_parallel_size > 1 and not on_gpu:
             raise UserError("rollout.tensor_model_parallel_size above 1 needs GPUs; leave it at 1 on CPUs")
-        self.forgets_in_sleep = settings.free_cache_engine and on_gpu
-        self.dtype = getattr(torch, pick_rollout_dtype(settings.dtype, on_gpu))
-        self._end_tokens, self._sampling_params = settings.end_tokens, sampling_params
+        self.forgets_in_sleep = rollout.free_cache_engine and on_gpu
+        self.dtype = getattr(torch, pick_rollout_dtype(rollout.dtype, on_gpu))
+        self._end_tokens, self._sampling_params = end_tokens, sampling_params
         try:
-            self._llm = LLM(**safe_vllm_arguments(_arguments(settings, on_gpu, self.forgets_in_sleep, Choosing)))
+            arguments = _arguments(rollout, on_gpu, self.forgets_in_sleep)
+            arguments |= {
+                "model": model,
+                "max_model_len": max_model_len,
+                "trust_remote_code": trust_remote_code,
+                "logits_processors": [Choosing],
+            }
+            self._llm = LLM(**safe_vllm_arguments(arguments))
             self._engine = self._llm.llm_engine
-            self._team = Team.of(settings.tensor_parallel_size)
+            self._team = Team.of(rollout.tensor_model_parallel_size)
             self._llm.apply_model(leave_to_trainer)
             list(self.draw([Draw((0,), 0)], Sampling(0.0, 1.0, -1, 2)))  # some kernels refuse a model only here
         except UserError:
             raise
         except Exception as error:  # vLLM and transformers have no exception in common
-            raise UserError(
-                f"vLLM cannot use {settings.model} ({first_line_of(error)}); take rollout.engine=hf"
-            ) from error
+            raise UserError(f"vLLM cannot use {model} ({first_line_of(error)}); take rollout.engine=hf") from error
         self._missing = self._parameters()
         self._packs, self._is_reloading = not on_gpu, False  # on CPUs vLLM computes with packed copies of weights
 
@@ -202,27 +193,23 @@ def _names_of(model: torch.nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters()]
 
 
-def _arguments(settings: VllmSettings, on_gpu: bool, sleeps: bool, choosing: type) -> dict[str, Any]:
+def _arguments(rollout: RolloutConfig, on_gpu: bool, sleeps: bool) -> dict[str, Any]:
     return {
         "enforce_eager": not on_gpu,
         "seed": 0,
-        "max_num_seqs": settings.max_num_seqs,
+        "max_num_seqs": rollout.max_num_seqs,
         "use_tqdm_on_load": False,
         # a group's prompts share whole blocks alone, and a CPU's are of 128 tokens unless told otherwise
         "block_size": None if on_gpu else 32,
-        **settings.arguments,
-        "model": settings.model,
+        **rollout.vllm,
         "skip_tokenizer_init": True,
         "load_format": "dummy",
-        "trust_remote_code": settings.trust_remote_code,
-        "dtype": pick_rollout_dtype(settings.dtype, on_gpu),
-        "max_model_len": settings.max_model_len,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "tensor_parallel_size": settings.tensor_parallel_size,
+        "dtype": pick_rollout_dtype(rollout.dtype, on_gpu),
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
         # it takes the GPU of LOCAL_RANK; the default executor would put every rank's engine on the first one
         "distributed_executor_backend": "external_launcher" if on_gpu else None,
         "enable_sleep_mode": sleeps,
-        "logits_processors": [choosing],
         "logprobs_mode": "processed_logits",
         "async_scheduling": False,  # it would choose a token before it knows the last
     }
