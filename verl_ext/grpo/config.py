@@ -56,9 +56,9 @@ class ActorConfig:
     clip_ratio_c: float = setting(3.0, "Ratios above this are clipped where the advantage is negative", gt=1)
     entropy_coeff: float = setting(0.0, "Weight of the entropy bonus", ge=0)
 
-    # keys of language models alone
+    # What the loss reads and only `TokenActorConfig` has keys for; without annotations these are no fields.
     loss_agg_mode, loss_scale_factor = "token-mean", None
-    use_kl_loss, kl_loss_coef, kl_loss_type = False, 0.0, "k3"
+    use_kl_loss, kl_loss_coef, kl_loss_type = False, 0.0, "low_var_kl"
 
 
 @dataclass(kw_only=True)
@@ -68,7 +68,7 @@ class TokenActorConfig(ActorConfig):
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         setting("token-mean", "How the tokens' losses are averaged")
     )
-    loss_scale_factor: int | None = setting(
+    loss_scale_factor: int | None = setting(  # type: ignore[assignment]  # no key, hence None, in the base class
         None, "Divisor of seq-mean-token-sum-norm; null takes max_response_length", ge=1
     )
     share_prompts: bool = setting(True, "Compute a group's prompt once where the model's attention allows it")
