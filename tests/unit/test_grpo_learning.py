@@ -181,7 +181,7 @@ def test_figures_of_a_step_with_missing_rewards() -> None:
     machine = BrokenMachine(*BROKEN)
     report = GRPOMetrics(bandit, machine, "cpu")
     experience = collected(bandit, [0, 1, 4], machine=machine)
-    figures = report.figures("train", experience.samples, experience.rewards)
+    figures = report.of_samples("train", experience.samples, experience.rewards)
     totals = [reward.total for reward in experience.rewards if reward.total is not None]
     assert figures["train/reward_total_mean"] == figures["train/pay_mean"] == pytest.approx(sum(totals) / len(totals))
     assert figures["train/reward_failures"] == figures["train/samples_without_reward"] == len(BROKEN)
@@ -190,7 +190,7 @@ def test_figures_of_a_step_with_missing_rewards() -> None:
     assert (broken["pay"], broken["reward_total"], broken["advantage"]) == (None, None, 0.0)
     machine = BrokenMachine(*((0, number) for number in range(GROUP)))
     experience = collected(bandit, [0], machine=machine)
-    figures = report.figures("train", experience.samples, experience.rewards)
+    figures = report.of_samples("train", experience.samples, experience.rewards)
     assert "train/reward_total_mean" not in figures and figures["train/samples_without_reward"] == GROUP
 
 

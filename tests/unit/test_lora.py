@@ -48,5 +48,5 @@ def test_given_adapters_are_trained_and_nothing_else_is(adapters: Path, quicksta
 
 def test_a_directory_without_adapters_is_refused(quickstart: Path, tmp_path: Path) -> None:
     config = small_config(quickstart, tmp_path / "run", f"model.lora_adapter_path={quickstart}")
-    with pytest.raises(UserError, match=r"the LoRA adapters cannot be made: .*model.lora_adapter_path"):
+    with pytest.raises(UserError, match=r"the LoRA adapters cannot be created: .*model.lora_adapter_path"):
         make_trainer(config)

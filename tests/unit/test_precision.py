@@ -50,17 +50,17 @@ def test_without_its_description_a_processor_has_none(cpuinfo: Path) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_chats_are_learnt_in_bf16_where_the_processor_has_units(cpuinfo: Path, tmp_path: Path) -> None:
-    assert settled(tmp_path) == "fp32"
+    assert settled(tmp_path) == torch.float32
     cpuinfo.write_text(WITH_UNITS)
-    assert settled(tmp_path) == "bf16"
-    assert settled(tmp_path, setting="fp32") == "fp32"
-    assert settled(tmp_path, command="grpo") == "fp32"
+    assert settled(tmp_path) == torch.bfloat16
+    assert settled(tmp_path, setting="fp32") == torch.float32
+    assert settled(tmp_path, command="grpo") == torch.float32
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_ranks_agree_on_the_least_capable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(device, "gather_results", lambda function: [True, False])
-    assert settled(tmp_path) == "fp32"
+    assert settled(tmp_path) == torch.float32
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -68,12 +68,12 @@ def test_a_resumed_run_keeps_its_precision_on_another_processor(
     cpuinfo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record(tmp_path, "bf16")
-    assert settled(tmp_path) == "bf16"
+    assert settled(tmp_path) == torch.bfloat16
     assert "without bf16 units" in capsys.readouterr().err
     cpuinfo.write_text(WITH_UNITS)
-    assert settled(tmp_path) == "bf16" and capsys.readouterr().err == ""
+    assert settled(tmp_path) == torch.bfloat16 and capsys.readouterr().err == ""
     record(tmp_path, "fp32")
-    assert settled(tmp_path) == "fp32"
+    assert settled(tmp_path) == torch.float32
 
 
 @pytest.mark.usefixtures("one_rank", "cpuinfo")
