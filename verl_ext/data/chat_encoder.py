@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from verl_ext.config.inputs import place_of
 from verl_ext.data.config import ChatDataConfig
-from verl_ext.data.parquet import plain
+from verl_ext.data.parquet import place_of, plain
 from verl_ext.data.template import ChatTemplate, Encoded, Message, clock_arguments
 from verl_ext.errors import UserError
 

@@ -10,11 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from verl_ext.config.inputs import file_list, place_of
 from verl_ext.console import print_line, progress_bar
 from verl_ext.data.chat_encoder import check_turns
-from verl_ext.data.config import PromptDataConfig
-from verl_ext.data.parquet import plain, read_frame
+from verl_ext.data.config import PromptDataConfig, file_list
+from verl_ext.data.parquet import place_of, plain, read_frame
 from verl_ext.data.rows import Rows, UniqueIds
 from verl_ext.data.template import TEMPLATE_ERRORS, ChatTemplate, clock_arguments
 from verl_ext.errors import UserError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_ext.config.inputs import reading_parquet
+from verl_ext.data.parquet import reading_parquet
 from verl_ext.errors import UserError, first_line_of
 
 
