@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl_ext.config.inputs import file_list
 from verl_ext.data.chat_template import ChatEncoder
-from verl_ext.data.config import ChatDataConfig
+from verl_ext.data.config import ChatDataConfig, file_list
 from verl_ext.data.dataset import TokenDataset
 from verl_ext.data.tokenise import tokenise
 from verl_ext.errors import UserError

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError
 
-from verl_ext.config.inputs import place_of
 from verl_ext.data.config import ChatDataConfig
-from verl_ext.data.dataset import drop_nulls
+from verl_ext.data.dataset import drop_nulls, place_of
 from verl_ext.data.training_templates import NAMES, comparable, marks_generation, read_chat_template
 from verl_ext.errors import UserError
 from verl_ext.rendering import EndlessTemplate, rendering

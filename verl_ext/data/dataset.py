@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.config.inputs import reading_parquet
+from verl_ext.errors import UserError, first_line_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +26,8 @@ else:
 MOST_BYTES = 256 << 20
 """Read of all files together for their digest."""
 BLOCK_BYTES = 1 << 20
+ORIGIN_KEY = "converted_from"
+"""Column of converted data files: file and row that a row was converted from, for messages."""
 
 
 class SampleDataset(MapDataset):
@@ -53,6 +56,30 @@ class TokenDataset(SampleDataset):
     @abstractmethod
     def final_tokens(self) -> Counter[int]:
         """How many samples have each token as the last one with a loss."""
+
+
+def place_of(name: str, row: int, record: Mapping[str, Any]) -> str:
+    """File and row for a message; of a converted file also those that the row was converted from."""
+    origin = record.get(ORIGIN_KEY)
+    return f"{name} row {row}" if not isinstance(origin, str) else f"{origin} ({name} row {row})"
+
+
+@contextmanager
+def reading_parquet(path: Path) -> Iterator[None]:
+    """Report errors while a file is read: its footer may be intact and its pages damaged.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        fix = "prepare it again"
+        if path.suffix.lower() != ".parquet":
+            fix = "give a file that ends in .parquet, .jsonl, .json, .csv or .tsv"
+        raise UserError(f"{path} is not a readable parquet file ({first_line_of(error)}); {fix}") from error
 
 
 def iter_parquet_rows(

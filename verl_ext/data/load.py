@@ -13,10 +13,9 @@ import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from verl_ext.config.inputs import file_list
 from verl_ext.config.schema import as_dict
 from verl_ext.data.chat import ChatDataset
-from verl_ext.data.config import ChatDataConfig, DataConfig, ImageDataConfig, TextDataConfig
+from verl_ext.data.config import ChatDataConfig, DataConfig, ImageDataConfig, TextDataConfig, file_list
 from verl_ext.data.dataset import TokenDataset, files_digest
 from verl_ext.data.prompts import PromptDataset
 from verl_ext.data.question_sources import QuestionSource, local_files

@@ -11,11 +11,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from verl_ext.config.inputs import file_list, place_of
 from verl_ext.console import print_line, progress_bar
 from verl_ext.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, check_messages, clock_arguments
-from verl_ext.data.config import PromptDataConfig
-from verl_ext.data.dataset import SampleDataset, drop_nulls, iter_parquet_rows, unique_sample_ids
+from verl_ext.data.config import PromptDataConfig, file_list
+from verl_ext.data.dataset import SampleDataset, drop_nulls, iter_parquet_rows, place_of, unique_sample_ids
 from verl_ext.errors import UserError
 
 
