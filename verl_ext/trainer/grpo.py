@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
 
-from verl_ext.data.end_tokens import end_tokens
+from verl_ext.data.chat_template import stop_token_ids
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.distributed import gather_results, on_every_rank, reduce_over_ranks
 from verl_ext.grpo.config import RolloutConfig
@@ -321,7 +321,7 @@ class GRPOTrainer(RewardTrainer):
     def build_engine(self) -> RolloutEngine:
         """The engine of `rollout.engine`; collective."""
         rollout, data, path = self.config.rollout, self.config.data, local_model_path(self.config)
-        ends = end_tokens(generation_settings(path), self.tokenizer)
+        ends = stop_token_ids(generation_settings(path), self.tokenizer)
         if rollout.engine == "hf":
             pad_token_id = self.tokenizer.pad_token_id
             return HfRollout(self.model, pad_token_id, ends, rollout.max_num_seqs, self.autocast, self.device_name)

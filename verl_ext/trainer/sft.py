@@ -22,9 +22,9 @@ from verl.workers.sharding_manager.fsdp_ulysses import FSDPUlyssesShardingManage
 
 from verl_ext.console import print_line, warn
 from verl_ext.data.batching import Batch, Batcher, MicroBatch, MicroBatcher, sample_lengths, validation_micro_batches
+from verl_ext.data.dataset import SampleDataset, TokenDataset
 from verl_ext.data.load import Unpadded
 from verl_ext.data.packing import MicroBatchPlan, attention_share
-from verl_ext.data.rows import Rows, TokenRows
 from verl_ext.distributed import gather_results, on_every_rank, reduce_over_ranks
 from verl_ext.errors import UserError
 from verl_ext.trainer.device import autocast, peak_memory
@@ -95,15 +95,15 @@ class SFTTrainer(PipelineTrainer):
         """See `PipelineTrainer.build_collator`."""
         return MicroBatcher(self.tokenizer.pad_token_id, self.packs)
 
-    def micro_batch_plan(self, dataset: Rows) -> MicroBatchPlan | None:
+    def micro_batch_plan(self, dataset: SampleDataset) -> MicroBatchPlan | None:
         """See `PipelineTrainer.micro_batch_plan`."""
         return self.plan_by_tokens(dataset)
 
-    def validation_plan(self, dataset: Rows) -> MicroBatchPlan:
+    def validation_plan(self, dataset: SampleDataset) -> MicroBatchPlan:
         """Which samples of the validation set share a forward pass."""
         return self.plan_by_tokens(dataset)
 
-    def plan_by_tokens(self, dataset: Rows) -> MicroBatchPlan:
+    def plan_by_tokens(self, dataset: SampleDataset) -> MicroBatchPlan:
         """Micro-batches of at most `data.max_tokens_per_gpu` tokens, or of `data.micro_batch_size_per_gpu` samples."""
         assert isinstance(self.config, SFTConfig)
         data, packs = self.config.data, self.packs
@@ -124,8 +124,8 @@ class SFTTrainer(PipelineTrainer):
     def build_model(self) -> PreTrainedModel:
         """See `PipelineTrainer.build_model`; the model itself decides whether it can be packed and its loss fused."""
         model = self.model = build_model(self.config, self.device_mesh, self.precision, self.prepare_loss)
-        assert isinstance(self.train_dataset, TokenRows)
-        sync_eos_token(model, self.tokenizer, self.train_dataset.turn_ends(), self.is_main)
+        assert isinstance(self.train_dataset, TokenDataset)
+        sync_eos_token(model, self.tokenizer, self.train_dataset.final_tokens(), self.is_main)
         self.reshard_policy = self.build_reshard_policy(model)
         self.check_forward(model)
         return model
@@ -317,7 +317,7 @@ class SFTTrainer(PipelineTrainer):
             "time/val/step_s": time.perf_counter() - start,
         }
 
-    def mean_loss(self, dataset: Rows) -> tuple[float, float]:
+    def mean_loss(self, dataset: SampleDataset) -> tuple[float, float]:
         """Cross-entropy of a whole data set in nat per loss token, and the number of those; the same on every rank."""
         plan, num_tokens = self.validation_plan(dataset), 0
         total = torch.zeros((), dtype=torch.float64, device=self.device_name)
@@ -331,19 +331,23 @@ class SFTTrainer(PipelineTrainer):
 
     @torch.no_grad()
     def validation_step(self, batch: Any) -> torch.Tensor:
-        """Mean cross-entropy of one micro-batch in nat per loss token, a scalar; collective.
+        """Mean cross-entropy of one batch in nat per loss token, a scalar; collective.
 
         Unlike `validate`, which weights every token of the validation set equally, it is the mean of this batch, as in
         verl.
 
         Args:
-            batch: a mapping of `input_ids`, `attention_mask`, `position_ids` and `loss_mask`, each (batch, seq).
+            batch: a mapping with `input_ids`, `attention_mask` and `loss_mask`, each (batch, seq), padded on the right.
         """
+        masks = batch["attention_mask"].bool()
+        tokens = zip(batch["input_ids"], batch["loss_mask"], masks)
+        samples = [{"input_ids": ids[mask], "loss_mask": loss_mask[mask]} for ids, loss_mask, mask in tokens]
+        micro_batch = self.collator.micro_batch(samples)
         self.model.eval()
         with self.sequence_parallelism():
-            loss = self.summed_loss(batch)
+            loss = self.summed_loss(micro_batch)
         self.reshard_policy.reshard()
-        return loss / batch["loss_mask"][:, 1:].sum().clamp(min=1)
+        return loss / micro_batch["loss_mask"][:, 1:].sum().clamp(min=1)
 
 
 class TokenLoss:
@@ -392,9 +396,9 @@ class TokenLoss:
         return tensor.to(self._device, non_blocking=True)
 
 
-def unpadded(dataset: Any) -> Rows:
+def unpadded(dataset: Any) -> SampleDataset:
     """A data set without padding: one of this product as it is, one of verl with its padding removed."""
-    return dataset if isinstance(dataset, Rows) else Unpadded(dataset)
+    return dataset if isinstance(dataset, SampleDataset) else Unpadded(dataset)
 
 
 def perplexity(loss: float) -> float:

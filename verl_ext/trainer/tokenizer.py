@@ -10,9 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verl.utils import hf_tokenizer
 
 from verl_ext.console import print_line, warn
+from verl_ext.data.chat_template import renders_alike, stop_token_ids
 from verl_ext.data.config import TextDataConfig
-from verl_ext.data.end_tokens import end_tokens
-from verl_ext.data.template import renders_alike
 from verl_ext.data.training_templates import NAMES, read_chat_template, without_marks
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.remote_code import require_no_remote_code
@@ -102,7 +101,7 @@ def sync_eos_token(
         is_main: whether this rank prints messages.
     """
     base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
-    known = end_tokens(base.generation_config if base.can_generate() else None, tokenizer)
+    known = stop_token_ids(base.generation_config if base.can_generate() else None, tokenizer)
     found = missing_eos_token(turn_ends, known, tokenizer)
     if found is not None and base.can_generate():
         base.generation_config.eos_token_id = [found, *known]

@@ -31,10 +31,10 @@ from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
 from verl_ext.console import warn
 from verl_ext.data.batching import Groups
+from verl_ext.data.dataset import SampleDataset
 from verl_ext.data.load import training_data_digest
 from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.prefetch import Prefetcher
-from verl_ext.data.rows import Rows
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.distributed import COLLECTIVE_TIMEOUT, gather_results, on_every_rank, on_rank_zero
 from verl_ext.errors import Stop, UserError
@@ -93,8 +93,8 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         device_mesh: DeviceMesh,
         ulysses_device_mesh: DeviceMesh,
         tokenizer: PreTrainedTokenizerBase,
-        train_dataset: Rows,
-        val_dataset: Rows | None,
+        train_dataset: SampleDataset,
+        val_dataset: SampleDataset | None,
         signals: RankSignals | None = None,
     ) -> None:
         self.config = config_of(config) if isinstance(config, DictConfig) else config
@@ -145,7 +145,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         Calls `stop_vote.check` now and then, so that a long validation does not delay a stop.
         """
 
-    def micro_batch_plan(self, dataset: Rows) -> MicroBatchPlan | None:
+    def micro_batch_plan(self, dataset: SampleDataset) -> MicroBatchPlan | None:
         """Which samples share a micro-batch and on which rank; None leaves that to the collator."""
         return None
 
