@@ -10,15 +10,16 @@ from pathlib import Path
 
 from verl_ext.checkpoint.layout import TRACKER
 from verl_ext.checkpoint.resume import find_checkpoint, optimizer_name, require_same_optimizer
-from verl_ext.config.inputs import check_data, check_model, check_own_chat_template, check_parquet, file_list
 from verl_ext.config.recipes import find_recipe
 from verl_ext.console import print_line
+from verl_ext.data.config import file_list
 from verl_ext.errors import UserError
 from verl_ext.launch.component_check import check_components
 from verl_ext.launch.from_verl import compose_as_typed
 from verl_ext.launch.grpo_model import settle_model
 from verl_ext.launch.health_check import check_health
 from verl_ext.launch.own_files import convert_own_files, has_custom_class
+from verl_ext.launch.preflight import check_data, check_model, check_own_chat_template, check_parquet
 from verl_ext.launch.prepare import is_within
 from verl_ext.launch.summary import WRITTEN
 from verl_ext.metrics.registry import lookup_metric
@@ -129,14 +130,14 @@ def check_inputs(config: RunConfig, awaited: Sequence[Path] = ()) -> None:
             for key, name in here:
                 check_parquet(Path(name).expanduser(), key, config)
     if isinstance(config, GRPOConfig):
+        from verl_ext.grpo.rewards.check import check_judge, check_reward_functions
         from verl_ext.launch.grpo_check import check_length
-        from verl_ext.launch.reward_functions import check_judge, check_reward_functions
 
         if has_model:
             check_length(config)
         check_judge(config.reward)
         if has_data:
-            check_reward_functions(config)
+            check_reward_functions(config.reward, config.data)
     elif isinstance(config, BudgetConfig):
         from verl_ext.launch.budget_check import check_budget_files
 
