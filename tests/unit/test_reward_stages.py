@@ -15,7 +15,7 @@ from tests.helpers.vlms import write_model
 from verl_ext.controller.latency_model import FEATURES, LatencyModel
 from verl_ext.controller.loading import fingerprint, load_adapter
 from verl_ext.distributed import build_meshes
-from verl_ext.metrics.records import SAMPLES_FILE
+from verl_ext.metrics.jsonl import SAMPLES_FILE
 from verl_ext.trainer.budget import BudgetTrainer
 from verl_ext.trainer.device import settle_device
 from verl_ext.trainer.grpo import GRPOTrainer, prompts_of
@@ -108,7 +108,7 @@ def test_a_measurement_may_measure_what_training_computes(controlled: BudgetTrai
 @pytest.mark.parametrize(("split", "count", "batches"), [("test", -1, 1), ("train", -1, 2), ("train", 1, 1)])
 def test_what_is_measured(split: Literal["test", "train"], count: int, batches: int, controlled: BudgetTrainer) -> None:
     controlled.config.data.eval_split, controlled.config.data.eval_batches = split, count
-    prompts = controlled.eval_prompts()
+    prompts = controlled.measured_prompts()
     assert len(prompts) == batches
     prefix = "train/" if split == "train" else "val/"
     assert all(prompt.sample_id.startswith(prefix) for batch in prompts for prompt in batch)

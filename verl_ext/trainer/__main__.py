@@ -11,7 +11,7 @@ from pathlib import Path
 
 from verl_ext.cli import child_process_args
 from verl_ext.errors import USER_ERROR_EXIT_CODE, Stop, UserError
-from verl_ext.metrics.startup import process_start, startup
+from verl_ext.metrics.timing import process_start, startup
 from verl_ext.processes import LAUNCHER_PID, defer_gc, end_with_parent, quiet_stdout
 from verl_ext.trainer.stages import STAGES, RunConfig, read_config
 
@@ -21,7 +21,7 @@ def main() -> None:
     [path] = child_process_args("verl_ext.trainer", "Trains as one rank of torchrun.", "bash run_sft.sh 2", "config")
     end_with_launcher()
     end_at_first_signal()
-    startup.go_on(Path(path).parent)
+    startup.load(Path(path).parent)
     startup.mark("torchrun", process_start())
     config = read_config(Path(path))
     try:

@@ -34,7 +34,7 @@ from verl_ext.data.questions import ImageQuestion, QuestionDataset
 from verl_ext.distributed import on_every_rank, on_rank_zero, reduce_over_ranks
 from verl_ext.errors import UserError
 from verl_ext.files import replacing
-from verl_ext.metrics.epoch_history import EpochSums
+from verl_ext.metrics.csv_tables import EpochSums
 from verl_ext.plugins import Plugin
 from verl_ext.trainer.device import pick_precision
 from verl_ext.trainer.fsdp import FSDPReshardPolicy, shard

@@ -19,12 +19,11 @@ from verl_ext.health.own_rules import all_rules
 from verl_ext.health.replay import replay
 from verl_ext.health.rules import watched_by
 from verl_ext.health.watch import HealthWatch
-from verl_ext.metrics.console import ProgressBar
-from verl_ext.metrics.event import Event
+from verl_ext.metrics.jsonl import EVENTS_FILE, HealthEvent, SampleRow
 from verl_ext.metrics.recorder import MetricsRecorder
-from verl_ext.metrics.records import EVENTS_FILE, SampleRow
-from verl_ext.metrics.run_record import RunRecord
-from verl_ext.metrics.startup import startup
+from verl_ext.metrics.run_record import EndStatus, RunRecord
+from verl_ext.metrics.sinks import ProgressBar
+from verl_ext.metrics.timing import startup
 from verl_ext.trainer.stages import RunConfig
 
 
@@ -105,7 +104,7 @@ class RunLogger:
         else:
             startup.mark("validation")
         for found in self._findings(step, metrics):
-            self.recorder.log_event(Event(step, found.rule, found.level.word, found.sentence))
+            self.recorder.log_event(HealthEvent(step, found.rule, found.level.word, found.sentence))
 
     def _watch(self) -> HealthWatch | None:
         """The health rules; None if they are disabled, or if what earlier starts recorded cannot be read."""
@@ -154,7 +153,7 @@ class RunLogger:
                 raise
             warn(str(lost))  # the error that ended training matters more
 
-    def _outcome(self, error: BaseException | None) -> tuple[str, str, int]:
+    def _outcome(self, error: BaseException | None) -> tuple[EndStatus, str, int]:
         """Status and reason for run.json, and the exit code for the trackers."""
         if error is None:
             return "finished", "all steps are done", 0

@@ -39,9 +39,7 @@ from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.distributed import COLLECTIVE_TIMEOUT, gather_results, on_every_rank, on_rank_zero
 from verl_ext.errors import Stop, UserError
 from verl_ext.files import GIB, free_bytes
-from verl_ext.metrics.startup import startup
-from verl_ext.metrics.timers import StepTimer
-from verl_ext.metrics.trace import Trace
+from verl_ext.metrics.timing import StepTimer, TraceFile, startup
 from verl_ext.trainer.device import settle_device, settle_precision
 from verl_ext.trainer.model import build_model
 from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
@@ -106,8 +104,8 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.run_dir = self.config.trainer.run_dir
         self.tokenizer, self.train_dataset, self.val_dataset = tokenizer, train_dataset, val_dataset
 
-        trace = self.trace = Trace(self.run_dir, device_mesh.get_rank()) if self.config.trainer.trace else None
-        self.timer = StepTimer(on_gpu=self.device_name == "cuda", on_part=None if trace is None else trace.part)
+        trace = self.trace = TraceFile(self.run_dir, device_mesh.get_rank()) if self.config.trainer.trace else None
+        self.timer = StepTimer(on_gpu=self.device_name == "cuda", on_part=None if trace is None else trace.span)
         self.guard = NonFiniteGuard(self.config.trainer.max_nonfinite_steps, train_dataset.describe)
         deadline = known_deadline(self.config.trainer.preemption, self.is_main)
         self.stop_vote = StopVote(signals, deadline, list(self.config.health.stop_on))
@@ -312,7 +310,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         """Record the step in the trace, and how long it took for the deadline."""
         end = time.perf_counter()
         if self.trace is not None:
-            self.trace.part("step", self.step_start, end, step=self.global_step)
+            self.trace.span("step", self.step_start, end, step=self.global_step)
         self.stop_vote.note(step_s=end - self.step_start)
 
     def optimizer_step(self, loss: float | torch.Tensor) -> tuple[float, float]:
