@@ -108,7 +108,7 @@ def test_a_measurement_may_measure_what_training_computes(controlled: BudgetTrai
 @pytest.mark.parametrize(("split", "count", "batches"), [("test", -1, 1), ("train", -1, 2), ("train", 1, 1)])
 def test_what_is_measured(split: Literal["test", "train"], count: int, batches: int, controlled: BudgetTrainer) -> None:
     controlled.config.data.eval_split, controlled.config.data.eval_batches = split, count
-    prompts = controlled.measured_prompts()
+    prompts = controlled.eval_prompts()
     assert len(prompts) == batches
     prefix = "train/" if split == "train" else "val/"
     assert all(prompt.sample_id.startswith(prefix) for batch in prompts for prompt in batch)
