@@ -257,8 +257,8 @@ class TrainerConfig:
         ["console", "wandb"], "Trackers: console, tensorboard, wandb and the others of verl's Tracking"
     )
     seed: int = setting(42, "Seed of the initialization, dropout and the order of the data", ge=0, le=2**31 - 1)
-    save_freq: int = setting(-1, "Steps between two checkpoints; -1 for the last step alone. A stop saves too")
-    test_freq: int = setting(-1, "Steps between two validations; -1 for the last step alone")
+    save_freq: int = setting(-1, "Steps between two checkpoints; -1 for the last step only. A stop saves too")
+    test_freq: int = setting(-1, "Steps between two validations; -1 for the last step only")
     nnodes: int = setting(1, "Machines; the launcher sets it from NNODES")
     n_gpus_per_node: int = setting(8, "Ranks on each machine; the launcher sets it from the first word of the command")
     max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep", ge=1, null="all")
