@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from verl_ext.memory_limits import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
+from verl_ext.trainer.config import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
 
 
 class LossHead(nn.Linear):
