@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from signal import Signals
 from typing import Any, Protocol
 
-from verl_ext.errors import SICK_EXIT_CODE, STOP_SIGNALS, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UNHEALTHY_EXIT_CODE, USER_ERROR_EXIT_CODE
 
 # A rank that was asked has saved (75), so has one that a health rule stopped (3), or it was so new that it had no
 # handler yet (-N).
-EXIT_CODES_OF_A_STOP = {STOPPED_EXIT_CODE, SICK_EXIT_CODE, *(-number for number in STOP_SIGNALS)}
+EXIT_CODES_OF_A_STOP = {STOPPED_EXIT_CODE, UNHEALTHY_EXIT_CODE, *(-number for number in STOP_SIGNALS)}
 
 
 class RankFailure(Protocol):
@@ -81,8 +81,8 @@ class Stopped:
         """The exit code is 128 + N when a signal N stopped the ranks without saving, 3 after a health rule, else 75."""
         if request is not None and request.immediate is not None:
             return cls(request, 128 + request.immediate)
-        if SICK_EXIT_CODE in exit_codes:
-            return cls(None, SICK_EXIT_CODE)
+        if UNHEALTHY_EXIT_CODE in exit_codes:
+            return cls(None, UNHEALTHY_EXIT_CODE)
         return cls(request, STOPPED_EXIT_CODE)
 
 
