@@ -14,7 +14,7 @@ from verl_ext.launch.__main__ import parse_arguments
 from verl_ext.launch.configure import configure, resolve_config
 from verl_ext.launch.preflight import check_settings
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.trainer.stages import SFTConfig, load_config
+from verl_ext.trainer.stages import SFTConfig, VLMSFTConfig, load_config
 
 GSM8K = (
     "data.train_files=/data/gsm8k/train.parquet", "data.val_files=/data/gsm8k/test.parquet", "data.prompt_key=prompt",
@@ -55,6 +55,14 @@ def test_without_verls_checkpoints_the_default_recipe_stays(stock_run: Path) -> 
     assert resolve_config("sft", named).recipe == "gsm8k"
     begins = [elsewhere, f"trainer.resume_from_path={stock_run}/global_step_2"]
     assert resolve_config("sft", begins).recipe == "verl"
+
+
+def test_words_that_only_the_default_recipe_allows_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's defaults have no save that could be exported, and no key of another stage."""
+    assert resolve_config("sft", ["trainer.checkpoint.export.every=400"]).recipe == "quickstart"
+    monkeypatch.setattr("verl_ext.config.recipes.default_recipe", lambda command: "budget_vlm")
+    config = resolve_config("sft", ["configurations.share=0.5"])
+    assert isinstance(config, VLMSFTConfig) and config.configurations.share == 0.5
 
 
 def test_the_recipe_lasts_when_verls_checkpoints_have_gone(stock_run: Path) -> None:

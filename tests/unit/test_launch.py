@@ -138,6 +138,7 @@ MISTAKES = {
     "optim.optimizer_impl=torch.optm": "'torch.optm', which cannot be imported",
     "optim.override_optimizer_config={epz: 1}": "'epz'",
     "optim.override_optimizer_config={eps: -1}": "Invalid epsilon value",
+    "optim.override_optimizer_config={fused: true, foreach: true}": "AdamW refuses its arguments .*cannot be `True` tog",
     "data.chat_template=nowhere.jinja": "nowhere.jinja, which does not exist",
     "data.chat_template='{% generation %}'": "line 1: .*endgeneration",
     "data.max_length=9223372036854775808": "data.max_length is 9223372036854775808; .*at most 2147483647",
