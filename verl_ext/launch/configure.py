@@ -29,6 +29,7 @@ from verl_ext.trainer.stages import (
     RunConfig,
     SFTConfig,
     chosen_recipe,
+    composer_of,
     keys_set_by,
     load_config,
     sft_recipe_of,
@@ -39,6 +40,7 @@ VERL = "verl"
 RUN_DIR_KEYS = {
     f"trainer.{key}" for key in ("default_local_dir", "project_name", "experiment_name", "resume_from_path")
 }
+"""What decides which run a command continues."""
 PATHS = (
     "data.train_files", "data.val_files", "data.custom_cls.path", "model.partial_pretrain", "model.lora_adapter_path",
     "trainer.default_local_dir", "trainer.resume_from_path",
@@ -104,7 +106,8 @@ def resolve_config(command: str, overrides: list[str]) -> RunConfig:
     """
     names_recipe = any(word.startswith("recipe=") for word in overrides)
     if command == "sft" and overrides and not names_recipe:
-        of_run_dir = [word for word in overrides if keys_set_by("sft", [word]) & RUN_DIR_KEYS]
+        composer = composer_of("sft")
+        of_run_dir = [word for word in overrides if composer.keys_set_by([word]) & RUN_DIR_KEYS]
         trainer = with_paths_of_caller(load_config("sft", [f"recipe={VERL}", *of_run_dir])).trainer
         if was_begun_by_verl(trainer.run_dir, trainer.resume_from_path):
             print_line(

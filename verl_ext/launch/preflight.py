@@ -93,32 +93,25 @@ def needed_commands(config: RunConfig) -> list[str]:
 
     A user who gives other data or another model does not need the rest.
     """
-    settings = {key: value for key, value in as_dict(config).items() if key != "prepare"}
-    named = {_absolute(text) for text in _texts(settings)}
-    outputs = {command: output_of(command) for command in config.prepare}
-    if not all(_contains(output, named) for output in outputs.values()):
+    named = {_absolute(text) for key, value in as_dict(config).items() if key != "prepare" for text in _texts(value)}
+    unused = [command for command in config.prepare if not _uses(named, command)]
+    if unused:
         evaluation = load_yaml(find_recipe("eval", config.eval.recipe_name))
-        named |= {_absolute(text) for text in _texts(evaluation)}
-    needed = [command for command, output in outputs.items() if _contains(output, named)]
-    for command in outputs:
-        if command not in needed and not is_prepared(_split(command)):
+        named = {_absolute(text) for text in _texts(evaluation)}
+        unused = [command for command in unused if not _uses(named, command)]
+    for command in unused:
+        if not is_prepared(_split(command)):
             print_line(f"Not preparing what this configuration does not use: {command}")
-    return needed
+    return [command for command in config.prepare if command not in unused]
 
 
 def run_prepare_commands(commands: Iterable[str]) -> None:
-    """Run commands of `prepare`.
-
-    Raises:
-        UserError: a command that does not exist or cannot do its work.
-    """
+    """Run commands of `prepare`; another launch or node that runs the same one waits, and then finds it done."""
     for command in commands:
-        words = _split(command)
-        if not is_prepared(words):
-            with file_lock(PREPARE_LOCK):  # other launches and nodes wait, and then find it done
-                if not is_prepared(words):
-                    print_line(f"Preparing: {command}")
-                    prepare(words)
+        with file_lock(PREPARE_LOCK):
+            if not is_prepared(_split(command)):
+                print_line(f"Preparing: {command}")
+                prepare(_split(command))
 
 
 def output_of(command: str) -> Path:
@@ -128,7 +121,7 @@ def output_of(command: str) -> Path:
 
 def is_within(path: object, directories: Iterable[Path]) -> bool:
     """Whether a path is one of some directories or in one of them."""
-    return path is not None and any(_contains(directory, [_absolute(str(path))]) for directory in directories)
+    return path is not None and any(_contains(directory, _absolute(str(path))) for directory in directories)
 
 
 def _split(command: str) -> list[str]:
@@ -138,8 +131,13 @@ def _split(command: str) -> list[str]:
         raise UserError(f"the command {command!r} in prepare is malformed ({error}); correct it") from error
 
 
-def _contains(directory: Path, paths: Iterable[Path]) -> bool:
-    return any(path == directory or directory in path.parents for path in paths)
+def _uses(named: Iterable[Path], command: str) -> bool:
+    output = output_of(command)
+    return any(_contains(output, path) for path in named)
+
+
+def _contains(directory: Path, path: Path) -> bool:
+    return path == directory or directory in path.parents
 
 
 def _absolute(text: str) -> Path:
@@ -208,8 +206,14 @@ def check_components(config: RunConfig) -> None:
     """Refuse names that nothing has, in the settings that every stage reads."""
     require_known_backends(list(config.trainer.logger))
     check_optimizer(config.optim)
-    check_optional_packages(config)
     check_device(config.trainer)
+    if config.model.use_liger:
+        require_package("liger-kernel", "model.use_liger=true", "model.use_liger=false")
+    if config.model.attn_implementation == "flash_attention_2":
+        key = "model.attn_implementation"
+        require_package("flash-attn", f"{key}=flash_attention_2", f"{key}=auto")
+        if config.model.mixed_precision == "fp32":
+            raise UserError(f"{key}=flash_attention_2 has no fp32; set model.mixed_precision=bf16")
     if isinstance(config.data, TextDataConfig) and config.data.chat_template is not None:
         parse_chat_template(read_chat_template(str(config.data.chat_template)))
     library = config.model.external_lib
@@ -220,21 +224,10 @@ def check_components(config: RunConfig) -> None:
         raise UserError(f"data.custom_cls.path={path} does not exist; correct the path")
 
 
-def check_optional_packages(config: RunConfig) -> None:
-    """The packages that a setting needs, and the pipeline otherwise does not, are installed."""
-    model = config.model
-    needed = [
-        (model.use_liger, "model.use_liger=true", "liger-kernel", "model.use_liger=false"),
-        (
-            model.attn_implementation == "flash_attention_2",
-            "model.attn_implementation=flash_attention_2",
-            "flash-attn",
-            "model.attn_implementation=auto",
-        ),
-    ]
-    for is_set, setting, package, instead in needed:
-        if is_set and importlib.util.find_spec(package.replace("-", "_")) is None:
-            raise UserError(f"{setting} needs the package {package} (and a GPU); install it, or set {instead}")
+def require_package(package: str, setting: str, instead: str) -> None:
+    """Refuse a setting whose package is not installed, with the setting to take instead."""
+    if importlib.util.find_spec(package.replace("-", "_")) is None:
+        raise UserError(f"{setting} needs the package {package} (and a GPU); install it, or set {instead}")
 
 
 def check_device(trainer: TrainerConfig) -> None:
