@@ -22,15 +22,7 @@ from verl_ext.console import print_line
 from verl_ext.deadline import ENVIRONMENT, deadline_from_environment, parse_deadline
 from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UserError
 from verl_ext.launch.__main__ import parse_arguments
-from verl_ext.launch.outcome import (
-    Failure,
-    Outcome,
-    Request,
-    Stopped,
-    classify_outcome,
-    is_crash,
-    run_with_restarts,
-)
+from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped, classify_outcome, is_crash, run_with_restarts
 from verl_ext.launch.ranks import rendezvous_failure
 from verl_ext.launch.run import last_checkpoint
 from verl_ext.processes import StopRequest, StopSignals

@@ -15,7 +15,7 @@ from verl_ext.cli import CommandParser, IntArg, definitions
 from verl_ext.config.recipes import default_recipe, recipe_summaries
 from verl_ext.console import print_line
 from verl_ext.errors import exit_on_user_error
-from verl_ext.metrics.startup import process_start, startup
+from verl_ext.metrics.timing import process_start, startup
 from verl_ext.processes import StopRequest, StopSignals
 
 STAGES = {"sft": "Supervised fine-tuning", "grpo": "Group Relative Policy Optimization"}

@@ -33,8 +33,8 @@ from verl_ext.health.own_rules import all_rules
 from verl_ext.launch.configure import has_custom_class, settle_model
 from verl_ext.launch.report import WRITTEN
 from verl_ext.launch.watcher import evaluation_environment
-from verl_ext.metrics.names import describe
 from verl_ext.metrics.recorder import require_known_backends
+from verl_ext.metrics.registry import lookup_metric
 from verl_ext.model_files import check_model_files, require_chat_template
 from verl_ext.plugins import Plugin, is_module
 from verl_ext.processes import defer_gc, listed_gpus, visible_gpus
@@ -185,7 +185,7 @@ def check_settings(config: RunConfig) -> None:
 
 def check_best_metric(name: str) -> None:
     """The best checkpoint can only be found by a metric that checkpoints hold."""
-    describe(name)
+    lookup_metric(name)
     if not name.startswith(("train/", "val/")) and (not name.startswith("eval/") or name.count("/") > 1):
         raise UserError(f"trainer.checkpoint.best_metric is {name}; a checkpoint holds what its own training measured")
 

@@ -20,7 +20,7 @@ from verl_ext.config.schema import to_yaml
 from verl_ext.console import print_line
 from verl_ext.errors import first_line_of
 from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped, classify_outcome
-from verl_ext.metrics.startup import startup
+from verl_ext.metrics.timing import startup
 from verl_ext.processes import LAUNCHER_PID, StopSignals, defer_gc
 from verl_ext.trainer.stages import RunConfig
 
@@ -53,7 +53,7 @@ def run_ranks(config: RunConfig, signals: StopSignals, module: str = RANK_MODULE
             with defer_gc():  # importing torch takes seconds
                 from verl_ext.launch.torchrun import torchrun
             thread = RankThread(torchrun(config, module, Path(directory), [str(path)]))
-            startup.hand_on(Path(directory))
+            startup.save(Path(directory))
         supervisor = RankSupervisor(module, signals, config.trainer.preemption.grace_s)
         os.environ[LAUNCHER_PID] = str(os.getpid())
         thread.start()

@@ -23,8 +23,8 @@ from verl_ext.console import (
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import has_export, resume_candidate
 from verl_ext.launch.outcome import Failure, Outcome, Stopped
-from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
-from verl_ext.metrics.run_record import RunRecord
+from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
+from verl_ext.metrics.run_record import EndStatus, RunRecord
 from verl_ext.trainer.stages import BudgetConfig, RunConfig
 
 SUMMARY_METRICS = (
@@ -99,7 +99,7 @@ def report_stop(stopped: Stopped, config: RunConfig, record: RunRecord | None) -
         print_line(f"{reason[0].upper()}{reason[1:]}; {next_start(config, last_step)}.")
 
 
-def close(record: RunRecord | None, status: str, reason: str) -> None:
+def close(record: RunRecord | None, status: EndStatus, reason: str) -> None:
     """Write how the run ended into `run.json` unless rank 0 has; if that fails, a warning does not hide the reason."""
     if record is not None:
         try:
@@ -171,7 +171,7 @@ def metric_changes(path: Path) -> dict[str, str]:
     """First and last value of `SUMMARY_METRICS` up to the last step, without rows that a later attempt replaced."""
     values: dict[str, dict[int, float]] = {name: {} for name in SUMMARY_METRICS}
     attempt = None
-    for row in iterate_metrics(path) if path.is_file() else ():
+    for row in iter_metrics(path) if path.is_file() else ():
         if row["attempt"] != attempt:  # a later attempt replaces everything from its first row on
             attempt = row["attempt"]
             values = {name: {s: v for s, v in old.items() if s < row["step"]} for name, old in values.items()}

@@ -19,7 +19,7 @@ from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from verl_ext.files import write_errors
 from verl_ext.launch.outcome import FIRST_PAUSE_S, run_with_restarts
 from verl_ext.launch.report import EVALUATE, next_after_evaluation, with_recipe
-from verl_ext.metrics.run_file import RUN_FILE, load_run
+from verl_ext.metrics.run_record import RUN_FILE, load_run
 from verl_ext.processes import DEVICES, StopRequest, StopSignals, end_with_parent
 from verl_ext.trainer.stages import RunConfig
 
