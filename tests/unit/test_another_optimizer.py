@@ -23,7 +23,7 @@ SGD = ("optim.optimizer=SGD", "optim.override_optimizer_config={momentum: 0.9}")
 def run_dir(quickstart: Path, tmp_path: Path) -> Iterator[Path]:
     """A run with a checkpoint of step 1, made by AdamW."""
     trainer = make_trainer(small_config(quickstart, tmp_path / "run"))
-    trainer.training_step(next(trainer.remaining_batches()))
+    trainer.training_step(next(trainer.batches()))
     trainer.train_sampler.advance()
     trainer.save_checkpoint(1)
     trainer.checkpoint_manager.wait()
@@ -42,7 +42,7 @@ def forget_the_optimizer(run_dir: Path) -> None:
 def resume(config: SFTConfig) -> None:
     trainer = make_trainer(config)
     assert trainer.global_step == 1
-    trainer.training_step(next(trainer.remaining_batches()))
+    trainer.training_step(next(trainer.batches()))
 
 
 def test_it_is_refused_before_the_ranks_start_and_by_them(quickstart: Path, run_dir: Path) -> None:
@@ -87,7 +87,7 @@ def test_weights_alone_are_where_a_run_begins_and_its_own_checkpoints_are_loaded
         words += SGD
     trainer = make_trainer(small_config(quickstart, run_dir, *words))
     assert trainer.global_step == 1 and not trainer.optimizer.state
-    trainer.training_step(next(trainer.remaining_batches()))
+    trainer.training_step(next(trainer.batches()))
     trainer.train_sampler.advance()
     trainer.save_checkpoint(2)
     trainer.checkpoint_manager.wait()

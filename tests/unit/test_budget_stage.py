@@ -18,7 +18,7 @@ from verl_ext.metrics.csv_tables import EPOCH_COLUMNS, EpochSums, EpochTables
 from verl_ext.metrics.jsonl import MetricsRow
 from verl_ext.metrics.registry import lookup_metric
 from verl_ext.metrics.sinks import LogFileSink, epoch_line, epoch_tags
-from verl_ext.trainer.plateau import PlateauSchedule
+from verl_ext.trainer.optimizer import PlateauScheduler
 from verl_ext.trainer.stages import BudgetConfig, load_config
 
 RECIPE = """
@@ -172,14 +172,14 @@ def test_the_log_file_has_the_lines_of_the_console(tmp_path: Path, capsys: pytes
 
 def test_only_a_measurement_moves_the_learning_rate() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = PlateauSchedule(optimizer, factor=0.5, patience=1)
+    schedule = PlateauScheduler(optimizer, factor=0.5, patience=1)
     for _ in range(10):
         schedule.step()
     assert schedule.get_last_lr() == [1.0]
     for reward in (0.3, 0.3, 0.3):
         schedule.step(reward)
     assert schedule.get_last_lr() == [0.5]
-    resumed = PlateauSchedule(optimizer, factor=0.5, patience=1)
+    resumed = PlateauScheduler(optimizer, factor=0.5, patience=1)
     resumed.load_state_dict(schedule.state_dict())
     for reward in (0.2, 0.4, 0.4):
         resumed.step(reward)

@@ -26,7 +26,7 @@ from verl_ext.launch.configure import best_export
 from verl_ext.launch.run import last_checkpoint
 from verl_ext.metrics.jsonl import MetricsFile, read_metrics
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.trainer.health import told_before
+from verl_ext.trainer.run_logger import reported_levels
 
 DEEP = "[" * 100_000
 HUGE = "1" * 5000
@@ -291,7 +291,7 @@ def test_a_damaged_line_of_events_is_left_out(tmp_path: Path) -> None:
     event = '{"step": 1, "name": "loss_zero", "level": "alarm"}'
     bad = [DEEP, '{"step": 1, "name": [], "level": "alarm"}', '{"step": 1, "name": "loss_zero", "level": 5}']
     (tmp_path / "events.jsonl").write_text("\n".join([*bad, event]))
-    assert set(told_before(tmp_path / "events.jsonl", 5)) == {"loss_zero"}
+    assert set(reported_levels(tmp_path / "events.jsonl", 5)) == {"loss_zero"}
 
 
 @pytest.mark.parametrize("name", ["export_plan.json", "huggingface/config.json"])

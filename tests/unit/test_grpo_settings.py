@@ -13,7 +13,7 @@ from verl_ext.grpo.config import RewardConfig, RolloutConfig
 from verl_ext.grpo.rewards import environment
 from verl_ext.grpo.rewards.check import check_reward_settings
 from verl_ext.grpo.rollout.vllm_engine import _arguments
-from verl_ext.trainer.grpo_parts import CPU_BUCKET_MB, bucket_bytes
+from verl_ext.trainer.grpo import CPU_BUCKET_MB, bucket_bytes
 from verl_ext.trainer.stages import GRPOConfig, load_config
 
 

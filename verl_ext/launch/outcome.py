@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from signal import Signals
 from typing import TYPE_CHECKING, TypeVar
 
-from verl_ext.errors import SICK_EXIT_CODE, STOP_SIGNALS, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UNHEALTHY_EXIT_CODE, USER_ERROR_EXIT_CODE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 T = TypeVar("T")
-EXIT_CODES_OF_A_STOP = {STOPPED_EXIT_CODE, SICK_EXIT_CODE, *(-number for number in STOP_SIGNALS)}
+EXIT_CODES_OF_A_STOP = {STOPPED_EXIT_CODE, UNHEALTHY_EXIT_CODE, *(-number for number in STOP_SIGNALS)}
 """Of a rank that saved on request (75) or for a health rule (3), or was too new to have a signal handler (-N)."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
@@ -71,8 +71,8 @@ class Stopped:
         """The exit code is 128 + N if signal N stopped the ranks without saving, 3 after a health rule, else 75."""
         if request is not None and request.immediate is not None:
             return cls(request, 128 + request.immediate)
-        if SICK_EXIT_CODE in exit_codes:
-            return cls(None, SICK_EXIT_CODE)
+        if UNHEALTHY_EXIT_CODE in exit_codes:
+            return cls(None, UNHEALTHY_EXIT_CODE)
         return cls(request, STOPPED_EXIT_CODE)
 
 
