@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl_ext.data.config import file_list
-from verl_ext.data.prepare.commands import COMMANDS
-from verl_ext.data.prepare.files import file_state
-from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME
-from verl_ext.data.prepare.stamp import STAMP_NAME, trust
+from verl_ext.data.prepare import COMMANDS
+from verl_ext.data.prepare.output import STAMP_NAME, file_state, trust_stamp
+from verl_ext.data.prepare.tables import TRAIN_NAME, VAL_NAME
 from verl_ext.errors import UserError
 from verl_ext.trainer.stages import STAGES, GRPOConfig, RunConfig, SFTConfig, chosen_recipe, keys_set_by
 
@@ -145,7 +144,7 @@ def add_conversion(config: SFTConfig | GRPOConfig, names: list[str], options: li
     words = [*options, "--val-fraction", f"{val_fraction:g}"]
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "_", paths[0].stem)[:60]
     for earlier in Path("data").glob(f"{stem}-*/{STAMP_NAME}"):
-        trust(earlier)
+        trust_stamp(earlier)
     output = f"data/{stem}-{digest_of(command, paths, words)}"
     line = shlex.join([command, "--input", *map(str, paths), "--output", output, *words])
     config.prepare = [line, *config.prepare]
@@ -165,7 +164,7 @@ def existing_file(name: str) -> Path:
 
 def digest_of(command: str, paths: Sequence[Path], words: Sequence[str]) -> str:
     """12 hexadecimal digits by which conversions differ: of contents, settings and the converter's version."""
-    settings = json.dumps([command, COMMANDS[command].VERSION, *words, *(path.name for path in paths)])
+    settings = json.dumps([command, COMMANDS[command].version, *words, *(path.name for path in paths)])
     digest = hashlib.sha256(settings.encode())
     for path in paths:
         digest.update(bytes.fromhex(file_state(path).digest))

@@ -12,8 +12,7 @@ from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import find_recipe
 from verl_ext.config.schema import as_dict
 from verl_ext.console import print_line
-from verl_ext.data.prepare import is_prepared, prepare
-from verl_ext.data.prepare.commands import parse_arguments
+from verl_ext.data.prepare import is_prepared, parse_arguments, prepare
 from verl_ext.errors import UserError
 from verl_ext.files import file_lock
 from verl_ext.trainer.stages import RunConfig
