@@ -15,7 +15,7 @@ from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.retention import Retention
 from verl_ext.data.load import load_datasets, load_questions
-from verl_ext.metrics.names import describe
+from verl_ext.metrics.registry import lookup_metric
 from verl_ext.trainer.attempt import Attempt
 from verl_ext.trainer.resume import checkpoint_to_resume
 from verl_ext.trainer.stages import STAGES, load_config
@@ -50,7 +50,7 @@ def test_an_export_in_what_the_training_computes_in(precision: torch.dtype) -> N
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_best_checkpoint_of_a_stage(stage: str) -> None:
     checkpoint = STAGES[stage].root().trainer.checkpoint
-    assert describe(checkpoint.best_metric).unit
+    assert lookup_metric(checkpoint.best_metric).unit
     assert checkpoint.best_mode == ("min" if checkpoint.best_metric.endswith("loss") else "max")
     # a controller is small, and GRPO's steps are
     assert checkpoint.export.dtype == {"budget": "fp32", "grpo": "auto"}.get(stage, "bf16")

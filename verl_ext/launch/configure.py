@@ -22,7 +22,7 @@ from verl_ext.launch.own_files import convert_own_files, has_custom_class
 from verl_ext.launch.preflight import check_data, check_model, check_own_chat_template, check_parquet
 from verl_ext.launch.prepare import is_within
 from verl_ext.launch.summary import WRITTEN
-from verl_ext.metrics.names import describe
+from verl_ext.metrics.registry import lookup_metric
 from verl_ext.plugins import Plugin
 from verl_ext.trainer.config import TrainerConfig
 from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, VLMSFTConfig, keys_set_by
@@ -227,6 +227,6 @@ def check_resume_path(trainer: TrainerConfig) -> None:
 
 def check_best_metric(name: str) -> None:
     """The best checkpoint can only be found by a metric that checkpoints hold."""
-    describe(name)
+    lookup_metric(name)
     if not name.startswith(("train/", "val/")) and (not name.startswith("eval/") or name.count("/") > 1):
         raise UserError(f"trainer.checkpoint.best_metric is {name}; a checkpoint holds what its own training measured")

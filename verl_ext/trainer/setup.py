@@ -29,7 +29,7 @@ from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.prefetch import Prefetcher
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.distributed import COLLECTIVE_TIMEOUT, on_every_rank, on_rank_zero
-from verl_ext.metrics.startup import startup
+from verl_ext.metrics.timing import startup
 from verl_ext.trainer.guard import NonFiniteGuard
 from verl_ext.trainer.hardware import pick_precision
 from verl_ext.trainer.model import build_model
