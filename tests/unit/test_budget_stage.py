@@ -13,8 +13,7 @@ from verl_ext.controller.checkpoints import load_weights
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.data.load import load_questions
 from verl_ext.errors import UserError
-from verl_ext.launch.budget_check import check_budget_files
-from verl_ext.launch.configure import check_settings
+from verl_ext.launch.preflight import check_budget_files, check_settings
 from verl_ext.metrics.csv_tables import EPOCH_COLUMNS, EpochSums, EpochTables
 from verl_ext.metrics.jsonl import MetricsRow
 from verl_ext.metrics.registry import lookup_metric

@@ -14,7 +14,7 @@ import yaml
 
 from tests.helpers import ROOT
 from verl_ext.errors import STOPPED_EXIT_CODE, UNHEALTHY_EXIT_CODE, USER_ERROR_EXIT_CODE
-from verl_ext.launch.arguments import parse_arguments
+from verl_ext.launch.__main__ import parse_arguments
 from verl_ext.trainer.stages import load_config
 
 PAGE = (ROOT / "docs/cluster.md").read_text()

@@ -21,6 +21,10 @@ Device = Literal["auto", "cuda", "npu", "cpu"]
 Schedule = Literal["cosine", "wsd", "constant"]
 GATHERED_SHARE = 0.15
 """Of a rank's memory, the most that `keep_gathered=auto` lets whole weights and gradients take."""
+CHUNK_ELEMENTS = 1 << 24
+"""Logits that the fused loss holds at a time: 64 MiB of fp32, or 110 tokens of a vocabulary of 152,000."""
+MIN_CHUNK_TOKENS = 128
+"""Minimum tokens per chunk of logits; matrix products of fewer rows are slow."""
 
 
 @dataclass(kw_only=True)
