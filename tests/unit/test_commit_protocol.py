@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.checkpoints import OPTIMIZER, save
-from verl_ext.checkpoint.commit import publish, write_manifest
-from verl_ext.checkpoint.layout import TRACKER, Manifest, what_is_wrong
+from tests.helpers.checkpoints import OPTIMIZER, retention, save
+from verl_ext.checkpoint.manifest import MODEL, TRACKER, Manifest, shard_name, why_incomplete
 from verl_ext.checkpoint.rebuild import rebuild_export
-from verl_ext.checkpoint.retention import Retention
-from verl_ext.checkpoint.rotation import rotate
-from verl_ext.checkpoint.shards import MODEL, shard_name
-from verl_ext.checkpoint.writing import FileWriter, flush_and_digest
+from verl_ext.checkpoint.retention import rotate
+from verl_ext.checkpoint.save import FileWriter, commit_directory, sync_and_digest, write_manifest
 
 
 def refuse(*arguments: object) -> None:
@@ -59,8 +56,7 @@ def test_everything_is_on_disk_before_the_rename_and_the_tracker_comes_last(
         entries["huggingface/config.json"] = files.write_bytes(temporary / "huggingface/config.json", b"{}")
     written, steps[:] = set(steps), []
     assert written == {"fsync global_step_1.tmp/model.pt", "fsync global_step_1.tmp/huggingface/config.json"}
-    write_manifest(temporary, Manifest(1, 1, "", entries))
-    publish(temporary, tmp_path / "global_step_1", 1)
+    commit_directory(temporary, tmp_path / "global_step_1", Manifest(1, 1, "", entries))
     assert steps == [
         "fsync global_step_1.tmp/manifest.json.tmp",
         "rename to global_step_1.tmp/manifest.json",
@@ -73,7 +69,7 @@ def test_everything_is_on_disk_before_the_rename_and_the_tracker_comes_last(
         f"rename to {TRACKER}",
         "fsync .",
     ]
-    assert what_is_wrong(tmp_path / "global_step_1") is None
+    assert why_incomplete(tmp_path / "global_step_1") is None
 
 
 def test_digests_are_those_of_the_data_and_not_of_what_the_disk_made_of_it(tmp_path: Path) -> None:
@@ -81,7 +77,7 @@ def test_digests_are_those_of_the_data_and_not_of_what_the_disk_made_of_it(tmp_p
     with FileWriter() as files:
         entry = files.write_bytes(path, b"one")
         path.write_bytes(b"two")
-    assert entry != flush_and_digest(path)
+    assert entry != sync_and_digest(path)
 
 
 @pytest.mark.parametrize("is_held", [False, True])
@@ -96,7 +92,7 @@ def test_a_commit_that_fails_restores_the_checkpoint_that_made_way(
         patch.setattr("os.rename", refuse_at(os.rename, "global_step_1.tmp"))
         with pytest.raises(OSError, match="Input/output"):
             save(tmp_path, 1)
-    assert what_is_wrong(checkpoint) is None and (checkpoint / "first").exists()
+    assert why_incomplete(checkpoint) is None and (checkpoint / "first").exists()
     assert sorted(path.name for path in tmp_path.glob("global_*")) == ["global_step_1", "global_step_1.tmp"]
 
 
@@ -108,11 +104,11 @@ def test_the_manifest_gives_up_the_optimizer_before_its_files_go(
     warnings: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refuse)
-        rotate(tmp_path, Retention(1, keep_best=1, drop_optimizer_of_best=True), 2, warnings.append)
+        rotate(tmp_path, *retention(1, keep_best=1, drop_optimizer_of_best=True), 2, warnings.append)
     best = tmp_path / "global_step_1"
     assert "global_step_1 could not be removed" in warnings[0]
     assert all((best / name).exists() for name in OPTIMIZER)
-    assert Manifest.read(best).dropped == ("optimizer",) and what_is_wrong(best) is None
+    assert Manifest.read(best).dropped == ("optimizer",) and why_incomplete(best) is None
 
 
 def test_a_crash_during_an_export_leaves_a_checkpoint_without_an_export(
@@ -123,18 +119,18 @@ def test_a_crash_during_an_export_leaves_a_checkpoint_without_an_export(
     (checkpoint / "huggingface/config.json").write_text("{}")
     torch.save({"w": torch.zeros(3)}, checkpoint / shard_name(MODEL, 1, 0))
     names = ["huggingface/config.json", shard_name(MODEL, 1, 0)]
-    manifest = Manifest(1, 1, "", {name: flush_and_digest(checkpoint / name) for name in names})
+    manifest = Manifest(1, 1, "", {name: sync_and_digest(checkpoint / name) for name in names})
     write_manifest(checkpoint, manifest)
     rebuild_export(checkpoint, None, "fp32", 1.0)
     weights = "huggingface/model.safetensors"
-    assert weights in Manifest.read(checkpoint).files and what_is_wrong(checkpoint) is None
+    assert weights in Manifest.read(checkpoint).files and why_incomplete(checkpoint) is None
 
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", refuse_at(os.replace, f"partial/{Path(weights).name}"))
         with pytest.raises(Exception, match="Input/output"):
             rebuild_export(checkpoint, None, "bf16", 1.0)
-    assert weights not in Manifest.read(checkpoint).files and what_is_wrong(checkpoint) is None
+    assert weights not in Manifest.read(checkpoint).files and why_incomplete(checkpoint) is None
     rebuild_export(checkpoint, None, "bf16", 1.0)
-    assert weights in Manifest.read(checkpoint).files and what_is_wrong(checkpoint) is None
+    assert weights in Manifest.read(checkpoint).files and why_incomplete(checkpoint) is None
     write_manifest(checkpoint, replace(Manifest.read(checkpoint), step=2))
-    assert what_is_wrong(checkpoint) == "its manifest is that of step 2"
+    assert why_incomplete(checkpoint) == "its manifest is that of step 2"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl_ext.checkpoint.layout import TRACKER
+from verl_ext.checkpoint.manifest import TRACKER
 from verl_ext.checkpoint.resume import find_checkpoint, optimizer_name, require_same_optimizer
 from verl_ext.config.inputs import check_data, check_model, check_own_chat_template, check_parquet, file_list
 from verl_ext.config.recipes import find_recipe

@@ -8,8 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from verl_ext.checkpoint.layout import list_steps
-from verl_ext.checkpoint.stock import is_stock
+from verl_ext.checkpoint.manifest import is_verl_checkpoint, list_checkpoints
 from verl_ext.config.inputs import file_list
 from verl_ext.config.schema import set_at, value_at
 from verl_ext.console import print_line
@@ -52,7 +51,7 @@ def was_begun_by_verl(config: RunConfig) -> bool:
     with suppress(UserError):  # there is no record yet, or a damaged one
         if RunRecord(run_dir).read()["recipe"] == RECIPE:
             return True
-    return any(is_stock(path) for path in [*list_steps(run_dir), *([Path(named)] if named else [])])
+    return any(is_verl_checkpoint(path) for path in [*list_checkpoints(run_dir), *([Path(named)] if named else [])])
 
 
 def with_paths_of_caller(config: RunConfig) -> RunConfig:

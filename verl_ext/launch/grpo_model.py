@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from verl_ext.checkpoint.layout import BEST, EXPORT, list_steps, read_all_complete, step_of
-from verl_ext.checkpoint.lease import leased
+from verl_ext.checkpoint.lease import hold_lease
+from verl_ext.checkpoint.manifest import BEST, EXPORT, complete_checkpoints, list_checkpoints, step_of
 from verl_ext.config.inputs import is_hub_name
 from verl_ext.config.recipes import default_recipe
 from verl_ext.config.run_config import read_config_file
@@ -56,7 +56,7 @@ def _begun_from(config: RunConfig, sft_run: Path) -> str | None:
     """The model that this run began from, even if another is the best by now; None if there is nothing to resume."""
     run_dir = Path(config.trainer.default_local_dir)
     begun = run_dir / "config.yaml"
-    if config.trainer.resume_mode == "disable" or not begun.is_file() or not list_steps(run_dir):
+    if config.trainer.resume_mode == "disable" or not begun.is_file() or not list_checkpoints(run_dir):
         return None
     former = read_config_file(begun).get("model")
     if not isinstance(former, dict):
@@ -107,7 +107,7 @@ def newest_export(run_dir: Path, num_ranks: int) -> Path:
     Raises:
         UserError: there is none; the message has the command that makes it.
     """
-    complete = list(read_all_complete(run_dir))
+    complete = list(complete_checkpoints(run_dir))
     for checkpoint in complete:
         if has_export(checkpoint):
             return checkpoint / EXPORT
@@ -155,7 +155,7 @@ def holding_model(config: RunConfig) -> Iterator[None]:
         return
     with ExitStack() as stack:
         try:
-            stack.enter_context(leased(export.parent))
+            stack.enter_context(hold_lease(export.parent))
         except OSError as error:  # another user's, say
             print_line(f"{export.parent} cannot be kept from being removed ({error.strerror}); a resume will need it")
         yield

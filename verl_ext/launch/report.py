@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from signal import Signals
 
-from verl_ext.checkpoint.layout import step_of
+from verl_ext.checkpoint.manifest import step_of
 from verl_ext.console import print_line, warn
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import checkpoint_that_suits

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
-from verl_ext.checkpoint.layout import read_complete, read_tracker
+from verl_ext.checkpoint.manifest import read_complete, read_tracker
 from verl_ext.launch.outcome import Failure, Outcome
 from verl_ext.processes import StopSignals
 from verl_ext.trainer.stages import RunConfig

@@ -9,8 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from verl_ext.checkpoint.layout import read_tracker, what_is_wrong
-from verl_ext.checkpoint.rotation import find_leftovers, find_temporary_files, remove_leftovers
+from verl_ext.checkpoint.manifest import read_tracker, why_incomplete
+from verl_ext.checkpoint.retention import find_leftovers, find_temporary_files, remove_leftovers
 from verl_ext.config.inputs import untrained_loss
 from verl_ext.config.run_config import NOT_IDENTITY, config_digest
 from verl_ext.config.schema import as_dict, flat
@@ -205,7 +205,7 @@ def has_finished(config: RunConfig, record: RunRecord) -> bool:
     trainer = config.trainer
     asked = trainer.resume_mode == "auto" and trainer.resume_from_path is None
     tracked, _ = read_tracker(Path(trainer.default_local_dir))
-    return asked and run["status"] == "finished" and tracked is not None and what_is_wrong(tracked) is None
+    return asked and run["status"] == "finished" and tracked is not None and why_incomplete(tracked) is None
 
 
 def refuse_other_settings(config: RunConfig, record: RunRecord) -> None:

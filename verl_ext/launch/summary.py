@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from verl_ext.checkpoint.layout import EXPORT, read_tracker
+from verl_ext.checkpoint.manifest import EXPORT, read_tracker
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import RECIPES, default_recipe
 from verl_ext.console import REPOSITORY, print_next, print_summary, typed_module, typed_path, typed_script

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from verl_ext.checkpoint.shards import whole
-from verl_ext.checkpoint.writing import FileWriter, save_errors
+from verl_ext.checkpoint.save import FileWriter
+from verl_ext.checkpoint.shards import to_full
 from verl_ext.controller.checkpoints import STATE
-from verl_ext.files import replacing
+from verl_ext.files import replacing, write_errors
 
 BEST_MODEL = "best_model.pt"
 
@@ -28,10 +28,10 @@ def write_controllers(paths: Sequence[Path], weights: Mapping[str, torch.Tensor]
         UserError: the disk refuses it.
     """
     for path in paths:
-        with save_errors(path), replacing(path) as temporary, FileWriter() as writer:
+        with write_errors(path), replacing(path) as temporary, FileWriter() as writer:
             writer.write_object(temporary, {STATE: dict(weights), **about})
 
 
 def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The state of a sharded model on the CPU; collective."""
-    return {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}
+    return {name: to_full(tensor).cpu() for name, tensor in model.state_dict().items()}

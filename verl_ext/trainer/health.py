@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from verl_ext.checkpoint.layout import complete_steps
+from verl_ext.checkpoint.manifest import committed_steps
 from verl_ext.config.schema import as_dict
 from verl_ext.files import parse_json
 from verl_ext.health.facts import Facts
@@ -34,7 +34,7 @@ def watch_of(config: RunConfig, first_step: int, total_steps: int, steps_per_epo
     run = RunRecord(run_dir).read()
     rules = all_rules(wanted.rules, "health.rules")
     history, _ = replay(run_dir, run["attempts"], first_step, watched_by(rules))
-    checkpoints = partial(complete_steps, run_dir)
+    checkpoints = partial(committed_steps, run_dir)
     facts = Facts.of(as_dict(config), total_steps, steps_per_epoch, checkpoints, run["untrained_loss"])
     told = told_before(run_dir / EVENTS_FILE, first_step)
     return HealthWatch(history, facts, wanted.limits, wanted.every, list(wanted.stop_on), told, rules)

@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 
-from verl_ext.checkpoint.layout import step_of
 from verl_ext.checkpoint.manager import CheckpointManager
-from verl_ext.checkpoint.options import SaveOptions
-from verl_ext.checkpoint.resume import optimizer_name
-from verl_ext.checkpoint.stock import is_stock
+from verl_ext.checkpoint.manifest import is_verl_checkpoint, step_of
+from verl_ext.checkpoint.resume import agree_on_checkpoint, agree_on_contents, optimizer_name
 from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
 from verl_ext.console import warn
@@ -28,13 +25,13 @@ from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.prefetch import Prefetcher
 from verl_ext.data.rows import Rows
 from verl_ext.data.sampler import GlobalBatchSampler
-from verl_ext.distributed import COLLECTIVE_TIMEOUT, on_every_rank, on_rank_zero
+from verl_ext.data.stock_position import data_state_after_verl
+from verl_ext.distributed import on_every_rank, on_rank_zero
 from verl_ext.metrics.startup import startup
 from verl_ext.trainer.guard import NonFiniteGuard
 from verl_ext.trainer.hardware import pick_precision
 from verl_ext.trainer.model import build_model
 from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
-from verl_ext.trainer.resume import checkpoint_to_resume, contents_to_resume, data_state_after_verl
 from verl_ext.trainer.stages import RunConfig
 from verl_ext.trainer.stop_signals import ignore_stop_signals
 from verl_ext.trainer.tokenizer import tokenizer_of_exports
@@ -120,20 +117,18 @@ class TrainerSetup(FSDPSFTTrainer):
     def _init_checkpoint_manager(self) -> None:
         startup.mark("model")
         trainer = self.config.trainer
-        digest = config_digest(as_dict(self.recorded_config))
-        precision = pick_precision(self.config.model.mixed_precision, self.device_name)
-        optimizer = optimizer_name(self.config.optim)
         self.checkpoint_manager = CheckpointManager(
             model=self.fsdp_model,
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             processing_class=self.processing_class,
-            checkpoint_config=OmegaConf.create(as_dict(trainer.checkpoint)),
-            options=SaveOptions.of(
-                trainer, precision, self.total_training_steps, digest, COLLECTIVE_TIMEOUT, optimizer
-            ),
+            config=trainer.checkpoint,
+            compute_dtype=pick_precision(self.config.model.mixed_precision, self.device_name),
+            last_step=self.total_training_steps,
+            seed=trainer.seed,
             stream=self.dp_rank,
-            warn=warn,
+            config_digest=config_digest(as_dict(self.recorded_config)),
+            optimizer_name=optimizer_name(self.config.optim),
         )
 
     def load_checkpoint(self) -> int:
@@ -144,11 +139,12 @@ class TrainerSetup(FSDPSFTTrainer):
         """
         self.owes_validation = False
         self.data_digest = on_rank_zero(lambda: training_data_digest(self.config.data))
-        path = checkpoint_to_resume(self.config)
+        trainer, optimizer = self.config.trainer, optimizer_name(self.config.optim)
+        path = agree_on_checkpoint(trainer, optimizer)
         if path is None:
             return 0
         self.resume_global_step = step_of(path) or 0
-        self.checkpoint_manager.checkpoint_load_contents = contents_to_resume(path, self.config)
+        self.checkpoint_manager.checkpoint_load_contents = agree_on_contents(path, trainer, optimizer)
         self.checkpoint_manager.load_checkpoint(str(path))
         state = on_every_rank(lambda: self.saved_data_state(path))
         self.load_data_state(state)
@@ -163,15 +159,25 @@ class TrainerSetup(FSDPSFTTrainer):
     def saved_data_state(self, checkpoint: Path) -> dict[str, Any]:
         """What `data_state` gave when a checkpoint was saved, also of one that verl wrote."""
         state = self.checkpoint_manager.load_data_state(str(checkpoint))
-        if is_stock(checkpoint):
-            return data_state_after_verl(checkpoint, state, len(self.train_dataset), self.config)
+        if is_verl_checkpoint(checkpoint):
+            return data_state_after_verl(
+                checkpoint,
+                state,
+                num_samples=len(self.train_dataset),
+                global_batch_size=self.config.data.train_batch_size,
+                sequence_parallel_size=self.config.sequence_parallel_size,
+                seed=self.config.trainer.seed,
+                show=self.device_mesh.get_rank() == 0,
+            )
         return state
 
     def save_checkpoint(self, step: int) -> None:
         """Commit a checkpoint of this step, or begin to; collective."""
         self.checkpoint_manager.data_state = self.data_state()
         self.checkpoint_manager.save_checkpoint(
-            str(Path(self.config.trainer.default_local_dir) / f"global_step_{step}"), global_step=step
+            str(Path(self.config.trainer.default_local_dir) / f"global_step_{step}"),
+            global_step=step,
+            max_ckpt_to_keep=self.config.trainer.max_ckpt_to_keep,
         )
 
     def load_data_state(self, state: dict[str, Any]) -> None:
