@@ -30,9 +30,9 @@ OF_THE_TRAINER = {
     "config", "device_mesh", "device_name", "resume_global_step", "sharding_manager", "tokenizer",
 }  # fmt: skip
 OF_THE_MANAGER = {
-    "__init__", "checkpoint_save_contents", "get_rng_state", "load_checkpoint", "load_rng_state", "lr_scheduler",
-    "model", "optimizer", "processing_class", "rank", "save_checkpoint", "should_load_extra", "should_load_model",
-    "should_load_optimizer", "should_save_extra", "should_save_model", "should_save_optimizer", "world_size",
+    "__init__", "get_rng_state", "load_checkpoint", "load_rng_state", "lr_scheduler", "model", "optimizer",
+    "processing_class", "rank", "save_checkpoint", "should_load_extra", "should_load_model", "should_load_optimizer",
+    "should_save_extra", "should_save_hf_model", "should_save_model", "should_save_optimizer", "world_size",
 }  # fmt: skip
 
 
