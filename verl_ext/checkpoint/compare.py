@@ -39,25 +39,16 @@ class Difference:
         """Whether they are equal bit for bit."""
         return not self.what
 
-    @property
-    def sort_key(self) -> float:
-        """The largest differences first, tensors that cannot be compared before them."""
-        return -self.relative if math.isfinite(self.relative) else -math.inf
-
 
 def diff(arguments: argparse.Namespace, max_shown: int) -> int:
-    """Print the differences, the largest first; returns 1 if there are any.
-
-    Args:
-        arguments: that were typed.
-        max_shown: number of differences that are listed without --all.
-    """
+    """Print the differences, the largest first and without --all at most `max_shown`; returns 1 if there are any."""
     first, second = (_resolve(arguments.run_dir, word) for word in arguments.pair)
     kinds = (MODEL, OPTIMIZER) if arguments.optimizer else (MODEL,)
     total = sum(tensor.num_bytes for kind in kinds for tensor in _tensors(first, kind).values())
     with progress_bar(total=total, desc="comparing", unit="B") as bar:
         differences = list(compare(first, second, kinds, bar.update))
-    unequal = sorted((each for each in differences if not each.is_equal), key=lambda each: each.sort_key)
+    unequal = [each for each in differences if not each.is_equal]
+    unequal.sort(key=lambda each: -each.relative if math.isfinite(each.relative) else -math.inf)
     shown = unequal if arguments.all else unequal[:max_shown]
     if shown:
         header = ("tensor", "largest |A-B|", "relative", "what")
@@ -80,16 +71,11 @@ def _resolve(run_dir: Path, word: str) -> Path:
 
 
 def compare(first: Path, second: Path, kinds: Sequence[str], progress: Callable[[int], None]) -> Iterator[Difference]:
-    """Compare all tensors of two checkpoints, with one of each in memory at a time.
+    """Compare the tensors of two checkpoints, with one of each in memory at a time.
 
     Args:
-        first: a `global_step_N`.
-        second: another one.
         kinds: of shards, MODEL and OPTIMIZER.
         progress: called with the number of bytes of the first checkpoint that were compared.
-
-    Raises:
-        UserError: shards are missing.
     """
     for kind in kinds:
         one, other = _tensors(first, kind), _tensors(second, kind)
@@ -119,14 +105,10 @@ def _compare_tensors(name: str, first: SavedTensor | None, second: SavedTensor |
     if first.shape != second.shape:
         return Difference(name, math.inf, math.inf, f"{tuple(first.shape)} against {tuple(second.shape)}")
     one, other = first.full(), second.full()
-    if one.dtype == other.dtype and torch.equal(_bits(one), _bits(other)):
+    bits, other_bits = (tensor.reshape(-1).view(torch.uint8) for tensor in (one, other))  # in which NaN equals NaN
+    if one.dtype == other.dtype and torch.equal(bits, other_bits):
         return Difference(name)
     gap = (one.double() - other.double()).abs().max().item()
     scale = one.double().abs().max().item()
     what = f"{one.dtype} against {other.dtype}" if one.dtype != other.dtype else "values"
     return Difference(name, gap, gap / scale if scale else math.inf, what)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, in which NaN equals NaN."""
-    return tensor.reshape(-1).view(torch.uint8)

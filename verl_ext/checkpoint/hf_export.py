@@ -61,14 +61,6 @@ class TensorSpec:
         return prod(self.shape[1:]) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class TensorOffset:
-    """Where a tensor begins: the file, and the byte counted from the file's start."""
-
-    file: str
-    offset: int
-
-
 class SafetensorsLayout:
     """The files of an export and the place of each tensor in them.
 
@@ -77,10 +69,9 @@ class SafetensorsLayout:
         max_shard_bytes: largest size of the tensors of one file; a larger tensor has a file for itself.
 
     Attributes:
-        specs: shape and type by tensor name.
         headers: the bytes before the tensors, by file.
         sizes: bytes by file.
-        offsets: place by tensor name.
+        offsets: file, and first byte in it, by tensor name.
         index: content of INDEX; None for a single file.
     """
 
@@ -94,7 +85,7 @@ class SafetensorsLayout:
         self.specs = dict(specs)
         self.headers: dict[str, bytes] = {}
         self.sizes: dict[str, int] = {}
-        self.offsets: dict[str, TensorOffset] = {}
+        self.offsets: dict[str, tuple[str, int]] = {}
         for file, names in split.filename_to_tensors.items():
             self._place(file, names)
         self.index = self._index(split.tensor_to_filename) if split.is_sharded else None
@@ -121,7 +112,7 @@ class SafetensorsLayout:
         self.headers[file] = len(text).to_bytes(8, "little") + text
         self.sizes[file] = len(self.headers[file]) + position
         for name, begin in begins.items():
-            self.offsets[name] = TensorOffset(file, len(self.headers[file]) + begin)
+            self.offsets[name] = (file, len(self.headers[file]) + begin)
 
     def _index(self, files: Mapping[str, str]) -> bytes:
         total = sum(spec.num_bytes for spec in self.specs.values())
@@ -137,7 +128,6 @@ def layout_of(
         tensors: to export.
         state: the model's tensors by source name; only their whole shapes and types are used.
         dtype: of floating-point tensors on the disk.
-        max_shard_gib: largest size of one file, GiB.
     """
     specs = {}
     for tensor in tensors:
@@ -199,15 +189,15 @@ class ExportWriter:
             start: index of the first row.
             rows: (rows, ...) of the tensor, on any device, in any floating-point type.
         """
-        spec, place = self.layout.specs[name], self.layout.offsets[name]
+        spec, (file, offset) = self.layout.specs[name], self.layout.offsets[name]
         values = rows.detach().to(dtype=spec.dtype).cpu().contiguous()
         data = values.reshape(-1).view(torch.uint8).numpy().data
-        path, position = self.directory / place.file, place.offset + start * spec.row_bytes
+        path, position = self.directory / file, offset + start * spec.row_bytes
         with write_errors(path):
-            if place.file not in self._files:
-                self._files[place.file] = os.open(path, os.O_WRONLY)
+            if file not in self._files:
+                self._files[file] = os.open(path, os.O_WRONLY)
             while data:
-                written = os.pwrite(self._files[place.file], data, position)
+                written = os.pwrite(self._files[file], data, position)
                 data, position = data[written:], position + written
 
 
@@ -263,9 +253,6 @@ class HuggingFaceExport:
         """Find the tensors to export; collective.
 
         Args:
-            model: sharded with FSDP2.
-            tokenizer: with its chat template.
-            config: how often, and how large a file may be.
             dtype: of the exported weights.
             last_step: of the run, which is always exported.
             with_weights: whether to export weights at all.
@@ -290,12 +277,7 @@ class HuggingFaceExport:
             return []
 
     def at(self, step: int, state: Mapping[str, torch.Tensor]) -> ExportedWeights | None:
-        """What to export at a step, None for nothing; gathers the LoRA factors, so collective.
-
-        Args:
-            step: of the save.
-            state: this rank's state of the model.
-        """
+        """What to export of this rank's state at a step, None for nothing; gathers the LoRA factors, so collective."""
         is_due = self.config.every is None or step % self.config.every == 0 or step == self.last_step
         if not self.with_weights or not is_due:
             return None
@@ -318,13 +300,7 @@ class HuggingFaceExport:
 def config_and_tokenizer_files(
     model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
 ) -> dict[str, bytes]:
-    """Configuration, generation settings, tokenizer and the model's own code: content by path in the checkpoint.
-
-    Args:
-        model: whose configuration is written.
-        tokenizer: with its chat template.
-        dtype: of the exported weights.
-    """
+    """Configuration, generation settings, tokenizer and the model's own code: content by path in the checkpoint."""
     base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
     config = copy.deepcopy(base.config)
     config.dtype = dtype

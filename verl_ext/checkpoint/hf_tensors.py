@@ -147,15 +147,7 @@ class ExportedTensor:
 def merge_rows(
     adapter: LoraMerge | None, rows: torch.Tensor, factors: Mapping[str, torch.Tensor], start: int, end: int
 ) -> torch.Tensor:
-    """Rows `start` to before `end` of a weight with its adapter added.
-
-    Args:
-        adapter: of the weight; None returns the rows as they are.
-        rows: of the weight.
-        factors: whole A and B by name.
-        start: index of the first row.
-        end: index after the last row.
-    """
+    """Rows `start` to before `end` of a weight with its adapter, whose whole A and B are in `factors`, added."""
     return rows if adapter is None else rows + adapter.delta(factors, start, end).to(rows)
 
 
@@ -249,12 +241,8 @@ def plain_name(source: str) -> str | None:
 
 
 def _adapter_of(source: str, layers: Mapping[str, Any]) -> LoraMerge | None:
-    """The active adapter of a weight.
-
-    Args:
-        source: name of the weight.
-        layers: peft's layers by name. A layer of experts is wrapped once for each of its parameters, inside out.
-    """
+    """The active adapter of a weight, given peft's layers by name."""
+    # a layer of experts is wrapped once for each of its parameters, inside out
     owner, _, parameter = source.rpartition(".")
     while owner.endswith(".base_layer"):
         owner = owner.removesuffix(".base_layer")
@@ -282,11 +270,9 @@ def plan_to_json(tensors: list[ExportedTensor]) -> str:
 
 
 def read_plan(checkpoint: Path, state: Mapping[str, torch.Tensor]) -> list[ExportedTensor]:
-    """The export plan of a checkpoint.
+    """The export plan of a checkpoint, given the state of one of its ranks.
 
-    Args:
-        checkpoint: a `global_step_N`.
-        state: of one rank. A checkpoint that verl wrote has no plan: all its tensors are exported, tied ones once.
+    A checkpoint that verl wrote has no plan: all its tensors are exported, tied ones once.
 
     Raises:
         UserError: it has adapters and no plan, or the plan cannot be read.

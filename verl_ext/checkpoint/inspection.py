@@ -35,7 +35,6 @@ from verl_ext.files import TEMPORARY, format_bytes
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-MAX_TO_KEEP = Key("trainer.max_ckpt_to_keep", int | None, None, Setting("", ge=1, null="all"))
 RETENTION = ("keep_best", "best_metric", "best_mode", "drop_optimizer_of_best")
 """Keys of `CheckpointConfig` that decide what rotation keeps."""
 
@@ -44,11 +43,7 @@ RETENTION = ("keep_best", "best_metric", "best_mode", "drop_optimizer_of_best")
 
 
 def require_run_dir(path: Path) -> Path:
-    """Return a directory that holds a checkpoint, or leftovers of one.
-
-    Raises:
-        UserError: it holds none.
-    """
+    """Return a directory that holds a checkpoint, or leftovers of one; refuse any other."""
     if not path.is_dir():
         raise UserError(f"{path} is not a directory; name the directory of a run")
     if step_of(path.resolve()) is not None:
@@ -59,11 +54,7 @@ def require_run_dir(path: Path) -> Path:
 
 
 def require_steps(run_dir: Path, steps: list[int]) -> list[Path]:
-    """The directories of these steps, complete or not, each once.
-
-    Raises:
-        UserError: one of them does not exist.
-    """
+    """The directories of these steps, complete or not, each once; refuse steps that do not exist."""
     known = {step_of(path): path for path in list_checkpoints(run_dir)}
     missing = [str(step) for step in steps if step not in known]
     if missing:
@@ -106,7 +97,7 @@ def read_retention(run_dir: Path) -> tuple[int | None, CheckpointConfig]:
     max_to_keep = trainer.get("max_ckpt_to_keep")
     given = {name: checkpoint[name] for name in RETENTION if name in checkpoint}
     try:
-        check_value(MAX_TO_KEEP, max_to_keep)
+        check_value(Key("trainer.max_ckpt_to_keep", int | None, None, Setting("", ge=1, null="all")), max_to_keep)
         for name, value in given.items():
             check_value(replace(keys(CheckpointConfig)[name], name=f"trainer.checkpoint.{name}"), value)
     except UserError as error:
@@ -138,19 +129,7 @@ def size_on_disk(path: Path) -> int:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A directory that is a checkpoint or looks like one.
-
-    Attributes:
-        path: the directory.
-        step: optimizer steps done.
-        num_bytes: size of its files on the disk.
-        problem: why it is not complete; None if it is.
-        manifest: of a complete checkpoint.
-        kept_because: why rotation keeps it.
-        goes_next: whether rotation would remove it.
-        loses_optimizer: whether rotation would remove its optimizer shards.
-        by_verl: whether verl itself wrote it.
-    """
+    """A directory that is a checkpoint or looks like one: either it has a manifest, or a problem keeps it from one."""
 
     path: Path
     step: int

@@ -29,11 +29,7 @@ OptimizerState = dict[int, dict[str, SavedTensor]]
 
 @torch.no_grad()
 def load_model(model: torch.nn.Module, checkpoint: Path) -> None:
-    """Copy this rank's rows into each parameter, one tensor at a time.
-
-    Args:
-        model: sharded with FSDP2 over any number of ranks.
-        checkpoint: a complete `global_step_N`.
+    """Copy this rank's rows into each parameter of a model that is sharded with FSDP2, one tensor at a time.
 
     Raises:
         UserError: the checkpoint is of another model.
@@ -81,7 +77,7 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, che
         checkpoint: a complete `global_step_N`.
 
     Raises:
-        UserError: the checkpoint has no optimizer, or that of another one.
+        UserError: the checkpoint has no optimizer state, or that of another optimizer.
     """
     files = ShardFiles(checkpoint, OPTIMIZER)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -108,13 +104,10 @@ def _require_same_hyperparameters(saved: Set[str], own: Set[str], checkpoint: Pa
 def _saved_state(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], files: ShardFiles
 ) -> OptimizerState:
-    """The saved state of the optimizer's parameters.
-
-    Raises:
-        UserError: it is that of another optimizer.
-    """
+    """The saved state of the optimizer's parameters; refuses that of other parameters."""
     saved = files.content(0)
-    sizes, saved_sizes = _group_sizes(optimizer.param_groups), _group_sizes(saved["param_groups"])
+    groups = optimizer.param_groups, saved["param_groups"]
+    sizes, saved_sizes = ([len(group["params"]) for group in each] for each in groups)
     state: OptimizerState | None = None
     if sizes == saved_sizes:
         state = {index: _tensors_at(files, index) for index in saved["state"]}
@@ -129,21 +122,13 @@ def _saved_state(
     return state
 
 
-def _group_sizes(groups: list[dict[str, Any]]) -> list[int]:
-    return [len(group["params"]) for group in groups]
-
-
 def _tensors_at(files: ShardFiles, index: int) -> dict[str, SavedTensor]:
     """The saved state of the parameter at a position, by name; empty for a frozen one."""
     return {name: files.tensor("state", index, name) for name in files.content(0)["state"].get(index, ())}
 
 
 def _local_state(saved: SavedTensor, parameter: torch.Tensor) -> Any:
-    """This rank's part of one entry of a parameter's state, placed like the parameter.
-
-    Raises:
-        UserError: each rank keeps the entry for itself, and another number of ranks saved it.
-    """
+    """This rank's part of one entry of a parameter's state, placed like the parameter."""
     first = saved.piece(0)
     if not isinstance(first, torch.Tensor):
         return first
@@ -169,14 +154,7 @@ def _local_state(saved: SavedTensor, parameter: torch.Tensor) -> Any:
 
 
 class FlatParameterSlice(SavedTensor):
-    """A tensor within the flat parameter of a unit of FSDP1.
-
-    Args:
-        files: of the optimizer.
-        keys: of the flat parameter's state in each shard.
-        offset: index of its first element in the flat parameter.
-        shape: of the whole tensor.
-    """
+    """A tensor that begins at the element `offset` of the flat parameter of a unit of FSDP1."""
 
     def __init__(self, files: ShardFiles, keys: tuple, offset: int, shape: torch.Size) -> None:
         super().__init__(files, keys)
@@ -200,13 +178,16 @@ class FlatParameterSlice(SavedTensor):
 def _verl_state(
     model: PreTrainedModel, trained: Sequence[torch.Tensor], files: ShardFiles, num_saved: int
 ) -> OptimizerState | None:
-    """The state that verl's optimizer saved of the trained parameters; None if it had other parameters.
+    """The state that verl's optimizer, which has one group, saved of the trained parameters.
 
     Args:
         model: sharded with FSDP2.
         trained: parameters of this run's optimizer, in its order.
-        files: of verl's optimizer, which has one group.
-        num_saved: number of parameters in that group.
+        files: of verl's optimizer.
+        num_saved: number of its parameters.
+
+    Returns:
+        None if it had other parameters.
     """
     parameters = list(model.parameters())
     if num_saved == len(parameters):

@@ -69,13 +69,8 @@ def _choose(run_dir: Path, step: int | None) -> Path:
 def export_dtype_of(checkpoint: Path) -> str:
     """The number type of the run's own exports, which every save records in the manifest.
 
-    A checkpoint of an earlier version has it only in `huggingface/config.json`, until a manual export changes that.
-
-    Args:
-        checkpoint: a `global_step_N`.
-
-    Returns:
-        bf16, fp16 or fp32; bf16 for a checkpoint that verl wrote, or one that has neither.
+    A checkpoint of an earlier version has it only in `huggingface/config.json`, until a manual export changes that. The
+    number type is bf16 if the checkpoint has neither, or verl wrote it.
     """
     if is_verl_checkpoint(checkpoint):
         return "bf16"
@@ -100,7 +95,7 @@ def export_dtype_of(checkpoint: Path) -> str:
 def rebuild_export(
     checkpoint: Path, output: Path | None, dtype: str, max_shard_gib: float, progress: Progress = ignore_progress
 ) -> Path:
-    """Write the Hugging Face model of a checkpoint.
+    """Write the Hugging Face model of a checkpoint, and return its directory.
 
     Args:
         checkpoint: a `global_step_N`.
@@ -108,9 +103,6 @@ def rebuild_export(
         dtype: bf16, fp16 or fp32.
         max_shard_gib: largest size of one file, GiB.
         progress: see `Progress`.
-
-    Returns:
-        The directory of the model.
 
     Raises:
         UserError: the shards are damaged or incomplete, or a file cannot be written.
@@ -187,18 +179,7 @@ def write_weights(checkpoint: Path, directory: Path, dtype: str, max_shard_gib: 
 def export_from_shards(
     checkpoint: Path, directory: Path, dtype: torch.dtype, max_shard_gib: float, progress: Progress
 ) -> SafetensorsLayout:
-    """Write the weights of an export from a checkpoint's shards, in one process and with one tensor in memory.
-
-    Args:
-        checkpoint: a `global_step_N`.
-        directory: of the safetensors files; exists.
-        dtype: of floating-point tensors on the disk.
-        max_shard_gib: largest size of one file, GiB.
-        progress: see `Progress`.
-
-    Raises:
-        UserError: shards are missing, or a file cannot be written.
-    """
+    """Write the weights of an export into a directory, in one process and with one tensor in memory."""
     files = ShardFiles(checkpoint, MODEL)
     state = files.content(0)
     tensors = read_plan(checkpoint, state)

@@ -37,23 +37,16 @@ Warn = Callable[[str], None]
 
 
 class ResumeConfig(Protocol):
-    """The keys of the section `trainer` that decide where a run resumes."""
+    """The keys of the section `trainer` that decide where a run resumes; properties, so that any subtype fits."""
 
     @property
-    def run_dir(self) -> Path:
-        """The run directory."""
-
+    def run_dir(self) -> Path: ...
     @property
-    def resume_mode(self) -> str:
-        """See `find_checkpoint`."""
-
+    def resume_mode(self) -> str: ...
     @property
-    def resume_from_path(self) -> str | None:
-        """See `find_checkpoint`."""
-
+    def resume_from_path(self) -> str | None: ...
     @property
-    def checkpoint(self) -> CheckpointConfig:
-        """The section `trainer.checkpoint`."""
+    def checkpoint(self) -> CheckpointConfig: ...
 
 
 # All ranks together
@@ -61,10 +54,6 @@ class ResumeConfig(Protocol):
 
 def agree_on_checkpoint(config: ResumeConfig, optimizer: str) -> Path | None:
     """Choose the newest checkpoint whose files are what was saved, and print it in verl's words; collective.
-
-    Args:
-        config: the section `trainer`.
-        optimizer: this run's, see `optimizer_name`.
 
     Raises:
         UserError: see `find_checkpoint` and `require_same_optimizer`.
@@ -261,11 +250,6 @@ def contents_to_load(checkpoint: Path, config: ResumeConfig, optimizer: str) -> 
     the optimizer state that it has saved since. Therefore everything is loaded of a checkpoint that the run itself
     saved with this optimizer, unless `resume_from_path` names it.
 
-    Args:
-        checkpoint: the result of `find_checkpoint`.
-        config: the section `trainer`.
-        optimizer: this run's, see `optimizer_name`.
-
     Raises:
         ValueError: its manifest cannot be read.
     """
@@ -286,10 +270,7 @@ def optimizer_name(optim: Any) -> str:
 def require_same_optimizer(checkpoint: Path, optimizer: str) -> None:
     """Refuse to load the state of one optimizer into another.
 
-    Args:
-        checkpoint: a complete `global_step_N`. An older one does not name its optimizer; `load_optimizer` then checks
-            its shards.
-        optimizer: this run's, see `optimizer_name`.
+    Older checkpoints do not name their optimizer; `load_optimizer` compares their hyperparameters.
 
     Raises:
         UserError: another optimizer saved the checkpoint.

@@ -136,7 +136,7 @@ class RotationPlan:
 
     Attributes:
         reasons: every complete checkpoint, the newest first, and why it is kept.
-        remove: checkpoints to remove, the oldest first.
+        remove: the oldest first.
         strip: checkpoints whose optimizer shards are removed.
     """
 
@@ -151,10 +151,7 @@ def rotate(run_dir: Path, max_to_keep: int | None, config: CheckpointConfig, ste
     Only the process that saves may call it, and only while no save is in progress, because it removes every `*.tmp`.
 
     Args:
-        run_dir: holds `global_step_N` directories.
-        max_to_keep: see `reasons_to_keep`.
-        config: see `reasons_to_keep`.
-        step: see `reasons_to_keep`.
+        run_dir, max_to_keep, config, step: see `reasons_to_keep`.
         warn: called with a sentence for what cannot be removed.
 
     Returns:
@@ -177,11 +174,7 @@ def plan_rotation(run_dir: Path, max_to_keep: int | None, config: CheckpointConf
 
 
 def apply_plan(plan: RotationPlan, warn: Warn) -> list[Path]:
-    """Carry out a plan; failures are warned about and the rest is still done.
-
-    Returns:
-        The checkpoints that were removed, the oldest first.
-    """
+    """Carry out a plan, with a warning for what fails, and return the checkpoints that were removed."""
     removed = [path for path in plan.remove if _is_free(path, warn) and _attempt(remove_tree, path, warn)]
     for path in plan.strip:  # last: it writes a manifest, and on a full disk there is only now room for it
         _attempt(drop_optimizer, path, warn)

@@ -92,10 +92,7 @@ class CheckpointWriter:
         return self.final.with_name(f"{self.final.name}{TEMPORARY}")
 
     def prepare(self, state: dict[str, Any]) -> None:
-        """Make room for a save and create its directory; collective.
-
-        Args:
-            state: what this rank will save, by kind of shard.
+        """Make room to save the state and create the directory; collective.
 
         Raises:
             UserError: there is not enough space, or the directory cannot be created.
@@ -119,10 +116,7 @@ class CheckpointWriter:
             raise self._aborted(error) from error
 
     def write(self, state: dict[str, Any]) -> float:
-        """Write and commit; collective.
-
-        Args:
-            state: what this rank saves, by kind of shard.
+        """Write what this rank saves, by kind of shard, and commit; collective.
 
         Returns:
             Seconds that it took.
@@ -196,13 +190,10 @@ class CheckpointWriter:
 
 
 def commit_directory(temporary: Path, final: Path, manifest: Manifest) -> None:
-    """Make a directory, whose files are all on disk, a checkpoint.
+    """Make a directory, whose files are all on disk, the checkpoint `final`.
 
-    Args:
-        temporary: the directory.
-        final: its name, `.../global_step_N`. A checkpoint of an earlier run that has the name makes way: one that is
-            held or that verl wrote is renamed to `..._formerly_TIME`, any other is left for rotation to delete.
-        manifest: lists the files.
+    A checkpoint of an earlier run that has the name makes way: one that is held or that verl wrote is renamed to
+    `..._formerly_TIME`, any other is left for rotation to delete.
 
     Raises:
         OSError: no commit happened; a checkpoint that made way has its name again.
@@ -258,11 +249,7 @@ def _local_tensors(state: Any) -> Iterator[torch.Tensor]:
 
 
 def require_space(directory: Path, num_bytes: int) -> None:
-    """Refuse a save that cannot fit.
-
-    Raises:
-        UserError: less than `num_bytes` are free.
-    """
+    """Refuse a save of so many bytes if it cannot fit."""
     free = free_bytes(directory)
     if free < num_bytes:
         raise UserError(
@@ -285,11 +272,7 @@ def warn_if_next_will_not_fit(directory: Path, num_bytes: int) -> None:
 
 
 class DigestingFile:
-    """A new file that is written front to back; the digest is that of the data, not of what the disk made of it.
-
-    Args:
-        path: created or emptied.
-    """
+    """A new file that is written front to back; the digest is that of the data, not of what the disk made of it."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "wb", buffering=0)
@@ -327,14 +310,11 @@ class DigestingFile:
         """Size and digest of what was written so far."""
         return {"bytes": self._num_bytes, "xxh3_128": self._digest.hexdigest()}
 
-    def sync(self) -> None:
-        """Wait until the file is on disk, and close it."""
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def close(self) -> None:
-        """Close a file whose writing failed."""
-        self._file.close()
+    def close(self, sync: bool) -> None:
+        """Close the file, with `sync` when all of it is on disk."""
+        with self._file:
+            if sync:
+                os.fsync(self._file.fileno())
 
 
 class FileWriter:
@@ -375,11 +355,11 @@ class FileWriter:
             try:
                 fill(file)
             except Exception:
-                file.close()
+                file.close(sync=False)
                 if file.error is not None:
                     raise file.error from None
                 raise
-        self._synced.append((path, self._pool.submit(file.sync)))
+        self._synced.append((path, self._pool.submit(file.close, sync=True)))
         return file.entry
 
 

@@ -125,15 +125,7 @@ class ShardFiles:
     """The shards of one kind in a checkpoint, each opened when it is first needed."""
 
     def __init__(self, directory: Path, kind: str) -> None:
-        """Find the shards.
-
-        Args:
-            directory: a `global_step_N`.
-            kind: MODEL, OPTIMIZER or EXTRA.
-
-        Raises:
-            UserError: there are none, or not all of one world size.
-        """
+        """Find the shards of a kind (MODEL, OPTIMIZER or EXTRA); refuse a checkpoint without all of them."""
         self.directory, self.kind = directory, kind
         found = shards_of(directory, kind).values()
         sizes = {world_size for _, world_size, _ in found}
@@ -158,12 +150,7 @@ class ShardFiles:
 
 
 class SavedTensor:
-    """One tensor over the shards of all ranks.
-
-    Args:
-        files: the shards.
-        keys: nested keys of the tensor in each shard.
-    """
+    """One tensor over the shards of all ranks; `keys` are its nested keys in each of them."""
 
     def __init__(self, files: ShardFiles, keys: tuple[Any, ...]) -> None:
         self.files, self.keys = files, keys
