@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
@@ -135,3 +137,66 @@ def _write_vocabulary(tokenizer: dict[str, Any], directory: Path) -> None:
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     path.write_text(text, encoding="utf-8")
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether `model.partial_pretrain` is a name on the model hub, `MODEL` or `OWNER/MODEL`, and not a path.
+
+    A name is a path if it exists, or if its parent directory exists or is one that the pipeline creates.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?", model, re.ASCII) or Path(model).exists():
+        return False
+    owner, slash, _ = model.rpartition("/")
+    return not slash or not (owner in ("data", "checkpoints") or Path(owner).is_dir())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of one of a model's JSON files.
+
+    Raises:
+        UserError: it is not a JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
+        raise UserError(f"{path.absolute()} is not valid JSON ({first_line_of(error)}); restore the model") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path.absolute()} is not a JSON object; restore the model")
+    return content
+
+
+def untrained_loss(model: str) -> float | None:
+    """Loss of random guessing, for a model directory whose weights were never trained.
+
+    Initialization sets the vectors of a transformer (norms and biases) to 0 or 1, and the first optimizer step moves
+    them. So the weights are untrained if every vector in their files still is what initialization made it.
+
+    Args:
+        model: `model.partial_pretrain`.
+
+    Returns:
+        The logarithm of the vocabulary's size, in nats per token; None for trained weights, and where the weights are
+        not in a local directory, not in safetensors files, or without vectors.
+    """
+    directory = Path(model).expanduser()
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        return None
+    from safetensors import SafetensorError, safe_open
+
+    num_vectors = 0
+    try:
+        for path in files:
+            with safe_open(path, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - this is no mapping
+                    if len(tensors.get_slice(name).get_shape()) != 1:
+                        continue
+                    num_vectors += 1
+                    values = set(tensors.get_tensor(name).unique().tolist())
+                    if values not in ({0.0}, {1.0}):
+                        return None
+        config = json.loads((directory / "config.json").read_text())
+        vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    except (SafetensorError, OSError, ValueError, AttributeError):
+        return None  # the ranks, which load the whole model, say what is wrong with it
+    return math.log(vocabulary) if num_vectors and vocabulary else None

@@ -282,12 +282,12 @@ def _reset_modules() -> None:
     import logging
     import weakref
 
-    import verl_ext.metrics.startup
+    import verl_ext.metrics.timing
 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed"):  # the launcher silences torchrun, not its ranks
             logging.getLogger(name).setLevel(logging.NOTSET)
-    verl_ext.metrics.startup.startup.__init__()  # type: ignore[misc]
+    verl_ext.metrics.timing.startup.__init__()  # type: ignore[misc]
     multiprocessing.resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
     multiprocessing.resource_tracker._resource_tracker._pid = None  # type: ignore[attr-defined]
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from verl_ext.grpo.tokens.layout import Layout
 from verl_ext.grpo.tokens.model import forward_cost
 from verl_ext.grpo.tokens.policy import TokenModel, TokenPolicy
 from verl_ext.grpo.update import Updater, UpdateSettings
-from verl_ext.metrics.timers import StepTimer
+from verl_ext.metrics.timing import StepTimer
 from verl_ext.trainer.gathering import Gathering
 
 

@@ -16,7 +16,7 @@ from verl_ext.checkpoint.config import CheckpointConfig
 from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.checkpoint.resume import agree_on_checkpoint
 from verl_ext.data.load import load_datasets, load_questions
-from verl_ext.metrics.names import describe
+from verl_ext.metrics.registry import lookup_metric
 from verl_ext.trainer.attempt import Attempt
 from verl_ext.trainer.stages import STAGES, load_config
 from verl_ext.trainer.tokenizer import load_tokenizer
@@ -66,7 +66,7 @@ def test_an_export_in_what_the_training_computes_in(precision: str, quickstart: 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_best_checkpoint_of_a_stage(stage: str) -> None:
     checkpoint = STAGES[stage].root().trainer.checkpoint
-    assert describe(checkpoint.best_metric).unit
+    assert lookup_metric(checkpoint.best_metric).unit
     assert checkpoint.best_mode == ("min" if checkpoint.best_metric.endswith("loss") else "max")
     # a controller is small, and GRPO's steps are
     assert checkpoint.export.dtype == {"budget": "fp32", "grpo": "auto"}.get(stage, "bf16")

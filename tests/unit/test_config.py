@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.models import cache_as_hub
 from verl_ext.config.compose import parse_override, value_set_by
-from verl_ext.config.inputs import check_data, check_model, is_hub_name, untrained_loss
 from verl_ext.config.recipes import RECIPES, recipe_summaries
 from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict, to_yaml
@@ -22,6 +21,8 @@ from verl_ext.data.training_templates import read_chat_template
 from verl_ext.errors import UserError
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.configure import check_settings, configure
+from verl_ext.launch.preflight import check_data, check_model
+from verl_ext.model_files import is_hub_name, untrained_loss
 from verl_ext.trainer.stages import STAGES, GRPOConfig, RunConfig, SFTConfig, load_config, stages_of
 
 SHIPPED = sorted(

@@ -21,7 +21,7 @@ from verl_ext.grpo.failure import RewardFailure
 from verl_ext.grpo.figures import spreads
 from verl_ext.grpo.policy import Prompt
 from verl_ext.grpo.update import Updated, Updater, UpdateSettings
-from verl_ext.metrics.timers import StepTimer
+from verl_ext.metrics.timing import StepTimer
 from verl_ext.trainer.grpo import GRPOTrainer
 from verl_ext.trainer.grpo_report import GRPOReport
 from verl_ext.trainer.preemption import Preemption

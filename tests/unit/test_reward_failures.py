@@ -17,8 +17,8 @@ from tests.helpers.grpo import sample
 from verl_ext.errors import UserError
 from verl_ext.grpo.environment import Reward
 from verl_ext.grpo.failure import RewardError, RewardFailure
+from verl_ext.grpo.rewards.check import check_reward_functions
 from verl_ext.grpo.rewards.user_function import UserFunction, score_of
-from verl_ext.launch.reward_functions import check_reward_functions
 from verl_ext.plugins import Plugin
 from verl_ext.trainer.guard import TIMED_OUT_STEPS, RewardGuard
 from verl_ext.trainer.stages import GRPOConfig, load_config
@@ -126,9 +126,13 @@ def rows(tmp_path: Path) -> Path:
     return tmp_path / "rows.parquet"
 
 
+def check_rewards_of(config: GRPOConfig) -> None:
+    check_reward_functions(config.reward, config.data)
+
+
 def test_functions_that_work_are_let_through(mine: Path, rows: Path) -> None:
     ours = [f"{mine}:{name}" for name in ("good", "open_ended", "sees_truth", "slow_at_first")]
-    check_reward_functions(config_of(rows, *ours, "reward_correct", "tag_count_reward"))
+    check_rewards_of(config_of(rows, *ours, "reward_correct", "tag_count_reward"))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,7 @@ def test_functions_that_fail_on_a_row_are_refused(
     mine: Path, rows: Path, name: str, says: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UserError, match=says) as refused:
-        check_reward_functions(config_of(rows, f"{mine}:{name}"))
+        check_rewards_of(config_of(rows, f"{mine}:{name}"))
     assert "\n" not in str(refused.value)
     shown = capfd.readouterr().err
     assert ('helper(text): raise LookupError("no good")' in shown) == (name == "raises")
@@ -155,14 +159,14 @@ def test_functions_that_fail_on_a_row_are_refused(
 def test_a_file_that_ends_its_process_is_refused(rows: Path, tmp_path: Path, code: str, says: str) -> None:
     (tmp_path / "leaves.py").write_text(code)
     with pytest.raises(UserError, match=f"leaves.py.*{says}"):
-        check_reward_functions(config_of(rows, f"{tmp_path}/leaves.py:f"))
+        check_rewards_of(config_of(rows, f"{tmp_path}/leaves.py:f"))
 
 
 def test_a_file_that_hangs_is_refused(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl_ext.grpo.rewards.custom.START_S", 0.2)
     (tmp_path / "hangs.py").write_text("import time; time.sleep(1000)")
     with pytest.raises(UserError, match=r"hangs.py.*more than 0\.2 s"):
-        check_reward_functions(config_of(rows, f"{tmp_path}/hangs.py:f"))
+        check_rewards_of(config_of(rows, f"{tmp_path}/hangs.py:f"))
 
 
 @pytest.mark.parametrize(
@@ -185,9 +189,9 @@ def test_rows_without_what_a_reward_needs_are_refused(
     frame = frame if values is None else frame.assign(**{column: values})
     frame.to_parquet(rows)
     with pytest.raises(UserError, match=says):
-        check_reward_functions(config_of(rows, "reward_correct"))
+        check_rewards_of(config_of(rows, "reward_correct"))
     if column == "reward_model" and not isinstance((values or [None])[0], str):  # no other reward needs it
-        check_reward_functions(config_of(rows, "reward_format"))
+        check_rewards_of(config_of(rows, "reward_format"))
 
 
 @pytest.mark.parametrize("column", ["reward_model", "extra_info"])
@@ -197,9 +201,9 @@ def test_a_column_of_text_is_refused_in_files_that_are_only_read(rows: Path, col
     config = config_of(rows, "reward_correct")
     config.data.val_files, config.data.eval_every_steps = str(text), 0
     with pytest.raises(UserError, match=rf"'{column}' of .*text.parquet is a \w*string"):
-        check_reward_functions(config)
+        check_rewards_of(config)
     pd.read_parquet(rows).drop(columns="reward_model").to_parquet(text)
-    check_reward_functions(config)  # what is not measured needs no ground truth
+    check_rewards_of(config)  # what is not measured needs no ground truth
 
 
 @pytest.mark.parametrize(
@@ -220,7 +224,7 @@ def test_ground_truths_that_would_give_zeros(
     frame["reward_model"] = [{"ground_truth": truth}] * 2
     frame.to_parquet(rows)
     with pytest.raises(UserError, match=refused) if refused else nullcontext():
-        check_reward_functions(config_of(rows, reward))
+        check_rewards_of(config_of(rows, reward))
     assert ("<answer>" in capsys.readouterr().err) == warned
 
 
@@ -229,7 +233,7 @@ def test_a_refused_row_is_named_by_the_file_that_it_was_converted_from(rows: Pat
     frame["reward_model"] = [{"ground_truth": truth} for truth in ("72", '{"entry_point": "f"')]
     frame.assign(converted_from=["mine.jsonl row 1", "mine.jsonl row 2"]).to_parquet(rows)
     with pytest.raises(UserError, match=r"mine\.jsonl row 2 \(.*rows\.parquet row 1\)"):
-        check_reward_functions(config_of(rows, "reward_correct"))
+        check_rewards_of(config_of(rows, "reward_correct"))
 
 
 RAISED, TIMED_OUT = RewardFailure("ValueError: no good", "Traceback: here"), RewardFailure("too long", timed_out=True)

@@ -15,7 +15,7 @@ from tests.helpers.vlms import write_model
 from verl_ext.controller.latency_model import FEATURES, LatencyModel
 from verl_ext.controller.loading import fingerprint, load_adapter
 from verl_ext.distributed import build_meshes
-from verl_ext.metrics.records import SAMPLES_FILE
+from verl_ext.metrics.jsonl import SAMPLES_FILE
 from verl_ext.trainer.budget import BudgetControllerTrainer
 from verl_ext.trainer.grpo import GRPOTrainer, prompts_of
 from verl_ext.trainer.hardware import settle_device

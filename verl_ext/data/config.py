@@ -168,3 +168,10 @@ def check_source(name: str, entry: Any) -> None:
         size = entry.get(split, -1)
         if isinstance(size, bool) or not isinstance(size, int) or size < -1:
             raise UserError(f"data.datasets.{name}.{split} is {size!r}; it must be a number of rows, or -1 for all")
+
+
+def file_list(files: str | list[str] | None) -> list[str]:
+    """`train_files` or `val_files` as a list; null is the empty list."""
+    if files is None:
+        return []
+    return list(files) if isinstance(files, list) else [str(files)]

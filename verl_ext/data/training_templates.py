@@ -46,6 +46,40 @@ def read_chat_template(setting: str) -> str:
         ) from error
 
 
+def parse_chat_template(text: str) -> None:
+    """Parse a template as transformers does, with its tag `generation`; nothing is rendered.
+
+    Raises:
+        UserError: it has a syntax error, or cannot be compiled.
+    """
+    from jinja2 import Environment, TemplateError, nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    from verl_ext.rendering import EndlessTemplate, rendering
+
+    class Generation(Extension):
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    try:
+        with rendering():  # Jinja computes constant expressions when it compiles
+            Environment(extensions=[Generation, "jinja2.ext.loopcontrols"]).from_string(text)
+    except EndlessTemplate as error:
+        raise UserError(
+            "data.chat_template cannot be compiled: one of its constant expressions takes too long; correct it"
+        ) from error
+    except TemplateError as error:
+        line = getattr(error, "lineno", None)
+        where = "" if line is None else f"line {line}: "
+        raise UserError(
+            f"data.chat_template is not a Jinja template ({where}{first_line_of(error)}); correct it"
+        ) from error
+
+
 def marks_generation(template: str) -> bool:
     """Whether a template marks what the assistant writes with `{% generation %}`."""
     return any(found[2] == "generation" for found in _MARK.finditer(template))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from verl_ext.console import print_line
 from verl_ext.errors import exit_on_user_error
 from verl_ext.launch.arguments import parse_arguments
-from verl_ext.metrics.startup import process_start, startup
+from verl_ext.metrics.timing import process_start, startup
 from verl_ext.processes import StopRequest, StopSignals
 
 

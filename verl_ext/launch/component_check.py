@@ -8,9 +8,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from verl_ext.config.inputs import parse_chat_template
 from verl_ext.data.config import TextDataConfig
-from verl_ext.data.training_templates import read_chat_template
+from verl_ext.data.training_templates import parse_chat_template, read_chat_template
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.metrics.recorder import require_known_backends
 from verl_ext.plugins import is_module

@@ -10,18 +10,19 @@ from pathlib import Path
 
 from verl_ext.checkpoint.manifest import TRACKER
 from verl_ext.checkpoint.resume import find_checkpoint, optimizer_name, require_same_optimizer
-from verl_ext.config.inputs import check_data, check_model, check_own_chat_template, check_parquet, file_list
 from verl_ext.config.recipes import find_recipe
 from verl_ext.console import print_line
+from verl_ext.data.config import file_list
 from verl_ext.errors import UserError
 from verl_ext.launch.component_check import check_components
 from verl_ext.launch.from_verl import compose_as_typed
 from verl_ext.launch.grpo_model import settle_model
 from verl_ext.launch.health_check import check_health
 from verl_ext.launch.own_files import convert_own_files, has_custom_class
+from verl_ext.launch.preflight import check_data, check_model, check_own_chat_template, check_parquet
 from verl_ext.launch.prepare import is_within
 from verl_ext.launch.summary import WRITTEN
-from verl_ext.metrics.names import describe
+from verl_ext.metrics.registry import lookup_metric
 from verl_ext.plugins import Plugin
 from verl_ext.trainer.config import TrainerConfig
 from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, VLMSFTConfig, keys_set_by
@@ -129,14 +130,14 @@ def check_inputs(config: RunConfig, awaited: Sequence[Path] = ()) -> None:
             for key, name in here:
                 check_parquet(Path(name).expanduser(), key, config)
     if isinstance(config, GRPOConfig):
+        from verl_ext.grpo.rewards.check import check_judge, check_reward_functions
         from verl_ext.launch.grpo_check import check_length
-        from verl_ext.launch.reward_functions import check_judge, check_reward_functions
 
         if has_model:
             check_length(config)
         check_judge(config.reward)
         if has_data:
-            check_reward_functions(config)
+            check_reward_functions(config.reward, config.data)
     elif isinstance(config, BudgetConfig):
         from verl_ext.launch.budget_check import check_budget_files
 
@@ -226,6 +227,6 @@ def check_resume_path(trainer: TrainerConfig) -> None:
 
 def check_best_metric(name: str) -> None:
     """The best checkpoint can only be found by a metric that checkpoints hold."""
-    describe(name)
+    lookup_metric(name)
     if not name.startswith(("train/", "val/")) and (not name.startswith("eval/") or name.count("/") > 1):
         raise UserError(f"trainer.checkpoint.best_metric is {name}; a checkpoint holds what its own training measured")

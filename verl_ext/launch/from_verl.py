@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.checkpoint.manifest import is_verl_checkpoint, list_checkpoints
-from verl_ext.config.inputs import file_list
 from verl_ext.config.schema import set_at, value_at
 from verl_ext.console import print_line
+from verl_ext.data.config import file_list
 from verl_ext.errors import UserError
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer.stages import RunConfig, load_config

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from verl_ext.checkpoint.lease import hold_lease
 from verl_ext.checkpoint.manifest import BEST, EXPORT, complete_checkpoints, list_checkpoints, step_of
-from verl_ext.config.inputs import is_hub_name
 from verl_ext.config.recipes import default_recipe
 from verl_ext.config.run_config import read_config_file
 from verl_ext.console import print_line
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import parse_json
+from verl_ext.model_files import is_hub_name
 from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, sft_recipe_of
 
 

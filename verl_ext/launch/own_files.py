@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl_ext.config.inputs import file_list
+from verl_ext.data.config import file_list
 from verl_ext.data.prepare.commands import COMMANDS
 from verl_ext.data.prepare.files import file_state
 from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME

@@ -13,7 +13,7 @@ from verl_ext.errors import first_line_of
 from verl_ext.launch.keeper import Keeper
 from verl_ext.launch.outcome import Failure, Outcome, RankFailure, Stopped, judge
 from verl_ext.launch.torchrun import torchrun
-from verl_ext.metrics.startup import startup
+from verl_ext.metrics.timing import startup
 from verl_ext.processes import LAUNCHER_PID, StopSignals
 from verl_ext.trainer.stages import RunConfig
 
@@ -70,7 +70,7 @@ def run_ranks(config: RunConfig, signals: StopSignals, module: str = RANK_MODULE
             path.write_text(to_yaml(config))
             startup.mark("launcher")
             thread = RankThread(torchrun(config, module, Path(directory), [str(path)]))
-            startup.hand_on(Path(directory))
+            startup.save(Path(directory))
         keeper = Keeper(module, signals, config.trainer.preemption.grace_s)
         os.environ[LAUNCHER_PID] = str(os.getpid())
         thread.start()

@@ -11,7 +11,7 @@ from verl_ext.errors import UserError
 from verl_ext.launch.configure import checkpoint_that_suits
 from verl_ext.launch.outcome import Failure, Outcome, Stopped
 from verl_ext.launch.summary import print_run_summary
-from verl_ext.metrics.run_record import RunRecord
+from verl_ext.metrics.run_record import EndStatus, RunRecord
 from verl_ext.trainer.stages import RunConfig
 
 
@@ -80,7 +80,7 @@ def report_stop(stopped: Stopped, config: RunConfig, record: RunRecord | None) -
     return stopped.exit_code
 
 
-def close(record: RunRecord | None, status: str, reason: str) -> None:
+def close(record: RunRecord | None, status: EndStatus, reason: str) -> None:
     """Write how the run ended into run.json, unless rank 0 has; where that fails, the reason matters more."""
     if record is not None:
         try:

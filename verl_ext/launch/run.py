@@ -11,7 +11,6 @@ from typing import Any
 
 from verl_ext.checkpoint.manifest import read_tracker, why_incomplete
 from verl_ext.checkpoint.retention import find_leftovers, find_temporary_files, remove_leftovers
-from verl_ext.config.inputs import untrained_loss
 from verl_ext.config.run_config import NOT_IDENTITY, config_digest
 from verl_ext.config.schema import as_dict, flat
 from verl_ext.console import print_line, typed_path, warn
@@ -26,6 +25,7 @@ from verl_ext.launch.restarts import FIRST_PAUSE_S, going_on, last_save, run_wit
 from verl_ext.launch.summary import print_run_summary
 from verl_ext.launch.watcher import watching
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.model_files import untrained_loss
 from verl_ext.processes import StopRequest, StopSignals
 from verl_ext.trainer.stages import RunConfig, read_config
 

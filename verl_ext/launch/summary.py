@@ -10,7 +10,7 @@ from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import RECIPES, default_recipe
 from verl_ext.console import REPOSITORY, print_next, print_summary, typed_module, typed_path, typed_script
 from verl_ext.errors import UserError
-from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
+from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
 from verl_ext.trainer.stages import BudgetConfig, RunConfig
 
 LEARNT = ("train/loss", "val/loss", "eval/reward_total_mean", "eval/accuracy_mean", "eval/budget_violation_mean")
@@ -116,7 +116,7 @@ def learnt(path: Path) -> dict[str, str]:
     """First and last value of `LEARNT` on the way to the last step, without rows that a later attempt overtook."""
     values: dict[str, dict[int, float]] = {name: {} for name in LEARNT}
     attempt = None
-    for row in iterate_metrics(path) if path.is_file() else ():
+    for row in iter_metrics(path) if path.is_file() else ():
         if row["attempt"] != attempt:  # a later attempt replaces all from its first row on
             attempt = row["attempt"]
             values = {name: {s: v for s, v in old.items() if s < row["step"]} for name, old in values.items()}

@@ -16,7 +16,7 @@ from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from verl_ext.launch.restarts import FIRST_PAUSE_S, pause_before
 from verl_ext.launch.summary import EVALUATE, next_after_evaluation, with_recipe
 from verl_ext.launch.watch_process import LOG, WatchProcess
-from verl_ext.metrics.run_file import RUN_FILE, load_run
+from verl_ext.metrics.run_record import RUN_FILE, load_run
 from verl_ext.processes import StopRequest, StopSignals
 from verl_ext.trainer.stages import RunConfig
 

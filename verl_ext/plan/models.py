@@ -9,9 +9,9 @@ from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from transformers import AutoConfig, PretrainedConfig
 
 from verl_ext.config.compose import load_yaml
-from verl_ext.config.inputs import is_hub_name, read_json
 from verl_ext.config.schema import value_at
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.model_files import is_hub_name, read_json
 from verl_ext.remote_code import require_no_remote_code
 from verl_ext.trainer.stages import GRPOConfig, SFTConfig, sft_recipe_of
 

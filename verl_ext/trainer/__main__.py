@@ -10,7 +10,7 @@ from pathlib import Path
 
 from verl_ext.cli import child_process_args
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
-from verl_ext.metrics.startup import process_start, startup
+from verl_ext.metrics.timing import process_start, startup
 from verl_ext.processes import LAUNCHER_PID, defer_gc, end_with_parent
 from verl_ext.trainer.stages import STAGES, RunConfig, read_config
 from verl_ext.trainer.stop_signals import end_at_once
@@ -21,7 +21,7 @@ def main() -> None:
     [path] = child_process_args("verl_ext.trainer", "Trains as one rank of torchrun.", "bash run_sft.sh 2", "config")
     die_with_launcher()
     end_at_once()
-    startup.go_on(Path(path).parent)
+    startup.load(Path(path).parent)
     startup.mark("torchrun", process_start())
     config = read_config(Path(path))
     try:

@@ -14,12 +14,11 @@ from verl_ext.files import replace_file
 from verl_ext.health.facts import REWARDED
 from verl_ext.health.findings import Finding
 from verl_ext.health.watch import HealthWatch
-from verl_ext.metrics.console import ProgressBar
-from verl_ext.metrics.event import Event
+from verl_ext.metrics.jsonl import HealthEvent, SampleRow
 from verl_ext.metrics.recorder import MetricsRecorder
-from verl_ext.metrics.records import SampleRow
-from verl_ext.metrics.run_record import RunRecord
-from verl_ext.metrics.startup import startup
+from verl_ext.metrics.run_record import EndStatus, RunRecord
+from verl_ext.metrics.sinks import ProgressBar
+from verl_ext.metrics.timing import startup
 from verl_ext.trainer.health import watch_of
 from verl_ext.trainer.stages import RunConfig
 
@@ -101,7 +100,7 @@ class Attempt:
         else:
             startup.mark("validation")
         for found in self._findings(step, metrics):
-            self.recorder.log_event(Event(step, found.rule, found.level.word, found.sentence))
+            self.recorder.log_event(HealthEvent(step, found.rule, found.level.word, found.sentence))
 
     def _watch(self) -> HealthWatch | None:
         """The health rules with what is known of the run; without them where that cannot be read."""
@@ -150,7 +149,7 @@ class Attempt:
                 raise
             warn(str(lost))  # what ended the attempt matters more
 
-    def _outcome(self, error: BaseException | None) -> tuple[str, str, int]:
+    def _outcome(self, error: BaseException | None) -> tuple[EndStatus, str, int]:
         """Status and reason for run.json, and the exit code that trackers are told."""
         if error is None:
             return "finished", "all steps are done", 0

@@ -15,7 +15,7 @@ from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.data.questions import QuestionDataset
 from verl_ext.distributed import on_every_rank, on_rank_zero, reduce_over_ranks
-from verl_ext.metrics.epoch_history import EpochSums
+from verl_ext.metrics.csv_tables import EpochSums
 from verl_ext.trainer.budget_parts import (
     budgets_of,
     check_budgets,

@@ -217,7 +217,7 @@ class GRPOTrainer(PipelineTrainer):
         if self.trace is not None:
             for sample in samples:
                 identity = f"{self.global_step}/{sample.prompt.sample_id}/{sample.number}"
-                self.trace.life(identity, "update", start, time.perf_counter())
+                self.trace.async_span(identity, "update", start, time.perf_counter())
 
     def show_samples(self, experience: Experience) -> None:
         """Write some of rank 0's samples, every so many steps."""

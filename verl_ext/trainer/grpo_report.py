@@ -11,7 +11,7 @@ from verl_ext.grpo.experience import Experience
 from verl_ext.grpo.figures import spreads
 from verl_ext.grpo.policy import Policy, Sample
 from verl_ext.grpo.update import Updated
-from verl_ext.metrics.records import SampleRow
+from verl_ext.metrics.jsonl import SampleRow
 
 _MOST_CHARACTERS = 300
 """Of a sample in a message."""

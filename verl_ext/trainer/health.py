@@ -14,7 +14,7 @@ from verl_ext.health.own_rules import all_rules
 from verl_ext.health.replay import replay
 from verl_ext.health.rules import watched_by
 from verl_ext.health.watch import HealthWatch
-from verl_ext.metrics.records import EVENTS_FILE
+from verl_ext.metrics.jsonl import EVENTS_FILE
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer.stages import RunConfig
 

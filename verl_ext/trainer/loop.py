@@ -19,12 +19,11 @@ from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
 from verl.workers.sharding_manager.fsdp_ulysses import FSDPUlyssesShardingManager
 
 from verl_ext.console import warn
-from verl_ext.data.rows import Rows
+from verl_ext.data.dataset import SampleDataset
 from verl_ext.deadline import deadline_from_environment, parse_deadline
 from verl_ext.errors import Stop, UserError
 from verl_ext.files import GIB, free_bytes
-from verl_ext.metrics.timers import StepTimer
-from verl_ext.metrics.trace import Trace
+from verl_ext.metrics.timing import StepTimer, TraceFile
 from verl_ext.trainer.attempt import Attempt
 from verl_ext.trainer.guard import NonFiniteGuard
 from verl_ext.trainer.hardware import settle_precision
@@ -57,17 +56,17 @@ class PipelineTrainer(TrainerSetup, ABC):
         device_mesh: DeviceMesh,
         ulysses_device_mesh: DeviceMesh,
         tokenizer: PreTrainedTokenizerBase,
-        train_dataset: Rows,
-        val_dataset: Rows | None,
+        train_dataset: SampleDataset,
+        val_dataset: SampleDataset | None,
         signals: RankSignals | None = None,
     ) -> None:
         self.recorded_config = config
         self.device_name = config.trainer.device
         self.is_main = device_mesh.get_rank() == 0
         self.run_dir = Path(config.trainer.default_local_dir)
-        self.trace = Trace(self.run_dir, device_mesh.get_rank()) if config.trainer.trace else None
+        self.trace = TraceFile(self.run_dir, device_mesh.get_rank()) if config.trainer.trace else None
         self.timer = StepTimer(
-            on_gpu=self.device_name == "cuda", on_part=None if self.trace is None else self.trace.part
+            on_gpu=self.device_name == "cuda", on_part=None if self.trace is None else self.trace.span
         )
         self.guard = NonFiniteGuard(config.trainer.max_nonfinite_steps, train_dataset.describe)
         self.preemption = Preemption(signals, self.deadline(config), list(config.health.stop_on))
@@ -147,7 +146,7 @@ class PipelineTrainer(TrainerSetup, ABC):
             self.step_metrics = {}
             self.log(self.training_step(batch))
             if self.trace is not None:
-                self.trace.part("step", self.step_start, time.perf_counter(), step=self.global_step)
+                self.trace.span("step", self.step_start, time.perf_counter(), step=self.global_step)
             self.preemption.note(step_s=time.perf_counter() - self.step_start)
             self.guard.check(self.global_step, batch.rows)
             self.train_sampler.advance()

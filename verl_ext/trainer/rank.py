@@ -7,7 +7,7 @@ from transformers import set_seed
 
 from verl_ext.distributed import build_meshes, init_process_group, local_rank_zero_first, on_every_rank
 from verl_ext.errors import Stop
-from verl_ext.metrics.startup import startup
+from verl_ext.metrics.timing import startup
 from verl_ext.processes import quiet_stdout
 from verl_ext.trainer.hardware import prepare_device
 from verl_ext.trainer.loop import PipelineTrainer

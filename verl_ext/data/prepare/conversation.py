@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.config.inputs import ORIGIN_KEY
+from verl_ext.data.dataset import ORIGIN_KEY
 from verl_ext.data.prepare.files import Row
 from verl_ext.data.prepare.turns import BadRow, from_json, is_sharegpt, to_turns
 

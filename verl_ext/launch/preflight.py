@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl_ext.errors import UserError, first_line_of
+from verl_ext.data.config import file_list
+from verl_ext.data.dataset import reading_parquet
+from verl_ext.errors import UserError
+from verl_ext.model_files import is_hub_name, read_json
 from verl_ext.remote_code import require_no_remote_code_in
-
-ORIGIN_KEY = "converted_from"
-"""Column of converted data files: file and row that a row was converted from, for messages."""
-
-
-def place_of(name: str, row: int, record: Mapping[str, Any]) -> str:
-    """File and row for a message; of a converted file also those that the row was converted from."""
-    origin = record.get(ORIGIN_KEY)
-    return f"{name} row {row}" if not isinstance(origin, str) else f"{origin} ({name} row {row})"
 
 
 def check_model(config: Any) -> None:
@@ -50,17 +40,6 @@ def check_model(config: Any) -> None:
         require_no_remote_code_in(str(path), content)
 
 
-def is_hub_name(model: str) -> bool:
-    """Whether `model.partial_pretrain` is a name on the model hub, `MODEL` or `OWNER/MODEL`, and not a path.
-
-    A name is a path if it exists, or if its parent directory exists or is one that the pipeline creates.
-    """
-    if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?", model, re.ASCII) or Path(model).exists():
-        return False
-    owner, slash, _ = model.rpartition("/")
-    return not slash or not (owner in ("data", "checkpoints") or Path(owner).is_dir())
-
-
 def require_cached_if_offline(model: str) -> None:
     """Refuse a hub name that transformers could not load, as HF_HUB_OFFLINE is set and its cache lacks the model."""
     from huggingface_hub import constants, try_to_load_from_cache
@@ -76,21 +55,6 @@ def require_cached_if_offline(model: str) -> None:
             f"there is no model at {Path(model).absolute()}, and HF_HUB_OFFLINE is set but the hub's cache "
             f"{constants.HF_HUB_CACHE} has no {model}; correct model.partial_pretrain, or download the model first"
         )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The content of one of a model's JSON files.
-
-    Raises:
-        UserError: it is not a JSON object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
-        raise UserError(f"{path.absolute()} is not valid JSON ({first_line_of(error)}); restore the model") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path.absolute()} is not a JSON object; restore the model")
-    return content
 
 
 def check_weights(model: Path) -> None:
@@ -130,84 +94,6 @@ def check_own_chat_template(config: Any) -> None:
         )
 
 
-def parse_chat_template(text: str) -> None:
-    """Parse a template as transformers does, with its tag `generation`; nothing is rendered.
-
-    Raises:
-        UserError: it has a syntax error, or cannot be compiled.
-    """
-    from jinja2 import Environment, TemplateError, nodes
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
-
-    from verl_ext.rendering import EndlessTemplate, rendering
-
-    class Generation(Extension):
-        tags = {"generation"}
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    try:
-        with rendering():  # Jinja computes constant expressions when it compiles
-            Environment(extensions=[Generation, "jinja2.ext.loopcontrols"]).from_string(text)
-    except EndlessTemplate as error:
-        raise UserError(
-            "data.chat_template cannot be compiled: one of its constant expressions takes too long; correct it"
-        ) from error
-    except TemplateError as error:
-        line = getattr(error, "lineno", None)
-        where = "" if line is None else f"line {line}: "
-        raise UserError(
-            f"data.chat_template is not a Jinja template ({where}{first_line_of(error)}); correct it"
-        ) from error
-
-
-def untrained_loss(model: str) -> float | None:
-    """Loss of random guessing, for a model directory whose weights were never trained.
-
-    Initialization sets the vectors of a transformer (norms and biases) to 0 or 1, and the first optimizer step moves
-    them. So the weights are untrained if every vector in their files still is what initialization made it.
-
-    Args:
-        model: `model.partial_pretrain`.
-
-    Returns:
-        The logarithm of the vocabulary's size, in nats per token; None for trained weights, and where the weights are
-        not in a local directory, not in safetensors files, or without vectors.
-    """
-    directory = Path(model).expanduser()
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        return None
-    from safetensors import SafetensorError, safe_open
-
-    num_vectors = 0
-    try:
-        for path in files:
-            with safe_open(path, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - this is no mapping
-                    if len(tensors.get_slice(name).get_shape()) != 1:
-                        continue
-                    num_vectors += 1
-                    values = set(tensors.get_tensor(name).unique().tolist())
-                    if values not in ({0.0}, {1.0}):
-                        return None
-        config = json.loads((directory / "config.json").read_text())
-        vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    except (SafetensorError, OSError, ValueError, AttributeError):
-        return None  # the ranks, which load the whole model, say what is wrong with it
-    return math.log(vocabulary) if num_vectors and vocabulary else None
-
-
-def file_list(files: str | list[str] | None) -> list[str]:
-    """`data.train_files` and the like as a list; null is the empty list."""
-    if files is None:
-        return []
-    return list(files) if isinstance(files, list) else [str(files)]
-
-
 def check_data(config: Any) -> None:
     """Every data file must be readable parquet with the wanted column, and the training set must fill one batch."""
     rows = {}
@@ -226,24 +112,6 @@ def check_data(config: Any) -> None:
             f"the training set has {rows_used} rows, fewer than one global batch of {config.data.train_batch_size}; "
             f"set data.train_batch_size to {rows_used} or less"
         )
-
-
-@contextmanager
-def reading_parquet(path: Path) -> Iterator[None]:
-    """What reads a file runs inside: its end may be whole and its pages damaged.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    import pyarrow
-
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError) as error:
-        fix = "prepare it again"
-        if path.suffix.lower() != ".parquet":
-            fix = "give a file that ends in .parquet, .jsonl, .json, .csv or .tsv"
-        raise UserError(f"{path} is not a readable parquet file ({first_line_of(error)}); {fix}") from error
 
 
 def check_parquet(path: Path, key: str, config: Any) -> int:

@@ -1,4 +1,4 @@
-"""Tries the judge and the reward functions of a recipe before any rank starts."""
+"""Checks of the judge, the ground truths and the reward functions of a recipe, before a run starts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from eval_pipeline.judge.packages import find_packages
 from eval_pipeline.problems.problem import ReferenceAnswer
 from eval_pipeline.problems.reference import is_right
 from eval_pipeline.problems.verl_rl import read_tests
-from verl_ext.config.inputs import ORIGIN_KEY, file_list, place_of, reading_parquet
 from verl_ext.console import print_line, warn
-from verl_ext.data.parquet import first_row, plain
+from verl_ext.data.config import PromptDataConfig, file_list
+from verl_ext.data.dataset import ORIGIN_KEY, drop_nulls, iter_parquet_rows, place_of, reading_parquet
 from verl_ext.errors import UserError
 from verl_ext.grpo.config import RewardConfig
 from verl_ext.grpo.failure import RewardError
@@ -25,7 +25,6 @@ from verl_ext.grpo.rewards.custom import START_S, try_function
 from verl_ext.grpo.rewards.judged import OF_TESTS, tests_of
 from verl_ext.grpo.rewards.registry import wanted_rewards
 from verl_ext.plugins import Plugin
-from verl_ext.trainer.stages import GRPOConfig
 
 QUIET_S = 10.0
 """Seconds of loading and calling a function before the user is told what takes so long."""
@@ -33,26 +32,29 @@ MOST_SHOWN = 60
 """Characters of a completion in a message."""
 
 
-def check_reward_functions(config: GRPOConfig) -> None:
+def check_reward_functions(reward: RewardConfig, data: PromptDataConfig) -> None:
     """Refuse data that lack what a reward needs, and functions of the user's that fail on the first row.
 
     Raises:
         UserError: a column is missing or has another type, or a function cannot be loaded, cannot be called as it is
             called in training, or fails.
     """
-    wanted = wanted_rewards(list(config.reward.functions))
-    judged = next((reward.name for reward in wanted if reward.by_verdict), None)
-    train, val = file_list(config.data.train_files), file_list(config.data.val_files)
-    is_measured = config.data.eval_every_steps and config.data.eval_split == "test"
-    for name in train:
-        check_columns(Path(name).expanduser(), judged)
-    for name in val:  # read in any case
-        check_columns(Path(name).expanduser(), judged if is_measured else None)
-    where, answer = trial_answer([Path(name).expanduser() for name in train])
-    check_ground_truth([reward.name for reward in wanted if reward.by_verdict], answer, where)
-    for reward in wanted:
-        if reward.plugin is not None:
-            try_on_row(reward.plugin, answer, where, config.reward.time_limit_s)
+    wanted = wanted_rewards(list(reward.functions))
+    by_verdict = [each.name for each in wanted if each.by_verdict]
+    judged = by_verdict[0] if by_verdict else None
+    train, val = (
+        [Path(name).expanduser() for name in file_list(files)] for files in (data.train_files, data.val_files)
+    )
+    is_measured = data.eval_every_steps and data.eval_split == "test"
+    for path in train:
+        check_columns(path, judged)
+    for path in val:  # read even if it is not measured
+        check_columns(path, judged if is_measured else None)
+    where, answer = trial_answer(train)
+    check_ground_truth(by_verdict, answer, where)
+    for each in wanted:
+        if each.plugin is not None:
+            try_on_row(each.plugin, answer, where, reward.time_limit_s)
 
 
 def check_judge(reward: RewardConfig) -> None:
@@ -96,17 +98,14 @@ def check_columns(path: Path, judged: str | None) -> None:
         raise UserError(f"{path} has no column 'reward_model' with a ground_truth, {needs}")
     if schema.field("reward_model").type.get_field_index("ground_truth") < 0:
         raise UserError(f"the column 'reward_model' of {path} has no field 'ground_truth', {needs}")
-    origin = {ORIGIN_KEY} & {*schema.names}
-    row = 0
-    with reading_parquet(path), parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(64, columns=["reward_model.ground_truth", *origin]):  # tests may be megabytes
-            for record in map(plain, batch.to_pylist()):
-                where = place_of(str(path), row, record)
-                truth = (record.get("reward_model") or {}).get("ground_truth")
-                if truth is None:
-                    raise UserError(f"{where} has no reward_model.ground_truth, {needs}")
-                read_tests(truth, where)
-                row += 1
+    columns = ["reward_model.ground_truth", *({ORIGIN_KEY} & {*schema.names})]
+    rows = iter_parquet_rows(path, columns, batch_size=64)  # tests may be megabytes
+    for row, record in enumerate(map(drop_nulls, rows)):
+        where = place_of(str(path), row, record)
+        truth = (record.get("reward_model") or {}).get("ground_truth")
+        if truth is None:
+            raise UserError(f"{where} has no reward_model.ground_truth, {needs}")
+        read_tests(truth, where)
 
 
 def trial_answer(paths: list[Path]) -> tuple[str, RewardedAnswer]:
@@ -114,7 +113,7 @@ def trial_answer(paths: list[Path]) -> tuple[str, RewardedAnswer]:
 
     The answer is the ground truth itself where that is a text or a number: what a good completion may come down to.
     """
-    path, row = next((path, row) for path in paths if (row := first_row(path)) is not None)
+    path, row = next((path, drop_nulls(row)) for path in paths for row in iter_parquet_rows(path, batch_size=1))
     where = f"{path} row 0"
     truth: Any = RewardedAnswer.to_prompt(where, row, "", 1).ground_truth
     text = str(truth) if isinstance(truth, str | int | float) and str(truth).strip() else "This is a completion."
