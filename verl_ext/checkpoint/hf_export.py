@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
 from verl_ext.checkpoint.config import ExportConfig
-from verl_ext.checkpoint.hf_tensors import ExportedTensor, exported_tensors, merge_rows, plan_to_json
+from verl_ext.checkpoint.hf_tensors import ExportedTensor, exported_tensors, merge_rows, plan_to_json, unwrap_peft
 from verl_ext.checkpoint.manifest import EXPORT, PLAN
 from verl_ext.checkpoint.shards import is_sharded, local_rows, to_full, to_local
 from verl_ext.distributed import on_every_rank, on_rank_zero
@@ -301,7 +301,7 @@ def config_and_tokenizer_files(
     model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
 ) -> dict[str, bytes]:
     """Configuration, generation settings, tokenizer and the model's own code: content by path in the checkpoint."""
-    base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = unwrap_peft(model)
     config = copy.deepcopy(base.config)
     config.dtype = dtype
     with tempfile.TemporaryDirectory() as directory:

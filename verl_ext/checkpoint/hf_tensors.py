@@ -163,7 +163,7 @@ def exported_tensors(model: PreTrainedModel | PeftModel) -> list[ExportedTensor]
         UserError: the model has adapters that cannot be merged.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = unwrap_peft(model)
     tied, state = set(base.all_tied_weights_keys), model.state_dict()
     tensors = {}
     for source in state:
@@ -187,6 +187,11 @@ def exported_tensors(model: PreTrainedModel | PeftModel) -> list[ExportedTensor]
         for tensor in tensors.values()
         for name, part in parts[tensor.name].items()
     ]
+
+
+def unwrap_peft(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """The model inside of peft's wrapper, if it has one."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _file_tensors(

@@ -100,13 +100,13 @@ class CheckpointWriter:
         num_bytes = sum(gather_results(lambda: bytes_of(state), self.group))
         num_bytes += self.weights.layout.num_bytes if self.weights else 0
 
-        def create_directory() -> None:
+        def create_directory() -> None:  # step 1
             run_dir = self.final.parent
             remove_leftovers(run_dir, warn)
             with write_errors(self.temporary):
                 run_dir.mkdir(parents=True, exist_ok=True)
                 require_space(run_dir, num_bytes)
-                (self.temporary / EXPORT).mkdir(parents=True)
+                (self.temporary / EXPORT).mkdir(parents=True)  # fails if the leftovers could not be removed
             if self.weights is not None:
                 create_files(self.temporary / EXPORT, self.weights.layout)
 
@@ -126,13 +126,13 @@ class CheckpointWriter:
         """
         start = time.perf_counter()
         try:
-            written = gather_results(lambda: self._write_own_files(state), self.group)
-            on_rank_zero(lambda: self._commit(written), self.group)  # the gathering above was the barrier
+            written = gather_results(lambda: self._write_own_files(state), self.group)  # step 2, and a barrier
+            on_rank_zero(lambda: self._commit(written), self.group)  # steps 3 to 6
         except UserError as error:  # raised on every rank, so all of them are alive
             raise self._aborted(error) from error
         return time.perf_counter() - start
 
-    def rotate(self) -> None:
+    def rotate(self) -> None:  # step 7
         """Remove the checkpoints that nothing keeps any longer, and warn if the next one will not fit."""
         if self.rank > 0:
             return
@@ -196,18 +196,19 @@ def commit_directory(temporary: Path, final: Path, manifest: Manifest) -> None:
     `..._formerly_TIME`, any other is left for rotation to delete.
 
     Raises:
-        OSError: no commit happened; a checkpoint that made way has its name again.
+        OSError: before the rename; a checkpoint that made way then has its name again. Or after it, if the tracker
+            cannot be replaced.
     """
-    write_manifest(temporary, manifest)
-    former = _set_former_aside(final) if final.exists() else None
+    write_manifest(temporary, manifest)  # step 3
+    former = _set_former_aside(final) if final.exists() else None  # step 4
     try:
-        os.rename(temporary, final)
+        os.rename(temporary, final)  # step 5
     except OSError:
         if former is not None:
             os.rename(former, final)
         raise
     sync_directory(final.parent)
-    write_tracker(final.parent, manifest.step)
+    write_tracker(final.parent, manifest.step)  # step 6
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
