@@ -129,7 +129,7 @@ def size_on_disk(path: Path) -> int:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A directory that is a checkpoint or looks like one: either it has a manifest, or a problem keeps it from one."""
+    """A directory that is a checkpoint or looks like one; `problem` says why one without a manifest is not complete."""
 
     path: Path
     step: int
