@@ -160,8 +160,8 @@ def _wandb_directories() -> list[tempfile.TemporaryDirectory[str]]:
 MODULES = (
     *("torch.distributed.run", "torch.distributed.launcher.api", "torch.utils.tensorboard", "wandb", "pandas"),
     *("transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen2.tokenization_qwen2"),
-    *("verl_ext.launch.__main__", "verl_ext.launch.configure", "verl_ext.launch.eval_check", "verl_ext.launch.prepare"),
-    *("verl_ext.launch.rendezvous", "verl_ext.launch.run", "verl_ext.trainer.__main__", "verl_ext.trainer.rank"),
+    *("verl_ext.launch.__main__", "verl_ext.launch.configure", "verl_ext.launch.preflight", "verl_ext.launch.run"),
+    *("verl_ext.launch.torchrun", "verl_ext.trainer.__main__", "verl_ext.trainer.trainer"),
     *("verl_ext.checkpoint.__main__", "verl_ext.health.__main__", "eval_pipeline.__main__"),
 )
 VLLM_MODULES = ("vllm", "vllm.entrypoints.llm")

@@ -13,13 +13,12 @@ from verl_ext.controller.checkpoints import load_weights
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.data.load import load_questions
 from verl_ext.errors import UserError
-from verl_ext.launch.budget_check import check_budget_files
-from verl_ext.launch.configure import check_settings
+from verl_ext.launch.preflight import check_budget_files, check_settings
 from verl_ext.metrics.csv_tables import EPOCH_COLUMNS, EpochSums, EpochTables
 from verl_ext.metrics.jsonl import MetricsRow
 from verl_ext.metrics.registry import lookup_metric
 from verl_ext.metrics.sinks import LogFileSink, epoch_line, epoch_tags
-from verl_ext.trainer.plateau import PlateauSchedule
+from verl_ext.trainer.optimizer import PlateauScheduler
 from verl_ext.trainer.stages import BudgetConfig, load_config
 
 RECIPE = """
@@ -173,14 +172,14 @@ def test_the_log_file_has_the_lines_of_the_console(tmp_path: Path, capsys: pytes
 
 def test_only_a_measurement_moves_the_learning_rate() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = PlateauSchedule(optimizer, factor=0.5, patience=1)
+    schedule = PlateauScheduler(optimizer, factor=0.5, patience=1)
     for _ in range(10):
         schedule.step()
     assert schedule.get_last_lr() == [1.0]
     for reward in (0.3, 0.3, 0.3):
         schedule.step(reward)
     assert schedule.get_last_lr() == [0.5]
-    resumed = PlateauSchedule(optimizer, factor=0.5, patience=1)
+    resumed = PlateauScheduler(optimizer, factor=0.5, patience=1)
     resumed.load_state_dict(schedule.state_dict())
     for reward in (0.2, 0.4, 0.4):
         resumed.step(reward)

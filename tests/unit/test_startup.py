@@ -80,9 +80,22 @@ def test_the_benchmark_reads_what_a_run_records():
 
 def test_the_launcher_imports_nothing_of_other_stages():
     code = (
-        "import sys, verl_ext.launch.configure, verl_ext.launch.run\n"
-        "unwanted = {'torch', 'verl_ext.launch.grpo_check', 'verl_ext.launch.budget_check'}\n"
+        "import sys, verl_ext.launch.preflight, verl_ext.launch.run\n"
+        "unwanted = {'torch', 'verl_ext.grpo.rewards.check', 'verl_ext.data.question_sources'}\n"
         "print(sorted(unwanted & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_configuration_is_printed_without_what_only_a_launch_needs():
+    code = (
+        "import sys\nfrom verl_ext.launch.__main__ import launch, parse_arguments\n"
+        "from verl_ext.processes import StopSignals\n"
+        "launch(parse_arguments(['sft', '2', '--print-config', 'optim.lr=1']), StopSignals())\n"
+        "unwanted = {'torch', 'pandas', 'numpy', 'pyarrow', 'eval_pipeline.problems', 'verl_ext.data.prepare'}\n"
+        "unwanted |= {'verl_ext.health.own_rules', 'verl_ext.metrics.recorder', 'verl_ext.launch.preflight'}\n"
+        "print(sorted(unwanted & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"
