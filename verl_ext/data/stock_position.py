@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_ext.checkpoint.manifest import Manifest, step_of
 from verl_ext.console import print_line, warn
 from verl_ext.errors import UserError
 
@@ -75,9 +74,10 @@ def data_state_after_verl(
     checkpoint: Path,
     loader_state: dict[str, Any],
     *,
+    step: int,
     num_samples: int,
     global_batch_size: int,
-    sequence_parallel_size: int,
+    num_saved_ranks: int,
     seed: int,
     show: bool,
 ) -> dict[str, Any]:
@@ -86,9 +86,10 @@ def data_state_after_verl(
     Args:
         checkpoint: a `global_step_N`.
         loader_state: its `data.pt`; empty if it has none.
+        step: optimizer steps done.
         num_samples: of the data set.
         global_batch_size: of this run.
-        sequence_parallel_size: of this run.
+        num_saved_ranks: data-parallel ranks that the checkpoint was saved by.
         seed: of this run.
         show: whether this rank prints where the run continues.
 
@@ -97,8 +98,7 @@ def data_state_after_verl(
     """
     if "samples_seen" in loader_state:
         raise UserError(f"{checkpoint} lost its manifest.json; restore it, or name another checkpoint to resume from")
-    num_saved_ranks = max(Manifest.read(checkpoint).world_size // sequence_parallel_size, 1)
-    position = stock_position(loader_state, step_of(checkpoint) or 0, num_samples, global_batch_size, num_saved_ranks)
+    position = stock_position(loader_state, step, num_samples, global_batch_size, num_saved_ranks)
     if show:
         print_line(
             f"verl itself wrote {checkpoint.name}; this run continues in verl's order of the data, "

@@ -23,7 +23,7 @@ from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.checkpoint.manager import CheckpointManager
-from verl_ext.checkpoint.manifest import is_verl_checkpoint, step_of
+from verl_ext.checkpoint.manifest import Manifest, is_verl_checkpoint, step_of
 from verl_ext.checkpoint.resume import agree_on_checkpoint, agree_on_contents, optimizer_name
 from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
@@ -397,12 +397,14 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         """What `data_state` returned when a checkpoint was saved, also for a checkpoint that verl wrote."""
         state = self.checkpoint_manager.load_data_state(str(checkpoint))
         if is_verl_checkpoint(checkpoint):
+            manifest = Manifest.read(checkpoint)
             return data_state_after_verl(
                 checkpoint,
                 state,
+                step=manifest.step,
                 num_samples=len(self.train_dataset),
                 global_batch_size=self.config.data.train_batch_size,
-                sequence_parallel_size=self.config.sequence_parallel_size,
+                num_saved_ranks=max(manifest.world_size // self.config.sequence_parallel_size, 1),
                 seed=self.config.trainer.seed,
                 show=self.is_main,
             )
