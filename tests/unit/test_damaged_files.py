@@ -305,7 +305,7 @@ def test_a_damaged_file_of_an_export_is_one_sentence(name: str, text: str, tmp_p
     files = {path.name: {"bytes": path.stat().st_size} for path in checkpoint.glob("*.pt")}
     (checkpoint / name).write_text(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verl_ext.checkpoint.rebuild._require_undamaged_shards", lambda *_: None)  # no digests here
+        patch.setattr("verl_ext.checkpoint.rebuild.require_undamaged_shards", lambda *_: None)  # no digests here
         (checkpoint / "manifest.json").write_text(Manifest(1, 1, "", files).to_json())
         error = checkpoint_command("export", tmp_path, code=2)
     assert name in error and error.count("\n") == 1
