@@ -8,6 +8,7 @@ from types import TracebackType
 
 from eval_pipeline.config import EvalConfig
 from eval_pipeline.work.batch import Batch, Event
+from verl_ext.commands import require_package
 
 BATCHES_PER_WORKER = 2
 """One that the engine answers, and one whose last answers are being judged."""
@@ -37,12 +38,23 @@ class Executor(ABC):
         """What has happened; waits for the first event, so many seconds at most."""
 
 
+def require_engine(recipe: EvalConfig) -> None:
+    """Refuse a recipe whose workers on this machine need vLLM if it is not installed.
+
+    Raises:
+        UserError: it is missing; the message names the command that installs it.
+    """
+    if recipe.executor.kind == "local" and recipe.engine.kind == "vllm":
+        require_package("vllm")
+
+
 def open_executor(recipe: EvalConfig) -> Executor:
     """The executor that a recipe asks for."""
     if recipe.executor.kind == "ray":
         from eval_pipeline.executors.ray import RayExecutor  # Ray takes seconds to import
 
         return RayExecutor(recipe)
+    require_engine(recipe)
     from eval_pipeline.executors.local import LocalExecutor
 
     return LocalExecutor(recipe)

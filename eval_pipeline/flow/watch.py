@@ -17,7 +17,8 @@ from eval_pipeline.models.discover import Discovery
 from eval_pipeline.models.run_config import read_run_config
 from eval_pipeline.work.driver import Task
 from verl_ext.checkpoint.layout import BEST
-from verl_ext.console import print_line, print_next, print_summary, typed_path, typed_script, warn
+from verl_ext.commands import typed_command
+from verl_ext.console import print_line, print_next, print_summary, typed_path, warn
 from verl_ext.errors import UserError
 
 MAX_NAMED = 5
@@ -161,7 +162,7 @@ def watch(session: Session, recipe_name: str | None = None) -> int:
 
 def _tell_end(session: Session, failed: Sequence[Job], num_wanted: int, recipe: Sequence[str]) -> None:
     run_dir, best = session.place.of_run, None
-    run, script = typed_path(run_dir), typed_script("eval_pipeline/run.sh")
+    run, script = typed_path(run_dir), typed_command("eval")
     then: list[list[str]] = []
     if (run_dir / BEST).exists():
         chosen, base = read_best_checkpoint(run_dir), read_run_config(run_dir).base

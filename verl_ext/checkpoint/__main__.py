@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from verl_ext.checkpoint.command import diff, export, ls, prune, verify
 from verl_ext.cli import FAILURES, CommandParser, add_commands, clean_exit
+from verl_ext.commands import program
 from verl_ext.errors import UserError
 
 COMMANDS = (ls, verify, export, prune, diff)
@@ -16,9 +17,9 @@ COMMANDS = (ls, verify, export, prune, diff)
 def build_parser() -> CommandParser:
     """Options and help of every command."""
     parser = CommandParser(
-        prog="python -m verl_ext.checkpoint",
+        prog=program("checkpoint"),
         description="Look at the checkpoints of a run, check them, export, remove and compare them.",
-        examples=["python -m verl_ext.checkpoint ls checkpoints/rlvr_coding_model/sft_quickstart"],
+        examples=[f"{program('checkpoint')} ls checkpoints/rlvr_coding_model/sft_quickstart"],
         exit_codes={"0": "done", "1": "something is damaged, differs or was not removed", **FAILURES},
     )
     commands = add_commands(parser)

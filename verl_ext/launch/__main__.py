@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
+from verl_ext.commands import require_package
 from verl_ext.console import print_line
 from verl_ext.errors import exit_on_user_error
 from verl_ext.launch.arguments import parse_arguments
@@ -52,6 +53,7 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
         if arguments.print_config:
             print_line(to_yaml(config), end="")
             return 0
+        require_package("verl")
         from verl_ext.launch.eval_check import check_evaluation
         from verl_ext.launch.prepare import commands_to_run, output_of, prepare_inputs
         from verl_ext.launch.run import run_to_the_end

@@ -7,7 +7,9 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from verl_ext.cli import CommandParser, IntArg, definitions
+from verl_ext.commands import program
 from verl_ext.config.recipes import default_recipe, recipe_summaries
+from verl_ext.paths import CHECKOUT, RECIPES
 
 STAGES = {"sft": "Supervised fine-tuning", "grpo": "Group Relative Policy Optimization"}
 EXAMPLES = {"sft": "qwen2.5_coder_7b", "grpo": "qwen2.5_coder_7b_code"}
@@ -40,7 +42,8 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
 
 def make_parser(stage: str) -> CommandParser:
     """The parser of a stage, with the text of --help."""
-    command, recipes = f"bash run_{stage}.sh", recipe_summaries(stage)
+    command, recipes = program(stage), recipe_summaries(stage)
+    folder = "recipes" if CHECKOUT else RECIPES
     parser = CommandParser(
         prog=command,
         usage=f"{command} NUM_PROCESSES [recipe=NAME] [key=value ...] [--restarts K] [--trace] [--print-config]",
@@ -51,7 +54,7 @@ def make_parser(stage: str) -> CommandParser:
             f"{command} 8 recipe={EXAMPLES[stage]} optim.lr=1e-5 trainer.experiment_name=low",
             f"NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 {command} 8 --restarts 3",
         ],
-        notes=f"recipes in recipes/{stage}/ (default: {default_recipe(stage)}, set in recipes/default.yaml):\n"
+        notes=f"recipes in {folder}/{stage}/ (default: {default_recipe(stage)}, set in {folder}/default.yaml):\n"
         + definitions(recipes),
         exit_codes=EXIT_CODES,
         keys=partial(keys_of, stage),

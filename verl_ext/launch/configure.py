@@ -10,6 +10,7 @@ from pathlib import Path
 
 from verl_ext.checkpoint.layout import TRACKER
 from verl_ext.checkpoint.resume import find_checkpoint, optimizer_name, require_same_optimizer
+from verl_ext.commands import program
 from verl_ext.config.recipes import find_recipe
 from verl_ext.console import print_line
 from verl_ext.data.config import file_list
@@ -36,7 +37,7 @@ def configure(arguments: argparse.Namespace) -> RunConfig:
     """
     config = compose_as_typed(arguments.stage, arguments.overrides)
     if arguments.num_processes is None and not arguments.print_config:
-        raise UserError(f"no number of processes is given; type for example `bash run_{arguments.stage}.sh 2`")
+        raise UserError(f"no number of processes is given; type for example `{program(arguments.stage)} 2`")
     ranks = {"nnodes": num_nodes(), "n_gpus_per_node": arguments.num_processes or config.trainer.n_gpus_per_node}
     typed = keys_set_by(config.stage, arguments.overrides)
     given_by = {"nnodes": "NNODES (the number of machines)", "n_gpus_per_node": "the first word (ranks per machine)"}

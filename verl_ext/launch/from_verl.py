@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from verl_ext.console import print_line
 from verl_ext.data.config import file_list
 from verl_ext.errors import UserError
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.paths import caller_directory
 from verl_ext.trainer.stages import RunConfig, load_config
 
 RECIPE = "verl"
@@ -57,7 +57,7 @@ def was_begun_by_verl(config: RunConfig) -> bool:
 
 def with_paths_of_caller(config: RunConfig) -> RunConfig:
     """The same with relative paths from where the command was typed; the scripts change to the repository."""
-    caller = Path(os.environ.get("VERL_EXT_CALLED_FROM", "."))
+    caller = caller_directory()
     for key in PATHS:
         value = value_at(config, key)
         if value is not None:

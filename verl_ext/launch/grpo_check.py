@@ -6,6 +6,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+from verl_ext.commands import missing_package
 from verl_ext.errors import UserError
 from verl_ext.grpo.rewards.registry import LENGTH_PENALTY, wanted_rewards
 from verl_ext.trainer.stages import GRPOConfig
@@ -26,7 +27,7 @@ def check_rewards(config: GRPOConfig) -> None:
             f"reward.length_buffer is {buffer}; it must be at most data.max_response_length, which is {longest}"
         )
     if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise UserError("rollout.engine=vllm needs vLLM, which is not installed; install it, or set rollout.engine=hf")
+        raise UserError(f"rollout.engine=vllm: {missing_package('vllm')}, or set rollout.engine=hf")
 
 
 def check_length(config: GRPOConfig) -> None:

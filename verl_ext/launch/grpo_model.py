@@ -9,6 +9,7 @@ from pathlib import Path
 
 from verl_ext.checkpoint.layout import BEST, EXPORT, list_steps, read_all_complete, step_of
 from verl_ext.checkpoint.lease import leased
+from verl_ext.commands import program
 from verl_ext.config.recipes import default_recipe
 from verl_ext.config.run_config import read_config_file
 from verl_ext.console import print_line
@@ -92,7 +93,7 @@ def best_export(run_dir: Path) -> Path:
     if not has_export(run_dir / name):
         raise UserError(
             f"the best checkpoint, {run_dir / name}, has no model weights in {EXPORT}/; write them with "
-            f"`python -m verl_ext.checkpoint export {run_dir / name}`, or set model.partial_pretrain"
+            f"`{program('checkpoint')} export {run_dir / name}`, or set model.partial_pretrain"
         )
     return run_dir / name / EXPORT
 
@@ -114,7 +115,7 @@ def newest_export(run_dir: Path, num_ranks: int) -> Path:
     if complete:
         raise UserError(
             f"no checkpoint of model.sft_run={run_dir} has model weights in {EXPORT}/; write them with "
-            f"`python -m verl_ext.checkpoint export {complete[0]}`, or set model.partial_pretrain"
+            f"`{program('checkpoint')} export {complete[0]}`, or set model.partial_pretrain"
         )
     command = training_command(run_dir, num_ranks)
     train_it = "name the run directory of an SFT run" if command is None else f"train it first with `{command}`"
@@ -137,12 +138,12 @@ def training_command(run_dir: Path, num_ranks: int) -> str | None:
     recipe = sft_recipe_of(run_dir)
     if recipe is None:
         return None
-    words = ["bash", "run_sft.sh", str(num_ranks)]
+    words = [str(num_ranks)]
     if recipe.stem != default_recipe("sft"):
         words.append(f"recipe={recipe.stem}")
     if run_dir.resolve() != Path("checkpoints", *run_dir.parts[-2:]).resolve():
         words.append(f"trainer.default_local_dir={run_dir}")
-    return shlex.join(words)
+    return f"{program('sft')} {shlex.join(words)}"
 
 
 @contextmanager

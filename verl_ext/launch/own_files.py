@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from verl_ext.data.prepare.files import file_state
 from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME
 from verl_ext.data.prepare.stamp import STAMP_NAME, trust
 from verl_ext.errors import UserError
+from verl_ext.paths import caller_directory
 from verl_ext.trainer.stages import STAGES, GRPOConfig, RunConfig, SFTConfig, chosen_recipe, keys_set_by
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
@@ -155,7 +155,7 @@ def add_conversion(config: SFTConfig | GRPOConfig, names: list[str], options: li
 def existing_file(name: str) -> Path:
     """A data file by its path from the repository, or else from where the command was typed."""
     path = Path(name).expanduser()
-    folders = list(dict.fromkeys([Path.cwd(), Path(os.environ.get("VERL_EXT_CALLED_FROM", ".")).absolute()]))
+    folders = list(dict.fromkeys([Path.cwd(), caller_directory().absolute()]))
     for folder in folders:
         if (folder / path).is_file():
             return path if folder == Path.cwd() else folder / path

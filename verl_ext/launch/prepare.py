@@ -16,9 +16,10 @@ from verl_ext.data.prepare import is_prepared, prepare
 from verl_ext.data.prepare.commands import parse_arguments
 from verl_ext.errors import UserError
 from verl_ext.files import file_lock
+from verl_ext.paths import base_directory
 from verl_ext.trainer.stages import RunConfig
 
-PREPARE_LOCK = Path(__file__).resolve().parents[2] / ".prepare.lock"
+PREPARE_LOCK = ".prepare.lock"
 
 
 def commands_to_run(config: RunConfig) -> list[str]:
@@ -46,7 +47,7 @@ def prepare_inputs(commands: Iterable[str]) -> None:
         words = _words(command)
         if not is_prepared(words):
             # Several launches, or nodes, at once: the others wait and find it done.
-            with file_lock(PREPARE_LOCK):
+            with file_lock(base_directory() / PREPARE_LOCK):
                 if not is_prepared(words):
                     print_line(f"Preparing: {command}")
                     prepare(words)

@@ -6,11 +6,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl_ext.checkpoint.layout import EXPORT, read_tracker
+from verl_ext.commands import typed_command
 from verl_ext.config.compose import load_yaml
-from verl_ext.config.recipes import RECIPES, default_recipe
-from verl_ext.console import REPOSITORY, print_next, print_summary, typed_module, typed_path, typed_script
+from verl_ext.config.recipes import default_recipe
+from verl_ext.console import print_next, print_summary, typed_path
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
+from verl_ext.paths import RECIPES, base_directory
 from verl_ext.trainer.stages import BudgetConfig, RunConfig
 
 LEARNT = ("train/loss", "val/loss", "eval/reward_total_mean", "eval/accuracy_mean", "eval/budget_violation_mean")
@@ -20,7 +22,6 @@ WRITTEN = (
     "tensorboard/", "wandb/",
 )  # fmt: skip
 """What a run directory can hold besides checkpoints and evaluations; docs/sft.md describes each."""
-EVALUATE = "eval_pipeline/run.sh"
 
 
 def print_run_summary(config: RunConfig) -> None:
@@ -41,7 +42,7 @@ def print_run_summary(config: RunConfig) -> None:
             then = [] if config.eval.watch else next_commands(config)
         else:
             rows["Hugging Face"] = f"no weights: {why_no_weights(config)}; the next command exports them"
-            then = [[*typed_module("verl_ext.checkpoint"), "export", typed_path(checkpoint)]]
+            then = [[*typed_command("checkpoint"), "export", typed_path(checkpoint)]]
     print_summary(f"Finished: {config.trainer.experiment_name} ({config.stage})", rows)
     print_next(then)
 
@@ -68,7 +69,7 @@ def next_commands(config: RunConfig) -> list[list[str]]:
         assert checkpoint is not None  # it holds the export
         adapter = [] if config.model.adapter is None else ["--adapter", config.model.adapter]
         export = typed_path(checkpoint / EXPORT)
-        return [[*typed_script(EVALUATE), "adaptive", "--checkpoint", export, *adapter]]
+        return [[*typed_command("eval"), "adaptive", "--checkpoint", export, *adapter]]
     # without a recipe of its own the run would be asked the default recipe's problems, whatever it was trained on
     watch = [] if config.eval.recipe is None else with_recipe(config, "watch", typed_path(run_dir))
     return [watch, grpo_command(config)]
@@ -79,7 +80,7 @@ def next_after_evaluation(config: RunConfig) -> list[list[str]]:
     run_dir = typed_path(config.trainer.default_local_dir)
     base = Path(str(config.model.partial_pretrain)).expanduser()
     if not (base / "config.json").is_file():  # a hub name, which the report cannot evaluate
-        return [[*typed_script(EVALUATE), "status", run_dir], grpo_command(config)]
+        return [[*typed_command("eval"), "status", run_dir], grpo_command(config)]
     return [with_recipe(config, "report", run_dir, "--baseline", typed_path(base)), grpo_command(config)]
 
 
@@ -87,11 +88,11 @@ def with_recipe(config: RunConfig, *words: str) -> list[str]:
     """A command of the evaluation; a recipe file must be named again, as a run's own `config.yaml` is not trusted."""
     recipe = config.eval.recipe or ""
     named = ["--recipe", typed_path(recipe)] if recipe.endswith((".yaml", ".yml")) else []
-    return [*typed_script(EVALUATE), *words, *named]
+    return [*typed_command("eval"), *words, *named]
 
 
 def grpo_command(config: RunConfig) -> list[str]:
-    """`run_grpo.sh` with the recipe that builds on this run; empty where none of `recipes/grpo/` does."""
+    """GRPO with the recipe that builds on this run; empty where none of `recipes/grpo/` does."""
     wanted = {"sft": "grpo", "vlm_sft": "budget"}.get(config.stage)
     recipes = {}
     for path in sorted((RECIPES / "grpo").glob("*.yaml")):
@@ -100,14 +101,14 @@ def grpo_command(config: RunConfig) -> list[str]:
     recipes = {name: each for name, each in recipes.items() if each.get("stage", "grpo") == wanted}
     run_dir = Path(config.trainer.default_local_dir).resolve()
     for name, recipe in recipes.items():
-        if (REPOSITORY / (recipe.get("model", {}).get("sft_run") or "")).resolve() == run_dir:
+        if (base_directory() / (recipe.get("model", {}).get("sft_run") or "")).resolve() == run_dir:
             return grpo_with(config, name, names_run=False)
     return grpo_with(config, config.recipe) if config.recipe is not None and config.recipe in recipes else []
 
 
 def grpo_with(config: RunConfig, recipe: str, *, names_run: bool = True) -> list[str]:
-    """`run_grpo.sh` with a recipe, on as many ranks as this run."""
-    words = [*typed_script("run_grpo.sh"), str(config.trainer.n_gpus_per_node)]
+    """GRPO with a recipe, on as many ranks as this run."""
+    words = [*typed_command("grpo"), str(config.trainer.n_gpus_per_node)]
     words += [f"recipe={recipe}"] * (recipe != default_recipe("grpo"))
     return words + [f"model.sft_run={typed_path(config.trainer.default_local_dir)}"] * names_run
 

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from verl_ext.checkpoint.retention import read_choice
-from verl_ext.console import print_line, print_next, typed_path, typed_script, warn
+from verl_ext.commands import typed_command
+from verl_ext.console import print_line, print_next, typed_path, warn
 from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from verl_ext.launch.restarts import FIRST_PAUSE_S, pause_before
-from verl_ext.launch.summary import EVALUATE, next_after_evaluation, with_recipe
+from verl_ext.launch.summary import next_after_evaluation, with_recipe
 from verl_ext.launch.watch_process import LOG, WatchProcess
 from verl_ext.metrics.run_file import RUN_FILE, load_run
 from verl_ext.processes import StopRequest, StopSignals
@@ -116,7 +117,7 @@ class Watcher:
         some = [typed_path(self._run_dir)]
         if self._exit_code == SOME_FAILED:
             reason = "some of its evaluations failed, or it found no checkpoint to evaluate"
-            then = [[*typed_script(EVALUATE), command, *some] for command in ("status", "retry")]
+            then = [[*typed_command("eval"), command, *some] for command in ("status", "retry")]
         else:
             reason, then = self._process.last_line().removeprefix("error: "), []
         print_line(

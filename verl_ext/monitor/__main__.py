@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from verl_ext.cli import FAILURES, CommandParser, IntArg, add_commands, clean_exit
+from verl_ext.commands import program
 from verl_ext.console import print_line
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.monitor.plot.command import add_plot, run
@@ -25,13 +26,13 @@ PACKAGES = ("nicegui", "orjson", "numpy", "scipy", "yaml", "matplotlib")
 def build_parser() -> CommandParser:
     """The options."""
     parser = CommandParser(
-        prog="python -m verl_ext.monitor",
+        prog=program("monitor"),
         description="Show every run below a directory in a browser: live while it trains, and afterwards.",
         examples=[
-            "python -m verl_ext.monitor",
-            "python -m verl_ext.monitor --root /shared/checkpoints --port 6010",
-            f"{TOKEN}=twelve-or-more-letters python -m verl_ext.monitor --host 0.0.0.0",
-            "python -m verl_ext.monitor plot checkpoints/rlvr_coding_model/sft_quickstart",
+            program("monitor"),
+            f"{program('monitor')} --root /shared/checkpoints --port 6010",
+            f"{TOKEN}=twelve-or-more-letters {program('monitor')} --host 0.0.0.0",
+            f"{program('monitor')} plot checkpoints/rlvr_coding_model/sft_quickstart",
         ],
         exit_codes={"0": "ended by Ctrl-C or SIGTERM", "2": FAILURES["2"]},
     )

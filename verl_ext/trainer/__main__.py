@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 from verl_ext.cli import child_process_args
+from verl_ext.commands import program
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
 from verl_ext.metrics.startup import process_start, startup
 from verl_ext.processes import LAUNCHER_PID, defer_gc, end_with_parent
@@ -18,7 +19,7 @@ from verl_ext.trainer.stop_signals import end_at_once
 
 def main() -> None:
     """Train the stage of the configuration; a `UserError` goes to the launcher, which prints it once."""
-    [path] = child_process_args("verl_ext.trainer", "Trains as one rank of torchrun.", "bash run_sft.sh 2", "config")
+    [path] = child_process_args("verl_ext.trainer", "Trains as one rank of torchrun.", f"{program('sft')} 2", "config")
     die_with_launcher()
     end_at_once()
     startup.go_on(Path(path).parent)

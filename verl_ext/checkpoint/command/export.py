@@ -8,7 +8,8 @@ from pathlib import Path
 from verl_ext.checkpoint.command.run_directory import add_run_command, newest_resumable, require_steps
 from verl_ext.checkpoint.layout import step_of
 from verl_ext.cli import Commands, FloatArg, IntArg
-from verl_ext.console import print_summary, progress_bar, typed_path, typed_script
+from verl_ext.commands import typed_command
+from verl_ext.console import print_summary, progress_bar, typed_path
 from verl_ext.errors import UserError
 
 TEXT = (
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     dtype, total = arguments.dtype or export_dtype_of(checkpoint), bytes_to_read(checkpoint)
     with progress_bar(total=total, desc="exporting", unit="B") as bar:
         target = rebuild_export(checkpoint, arguments.output, dtype, arguments.max_shard_gib, bar.update)
-    then = [*typed_script("eval_pipeline/run.sh"), "run", "--checkpoint", typed_path(target)]
+    then = [*typed_command("eval"), "run", "--checkpoint", typed_path(target)]
     print_summary(f"Exported: {checkpoint.name}", {"model": target, "number type": dtype}, then)
     return 0
 

@@ -11,6 +11,7 @@ from verl_ext.checkpoint.layout import list_steps, step_of
 from verl_ext.checkpoint.resume import find_checkpoint
 from verl_ext.checkpoint.rotation import find_leftovers
 from verl_ext.cli import CommandParser, Commands, add_command
+from verl_ext.commands import program
 from verl_ext.errors import UserError
 
 
@@ -30,7 +31,7 @@ def add_run_command(
     Returns:
         Its parser, for further arguments.
     """
-    example = f"python -m verl_ext.checkpoint {name} checkpoints/rlvr_coding_model/sft_quickstart {more}".rstrip()
+    example = f"{program('checkpoint')} {name} checkpoints/rlvr_coding_model/sft_quickstart {more}".rstrip()
     parser = add_command(commands, name, text, examples=[example], **settings)
     parser.usage = f"{parser.prog} RUN_DIR [options]"  # an option that takes several numbers would swallow RUN_DIR
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory that holds global_step_N directories")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from verl_ext.commands import typed_command
 from verl_ext.console import print_line, print_summary
 from verl_ext.data.prepare import stamp
 from verl_ext.data.prepare.commands import COMMANDS, parse_arguments
@@ -68,5 +69,5 @@ def prepare(arguments: list[str], *, is_typed: bool = False) -> None:
     stamp.write(parsed, command.VERSION, prepared, inputs)
     files = dict.fromkeys(name.partition("/")[0] + "/" * ("/" in name) for name in prepared.files)
     rows = {**prepared.counts, "files": ", ".join(files)}
-    then = command.NEXT.format(output=Path(parsed.output).absolute(), **prepared.fields) if is_typed else ""
-    print_summary(f"Prepared: {parsed.output}", rows, then.split())
+    name, *words = command.NEXT.format(output=Path(parsed.output).absolute(), **prepared.fields).split()
+    print_summary(f"Prepared: {parsed.output}", rows, [*typed_command(name), *words] if is_typed else [])

@@ -34,7 +34,7 @@ HELP = (
     "train.parquet and val.parquet with a `messages` column. The layout of each file is found by its first row."
 )
 EXAMPLE = "chat --input mine.jsonl --exclude data/quickstart/problems.jsonl --output data/mine"
-NEXT = "bash run_sft.sh 2 recipe=smollm2_135m trainer.experiment_name=mine " + FILES_OF_A_RUN
+NEXT = "sft 2 recipe=smollm2_135m trainer.experiment_name=mine " + FILES_OF_A_RUN
 VERSION = 2
 
 

@@ -6,12 +6,13 @@ import argparse
 from types import ModuleType
 
 from verl_ext.cli import CommandParser, add_command, add_commands
+from verl_ext.commands import program
 from verl_ext.data.prepare import chat, gsm8k, problems, prompts, smollm2, stdlib
 from verl_ext.data.prepare.quickstart import command as quickstart
 from verl_ext.data.prepare.vqa import command as vqa
 
-# Each module has HELP, EXAMPLE, NEXT (what to type afterwards), VERSION (raised when the same arguments would give
-# other files), add_arguments(parser) and run(arguments) -> Prepared.
+# Each module has HELP, EXAMPLE, NEXT (what to type afterwards, by a name of `verl_ext.commands`), VERSION (raised when
+# the same arguments would give other files), add_arguments(parser) and run(arguments) -> Prepared.
 COMMANDS: dict[str, ModuleType] = {
     "chat": chat,
     "stdlib": stdlib,
@@ -22,7 +23,7 @@ COMMANDS: dict[str, ModuleType] = {
     "smollm2": smollm2,
     "vqa": vqa,
 }
-PROGRAM = "python -m verl_ext.data.prepare"
+PROGRAM = program("prepare")
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

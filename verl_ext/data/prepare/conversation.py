@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_ext.commands import program
 from verl_ext.data.parquet import ORIGIN_KEY
 from verl_ext.data.prepare.files import Row
 from verl_ext.data.prepare.turns import BadRow, from_json, is_sharegpt, to_turns
@@ -20,7 +21,7 @@ RESPONSE_KEYS = ("response", "completion", "answer", "output")
 SYSTEM_KEYS = ("system", "system_prompt")
 HISTORY_KEY = "history"
 TOOLS_KEY = "tools"
-COMMAND = "python -m verl_ext.data.prepare chat"
+COMMAND = f"{program('prepare')} chat"
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 METADATA = re.compile(
     r"(.*_)?(id|ids|idx|index|uuid|uid|hash|url|uri|link|date|time|timestamp|created|created_at|source|sources|dataset|"
@@ -97,7 +98,7 @@ def detect_layout(row: Row, keys: ColumnKeys) -> Layout:
     if prompt is None or response is None:
         raise BadRow(
             f"no conversation is found in its columns {', '.join(sorted(row))}",
-            "name them by --messages-key, or by --prompt-key and --response-key (for run_sft.sh "
+            "name them by --messages-key, or by --prompt-key and --response-key (for SFT "
             "data.multiturn.messages_key, or data.prompt_key and data.response_key)",
         )
     if prompt == "instruction":

@@ -16,7 +16,7 @@ from verl_ext.errors import UserError, first_line_of
 
 HELP = "Turn GSM8K into train.parquet (its train split) and val.parquet (its test split)."
 EXAMPLE = "gsm8k --source openai/gsm8k --style think --output data/gsm8k"
-NEXT = "bash run_sft.sh 8 recipe=gsm8k " + FILES_OF_A_RUN
+NEXT = "sft 8 recipe=gsm8k " + FILES_OF_A_RUN
 VERSION = 2
 STYLES = ("plain", "think")
 TASKS = ("sft", "rl")

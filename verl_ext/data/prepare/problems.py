@@ -18,7 +18,7 @@ from verl_ext.plugins import PLUGIN_FORM
 
 HELP = "Turn problems in a format of the evaluation (MBPP, CodeContests, HumanEval, GSM8K) into prompts for GRPO."
 EXAMPLE = "problems --format mbpp --source google-research-datasets/mbpp --subset full --split train --output data/mbpp"
-NEXT = "bash run_grpo.sh 2 trainer.experiment_name=mine data.train_files={output}/prompts.parquet"
+NEXT = "grpo 2 trainer.experiment_name=mine data.train_files={output}/prompts.parquet"
 VERSION = 1
 PROMPTS_NAME = "prompts.parquet"
 

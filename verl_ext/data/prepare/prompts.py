@@ -12,6 +12,7 @@ from typing import Any
 from eval_pipeline.problems.problem import ReferenceAnswer
 from eval_pipeline.problems.reference import number_of
 from eval_pipeline.problems.verl_rl import read_tests
+from verl_ext.commands import program
 from verl_ext.console import print_line, progress_bar
 from verl_ext.data.parquet import ORIGIN_KEY
 from verl_ext.data.prepare.conversation import MEDIA_KEYS, SYSTEM_KEYS, require_object
@@ -24,11 +25,11 @@ from verl_ext.errors import UserError
 HELP = "Turn prompts with their right answers or tests into train.parquet and val.parquet for GRPO."
 EXAMPLE = "prompts --input mine.jsonl --output data/mine"
 NEXT = (
-    "bash run_grpo.sh 2 recipe=custom model.partial_pretrain=MODEL reward.functions=[{reward}] "
+    "grpo 2 recipe=custom model.partial_pretrain=MODEL reward.functions=[{reward}] "
     "trainer.experiment_name=mine " + FILES_OF_A_RUN
 )
 VERSION = 1
-COMMAND = "python -m verl_ext.data.prepare prompts"
+COMMAND = f"{program('prepare')} prompts"
 ANSWER_KEYS = ("ground_truth", "answer")
 """Columns that stand for `reward_model.ground_truth`, the first that a row has."""
 KEPT = ("data_source", "ability", "reward_model", "extra_info")
@@ -78,7 +79,7 @@ def to_prompt(row: Row, prompt_key: str, source: str, number: int, notes: Counte
     if row.get(prompt_key) is None:
         raise BadRow(
             f"it has no prompt in a column {prompt_key!r}; its columns are {', '.join(sorted(row))}",
-            "name the column by --prompt-key (for run_grpo.sh data.prompt_key)",
+            "name the column by --prompt-key (for GRPO data.prompt_key)",
         )
     if media := next((name for name in MEDIA_KEYS if row.get(name)), None):
         raise BadRow(f"it has {media}, and only text can be trained on")

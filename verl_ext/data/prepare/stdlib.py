@@ -16,7 +16,7 @@ from verl_ext.errors import UserError
 
 HELP = "Make (signature and docstring -> function) samples from the installed Python's standard library."
 EXAMPLE = "stdlib --output data/stdlib"
-NEXT = "bash run_sft.sh 2 recipe=smollm2_135m " + FILES_OF_A_RUN
+NEXT = "sft 2 recipe=smollm2_135m " + FILES_OF_A_RUN
 VERSION = 1
 SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 INSTRUCTION = "Complete this Python function. Answer with the whole function, without its docstring."

@@ -17,7 +17,7 @@ from verl_ext.model_files import save_config, save_tokenizer
 
 HELP = "Make a toy instruction-to-code task, its held-out problems and a 2M-parameter model to train on it."
 EXAMPLE = "quickstart --output data/quickstart"
-NEXT = "bash run_sft.sh 2"
+NEXT = "sft 2"
 VERSION = 2
 EXPECTED_S = {"drawing samples": 1, "making the model": 8, "measuring lengths": 3}
 PROBLEMS_NAME = "problems.jsonl"

@@ -16,7 +16,7 @@ from verl_ext.model_files import save_config, save_tokenizer
 
 HELP = "Make cards with questions about them, and a 1.7M-parameter vision-language model to learn to answer them."
 EXAMPLE = "vqa --output data/vqa"
-NEXT = "bash run_sft.sh 2 recipe=budget_vlm"
+NEXT = "sft 2 recipe=budget_vlm"
 VERSION = 2
 MODEL_NAME = "model"
 LESSONS, QUESTIONS_NAME = "lessons", "questions"
