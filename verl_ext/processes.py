@@ -205,11 +205,12 @@ def begin_quietly() -> None:
 
 def _report_missing_package(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     name = error.name if isinstance(error, ModuleNotFoundError) else None
-    if name is None or name.partition(".")[0] in OURS:
+    package = "" if name is None else name.partition(".")[0]
+    if name is None or package in OURS:
         sys.__excepthook__(kind, error, traceback)
         return
-    if name in SET_UP_SEPARATELY:
-        message = missing_package(name)
+    if package in SET_UP_SEPARATELY:
+        message = missing_package(package)
     elif CHECKOUT is None:
         message = f"{sys.executable} has no package {name}; install verl-ext again, with its dependencies"
     else:

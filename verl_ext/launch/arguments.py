@@ -54,7 +54,7 @@ def make_parser(stage: str) -> CommandParser:
             f"{command} 8 recipe={EXAMPLES[stage]} optim.lr=1e-5 trainer.experiment_name=low",
             f"NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 {command} 8 --restarts 3",
         ],
-        notes=f"recipes in {folder}/{stage}/ (default: {default_recipe(stage)}, set in {folder}/default.yaml):\n"
+        notes=f"recipes in {folder}/{stage}/ (default: {default_recipe(stage)}, set in ../default.yaml):\n"
         + definitions(recipes),
         exit_codes=EXIT_CODES,
         keys=partial(keys_of, stage),

@@ -20,7 +20,15 @@ from verl_ext.monitor.store.database import database_for
 from verl_ext.processes import StopRequest
 
 TOKEN = "VERL_EXT_MONITOR_TOKEN"
-PACKAGES = ("nicegui", "orjson", "numpy", "scipy", "yaml", "matplotlib")
+PACKAGES = {
+    "nicegui": "nicegui==3.18.*",
+    "orjson": "orjson",
+    "numpy": "numpy",
+    "scipy": "scipy",
+    "yaml": "pyyaml",
+    "matplotlib": "matplotlib",
+}
+"""What the monitor imports, and what pip calls it."""
 
 
 def build_parser() -> CommandParser:
@@ -96,14 +104,14 @@ def serve_with(arguments: argparse.Namespace) -> None:
 
 
 def require_packages() -> None:
-    """Refuse to begin without the packages of the extra `monitor`.
+    """Refuse to begin without the packages of the monitor, which runs on machines that have none of the others.
 
     Raises:
         UserError: one is missing.
     """
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise UserError(f"the monitor needs {', '.join(missing)}; install them with: pip install '.[monitor]'")
+        raise UserError(f"the monitor needs packages that are missing; run `pip install {' '.join(missing)}`")
 
 
 def check_port(host: str, port: int) -> None:
