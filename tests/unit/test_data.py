@@ -18,14 +18,14 @@ from tests.helpers.data import CHAT, dataset_of
 from tests.helpers.models import make_tokenizer
 from tests.helpers.trainer import small_config
 from verl_ext.config.schema import as_dict
+from verl_ext.data import tokenise
 from verl_ext.data.batching import MicroBatcher, validation_micro_batches
 from verl_ext.data.chat import ChatDataset
-from verl_ext.data.chat_encoder import check_chat
+from verl_ext.data.chat_template import ChatTemplate, check_messages
+from verl_ext.data.dataset import unique_sample_ids
 from verl_ext.data.load import load_dataset
 from verl_ext.data.packing import MicroBatchPlan
-from verl_ext.data.rows import UniqueIds
 from verl_ext.data.sampler import GlobalBatchSampler
-from verl_ext.data.template import ChatTemplate
 from verl_ext.errors import UserError
 
 QWEN25_TEMPLATE = (  # the default system prompt is what makes turn-by-turn rendering of this family hard
@@ -185,7 +185,7 @@ def test_truncation_and_bad_rows_name_their_row(tokenizer: PreTrainedTokenizerBa
         "begins with the assistant": [CHAT[1]],
         "turn 0 has no role": [{"content": "x"}, CHAT[1]],
         "turn 0 has content that is not text": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, CHAT[1]],
-        "no list of turns": "not a chat",
+        "not a list of turns": "not a chat",
     }.items():
         with pytest.raises(UserError, match=f"row 0 cannot be used: .*{names}"):
             write_and_read([{"messages": chat}], tokenizer, tmp_path)
@@ -202,7 +202,8 @@ def write_and_read(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBas
     """As `dataset_of`, for turns whose contents are of several types, which no parquet column holds."""
     config = small_config(tmp_path, tmp_path).data
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pd, "read_parquet", lambda path: pd.DataFrame(rows))
+        patch.setattr(tokenise, "count_parquet_rows", lambda path: len(rows))
+        patch.setattr(tokenise, "iter_parquet_rows", lambda path: iter(rows))
         return ChatDataset("rows.parquet", tokenizer, config)
 
 
@@ -292,8 +293,7 @@ def test_a_file_without_loss_tokens_is_refused(tokenizer: PreTrainedTokenizerBas
     ],
 )
 def test_equal_ids_are_told_apart(given: list[str], expected: list[str]) -> None:
-    unique = UniqueIds()
-    assert [unique(sample_id) for sample_id in given] == expected
+    assert list(unique_sample_ids(given)) == expected
     assert len(set(expected)) == len(expected)
 
 
@@ -388,9 +388,11 @@ def test_validation_drops_nothing_and_keeps_ranks_in_step(ranks: int, packs: boo
 @pytest.mark.parametrize("weight", [None, 1, 1.0, float("nan")])
 def test_a_weight_that_changes_nothing_is_accepted(weight: float | None) -> None:
     """A parquet file may hold NaN where there is none, and only answers are trained on."""
-    check_chat([{"role": "user", "content": "q", "weight": 0}, {"role": "assistant", "content": "a", "weight": weight}])
+    check_messages(
+        [{"role": "user", "content": "q", "weight": 0}, {"role": "assistant", "content": "a", "weight": weight}]
+    )
 
 
 def test_a_weight_that_training_would_ignore_is_refused() -> None:
     with pytest.raises(UserError, match="turn 1 has weight 0"):
-        check_chat([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}])
+        check_messages([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}])

@@ -14,10 +14,10 @@ from tests.helpers.data import write_questions
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.checkpoint.writing import flush_and_digest
-from verl_ext.data import parquet
+from verl_ext.data import dataset
 from verl_ext.data.config import ChatDataConfig, QuestionDataConfig
+from verl_ext.data.dataset import files_digest
 from verl_ext.data.load import training_data_digest
-from verl_ext.data.parquet import files_digest
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -43,8 +43,8 @@ def test_a_digest_is_of_the_content_and_not_of_the_place(tmp_path: Path) -> None
 def test_of_large_files_the_ends_and_some_blocks_count(num_files: int, tmp_path: Path) -> None:
     content = bytearray(torch.arange(100_000, dtype=torch.int32).numpy().tobytes())
     paths = [write(tmp_path / str(number), bytes(content)) for number in range(num_files)]
-    with patch.multiple(parquet, MOST_BYTES=64_000, BLOCK_BYTES=1000):
-        starts = parquet._block_starts(len(content), 64_000 // num_files)
+    with patch.multiple(dataset, MOST_BYTES=64_000, BLOCK_BYTES=1000):
+        starts = dataset._block_starts(len(content), 64_000 // num_files)
         read = [start for start in starts if start + 1000 <= len(content)]
         assert len(read) == max(64_000 // num_files // 1000, 1) and read[-1] == len(content) - 1000
         assert read[0] == 0 or num_files == 100

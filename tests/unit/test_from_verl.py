@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from verl_ext.data.chat_encoder import pick
+from verl_ext.data.chat_template import pick
 from verl_ext.errors import UserError
 from verl_ext.launch.arguments import parse_arguments
 from verl_ext.launch.configure import check_settings, configure
@@ -91,6 +90,6 @@ def test_ranks_said_twice_must_agree() -> None:
 
 
 def test_nested_columns_are_descended_into_as_verl_does() -> None:
-    one_turn = np.array([{"content": "2 + 2?", "role": "user"}], dtype=object)
+    one_turn = [{"content": "2 + 2?", "role": "user"}]
     assert pick(one_turn, ["content"]) == "2 + 2?"
     assert pick({"question": "2 + 2?"}, ["question"]) == "2 + 2?"

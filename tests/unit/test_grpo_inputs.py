@@ -298,8 +298,8 @@ def test_gsm8k_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, quick
     [
         ([{"role": "user", "content": "word " * 300}], "max_prompt_length"),
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "last turn"),
-        ([], "no list of turns"),
-        (None, "no list of turns"),
+        ([], "not a list of turns"),
+        (None, "not a list of turns"),
     ],
 )
 def test_prompts_that_are_refused(

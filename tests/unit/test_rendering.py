@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 
 from tests.helpers.models import make_tokenizer
 from verl_ext import rendering as module
-from verl_ext.data.template import ChatTemplate
+from verl_ext.data.chat_template import ChatTemplate
 from verl_ext.data.training_templates import parse_chat_template
 from verl_ext.errors import UserError
 from verl_ext.rendering import EndlessTemplate, rendering

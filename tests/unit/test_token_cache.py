@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from tests.helpers.trainer import small_config
 from verl_ext.data import tokenise
 from verl_ext.data.chat import ChatDataset
-from verl_ext.data.chat_encoder import ChatEncoder
+from verl_ext.data.chat_template import ChatEncoder
 from verl_ext.errors import UserError
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer.stages import STAGES

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tests.helpers.data import dataset_of
 from tests.helpers.models import make_tokenizer
 from tests.helpers.trainer import make_trainer, small_config
-from verl_ext.data.template import ChatTemplate
+from verl_ext.data.chat_template import ChatTemplate
 from verl_ext.data.training_templates import NAMES, read_chat_template, without_marks
 from verl_ext.errors import UserError
 from verl_ext.launch.component_check import check_components

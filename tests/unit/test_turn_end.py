@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.data import CHAT, dataset_of
 from tests.helpers.trainer import make_trainer, small_config
-from verl_ext.data.end_tokens import end_tokens
+from verl_ext.data.chat_template import stop_token_ids
 from verl_ext.trainer.grpo_parts import generation_settings
 from verl_ext.trainer.turn_end import unnamed_turn_end
 
@@ -44,7 +44,7 @@ def test_an_export_stops_where_its_training_data_end_turns(
     make_trainer(config).save_checkpoint(1)
     export = tmp_path / "global_step_1/huggingface"
     assert AutoModelForCausalLM.from_pretrained(export).generation_config.eos_token_id == [TURN_END, END_OF_TEXT]
-    assert set(end_tokens(generation_settings(str(export)), AutoTokenizer.from_pretrained(export))) == {0, 2}
+    assert set(stop_token_ids(generation_settings(str(export)), AutoTokenizer.from_pretrained(export))) == {0, 2}
     assert "Turns end with <|im_end|>" in capsys.readouterr().err
 
 
@@ -73,9 +73,9 @@ def test_turns_without_an_end_are_told(quickstart: Path, tmp_path: Path, capsys:
 def test_the_last_learnt_token_of_each_sample_is_counted(quickstart: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
     rows = [{"messages": CHAT[:2]}, {"messages": CHAT}, {"messages": CHAT[:2]}]
-    whole = dataset_of(rows, tokenizer, tmp_path).turn_ends()
+    whole = dataset_of(rows, tokenizer, tmp_path).final_tokens()
     assert whole == {TURN_END: 3}
-    cut = dataset_of(rows, tokenizer, tmp_path, "data.max_length=40", "data.truncation=right").turn_ends()
+    cut = dataset_of(rows, tokenizer, tmp_path, "data.max_length=40", "data.truncation=right").final_tokens()
     assert cut[TURN_END] == 2 and cut.total() == 3
     assert unnamed_turn_end(cut, [END_OF_TEXT], tokenizer) == TURN_END
     assert unnamed_turn_end(cut, [TURN_END], tokenizer) is None

@@ -11,8 +11,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from verl_ext.data.dataset import SampleDataset
 from verl_ext.data.packing import MicroBatchPlan
-from verl_ext.data.rows import Rows
 
 Sample = dict[str, Any]
 MicroBatch = dict[str, torch.Tensor]
@@ -120,7 +120,7 @@ class Groups(Dataset[list[Sample]]):
         dataset: gives one by its number.
     """
 
-    def __init__(self, dataset: Rows) -> None:
+    def __init__(self, dataset: SampleDataset) -> None:
         self.dataset = dataset
 
     def __getitem__(self, rows: Sequence[int]) -> list[Sample]:
@@ -128,7 +128,7 @@ class Groups(Dataset[list[Sample]]):
 
 
 def validation_micro_batches(
-    dataset: Rows, plan: MicroBatchPlan, make: Callable[[list[Sample]], MicroBatch], rank: int, num_ranks: int
+    dataset: SampleDataset, plan: MicroBatchPlan, make: Callable[[list[Sample]], MicroBatch], rank: int, num_ranks: int
 ) -> Iterator[MicroBatch]:
     """This rank's share of the whole data set, no sample dropped, the same number of micro-batches on every rank.
 

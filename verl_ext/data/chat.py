@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl_ext.data.chat_encoder import ChatEncoder
+from verl_ext.data.chat_template import ChatEncoder
 from verl_ext.data.config import ChatDataConfig, file_list
-from verl_ext.data.rows import TokenRows
+from verl_ext.data.dataset import TokenDataset
 from verl_ext.data.tokenise import tokenise
 from verl_ext.errors import UserError
 
 
-class ChatDataset(TokenRows):
+class ChatDataset(TokenDataset):
     """Single-turn or multi-turn chats; loss falls on assistant tokens including the end-of-turn token.
 
     verl's `SFTDataset` leaves the end-of-turn token out of the loss and counts the prompt's last token in, and both
@@ -73,7 +73,7 @@ class ChatDataset(TokenRows):
             "row": int(index),
         }
 
-    def turn_ends(self) -> Counter[int]:
+    def final_tokens(self) -> Counter[int]:
         """See `TokenRows`."""
         learnt = np.flatnonzero(self.tokens.loss_mask)
         last = learnt[np.searchsorted(learnt, self.offsets[1:]) - 1]  # at or before each sample's end

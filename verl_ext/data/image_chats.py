@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from verl_ext.data.dataset import SampleDataset
 from verl_ext.data.questions import ImageQuestion
-from verl_ext.data.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ImageChat:
         return [Counter(question.references).most_common(1)[0][0] for question in self.questions]
 
 
-class ImageChatDataset(Rows):
+class ImageChatDataset(SampleDataset):
     """Rows as dictionaries: `row` and `chat`, an `ImageChat`.
 
     Args:

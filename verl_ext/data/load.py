@@ -16,11 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from verl_ext.config.schema import as_dict
 from verl_ext.data.chat import ChatDataset
 from verl_ext.data.config import ChatDataConfig, DataConfig, ImageDataConfig, TextDataConfig, file_list
-from verl_ext.data.parquet import files_digest
+from verl_ext.data.dataset import TokenDataset, files_digest
 from verl_ext.data.prompts import PromptDataset
 from verl_ext.data.question_sources import QuestionSource, local_files
 from verl_ext.data.questions import QuestionDataset
-from verl_ext.data.rows import TokenRows
 from verl_ext.data.tokenise import cache_directory
 from verl_ext.errors import UserError, first_line_of
 
@@ -46,7 +45,7 @@ def training_data_digest(data: DataConfig) -> str:
 
 def load_datasets(
     config: Any, tokenizer: PreTrainedTokenizerBase, progress: bool = False, now: datetime | None = None
-) -> tuple[TokenRows, TokenRows | None]:
+) -> tuple[TokenDataset, TokenDataset | None]:
     """Training and validation set of a run; the second is None when `data.val_files` is null.
 
     Args:
@@ -109,7 +108,7 @@ def load_dataset(
     max_samples: int,
     progress: bool,
     now: datetime | None,
-) -> TokenRows:
+) -> TokenDataset:
     """A `ChatDataset`, or the class that `data.custom_cls` names, as in verl."""
     if config.custom_cls.path is None:
         return ChatDataset(files, tokenizer, config, max_samples, progress, cache_directory(config.token_cache), now)
@@ -134,7 +133,7 @@ def load_dataset(
     return unpadded
 
 
-class Unpadded(TokenRows):
+class Unpadded(TokenDataset):
     """A data set of the user's own, whose samples verl wants padded to `max_length`, with the padding taken off.
 
     Args:
@@ -164,7 +163,7 @@ class Unpadded(TokenRows):
         tokens = {name: torch.as_tensor(sample[name])[real].long() for name in ("input_ids", "loss_mask")}
         return {**tokens, "row": index}
 
-    def turn_ends(self) -> Counter[int]:
+    def final_tokens(self) -> Counter[int]:
         """See `TokenRows`."""
         return self.ends
 

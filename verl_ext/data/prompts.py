@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from verl_ext.console import print_line, progress_bar
-from verl_ext.data.chat_encoder import check_turns
+from verl_ext.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, check_messages, clock_arguments
 from verl_ext.data.config import PromptDataConfig, file_list
-from verl_ext.data.parquet import place_of, plain, read_frame
-from verl_ext.data.rows import Rows, UniqueIds
-from verl_ext.data.template import TEMPLATE_ERRORS, ChatTemplate, clock_arguments
+from verl_ext.data.dataset import SampleDataset, drop_nulls, iter_parquet_rows, place_of, unique_sample_ids
 from verl_ext.errors import UserError
 
 
-class PromptDataset(Rows):
+class PromptDataset(SampleDataset):
     """Rows as dictionaries: `row`, `sample_id`, `prompt_ids`, `prompt_text` and the columns of the file.
 
     Args:
@@ -47,8 +46,8 @@ class PromptDataset(Rows):
         clock = clock_arguments(tokenizer.chat_template, now)
         self._template = ChatTemplate(tokenizer, {**clock, **config.apply_chat_template_kwargs})
         names = file_list(parquet_files)
-        records = [(name, row, record) for name in names for row, record in _records(name)]
-        chosen = records[:max_samples] if max_samples > 0 else records
+        records = ((name, row, record) for name in names for row, record in _records(name))
+        chosen = list(islice(records, max_samples if max_samples > 0 else None))
         bar = progress_bar(chosen, desc="reading prompts", unit="prompts", show=progress, leave=False)
         items = [self._item(name, row, record) for name, row, record in bar]
         kept = [item for item in items if item is not None]
@@ -58,9 +57,9 @@ class PromptDataset(Rows):
             print_line(
                 f"{len(items) - len(kept)} of {len(items)} prompts are longer than data.max_prompt_length and skipped"
             )
-        unique = UniqueIds()
+        ids = unique_sample_ids(item["sample_id"] for item in kept)
         self._rows = [
-            {**item, "row": number, "sample_id": unique(item["sample_id"])} for number, item in enumerate(kept)
+            {**item, "row": row, "sample_id": sample_id} for row, (item, sample_id) in enumerate(zip(kept, ids))
         ]
 
     def __len__(self) -> int:
@@ -110,8 +109,8 @@ class PromptBatch:
         return [item["row"] for item in self.items]
 
 
-def _records(name: str) -> list[tuple[int, dict[str, Any]]]:
-    return [(row, plain(record)) for row, record in enumerate(read_frame(name).to_dict("records"))]
+def _records(name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    return enumerate(map(drop_nulls, iter_parquet_rows(Path(name).expanduser())))
 
 
 def _mapping(record: dict[str, Any], column: str) -> dict[str, Any]:
@@ -134,11 +133,4 @@ def _turns(prompt: Any, config: PromptDataConfig) -> list[dict[str, Any]]:
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list) or not prompt or not all(isinstance(turn, dict) for turn in prompt):
-        raise UserError(
-            f"its column '{config.prompt_key}' is no list of turns with role and content; prepare the file anew"
-        )
-    if prompt[-1].get("role") == "assistant":
-        raise UserError("its last turn is the assistant's; a prompt ends with the user's")
-    check_turns(prompt)
-    return prompt
+    return check_messages(prompt, config.prompt_key, is_prompt=True)

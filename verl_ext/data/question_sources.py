@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from verl_ext.data.parquet import reading_parquet
+from verl_ext.data.dataset import iter_parquet_rows
 from verl_ext.errors import UserError, first_line_of
 
 
@@ -101,11 +102,13 @@ def records_of(name: str, source: QuestionSource, split: str) -> Iterator[Mappin
     """
     most = source.size(split)
     require_rows(name, source, split)
-    rows = hub_rows(name, split) if source.source is None else local_rows(local_files(name, source.source, split))
-    for row, record in enumerate(rows):
-        if row == most:
-            return
-        yield record
+    rows: Iterator[Mapping[str, Any]]
+    if source.source is None:
+        rows = hub_rows(name, split)
+    else:
+        paths = local_files(name, source.source, split)
+        rows = (row for path in paths for row in iter_parquet_rows(path, batch_size=64))  # images may be megabytes
+    yield from islice(rows, most if most >= 0 else None)
 
 
 def local_files(name: str, folder: str, split: str) -> list[Path]:
@@ -118,16 +121,6 @@ def local_files(name: str, folder: str, split: str) -> list[Path]:
     if not paths:
         raise UserError(f"data.datasets.{name}.source={folder} has no {split}*.parquet; prepare it or correct the path")
     return paths
-
-
-def local_rows(paths: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
-    """Rows of parquet files."""
-    from pyarrow import parquet
-
-    for path in paths:
-        with reading_parquet(path):
-            for batch in parquet.ParquetFile(path).iter_batches(batch_size=64):
-                yield from batch.to_pylist()
 
 
 def hub_rows(name: str, split: str) -> Iterator[Mapping[str, Any]]:

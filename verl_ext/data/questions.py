@@ -11,8 +11,8 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 
 from verl_ext.console import progress_bar, warn
+from verl_ext.data.dataset import SampleDataset, unique_sample_ids
 from verl_ext.data.question_sources import KNOWN, QuestionSource, records_of
-from verl_ext.data.rows import Rows, UniqueIds
 from verl_ext.errors import UserError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
@@ -55,7 +55,7 @@ class ImageQuestion:
             raise UserError(f"the image of {self.sample_id} cannot be read: {error}") from error
 
 
-class QuestionDataset(Rows):
+class QuestionDataset(SampleDataset):
     """Rows as dictionaries: `row`, `sample_id` and `sample`, an `ImageQuestion`.
 
     Args:
@@ -99,21 +99,24 @@ class QuestionDataset(Rows):
     def _samples(
         self, sources: Mapping[str, QuestionSource], split: str, suffix: str, progress: bool
     ) -> Iterator[ImageQuestion | UserError]:
-        unique = UniqueIds()
+        questions: list[ImageQuestion] = []
         for name, source in sources.items():
             records = records_of(name, source, split)
             bar = progress_bar(records, desc=f"reading {name}", unit="images", show=progress, leave=False)
             for row, record in enumerate(bar):
-                sample = question_of(name, row, record, suffix, source.image_folder)
-                # by this name results are kept, and splits often number their questions alike
-                named = f"{split}/{unique(sample.sample_id)}"
-                sample = replace(sample, sample_id=named, metric=source.metric_of(name))
-                try:
-                    sample.opened()
-                except UserError as error:
-                    yield error
-                else:
-                    yield sample
+                question = question_of(name, row, record, suffix, source.image_folder)
+                questions.append(replace(question, metric=source.metric_of(name)))
+        ids = unique_sample_ids(question.sample_id for question in questions)
+        bar = progress_bar(zip(questions, ids), desc="opening images", unit="images", show=progress, leave=False)
+        for question, sample_id in bar:
+            # results are stored by id, and the splits of many data sets use the same numbers
+            question = replace(question, sample_id=f"{split}/{sample_id}")
+            try:
+                question.opened()
+            except UserError as error:
+                yield error
+            else:
+                yield question
 
 
 def tell_of_unreadable(messages: Sequence[str], most: int) -> None:

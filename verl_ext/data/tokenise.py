@@ -8,18 +8,18 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import tokenizers
 import transformers
 
 from verl_ext.config.schema import as_dict
 from verl_ext.console import progress_bar, warn
 from verl_ext.data import tokenised
-from verl_ext.data.chat_encoder import ChatEncoder, Tokens
-from verl_ext.data.parquet import read_frame
+from verl_ext.data.chat_template import ChatEncoder, Tokens
+from verl_ext.data.dataset import count_parquet_rows, iter_parquet_rows
 from verl_ext.data.tokenised import Tokenised
 from verl_ext.files import user_cache_dir
 
@@ -99,13 +99,12 @@ def _digest(name: str) -> str:
 
 
 def _tokenise(names: list[str], encoder: ChatEncoder, max_samples: int, processes: int, progress: bool) -> Tokenised:
-    frames = [read_frame(name) for name in names]
-    total = sum(map(len, frames))
+    total = sum(count_parquet_rows(Path(name).expanduser()) for name in names)
     total = min(total, max_samples) if max_samples > 0 else total
     samples: list[Tokens] = []
     places: list[tuple[int, int]] = []
     with progress_bar(total=total, desc="tokenising", unit="chats", show=progress, leave=False) as bar:
-        chunks = _chunks(names, frames, total)
+        chunks = _chunks(names, total)
         for (number, _, first, records), tokens in _encoded(
             chunks, encoder, min(processes, total // FEWEST_PER_PROCESS)
         ):
@@ -115,11 +114,13 @@ def _tokenise(names: list[str], encoder: ChatEncoder, max_samples: int, processe
     return tokenised.join(samples, places)
 
 
-def _chunks(names: list[str], frames: list[pd.DataFrame], left: int) -> Iterator[Chunk]:
-    for number, (name, frame) in enumerate(zip(names, frames)):
-        for first in range(0, min(len(frame), left), CHUNK):
-            yield number, name, first, frame.iloc[first : min(first + CHUNK, left)].to_dict("records")
-        left -= min(len(frame), left)
+def _chunks(names: list[str], left: int) -> Iterator[Chunk]:
+    for number, name in enumerate(names):
+        rows, first = islice(iter_parquet_rows(Path(name).expanduser()), left), 0
+        while records := list(islice(rows, CHUNK)):
+            yield number, name, first, records
+            first += len(records)
+        left -= first
 
 
 def _encoded(chunks: Iterator[Chunk], encoder: ChatEncoder, processes: int) -> Iterator[tuple[Chunk, list[Tokens]]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from verl_ext.data.chat_encoder import Tokens
+from verl_ext.data.chat_template import Tokens
 
 ABANDONED_AFTER_S = 24 * 3600
 """Age of an unfinished file that nobody is writing any more; other machines may share the directory."""

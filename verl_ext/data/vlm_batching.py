@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import ProcessorMixin
 
 from verl_ext.data.batching import MicroBatch
+from verl_ext.data.chat_template import clock_arguments
 from verl_ext.data.image_chats import ImageChat
-from verl_ext.data.template import clock_arguments
 from verl_ext.errors import UserError
 from verl_ext.rendering import rendering
 

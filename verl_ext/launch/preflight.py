@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.data.config import file_list
-from verl_ext.data.parquet import reading_parquet
+from verl_ext.data.dataset import reading_parquet
 from verl_ext.errors import UserError
 from verl_ext.model_files import is_hub_name, read_json
 from verl_ext.remote_code import require_no_remote_code_in

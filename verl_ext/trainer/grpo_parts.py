@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from verl_ext.data.end_tokens import end_tokens
+from verl_ext.data.chat_template import stop_token_ids
 from verl_ext.distributed import on_every_rank
 from verl_ext.grpo.config import RolloutConfig
 from verl_ext.grpo.policy import LogProbs
@@ -85,7 +85,7 @@ def make_engine(
 ) -> RolloutEngine:
     """What `rollout.engine` names; collective."""
     rollout, data, path = config.rollout, config.data, local_model_path(config)
-    ends = end_tokens(generation_settings(path), tokenizer)
+    ends = stop_token_ids(generation_settings(path), tokenizer)
     if rollout.engine == "hf":
         return HfRollout(model, tokenizer.pad_token_id, ends, rollout.max_num_seqs, precision, config.trainer.device)
     with quiet_stdout():

@@ -19,7 +19,7 @@ from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
 from verl.workers.sharding_manager.fsdp_ulysses import FSDPUlyssesShardingManager
 
 from verl_ext.console import warn
-from verl_ext.data.rows import Rows
+from verl_ext.data.dataset import SampleDataset
 from verl_ext.deadline import deadline_from_environment, parse_deadline
 from verl_ext.errors import Stop, UserError
 from verl_ext.files import GIB, free_bytes
@@ -57,8 +57,8 @@ class PipelineTrainer(TrainerSetup, ABC):
         device_mesh: DeviceMesh,
         ulysses_device_mesh: DeviceMesh,
         tokenizer: PreTrainedTokenizerBase,
-        train_dataset: Rows,
-        val_dataset: Rows | None,
+        train_dataset: SampleDataset,
+        val_dataset: SampleDataset | None,
         signals: RankSignals | None = None,
     ) -> None:
         self.recorded_config = config

@@ -23,10 +23,10 @@ from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
 from verl_ext.console import warn
 from verl_ext.data.batching import Groups
+from verl_ext.data.dataset import SampleDataset
 from verl_ext.data.load import training_data_digest
 from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.prefetch import Prefetcher
-from verl_ext.data.rows import Rows
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.distributed import COLLECTIVE_TIMEOUT, on_every_rank, on_rank_zero
 from verl_ext.metrics.startup import startup
@@ -56,8 +56,8 @@ class TrainerSetup(FSDPSFTTrainer):
     dp_rank: int
     owes_validation: bool
     data_digest: str
-    train_dataset: Rows
-    val_dataset: Rows | None
+    train_dataset: SampleDataset
+    val_dataset: SampleDataset | None
     fsdp_model: Any
     checkpoint_manager: CheckpointManager
     train_sampler: GlobalBatchSampler  # type: ignore[assignment]  # verl makes another, in what is overridden here
@@ -67,7 +67,7 @@ class TrainerSetup(FSDPSFTTrainer):
         """How often the optimizer, and with it the schedule of the learning rate, goes on in one step."""
         return 1
 
-    def _build_dataloader(self, train_dataset: Rows, val_dataset: Rows | None) -> None:
+    def _build_dataloader(self, train_dataset: SampleDataset, val_dataset: SampleDataset | None) -> None:
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         data = self.config.data
         self.batcher = self.make_batcher()
@@ -103,7 +103,7 @@ class TrainerSetup(FSDPSFTTrainer):
     def make_batcher(self) -> Callable[[list[Any]], Any]:
         """What makes one rank's batch of a step: of its samples, or of the groups of them that `plan_for` makes."""
 
-    def plan_for(self, dataset: Rows) -> MicroBatchPlan | None:
+    def plan_for(self, dataset: SampleDataset) -> MicroBatchPlan | None:
         """Which samples share a micro-batch and on which rank; None leaves it to the batcher."""
         return None
 

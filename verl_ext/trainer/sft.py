@@ -13,7 +13,7 @@ import torch.distributed as dist
 from verl.utils.flops_counter import FlopsCounter
 
 from verl_ext.data.batching import Batch, MicroBatch, validation_micro_batches
-from verl_ext.data.rows import Rows
+from verl_ext.data.dataset import SampleDataset
 from verl_ext.distributed import reduce_over_ranks
 from verl_ext.trainer.hardware import peak_memory
 from verl_ext.trainer.loop import Metrics
@@ -151,7 +151,7 @@ class SFTTrainer(SFTSetup):
             "time/val/step_s": time.perf_counter() - start,
         }
 
-    def mean_loss(self, dataset: Rows) -> tuple[float, float]:
+    def mean_loss(self, dataset: SampleDataset) -> tuple[float, float]:
         """Cross-entropy of a whole data set in nats per loss token, and the number of those; the same on every rank."""
         plan, num_tokens = self.validation_plan(dataset), 0
         total = torch.zeros((), dtype=torch.float64, device=self.device_name)

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from verl_ext.console import print_line, warn
 from verl_ext.data.batching import Batcher, MicroBatcher, sample_lengths
+from verl_ext.data.dataset import SampleDataset, TokenDataset
 from verl_ext.data.packing import MicroBatchPlan, attention_share
-from verl_ext.data.rows import Rows, TokenRows
 from verl_ext.distributed import gather_results, on_every_rank
 from verl_ext.errors import UserError
 from verl_ext.trainer.forward_check import LOSS_TOLERANCE, loss_heads_error, why_not_packed
@@ -44,8 +44,8 @@ class SFTSetup(PipelineTrainer):
             # verl's loss under Ulysses must be the plain mean, which `summed_loss_over_sequence_ranks` weights
             self.config.data.balance_dp_token = False
         super()._build_model_optimizer()
-        assert isinstance(self.train_dataset, TokenRows)
-        stop_at_turn_end(self.model, self.tokenizer, self.train_dataset.turn_ends(), self.is_main)
+        assert isinstance(self.train_dataset, TokenDataset)
+        stop_at_turn_end(self.model, self.tokenizer, self.train_dataset.final_tokens(), self.is_main)
         self.gather_as_asked()
         self.check_forward()
 
@@ -58,11 +58,11 @@ class SFTSetup(PipelineTrainer):
         """See `TrainerSetup.make_batcher`."""
         return MicroBatcher(self.tokenizer.pad_token_id, self.packs)
 
-    def plan_for(self, dataset: Rows) -> MicroBatchPlan | None:
+    def plan_for(self, dataset: SampleDataset) -> MicroBatchPlan | None:
         """See `TrainerSetup.plan_for`."""
         return self.plan_by_tokens(dataset)
 
-    def plan_by_tokens(self, dataset: Rows) -> MicroBatchPlan:
+    def plan_by_tokens(self, dataset: SampleDataset) -> MicroBatchPlan:
         """Samples whose tokens fit into a micro-batch together."""
         assert isinstance(self.config, SFTConfig)
         data, packs = self.config.data, self.packs
@@ -147,6 +147,6 @@ class SFTSetup(PipelineTrainer):
         self.packs = False
         self._build_dataloader(self.train_dataset, self.val_dataset)
 
-    def validation_plan(self, dataset: Rows) -> MicroBatchPlan:
+    def validation_plan(self, dataset: SampleDataset) -> MicroBatchPlan:
         """Which samples of the validation set share a forward pass."""
         return self.plan_by_tokens(dataset)

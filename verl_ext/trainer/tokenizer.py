@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 from verl.utils import hf_tokenizer
 
 from verl_ext.console import print_line
+from verl_ext.data.chat_template import renders_alike
 from verl_ext.data.config import TextDataConfig
-from verl_ext.data.template import renders_alike
 from verl_ext.data.training_templates import NAMES, read_chat_template, without_marks
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.remote_code import require_no_remote_code

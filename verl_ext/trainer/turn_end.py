@@ -9,7 +9,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_ext.console import print_line, warn
-from verl_ext.data.end_tokens import end_tokens
+from verl_ext.data.chat_template import stop_token_ids
 
 
 def unnamed_turn_end(turn_ends: Counter[int], known: list[int], tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -38,7 +38,7 @@ def stop_at_turn_end(
         is_main: whether this rank tells of it.
     """
     base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
-    known = end_tokens(base.generation_config if base.can_generate() else None, tokenizer)
+    known = stop_token_ids(base.generation_config if base.can_generate() else None, tokenizer)
     found = unnamed_turn_end(turn_ends, known, tokenizer)
     if found is not None and base.can_generate():
         base.generation_config.eos_token_id = [found, *known]

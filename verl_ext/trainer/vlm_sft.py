@@ -12,10 +12,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMi
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import Configuration
 from verl_ext.data.batching import Batch, sample_lengths
+from verl_ext.data.dataset import SampleDataset
 from verl_ext.data.image_chats import ImageChatDataset
 from verl_ext.data.load import load_questions
 from verl_ext.data.packing import MicroBatchPlan
-from verl_ext.data.rows import Rows
 from verl_ext.data.vlm_batching import ChatBatch, VLMBatcher
 from verl_ext.distributed import on_every_rank
 from verl_ext.errors import UserError, first_line_of
@@ -98,10 +98,10 @@ class VLMSFTTrainer(SFTTrainer):
         self.lr_scheduler = build_scheduler(self.optimizer, config.optim, self.total_steps)
         self.gather_as_asked()
 
-    def plan_for(self, dataset: Rows) -> None:
+    def plan_for(self, dataset: SampleDataset) -> None:
         """See `TrainerSetup.plan_for`: chats are grouped in the order they come."""
 
-    def validation_plan(self, dataset: Rows) -> MicroBatchPlan:
+    def validation_plan(self, dataset: SampleDataset) -> MicroBatchPlan:
         """See `SFTTrainer.validation_plan`: chats with as many questions together."""
         size = self.config.data.micro_batch_size_per_gpu
         return MicroBatchPlan(sample_lengths(dataset), False, sys.maxsize, size)

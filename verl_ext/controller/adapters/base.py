@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from verl_ext.controller.adapters.swap import Remembered, Skipped, swapped
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
-from verl_ext.data.end_tokens import end_tokens
+from verl_ext.data.chat_template import stop_token_ids
 from verl_ext.errors import UserError
 
 TIERS = ("low", "medium", "high")
@@ -181,7 +181,7 @@ class VLMAdapter(ABC):
     @property
     def end_tokens(self) -> list[int]:
         """What ends an answer: the tokens of the model's generation settings, and the tokenizer's end of text."""
-        return end_tokens(getattr(self.model, "generation_config", None), self.tokenizer)
+        return stop_token_ids(getattr(self.model, "generation_config", None), self.tokenizer)
 
     @property
     def tokenizer(self) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.console import print_line, progress_bar
-from verl_ext.data.parquet import ORIGIN_KEY
+from verl_ext.data.dataset import ORIGIN_KEY
 from verl_ext.data.prepare.columns import encode_unfaithful_columns
 from verl_ext.data.prepare.conversation import (
     COMMAND,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.commands import program
-from verl_ext.data.parquet import ORIGIN_KEY
+from verl_ext.data.dataset import ORIGIN_KEY
 from verl_ext.data.prepare.files import Row
 from verl_ext.data.prepare.turns import BadRow, from_json, is_sharegpt, to_turns
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -43,8 +42,7 @@ def token_counter(directory: str) -> Callable[[Row], int]:
     """
     from transformers import AutoTokenizer
 
-    from verl_ext.data.chat_encoder import check_chat
-    from verl_ext.data.template import TEMPLATE_ERRORS, ChatTemplate
+    from verl_ext.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, check_messages
     from verl_ext.rendering import EndlessTemplate
 
     if not Path(directory).is_dir():
@@ -63,7 +61,7 @@ def token_counter(directory: str) -> Callable[[Row], int]:
     def count(row: Row) -> int:
         columns = {"tools": row["tools"]} if row.get("tools") else {}
         try:
-            text = template.render(check_chat(copy.deepcopy(row["messages"])), **columns)
+            text = template.render(check_messages(row["messages"]), **columns)
         except EndlessTemplate:  # every other row would take as long
             raise
         except (UserError, *TEMPLATE_ERRORS) as error:

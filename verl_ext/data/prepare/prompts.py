@@ -14,7 +14,7 @@ from eval_pipeline.problems.reference import number_of
 from eval_pipeline.problems.verl_rl import read_tests
 from verl_ext.commands import program
 from verl_ext.console import print_line, progress_bar
-from verl_ext.data.parquet import ORIGIN_KEY
+from verl_ext.data.dataset import ORIGIN_KEY
 from verl_ext.data.prepare.conversation import MEDIA_KEYS, SYSTEM_KEYS, require_object
 from verl_ext.data.prepare.files import INPUTS, Row, read_rows
 from verl_ext.data.prepare.split import FILES_OF_A_RUN, TRAIN_NAME, VAL_NAME, add_split_arguments, write_split

@@ -16,7 +16,7 @@ from eval_pipeline.problems.reference import is_right
 from eval_pipeline.problems.verl_rl import read_tests
 from verl_ext.console import print_line, warn
 from verl_ext.data.config import PromptDataConfig, file_list
-from verl_ext.data.parquet import ORIGIN_KEY, first_row, place_of, plain, reading_parquet
+from verl_ext.data.dataset import ORIGIN_KEY, drop_nulls, iter_parquet_rows, place_of, reading_parquet
 from verl_ext.errors import UserError
 from verl_ext.grpo.config import RewardConfig
 from verl_ext.grpo.failure import RewardError
@@ -98,17 +98,14 @@ def check_columns(path: Path, judged: str | None) -> None:
         raise UserError(f"{path} has no column 'reward_model' with a ground_truth, {needs}")
     if schema.field("reward_model").type.get_field_index("ground_truth") < 0:
         raise UserError(f"the column 'reward_model' of {path} has no field 'ground_truth', {needs}")
-    origin = {ORIGIN_KEY} & {*schema.names}
-    row = 0
-    with reading_parquet(path), parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(64, columns=["reward_model.ground_truth", *origin]):  # tests may be megabytes
-            for record in map(plain, batch.to_pylist()):
-                where = place_of(str(path), row, record)
-                truth = (record.get("reward_model") or {}).get("ground_truth")
-                if truth is None:
-                    raise UserError(f"{where} has no reward_model.ground_truth, {needs}")
-                read_tests(truth, where)
-                row += 1
+    columns = ["reward_model.ground_truth", *({ORIGIN_KEY} & {*schema.names})]
+    rows = iter_parquet_rows(path, columns, batch_size=64)  # tests may be megabytes
+    for row, record in enumerate(map(drop_nulls, rows)):
+        where = place_of(str(path), row, record)
+        truth = (record.get("reward_model") or {}).get("ground_truth")
+        if truth is None:
+            raise UserError(f"{where} has no reward_model.ground_truth, {needs}")
+        read_tests(truth, where)
 
 
 def trial_answer(paths: list[Path]) -> tuple[str, RewardedAnswer]:
@@ -116,7 +113,7 @@ def trial_answer(paths: list[Path]) -> tuple[str, RewardedAnswer]:
 
     The answer is the ground truth itself where that is a text or a number: what a good completion may come down to.
     """
-    path, row = next((path, row) for path in paths if (row := first_row(path)) is not None)
+    path, row = next((path, drop_nulls(row)) for path in paths for row in iter_parquet_rows(path, batch_size=1))
     where = f"{path} row 0"
     truth: Any = RewardedAnswer.to_prompt(where, row, "", 1).ground_truth
     text = str(truth) if isinstance(truth, str | int | float) and str(truth).strip() else "This is a completion."

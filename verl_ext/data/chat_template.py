@@ -1,0 +1,423 @@
+"""Chats to token ids and the mask of the tokens that the loss is computed on.
+
+Imports transformers only when it renders, because the preparation commands check chats without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, time
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from verl_ext.data.config import ChatDataConfig
+from verl_ext.data.dataset import drop_nulls, place_of
+from verl_ext.data.training_templates import NAMES, comparable, marks_generation, read_chat_template
+from verl_ext.errors import UserError
+from verl_ext.rendering import EndlessTemplate, rendering
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+Encoded = tuple[list[int], list[int]] | UserError
+Tokens = tuple[np.ndarray, np.ndarray]
+"""Token ids (seq,) int32, and the loss mask (seq,) uint8."""
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, IndexError)
+"""What rendering a chat can raise: templates refuse rows themselves, and fail on rows that they do not expect."""
+ASSISTANT_TEXT_KEYS = ("tool_calls", "reasoning_content", "thinking")
+"""Keys of an assistant turn, other than its content, that hold text which the model wrote."""
+ANSWER = "The sum is 3."
+PROBE = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": ANSWER}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+ADVICE = (
+    "set data.chat_template to a Jinja file that marks assistant turns with {% generation %}, or to one of "
+    f"{', '.join(NAMES)}"
+)
+
+
+def check_messages(messages: Any, column: str = "messages", *, is_prompt: bool = False) -> list[dict[str, Any]]:
+    """The turns of a chat as chat templates take them: content as text, arguments of tool calls as objects.
+
+    Args:
+        messages: the value of a row; it is not changed.
+        column: the name of its column, for messages.
+        is_prompt: whether the model answers the chat; otherwise it is trained on the assistant's turns.
+
+    Raises:
+        UserError: the chat cannot be rendered, or has no turn to train on or to answer.
+    """
+    is_chat = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    if not is_chat or not messages:
+        raise UserError(f"its column '{column}' is not a list of turns with role and content; prepare the file again")
+    turns = [_check_turn(message, turn) for turn, message in enumerate(messages)]
+    if is_prompt:
+        if turns[-1]["role"] == "assistant":
+            raise UserError("its last turn is the assistant's; end a prompt with the user's turn")
+        return turns
+    if not any(turn["role"] == "assistant" for turn in turns):
+        raise UserError("it has no assistant turn; drop the row from the file")
+    if turns[0]["role"] == "assistant":
+        raise UserError("it begins with the assistant; put a user or system turn before it")
+    for turn, message in enumerate(turns):
+        weight = message.get("weight")
+        is_given = weight is not None and weight == weight  # a parquet file may hold NaN instead of null
+        if message["role"] == "assistant" and is_given and weight != 1:
+            raise UserError(
+                f"turn {turn} has weight {weight}, but training ignores weights; drop the row, or cut off "
+                "the chat before this turn"
+            )
+    return turns
+
+
+def _check_turn(message: dict[str, Any], turn: int) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise UserError(f"turn {turn} has no role; give it user, assistant, system or tool")
+    checked = {**message, "content": _join_text_parts(message.get("content"), turn)}
+    if message.get("tool_calls"):
+        checked["tool_calls"] = [_decode_arguments(call, turn) for call in message["tool_calls"]]
+    elif checked["content"] is None:
+        raise UserError(f"turn {turn} has no content; drop the row from the file")
+    return checked
+
+
+def _join_text_parts(content: Any, turn: int) -> str | None:
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        raise UserError(f"turn {turn} has content that is not text; this stage trains on text alone")
+    return content
+
+
+def _decode_arguments(call: Any, turn: int) -> Any:
+    """Decode the arguments of a tool call, JSON text in OpenAI's format, since templates render objects as JSON.
+
+    vLLM does the same before it renders a chat.
+    """
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"turn {turn} has a tool call whose arguments are not JSON ({error}); correct it") from None
+    decoded = {**function, "arguments": arguments}
+    return {**call, "function": decoded} if "function" in call else decoded
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A tokenizer's chat template with its constant keyword arguments.
+
+    Attributes:
+        tokenizer: a fast tokenizer with a chat template.
+        kwargs: passed to every rendering, `data.apply_chat_template_kwargs`.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    kwargs: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                f"the tokenizer has no chat template; set data.chat_template to one of {', '.join(NAMES)}, or to a "
+                "Jinja file, or take the instruct variant of the model"
+            )
+        if not self.tokenizer.is_fast:
+            raise UserError(
+                "the tokenizer is a slow one without character offsets; convert it to a tokenizer.json first"
+            )
+
+    def render(self, messages: Sequence[Message], *, prompt: bool = False, **columns: Any) -> str:
+        """The text of a chat; with `prompt` it ends where the assistant begins to write.
+
+        Raises:
+            UserError: the end of the last turn cannot be found, see `unconditional_prompt`.
+        """
+        text = self._apply(messages, prompt, columns)
+        always = "" if prompt else self.unconditional_prompt
+        if not always:
+            return text
+        if not text.endswith(always):
+            raise UserError(f"the chat template ends only some chats with {always!r}; {ADVICE}")
+        return text.removesuffix(always)
+
+    @cached_property
+    def unconditional_prompt(self) -> str:
+        """The generation prompt of a template that ends every chat with it, as the original Llama 3 template does.
+
+        Empty for templates that follow `add_generation_prompt`, and for those whose user turn ends with the prompt.
+
+        Raises:
+            UserError: there is one, but no special token separates an answer from it.
+        """
+        for chat in (PROBE, [SYSTEM, *PROBE]):  # some templates require a system turn
+            with suppress(*TEMPLATE_ERRORS):
+                return self._unconditional_prompt(chat)
+        return ""
+
+    def _unconditional_prompt(self, chat: Sequence[Message]) -> str:
+        text, unanswered = self._apply(chat, False, {}), self._apply(chat[:-1], False, {})
+        longer = self._apply([*chat, {"role": "user", "content": "Thanks."}], False, {})
+        shared, start = len(os.path.commonprefix([text, longer])), text.rfind(ANSWER) + len(ANSWER)
+        follows_flag = ANSWER not in text or text != self._apply(chat, True, {})
+        if follows_flag or not start <= shared < len(text) or not unanswered.endswith(text[shared:]):
+            return ""
+        # Turns of all roles may begin alike, so the prompt may begin before the two texts part.
+        tokens = [(text.find(token, start), token) for token in special_tokens(self.tokenizer)]
+        first = min([(place, place + len(token)) for place, token in tokens if place >= 0], default=(shared, shared))
+        if first[0] < first[1] <= shared:
+            return text[first[1] :].lstrip()
+        if text[start : min(shared, first[0])].strip():
+            raise UserError(
+                f"the chat template ends every chat with {text[start:]!r}, so the end of an answer cannot be found; "
+                f"{ADVICE}"
+            )
+        return text[start:].lstrip()
+
+    def _apply(self, messages: Sequence[Message], prompt: bool, columns: Mapping[str, Any]) -> str:
+        with rendering():
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=prompt, **{**self.kwargs, **columns}
+            )
+
+    def encode(self, chats: Sequence[Sequence[Message]], columns: Sequence[Mapping[str, Any]]) -> list[Encoded]:
+        """Tokenize chats and compute their loss masks.
+
+        Args:
+            chats: the turns of each, with `role` and `content`.
+            columns: `tools`, `enable_thinking` and similar arguments of the template for each chat.
+
+        Returns:
+            For each chat its token ids (seq,) and a mask (seq,) that is 1 on the assistant's tokens, including the
+            end-of-turn token. A chat that the template refuses, or renders differently once later turns follow, has a
+            `UserError` instead, so that the caller can name the row.
+        """
+        rendered: list[Any] = []
+        for chat, more in zip(chats, columns):
+            is_endless = bool(rendered) and isinstance(rendered[-1], EndlessTemplate)  # each chat would take as long
+            rendered.append(rendered[-1] if is_endless else self._guarded(self._text_and_spans, chat, more))
+        texts = ["" if isinstance(item, UserError) else item[0] for item in rendered]
+        tokens = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        return [
+            item if isinstance(item, UserError) else (ids, loss_mask(offsets, item[1]))
+            for item, ids, offsets in zip(rendered, tokens["input_ids"], tokens["offset_mapping"])
+        ]
+
+    def _guarded(self, function: Callable[..., Any], messages: Sequence[Message], columns: Mapping[str, Any]) -> Any:
+        try:
+            return function(messages, **columns)
+        except TEMPLATE_ERRORS as error:
+            return UserError(f"the chat template refuses it ({error}); fix the row, or set another data.chat_template")
+        except UserError as error:
+            return error
+
+    def _text_and_spans(self, messages: Sequence[Message], **columns: Any) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a chat, and the spans of it that the assistant writes; a template can mark them."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self.tokenizer.get_chat_template(tools=columns.get("tools"))
+        if marks_generation(template):
+            arguments = {**self.tokenizer.special_tokens_map, **self.kwargs, **columns}
+            with rendering():
+                [text], [marked] = render_jinja_template(
+                    [list(messages)], chat_template=template, return_assistant_tokens_mask=True, **arguments
+                )
+            return text, marked
+        text, spans = self.render(messages, **columns), []
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self.render(messages[:i], prompt=True, **columns)
+                after = self.render(messages[: i + 1], **columns) if i + 1 < len(messages) else text
+                if not (after.startswith(before) and text.startswith(after)):
+                    raise UserError(
+                        f"the chat template renders turn {i} differently once later turns follow; {self._advice()}"
+                    )
+                # The newline that templates write after the end-of-turn token is never sampled, so it has no loss.
+                spans.append((len(before), max(len(before), len(after.rstrip()))))
+        return text, spans
+
+    def _advice(self) -> str:
+        """The fix for a template that changes earlier turns."""
+        template = self.tokenizer.get_chat_template()
+        like = [
+            name for name in NAMES if renders_alike(self.tokenizer, template, read_chat_template(name), self.kwargs)
+        ]
+        if like:
+            return f"set data.chat_template={like[0]}, which renders every turn as this template renders the last one"
+        return f"{ADVICE}, or split the chat"
+
+
+def clock_arguments(template: object, now: datetime | None) -> dict[str, Any]:
+    """Arguments that set the time of a template's `strftime_now`; none for templates that do not call it.
+
+    Args:
+        template: the source, or several by name.
+        now: the time; None for that of the clock.
+    """
+    # the argument shadows transformers' function of the same name
+    return {"strftime_now": now.strftime} if now is not None and "strftime_now" in str(template) else {}
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The texts of a tokenizer's special tokens."""
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return {*added, *tokenizer.all_special_tokens}
+
+
+def renders_alike(
+    tokenizer: PreTrainedTokenizerBase, one: str, other: str, kwargs: Mapping[str, Any], *, whole: bool = True
+) -> bool:
+    """Whether two templates render chats of one round alike, with and without a system turn.
+
+    Args:
+        tokenizer: defines the special tokens that the templates may name.
+        one: a template.
+        other: a template.
+        kwargs: `data.apply_chat_template_kwargs`.
+        whole: compare the answer too, not only the prompt.
+    """
+    chats = [PROBE, [SYSTEM, *PROBE]]
+    rendered = []
+    for template in (one, other):
+        options = {"tokenize": False, "chat_template": template, **kwargs}
+        try:
+            with rendering():
+                prompts = [tokenizer.apply_chat_template(c[:-1], add_generation_prompt=True, **options) for c in chats]
+                texts = [tokenizer.apply_chat_template(c, **options) for c in chats] if whole else []
+        except (TemplateError, EndlessTemplate):
+            return False
+        rendered.append([comparable(text) for text in prompts + texts])
+    return rendered[0] == rendered[1]
+
+
+def loss_mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """1 for each token that overlaps one of the spans.
+
+    A token starts where the previous one ends: some tokenizers trim white space from the offsets, which would leave a
+    token of white space empty. It starts earlier if it holds some bytes of a character that an earlier token shares.
+
+    Args:
+        offsets: (start, end) of each token in characters, ascending.
+        spans: (start, end) of the assistant's characters, ascending and disjoint.
+    """
+    mask, remaining, previous_end = [], list(reversed(spans)), 0
+    for start, end in offsets:
+        begin = min(start, previous_end)
+        while remaining and remaining[-1][1] <= begin:
+            remaining.pop()
+        mask.append(int(bool(remaining) and end > remaining[-1][0]))
+        previous_end = max(previous_end, end)
+    return mask
+
+
+class ChatEncoder:
+    """Renders the chats of a file, tokenizes them and truncates them; can be sent to another process.
+
+    Args:
+        tokenizer: a fast tokenizer with a chat template.
+        config: the `data` section.
+        now: whose date a chat template with `strftime_now` gets; None for today.
+
+    Attributes:
+        date: that date at midnight, so that tokens do not depend on the time of day; None for templates that do not
+            use it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: ChatDataConfig, now: datetime | None = None) -> None:
+        self.config = config
+        date = datetime.combine(now or datetime.now(), time())
+        clock = clock_arguments(tokenizer.chat_template, date)
+        self.date = date if clock else None
+        self.template = ChatTemplate(tokenizer, {**clock, **config.apply_chat_template_kwargs})
+        source = str(tokenizer.chat_template)
+        self.not_rendered = [key for key in ASSISTANT_TEXT_KEYS if not re.search(rf"\b{key}\b", source)]
+
+    def encode(self, name: str, first: int, records: list[dict[str, Any]]) -> list[Tokens]:
+        """Tokens of some rows.
+
+        Args:
+            name: of the file, for messages.
+            first: number of the first row in it.
+            records: the rows, by column.
+
+        Raises:
+            UserError: a row cannot be rendered, has no assistant turn, or is too long with `truncation=error`; the
+                message names file and row.
+        """
+        return list(self._encode(name, first, records))
+
+    def _encode(self, name: str, first: int, records: list[dict[str, Any]]) -> Iterator[Tokens]:
+        places = [place_of(name, first + i, record) for i, record in enumerate(records)]
+        chats = [self._at(place, self._messages, record) for place, record in zip(places, records)]
+        columns = [self._at(place, self._columns, record) for place, record in zip(places, records)]
+        for place, item in zip(places, self.template.encode(chats, columns)):
+            tokens, mask = self._at(place, self._truncate, item)
+            yield np.asarray(tokens, dtype=np.int32), np.asarray(mask, dtype=np.uint8)
+
+    def _at(self, place: str, function: Callable[[Any], Any], argument: Any) -> Any:
+        """Call a function on a row; its errors name the row's place."""
+        try:
+            return function(argument)
+        except (UserError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{place} cannot be used: {error}") from error
+
+    def _messages(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        multiturn = self.config.multiturn
+        if multiturn.enable:
+            chat = check_messages(drop_nulls(record[multiturn.messages_key]), multiturn.messages_key)
+        else:
+            prompt = pick(record[self.config.prompt_key], self.config.prompt_dict_keys)
+            response = pick(record[self.config.response_key], self.config.response_dict_keys)
+            chat = check_messages([{"role": "user", "content": prompt}, {"role": "assistant", "content": response}])
+        lost = next((key for key in self.not_rendered if any(turn.get(key) for turn in chat)), None)
+        if lost is not None:
+            raise UserError(f"it has {lost}, which the chat template omits; set data.chat_template to one that has it")
+        return chat
+
+    def _columns(self, record: dict[str, Any]) -> dict[str, Any]:
+        keys = {"tools": self.config.multiturn.tools_key, "enable_thinking": self.config.multiturn.enable_thinking_key}
+        found = {name: drop_nulls(record[key]) for name, key in keys.items() if key in record}
+        if isinstance(found.get("tools"), str):  # JSON text, because one parquet column has one type of tool
+            try:
+                found["tools"] = json.loads(found["tools"])
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"its column '{keys['tools']}' is not JSON ({error}); write a list of tools") from error
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _truncate(self, encoded: Encoded) -> tuple[list[int], list[int]]:
+        if isinstance(encoded, UserError):
+            raise encoded
+        (tokens, mask), limit = encoded, self.config.max_length
+        if len(tokens) <= limit:
+            return tokens, mask
+        if self.config.truncation == "error":
+            raise UserError(
+                f"it has {len(tokens)} tokens, more than data.max_length={limit}; "
+                "raise it, set data.truncation=right, or drop the row"
+            )
+        return (tokens[:limit], mask[:limit]) if self.config.truncation == "right" else (tokens[-limit:], mask[-limit:])
+
+
+def pick(value: Any, keys: Sequence[str] | None) -> Any:
+    """Descend into a nested column by `prompt_dict_keys` or `response_dict_keys`, as verl does into lists of one."""
+    for key in keys or ():
+        while isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        value = value[key]
+    return value
+
+
+def stop_token_ids(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens at which vLLM stops: those of the model's generation settings, and the tokenizer's end of text."""
+    named = None if settings is None else settings.eos_token_id
+    listed = named if isinstance(named, list) else [named]
+    return list(dict.fromkeys(token for token in (*listed, tokenizer.eos_token_id) if token is not None))
