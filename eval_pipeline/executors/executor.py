@@ -54,7 +54,6 @@ def open_executor(recipe: EvalConfig) -> Executor:
         from eval_pipeline.executors.ray import RayExecutor  # Ray takes seconds to import
 
         return RayExecutor(recipe)
-    require_engine(recipe)
     from eval_pipeline.executors.local import LocalExecutor
 
     return LocalExecutor(recipe)

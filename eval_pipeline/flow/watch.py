@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from eval_pipeline.executors.executor import require_engine
 from eval_pipeline.figures.best_file import read_best_checkpoint
 from eval_pipeline.flow.publish import Publisher
 from eval_pipeline.flow.run_status import RunStatus
@@ -144,6 +145,7 @@ def watch(session: Session, recipe_name: str | None = None) -> int:
     """
     if not session.recipe.tiers.names:
         raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; set tiers.tier1")
+    require_engine(session.recipe)
     run_dir, results = typed_path(session.place.of_run), typed_path(session.place.root)
     print_line(f"Watching {run_dir} until the run has finished. Results go to {results}.")
     publisher = Publisher(session, leads=True)
