@@ -1,4 +1,4 @@
-"""A model's directory: read whole, and written so that earlier releases of transformers and vLLM can read it."""
+"""A model's directory: checked, loaded completely, and written so that earlier transformers and vLLM can read it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.files import parse_json
+from verl_ext.remote_code import require_no_remote_code_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
@@ -20,7 +22,7 @@ EARLIER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_f
 
 
 def load_whole(loader: Any, path: str, **arguments: Any) -> Any:
-    """`loader.from_pretrained(path)`. If weights are missing, transformers only warns, and fills them at random.
+    """`loader.from_pretrained(path)`, which only warns if weights are missing and initializes them randomly.
 
     Args:
         loader: an automatic class of transformers.
@@ -42,11 +44,11 @@ def load_whole(loader: Any, path: str, **arguments: Any) -> Any:
 def save_config(config: PreTrainedConfig, directory: Path) -> None:
     """Write `config.json` with rotary embeddings in both forms: `rope_parameters`, and `rope_theta` and the like.
 
-    transformers 4 ignores `rope_parameters`, and would silently take a default for each value.
+    transformers 4 ignores `rope_parameters` and would silently use defaults.
 
     Args:
         config: of the model.
-        directory: exists.
+        directory: must exist.
     """
     config.save_pretrained(directory)
     path = directory / "config.json"
@@ -56,7 +58,7 @@ def save_config(config: PreTrainedConfig, directory: Path) -> None:
 
 
 def _add_earlier_rope_keys(content: dict[str, Any], config: dict[str, Any]) -> None:
-    """Complete what is written of a configuration, and of its vision and text parts; defaults are not written."""
+    """Add the keys to a configuration and to its vision and text parts; transformers does not write defaults."""
     content |= {key: value for key, value in earlier_rope_keys(config).items() if content.get(key) is None}
     for name, part in config.items():
         if name.endswith("_config") and isinstance(content.get(name), dict):
@@ -64,7 +66,7 @@ def _add_earlier_rope_keys(content: dict[str, Any], config: dict[str, Any]) -> N
 
 
 def earlier_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """What transformers 4 reads in the place of `rope_parameters`; nothing for what it does not know.
+    """The keys that transformers 4 reads instead of `rope_parameters`; empty for types it does not know.
 
     Args:
         config: of a model, or of one of its parts.
@@ -86,14 +88,14 @@ def earlier_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, directory: Path) -> None:
-    """Write a tokenizer, or a processor with its own, and the files that transformers 5 no longer writes.
+    """Write a tokenizer or a processor, and the files that transformers 5 no longer writes.
 
-    These are `special_tokens_map.json`, `vocab.json`, `merges.txt` of a BPE, and `added_tokens.json` where the
-    vocabulary lacks some tokens. In `tokenizer_config.json` stand the names that transformers 4 knows as well.
+    These are `special_tokens_map.json`, `vocab.json`, `merges.txt` for BPE, and `added_tokens.json` if the vocabulary
+    lacks some tokens. `tokenizer_config.json` also gets the names that transformers 4 knows.
 
     Args:
         tokenizer: with its chat template.
-        directory: exists.
+        directory: must exist.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -118,7 +120,7 @@ def _rename_in_tokenizer_config(path: Path) -> None:
 
 
 def _write_vocabulary(tokenizer: dict[str, Any], directory: Path) -> None:
-    """Write what a `tokenizer.json` holds of vocabulary and merges into files of their own."""
+    """Write the vocabulary and merges of a `tokenizer.json` to separate files."""
     vocabulary = tokenizer["model"]["vocab"]
     if isinstance(vocabulary, list):  # Unigram: pieces and their scores
         vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
@@ -139,6 +141,35 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def check_model_files(model: str, trusted: bool) -> None:
+    """Refuse a model that cannot be loaded; one on the hub is left to transformers, unless it is offline.
+
+    Args:
+        model: `model.partial_pretrain`.
+        trusted: whether the user asked for the model's code.
+
+    Raises:
+        UserError: files are missing or damaged, or the model would run code.
+    """
+    path = Path(model).expanduser()
+    if is_hub_name(model):
+        return require_cached_if_offline(model)
+    if "://" in model:
+        return None
+    if not path.is_dir():
+        raise UserError(
+            f"there is no model at {path.absolute()} (model.partial_pretrain); give a directory or a hub name"
+        )
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"{path.absolute()} holds no config.json, so it is no Hugging Face model; correct model.partial_pretrain"
+        )
+    content = read_json(path / "config.json")
+    require_all_weights(path)
+    if not trusted:
+        require_no_remote_code_in(str(path), content)
+
+
 def is_hub_name(model: str) -> bool:
     """Whether `model.partial_pretrain` is a name on the model hub, `MODEL` or `OWNER/MODEL`, and not a path.
 
@@ -150,6 +181,49 @@ def is_hub_name(model: str) -> bool:
     return not slash or not (owner in ("data", "checkpoints") or Path(owner).is_dir())
 
 
+def require_cached_if_offline(model: str) -> None:
+    """Refuse a hub name that transformers could not load, as HF_HUB_OFFLINE is set and its cache lacks the model."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if not constants.HF_HUB_OFFLINE:
+        return
+    try:
+        is_cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
+    except ValueError:  # the hub has no such names
+        is_cached = False
+    if not is_cached:
+        raise UserError(
+            f"there is no model at {Path(model).absolute()}, and HF_HUB_OFFLINE is set but the hub's cache "
+            f"{constants.HF_HUB_CACHE} has no {model}; correct model.partial_pretrain, or download the model first"
+        )
+
+
+def require_all_weights(model: Path) -> None:
+    """Refuse a model's directory that lacks a file of its index of weights, as after an interrupted download."""
+    for index in model.glob("*.index.json"):
+        weight_map = read_json(index).get("weight_map", {})
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise UserError(f"{index.absolute()} does not map weights to files; download or copy the model again")
+        missing = [name for name in sorted(set(weight_map.values())) if not (model / name).is_file()]
+        if missing:
+            raise UserError(
+                f"{model.absolute()} lacks {missing[0]}, one of {len(missing)} missing files of {index.name}; "
+                "download or copy the model again"
+            )
+
+
+def require_chat_template(model: str) -> None:
+    """Refuse a local model whose tokenizer has no chat template, as those of base models often have not."""
+    path = Path(model).expanduser()
+    settings = path / "tokenizer_config.json"
+    has_file = (path / "chat_template.jinja").is_file() or any(path.glob("additional_chat_templates/*.jinja"))
+    if settings.is_file() and not has_file and not read_json(settings).get("chat_template"):
+        raise UserError(
+            f"the tokenizer of {path.absolute()} has no chat template; set data.chat_template to a Jinja file, or take "
+            "the instruct variant of the model"
+        )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The content of one of a model's JSON files.
 
@@ -157,8 +231,8 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: it is not a JSON object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
         raise UserError(f"{path.absolute()} is not valid JSON ({first_line_of(error)}); restore the model") from error
     if not isinstance(content, dict):
         raise UserError(f"{path.absolute()} is not a JSON object; restore the model")

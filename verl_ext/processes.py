@@ -255,9 +255,18 @@ def quiet_stdout() -> Iterator[None]:
         os.close(kept)
 
 
-# GPUs, without torch, which imports slowly
+# Hardware, without torch, which imports slowly
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def cpu_name() -> str:
+    """The CPU's model name; empty if Linux does not know it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def listed_gpus() -> list[str]:

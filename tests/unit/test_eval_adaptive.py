@@ -40,7 +40,7 @@ from verl_ext.controller.loading import fingerprint, load_adapter
 from verl_ext.controller.scoring.vqa import soft_accuracy
 from verl_ext.data.question_sources import QuestionSource
 from verl_ext.data.questions import ImageQuestion, QuestionDataset
-from verl_ext.metrics.names import describe
+from verl_ext.metrics.registry import lookup_metric
 
 SHORT = ("--num-samples", "3", "--num-train", "2", "--max-static", "5", "--no-wandb")
 
@@ -247,7 +247,7 @@ def check_wandb(run: Path, content: dict[str, Any]) -> None:
             summary.update(values_of(record.summary.update))
     assert summary["eval/adaptive/network_share"] == content["summary"]["network_share"]
     numbers = [name for name, value in summary.items() if isinstance(value, int | float) and name.count("/") == 2]
-    assert all(describe(name) for name in numbers if name.startswith("eval/")) and set(names) <= set(numbers)
+    assert all(lookup_metric(name) for name in numbers if name.startswith("eval/")) and set(names) <= set(numbers)
 
 
 def test_an_export_alone_takes_questions_from_a_folder(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:

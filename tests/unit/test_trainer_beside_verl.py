@@ -17,7 +17,7 @@ from verl_ext.config.schema import as_dict
 from verl_ext.data.batching import Batch, pad
 from verl_ext.data.prefetch import Prefetcher
 from verl_ext.errors import UserError
-from verl_ext.trainer.hardware import pick_attention
+from verl_ext.trainer.device import pick_attention
 from verl_ext.trainer.sft import SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -51,7 +51,7 @@ def stock_batch(ours: SFTTrainer) -> object:
 
 
 def first_batch(trainer: SFTTrainer) -> Batch:
-    batch = next(trainer.remaining_batches())
+    batch = next(trainer.batches())
     return batch
 
 

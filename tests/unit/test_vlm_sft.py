@@ -20,8 +20,7 @@ from verl_ext.data.image_chats import ImageChat, ImageChatDataset
 from verl_ext.data.questions import ImageQuestion, question_of
 from verl_ext.data.vlm_batching import VLMBatcher
 from verl_ext.errors import UserError
-from verl_ext.launch.configure import check_settings
-from verl_ext.launch.question_check import check_questions
+from verl_ext.launch.preflight import check_questions, check_settings
 from verl_ext.trainer.stages import VLMSFTConfig, load_config
 from verl_ext.trainer.vlm_sft import VLMSFTTrainer, load_chats
 
@@ -201,7 +200,7 @@ def test_as_many_questions_share_a_chat_as_are_wanted(recipe: Path, tmp_path: Pa
     config = config_of(recipe, "data.questions_per_chat=3", "data.train_batch_size=2")
     train, val = load_chats(config, None)
     assert train.lengths.tolist() == [3, 3] and val is None
-    with pytest.raises(UserError, match="there are 2 chats to learn from, fewer than data.train_batch_size=3"):
+    with pytest.raises(UserError, match="there are 2 chats to train on, fewer than data.train_batch_size=3"):
         load_chats(config_of(recipe, "data.questions_per_chat=3", "data.train_batch_size=3"), None)
 
 

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.yaml_text import yaml_text
+from verl_ext.files import yaml_text
 
 NOT_IDENTITY = (
     "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.device", "trainer.log_every", "data.num_workers",

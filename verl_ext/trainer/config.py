@@ -20,21 +20,25 @@ Device = Literal["auto", "cuda", "npu", "cpu"]
 Schedule = Literal["cosine", "wsd", "constant"]
 GATHERED_SHARE = 0.15
 """Of a rank's memory, the most that `keep_gathered=auto` lets whole weights and gradients take."""
+CHUNK_ELEMENTS = 1 << 24
+"""Logits that the fused loss holds at a time: 64 MiB of fp32, or 110 tokens of a vocabulary of 152,000."""
+MIN_CHUNK_TOKENS = 128
+"""Minimum tokens per chunk of logits; matrix products of fewer rows are slow."""
 
 
 @dataclass(kw_only=True)
 class WrapPolicyConfig:
-    """`model.fsdp_config.wrap_policy`: which modules FSDP2 shards one by one."""
+    """`model.fsdp_config.wrap_policy`: which modules FSDP2 shards separately."""
 
     min_num_params: int = unused(0, "FSDP2 shards by layer class")
     transformer_layer_cls_to_wrap: str | list[str] | None = setting(
-        None, "Class names of the layers to shard one by one; null takes the model's own"
+        None, "Class names of the layers to shard separately; null takes the model's own"
     )
 
 
 @dataclass(kw_only=True)
 class UnusedWrapPolicyConfig(WrapPolicyConfig):
-    """`model.fsdp_config.wrap_policy` of a model without layers to shard one by one."""
+    """`model.fsdp_config.wrap_policy` of a model without layers to shard separately."""
 
     transformer_layer_cls_to_wrap: str | list[str] | None = unused(None, "the controller is sharded as a whole")
 
@@ -84,6 +88,11 @@ class ModelConfig:
     mixed_precision: Literal["auto", "bf16", "fp32"] = setting(
         "auto", "Number type of the forward pass; auto takes bf16 where the hardware has it (GRPO on CPUs: fp32)"
     )
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether LoRA adapters are trained instead of the whole model."""
+        return self.lora_adapter_path is not None or self.lora_rank > 0
 
     def check(self) -> None:
         """Refuse other ways of sharding than FSDP2."""

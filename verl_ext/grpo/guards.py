@@ -1,0 +1,168 @@
+"""Guards that stop a run which cannot learn: rewards that always fail, an engine with other weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from verl_ext.console import warn
+from verl_ext.distributed import gather_results, reduce_over_ranks
+from verl_ext.errors import UserError
+from verl_ext.grpo.environment import Reward
+from verl_ext.grpo.failure import RewardFailure
+from verl_ext.grpo.policy import Policy, Sample
+
+TIMED_OUT_STEPS = 3
+"""Consecutive steps in which every call of a reward function timed out that stop the run; a machine can be busy for one
+or two."""
+FLOAT32_GAP = 0.01
+"""Nat. In float32, engine and trainer differ by less than 1e-4; a larger gap means other weights."""
+CHECKED_STEPS = 2
+"""Steps that are checked after a start: the first has the loaded weights, the second those of the first update."""
+
+
+class RewardGuard:
+    """Reports each failing reward function once, and stops the run if one fails on every sample of a step.
+
+    Args:
+        names: of the reward functions, the same on every rank.
+        describe: shows a sample in a report.
+        device: for reductions over ranks.
+    """
+
+    def __init__(self, names: Sequence[str], describe: Callable[[Sample], str], device: str) -> None:
+        self.names, self.describe, self.device = names, describe, device
+        self._reported: set[str] = set()
+        self._timed_out_steps: Counter[str] = Counter()
+
+    def report(self, when: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, float]:
+        """Print each function's first failure with its traceback; collective.
+
+        Args:
+            when: names the step or validation, such as `step 4`.
+            samples: of this rank.
+            rewards: of each sample.
+
+        Returns:
+            Counts over all ranks: `samples`, and for each function `NAME failed` and `NAME timed out`.
+        """
+        counts = self._counts(rewards)
+        for name in self.names:
+            failed = counts[f"{name} failed"]
+            if not failed or name in self._reported:
+                continue
+            self._reported.add(name)
+            failure, sample = self._first(name, samples, rewards)
+            if dist.get_rank() == 0:
+                more = f"{sample}\n{failure.traceback}".rstrip()
+                warn(
+                    f"{when}: the reward {name} failed on {failed:.0f} of {counts['samples']:.0f} samples, which "
+                    f"therefore have no reward: {failure.reason}. Further failures are only counted, in "
+                    f"train/reward_failures. This was {more}"
+                )
+        return counts
+
+    def check(self, step: int, samples: Sequence[Sample], rewards: Sequence[Reward]) -> None:
+        """Report, and stop the run if a function failed on all samples of all ranks; collective.
+
+        If all of them timed out, the run stops after `TIMED_OUT_STEPS` consecutive steps of that kind.
+
+        Args:
+            step: the optimizer step.
+            samples: of this rank.
+            rewards: of each sample.
+
+        Raises:
+            UserError: on every rank, before the step's update.
+        """
+        counts = self.report(f"step {step}", samples, rewards)
+        total = counts["samples"]
+        for name in self.names:
+            all_failed, all_timed_out = (counts[f"{name} {what}"] == total for what in ("failed", "timed out"))
+            self._timed_out_steps[name] = self._timed_out_steps[name] + 1 if all_timed_out else 0
+            if self._timed_out_steps[name] == TIMED_OUT_STEPS:
+                what = f"timed out on every sample of {TIMED_OUT_STEPS} steps in a row"
+                fix = "make it faster or raise reward.time_limit_s"
+            elif all_failed and not all_timed_out:
+                what = f"failed on all {total:.0f} samples ({self._first(name, samples, rewards)[0].reason})"
+                fix = "fix the cause"
+            else:
+                continue
+            raise UserError(
+                f"step {step}: the reward {name} {what}, and no update was made from this step; {fix}, then start the "
+                "same command again (earlier checkpoints are intact)"
+            )
+
+    def _counts(self, rewards: Sequence[Reward]) -> dict[str, float]:
+        sums = {"samples": float(len(rewards))}
+        for name in self.names:
+            failures = [reward.failures[name] for reward in rewards if name in reward.failures]
+            sums[f"{name} failed"] = len(failures)
+            sums[f"{name} timed out"] = sum(failure.timed_out for failure in failures)
+        return reduce_over_ranks(sums=sums, device=self.device)
+
+    def _first(self, name: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> tuple[RewardFailure, str]:
+        """A failure of one function and its sample, from the first rank that has one; collective."""
+
+        def of_this_rank() -> tuple[RewardFailure, str] | None:
+            pairs = zip(samples, rewards)
+            return next(
+                ((reward.failures[name], self.describe(sample)) for sample, reward in pairs if name in reward.failures),
+                None,
+            )
+
+        return next(found for found in gather_results(of_this_rank) if found is not None)
+
+
+class EngineGuard:
+    """Stops a run whose engine has other weights than the trained model; checks the first steps of every start.
+
+    Args:
+        policy: generates with an engine, and evaluates with the trained model.
+        max_gap: largest mean difference of their log-probabilities, in nat per token.
+        micro_batch_size: samples of a rank that are compared, in one forward pass.
+        device: for reductions over ranks.
+    """
+
+    def __init__(self, policy: Policy, max_gap: float, micro_batch_size: int, device: str) -> None:
+        self.policy, self.max_gap, self.micro_batch_size, self.device = policy, max_gap, micro_batch_size, device
+        self._steps_left = CHECKED_STEPS if policy.engine_dtype is not None else 0
+
+    def draw(self, step: int, samples: Sequence[Sample]) -> list[Sample]:
+        """This rank's samples for `check`, none after the first steps; called while the policy is drawing.
+
+        Args:
+            step: the optimizer step.
+            samples: generated in this step.
+        """
+        return self.policy.draw_whole(samples[: self.micro_batch_size], step) if self._steps_left else []
+
+    def check(self, step: int, samples: Sequence[Sample]) -> None:
+        """Compare on every rank, and stop the run if one rank's engine differs; collective.
+
+        Args:
+            step: the optimizer step.
+            samples: what `draw` returned.
+
+        Raises:
+            UserError: on every rank, before the step's update.
+        """
+        if self._steps_left == 0:
+            return
+        self._steps_left -= 1
+        gap = reduce_over_ranks(maxima={"gap": self._gap(samples)}, device=self.device)["gap"]
+        if not gap <= self.max_gap:
+            raise UserError(
+                f"step {step}: the engine's log-probabilities differ from the trained model's by {gap:.3g} nat a token "
+                f"(more than {self.max_gap:g}), so it has other weights, and no update was made from this step; take "
+                "rollout.engine=hf, then start the same command again (earlier checkpoints are intact)"
+            )
+
+    @torch.no_grad()
+    def _gap(self, samples: Sequence[Sample]) -> float:
+        micro_batch = self.policy.collate(samples)
+        values = self.policy.log_probs(micro_batch).values.cpu()
+        return float((values - micro_batch["rollout_log_probs"])[micro_batch["mask"].bool()].abs().mean())
