@@ -151,7 +151,7 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; tells it apart from a later one with the same number.
+    """When a process started, in clock ticks since boot; distinguishes it from a later one with the same number.
 
     Returns:
         Field 22 of proc_pid_stat(5); None if there is no such process, or a zombie.

@@ -17,7 +17,7 @@ from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.models.discover import Discovery
 from eval_pipeline.models.run_config import read_run_config
 from eval_pipeline.work.driver import Task
-from verl_ext.checkpoint.layout import BEST
+from verl_ext.checkpoint.manifest import BEST
 from verl_ext.commands import typed_command
 from verl_ext.console import print_line, print_next, print_summary, typed_path, warn
 from verl_ext.errors import UserError

@@ -37,6 +37,9 @@ def test_a_command_is_understood(page: str, words: list[str]) -> None:
     if program == "verl-ext":
         command = PRODUCT[rest[0]]
         program, rest = ("bash", [command.script, *rest[1:]]) if command.script else ("python", ["-m", command.module])
+    if program == "verl-ext":
+        command = PRODUCT[rest[0]]
+        program, rest = ("bash", [command.script, *rest[1:]]) if command.script else ("python", ["-m", command.module])
     if program == "bash" and (script := re.fullmatch(r"run_(sft|grpo)\.sh", rest[0])):
         arguments = parse_arguments([script[1], *rest[1:]])
         assert load_config(script[1], arguments.overrides).stage and arguments.num_processes

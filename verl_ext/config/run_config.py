@@ -19,7 +19,7 @@ NOT_IDENTITY = (
     "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.device", "trainer.log_every", "data.num_workers",
     "trainer.preemption", "trainer.checkpoint.async_save", "trainer.checkpoint.verify", "eval", "health",
 )  # fmt: skip
-"""Where, on how many processes and how monitored a run happens does not change what it is."""
+"""Where a run happens, on how many processes, and how it is monitored does not change its identity."""
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

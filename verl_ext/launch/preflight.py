@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_ext.checkpoint.layout import TRACKER
+from verl_ext.checkpoint.manifest import TRACKER
 from verl_ext.commands import missing_package
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import find_recipe
@@ -457,7 +457,7 @@ def require_free_gpus(devices: Sequence[str] | None, num_ranks: int) -> None:
     if devices is None and used:
         raise UserError(
             f"eval.watch=true needs GPUs that the {num_ranks} ranks leave free; name them with eval.devices, such "
-            "as eval.devices=7, or evaluate after the training with `bash eval_pipeline/run.sh watch`"
+            f"as eval.devices=7, or evaluate after the training with `{program('eval')} watch`"
         )
     for name in devices or ():
         if listed and not name.startswith("MIG-") and id_of(name) not in listed:
