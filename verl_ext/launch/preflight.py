@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.checkpoint.manifest import TRACKER
-from verl_ext.commands import missing_package
+from verl_ext.commands import missing_package, program
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import find_recipe
 from verl_ext.config.schema import as_dict
