@@ -16,8 +16,7 @@ from verl_ext.checkpoint.layout import Manifest
 from verl_ext.checkpoint.writing import flush_and_digest
 from verl_ext.data import dataset
 from verl_ext.data.config import ChatDataConfig, QuestionDataConfig
-from verl_ext.data.dataset import files_digest
-from verl_ext.data.load import training_data_digest
+from verl_ext.data.dataset import files_digest, training_data_digest
 
 
 def write(path: Path, content: bytes) -> Path:

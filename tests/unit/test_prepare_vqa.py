@@ -18,11 +18,11 @@ from transformers import AutoModelForImageTextToText
 
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.data.image_chats import ImageChatDataset
+from verl_ext.data.image_questions import question_of
 from verl_ext.data.prepare.vqa import command
 from verl_ext.data.prepare.vqa.cards import GLYPHS, QUESTIONS, SIDE, Card, draw_card, paint, rows_of_card
 from verl_ext.data.prepare.vqa.command import LESSON, lessons, questions
 from verl_ext.data.prepare.vqa.model import build_model, build_processor
-from verl_ext.data.questions import question_of
 from verl_ext.trainer.stages import load_config
 
 
@@ -80,7 +80,7 @@ def test_the_model_reads_cards_under_the_recipes_configurations() -> None:
     asked = [question_of("cards", number, row, "", None) for number, row in enumerate(rows)]
     assert len(ImageChatDataset(asked, 4)) == 1
     for tier, patches in enumerate((36, 144, 324)):
-        inputs = adapter.inputs(asked[0].opened(), asked[0].question, tier)
+        inputs = adapter.inputs(asked[0].load_image(), asked[0].question, tier)
         assert adapter.num_patches(inputs) == patches
         with torch.no_grad(), adapter.configured(space.configuration(tier, [True, True, *[False] * 4], 1)):
             assert adapter.begin(inputs).logits.shape == (1, len(processor.tokenizer))

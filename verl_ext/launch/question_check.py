@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl_ext.data.question_sources import QuestionSource, require_rows
+from verl_ext.data.image_questions import require_rows
 from verl_ext.errors import UserError
 from verl_ext.launch.prepare import is_within
 from verl_ext.trainer.stages import BudgetConfig, VLMSFTConfig
@@ -22,7 +22,7 @@ def check_questions(config: BudgetConfig | VLMSFTConfig, needed: Sequence[str], 
     Raises:
         UserError: which is wrong and how to mend it.
     """
-    sources = {name: QuestionSource(**entry) for name, entry in config.data.datasets.items()}
+    sources = config.data.sources()
     for split in ("train", "val"):
         if split in needed and not any(source.size(split) for source in sources.values()):
             raise UserError(f"there is no question for {split}; give data.datasets.NAME.{split} a size, or -1 for all")

@@ -12,8 +12,8 @@ from verl_ext.controller.environment import ModelEnvironment
 from verl_ext.controller.latency_source import ModelledLatency
 from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.scoring.scorer import AnswerScorer
+from verl_ext.data.image_questions import ImageQuestionDataset
 from verl_ext.data.prompts import PromptBatch
-from verl_ext.data.questions import QuestionDataset
 from verl_ext.distributed import on_every_rank, on_rank_zero, reduce_over_ranks
 from verl_ext.metrics.epoch_history import EpochSums
 from verl_ext.trainer.budget_parts import (
@@ -41,8 +41,8 @@ class BudgetControllerTrainer(GRPOTrainer):
     """One step is a batch of questions, a budget and a group of configurations for each, and an update from them."""
 
     config: BudgetConfig
-    train_dataset: QuestionDataset
-    val_dataset: QuestionDataset
+    train_dataset: ImageQuestionDataset
+    val_dataset: ImageQuestionDataset
     environment: ModelEnvironment
     lr_scheduler: PlateauSchedule
 

@@ -19,7 +19,7 @@ from verl_ext.controller.latency_model import LATENCY_FILE
 from verl_ext.controller.latency_source import LatencySource, MeasuredLatency, ModelledLatency
 from verl_ext.controller.loading import fingerprint
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
-from verl_ext.data.questions import ImageQuestion
+from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.distributed import on_every_rank, on_rank_zero
 from verl_ext.errors import UserError
 from verl_ext.plugins import Plugin

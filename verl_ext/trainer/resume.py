@@ -20,7 +20,7 @@ from verl_ext.checkpoint.resume import (
 )
 from verl_ext.checkpoint.verify import damaged_files
 from verl_ext.console import print_line, warn
-from verl_ext.data.stock_position import VERLS_SEED, stock_position
+from verl_ext.data.sampler import VERL_ORDER_SEED, position_after_verl
 from verl_ext.distributed import gather_results, on_rank_zero
 from verl_ext.errors import UserError
 from verl_ext.trainer.stages import RunConfig
@@ -125,7 +125,7 @@ def data_state_after_verl(
         raise UserError(f"{checkpoint} lost its manifest.json; restore it, or name another checkpoint to resume from")
     num_saved_ranks = max(Manifest.read(checkpoint).world_size // config.sequence_parallel_size, 1)
     batch_size = config.data.train_batch_size
-    position = stock_position(loader_state, step_of(checkpoint) or 0, num_samples, batch_size, num_saved_ranks)
+    position = position_after_verl(loader_state, step_of(checkpoint) or 0, num_samples, batch_size, num_saved_ranks)
     if dist.get_rank() == 0:
         print_line(
             f"verl itself wrote {checkpoint.name}; this run continues in verl's order of the data, "
@@ -140,5 +140,5 @@ def data_state_after_verl(
         "samples_seen": position.samples_seen,
         "num_samples": num_samples,
         "seed": config.trainer.seed,
-        "order_seed": VERLS_SEED,
+        "order_seed": VERL_ORDER_SEED,
     }

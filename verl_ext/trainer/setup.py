@@ -22,11 +22,9 @@ from verl_ext.checkpoint.stock import is_stock
 from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
 from verl_ext.console import warn
-from verl_ext.data.batching import Groups
-from verl_ext.data.dataset import SampleDataset
-from verl_ext.data.load import training_data_digest
+from verl_ext.data.batching import Prefetcher
+from verl_ext.data.dataset import SampleDataset, training_data_digest
 from verl_ext.data.packing import MicroBatchPlan
-from verl_ext.data.prefetch import Prefetcher
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.distributed import COLLECTIVE_TIMEOUT, on_every_rank, on_rank_zero
 from verl_ext.metrics.startup import startup
@@ -76,7 +74,7 @@ class TrainerSetup(FSDPSFTTrainer):
             len(train_dataset), data.train_batch_size, self.dp_rank, self.dp_size, self.config.trainer.seed, plan
         )
         loader = DataLoader(
-            train_dataset if plan is None else Groups(train_dataset),
+            train_dataset,
             batch_sampler=self.train_sampler,
             num_workers=data.num_workers,
             collate_fn=self.batcher,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from verl.utils.flops_counter import FlopsCounter
 
-from verl_ext.data.batching import Batch, MicroBatch, validation_micro_batches
+from verl_ext.data.batching import MicroBatch, TokenBatch, validation_micro_batches
 from verl_ext.data.dataset import SampleDataset
 from verl_ext.distributed import reduce_over_ranks
 from verl_ext.trainer.hardware import peak_memory
@@ -50,11 +50,11 @@ class SFTTrainer(SFTSetup):
             **self.measure_step(made),
         }
 
-    def tensors_of(self, batch: Any) -> Batch:
+    def tensors_of(self, batch: Any) -> TokenBatch:
         """What the batcher has made, as tensors."""
         return batch
 
-    def forward_backward(self, batch: Batch) -> tuple[torch.Tensor, float]:
+    def forward_backward(self, batch: TokenBatch) -> tuple[torch.Tensor, float]:
         """Accumulate the gradient of the global mean over all micro-batches and ranks.
 
         FSDP averages gradients over ranks, so each rank's sum is scaled by ranks / tokens of the global batch; neither
@@ -104,7 +104,7 @@ class SFTTrainer(SFTSetup):
         reduced = reduce_over_ranks(sums={"value": value})["value"]
         return reduced / self.config.sequence_parallel_size
 
-    def measure_step(self, batch: Batch) -> Metrics:
+    def measure_step(self, batch: TokenBatch) -> Metrics:
         """Where the step's time and memory went: the slowest rank's seconds, all ranks' throughput."""
         seconds = time.perf_counter() - self.step_start
         parts = {f"time/train/{part}_s": value for part, value in self.timer.pop().items()}
@@ -121,7 +121,7 @@ class SFTTrainer(SFTSetup):
             reduced["throughput/train/mfu"] = reduced.pop("mfu") / (self.dp_size * copies) / copies
         return reduced
 
-    def flops(self, batch: Batch, seconds: float) -> Metrics:
+    def flops(self, batch: TokenBatch, seconds: float) -> Metrics:
         """This rank's share of the GPU's peak by verl's count; nothing on a CPU, whose peak verl only guesses."""
         if self.device_name != "cuda":
             return {}

@@ -9,7 +9,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from verl_ext.console import print_line, warn
-from verl_ext.data.batching import Batcher, MicroBatcher, sample_lengths
+from verl_ext.data.batching import Collator, MicroBatchCollator
 from verl_ext.data.dataset import SampleDataset, TokenDataset
 from verl_ext.data.packing import MicroBatchPlan, attention_share
 from verl_ext.distributed import gather_results, on_every_rank
@@ -35,7 +35,7 @@ class SFTSetup(PipelineTrainer):
     """
 
     config: SFTConfig | VLMSFTConfig
-    batcher: Batcher
+    batcher: Collator
     token_loss: TokenLoss
     gathering: Gathering
 
@@ -54,9 +54,9 @@ class SFTSetup(PipelineTrainer):
         """Whether samples are packed into rows; set to false where the model cannot keep them apart."""
         return packs_samples(self.config)
 
-    def make_batcher(self) -> Batcher:
+    def make_batcher(self) -> Collator:
         """See `TrainerSetup.make_batcher`."""
-        return MicroBatcher(self.tokenizer.pad_token_id, self.packs)
+        return MicroBatchCollator(self.tokenizer.pad_token_id, self.packs)
 
     def plan_for(self, dataset: SampleDataset) -> MicroBatchPlan | None:
         """See `TrainerSetup.plan_for`."""
@@ -64,11 +64,11 @@ class SFTSetup(PipelineTrainer):
 
     def plan_by_tokens(self, dataset: SampleDataset) -> MicroBatchPlan:
         """Samples whose tokens fit into a micro-batch together."""
-        assert isinstance(self.config, SFTConfig)
+        assert isinstance(self.config, SFTConfig) and isinstance(dataset, TokenDataset)
         data, packs = self.config.data, self.packs
         most = data.max_tokens_per_gpu or (data.micro_batch_size_per_gpu * data.max_length if packs else sys.maxsize)
         most_samples = None if packs or data.max_tokens_per_gpu else data.micro_batch_size_per_gpu
-        return MicroBatchPlan(sample_lengths(dataset), packs, most, most_samples, self.attention_share)
+        return MicroBatchPlan(dataset.lengths, packs, most, most_samples, self.attention_share)
 
     @cached_property
     def attention_share(self) -> float:

@@ -11,12 +11,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMi
 
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import Configuration
-from verl_ext.data.batching import Batch, sample_lengths
+from verl_ext.data.batching import TokenBatch
 from verl_ext.data.dataset import SampleDataset
-from verl_ext.data.image_chats import ImageChatDataset
-from verl_ext.data.load import load_questions
+from verl_ext.data.image_chats import ImageChatBatch, ImageChatCollator, ImageChatDataset
 from verl_ext.data.packing import MicroBatchPlan
-from verl_ext.data.vlm_batching import ChatBatch, VLMBatcher
 from verl_ext.distributed import on_every_rank
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.metrics.run_record import RunRecord
@@ -26,21 +24,6 @@ from verl_ext.trainer.model import load_model, local_model_path, shard
 from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
 from verl_ext.trainer.sft import SFTTrainer
 from verl_ext.trainer.stages import VLMSFTConfig
-
-
-def load_chats(
-    config: VLMSFTConfig, tokenizer: object, progress: bool = False
-) -> tuple[ImageChatDataset, ImageChatDataset | None]:
-    """Chats to learn from and to measure on; the arguments are those of `data.load.load_datasets`."""
-    train, val = load_questions(config, tokenizer, progress)
-    count = config.data.questions_per_chat
-    chats = ImageChatDataset(train.samples, count)
-    if len(chats) < config.data.train_batch_size:
-        raise UserError(
-            f"there are {len(chats)} chats to learn from, fewer than data.train_batch_size="
-            f"{config.data.train_batch_size}; lower it, or give more questions"
-        )
-    return chats, None if val is None else ImageChatDataset(val.samples, count)
 
 
 def load_processor(config: VLMSFTConfig) -> ProcessorMixin:
@@ -66,13 +49,13 @@ class VLMSFTTrainer(SFTTrainer):
     """Trains on chats about images; a share of the micro-batches runs a configuration that is drawn evenly."""
 
     config: VLMSFTConfig
-    batcher: VLMBatcher
+    batcher: ImageChatCollator
 
-    def make_batcher(self) -> VLMBatcher:
+    def make_batcher(self) -> ImageChatCollator:
         """See `TrainerSetup.make_batcher`."""
         config, section = self.config, self.config.configurations
         self.processing_class = self.processor = on_every_rank(lambda: load_processor(config))
-        batcher = VLMBatcher(
+        batcher = ImageChatCollator(
             self.processor,
             config.data.micro_batch_size_per_gpu,
             tuple(section.tier_sizes),
@@ -104,13 +87,14 @@ class VLMSFTTrainer(SFTTrainer):
     def validation_plan(self, dataset: SampleDataset) -> MicroBatchPlan:
         """See `SFTTrainer.validation_plan`: chats with as many questions together."""
         size = self.config.data.micro_batch_size_per_gpu
-        return MicroBatchPlan(sample_lengths(dataset), False, sys.maxsize, size)
+        assert isinstance(dataset, ImageChatDataset)
+        return MicroBatchPlan(dataset.lengths, False, sys.maxsize, size)
 
-    def tensors_of(self, batch: ChatBatch) -> Batch:
+    def tensors_of(self, batch: ImageChatBatch) -> TokenBatch:
         """See `SFTTrainer.tensors_of`: of each group at its tier."""
         with self.timer.measure("data"):
             made = [self.batcher.at(group, self.tier(number)) for number, group in enumerate(batch.groups)]
-        return Batch(made, batch.rows)
+        return TokenBatch(made, batch.rows)
 
     def what_runs(self, number: int) -> AbstractContextManager[None]:
         """See `SFTTrainer.what_runs`: the same on every rank, for each gathers a block's weights from all."""
