@@ -65,7 +65,7 @@ def losses_of(settings: Settings, family: str) -> None:
         for way, overrides in ways_of_computing(precision).items():
             words = [f"model.mixed_precision={precision}", *overrides]
             trainer = build_trainer(sft_config(settings, model, *words))
-            batch = next(trainer.remaining_batches())
+            batch = next(trainer.batches())
             loss, _ = trainer.forward_backward(batch)
             found[way] = gradients_of(trainer)
             reference = reference or in_float64(model, [trainer.train_dataset[row] for row in batch.rows])
@@ -212,7 +212,7 @@ def resumed_from(settings: Settings, name: str, step: int) -> list[str]:
 def trained(trainer: SFTTrainer, last_step: int) -> dict[int, float]:
     """The loss of each step from the trainer's present one to the last."""
     losses_by_step = {}
-    for batch in trainer.remaining_batches():
+    for batch in trainer.batches():
         losses_by_step[trainer.global_step] = trainer.training_step(batch)["train/loss"]
         trainer.train_sampler.advance()
         if trainer.global_step == last_step:
@@ -260,7 +260,7 @@ def rows_by_step(run_dir: Path) -> dict[int, dict[str, Any]]:
 def async_save(settings: Settings) -> None:
     """A save in the background while the weights change, against the weights at the time of the save."""
     trainer = small_trainer(settings, "async", "trainer.checkpoint.async_save=true")
-    batches = trainer.remaining_batches()
+    batches = trainer.batches()
     for _ in range(3):
         trainer.training_step(next(batches))
     expected = state_of(trainer)

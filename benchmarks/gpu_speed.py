@@ -37,7 +37,6 @@ from verl_ext.plan.links import Cluster
 from verl_ext.plan.plan import Plan, make_plan
 from verl_ext.plan.shape import ModelShape, shape_of
 from verl_ext.plan.workload import Lengths
-from verl_ext.trainer.lora import uses_lora
 from verl_ext.trainer.stages import SFTConfig
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ def steps(settings: Settings, name: str, *overrides: str) -> None:
     trainer = trainer_of(settings, name, overrides)
     if trainer is None:
         return
-    batches = trainer.remaining_batches()
+    batches = trainer.batches()
     times = [seconds_of(trainer.training_step, next(batches)) for _ in range(SHAPES[name].steps)]
     if dist.get_rank() == 0:
         report(settings, trainer, times)
@@ -120,7 +119,7 @@ def report(settings: Settings, trainer: Any, times: Sequence[float]) -> None:
     settings.add_row("step", median, "s", note=f"{min(kept):.3f} to {max(kept):.3f}")
     settings.add_row("first step", times[0], "s")
     settings.add_row("throughput", rate, "tokens/s", note=f"{tokens} tokens a step, samples of {length}")
-    by_lora = uses_lora(config)
+    by_lora = config.model.uses_lora
     dense = (4 if by_lora else 6) * shape.matmul_numel * rate
     attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * length * rate
     peak = hardware.flops * dist.get_world_size()
@@ -160,9 +159,9 @@ def trainer_of(settings: Settings, name: str, overrides: Sequence[str]) -> Any |
     Gradient checkpointing is turned on where the plan says that a shape fits only with it.
     """
     shape, config = SHAPES[name], config_of(settings, name, overrides)
-    if not uses_lora(config) and why_not(config, shape):
+    if not config.model.uses_lora and why_not(config, shape):
         config = config_of(settings, name, [*overrides, CHECKPOINTING])
-    reason = on_rank_zero(lambda: (not uses_lora(config) and why_not(config, shape)) or no_room(settings, name))
+    reason = on_rank_zero(lambda: (not config.model.uses_lora and why_not(config, shape)) or no_room(settings, name))
     if reason:
         if dist.get_rank() == 0:
             settings.skip(reason)
@@ -293,7 +292,7 @@ def save(settings: Settings, name: str, *overrides: str) -> None:
         if dist.get_rank() == 0:
             settings.skip(f"a save needs {needed / GIB:.0f} GiB of disk, and {free / GIB:.0f} GiB are free")
         return
-    batches = trainer.remaining_batches()
+    batches = trainer.batches()
     before = [seconds_of(trainer.training_step, next(batches)) for _ in range(WARM_UP + 1)][-1]
     manager = trainer.checkpoint_manager
     in_background = manager.options

@@ -15,7 +15,7 @@ from verl.utils.device import get_device_name
 
 from benchmarks.gpu_check import Settings
 from verl_ext.distributed import build_meshes, init_process_group
-from verl_ext.trainer.hardware import prepare_device
+from verl_ext.trainer.device import prepare_device
 from verl_ext.trainer.stages import STAGES, RunConfig, SFTConfig, load_config
 from verl_ext.trainer.tokenizer import load_tokenizer
 

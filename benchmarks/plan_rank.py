@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from verl_ext.data.batching import TokenBatch
 from verl_ext.data.chats import load_chats
 from verl_ext.distributed import build_meshes, init_process_group
-from verl_ext.trainer.hardware import settle_device
+from verl_ext.trainer.device import settle_device
 from verl_ext.trainer.sft import SFTTrainer
 from verl_ext.trainer.stages import SFTConfig, read_config
 from verl_ext.trainer.tokenizer import load_tokenizer
@@ -86,7 +86,7 @@ def measure(config_path: str) -> dict[str, Any]:
     warm_up()
     baseline = resident_bytes("VmRSS")
     trainer = SFTTrainer(config, *build_meshes(device_name, 1), tokenizer, *datasets)
-    batches = trainer.remaining_batches()
+    batches = trainer.batches()
     trainer.training_step(next(batches))
     forget_peak()
     batch, start = next(batches), time.perf_counter()

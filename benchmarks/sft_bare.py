@@ -23,7 +23,7 @@ from verl_ext.data.batching import MicroBatch, MicroBatchCollator, TokenBatch
 from verl_ext.data.chats import ChatDataset
 from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.sampler import GlobalBatchSampler
-from verl_ext.trainer.malloc import keep_freed_memory
+from verl_ext.trainer.device import keep_freed_memory
 from verl_ext.trainer.packed_attention import PACKED_SDPA, packed_arguments
 from verl_ext.trainer.stages import SFTConfig, load_config
 

@@ -12,7 +12,7 @@ from verl_ext.console import make_streams_blocking, output_error, print_line
 USER_ERROR_EXIT_CODE = 2
 STOPPED_EXIT_CODE = 75
 """EX_TEMPFAIL of <sysexits.h>: the run was asked to stop, and a scheduler may start the same command again."""
-SICK_EXIT_CODE = 3
+UNHEALTHY_EXIT_CODE = 3
 """The run was stopped by a health rule, and somebody should look before the same command goes on."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """What asks a launcher or a rank to save and stop."""

@@ -111,6 +111,18 @@ class LineWriter:
         """
         self._file = open(path, "ab", buffering=0)
 
+    @classmethod
+    def reopen(cls, path: Path, is_complete: Callable[[bytes], bool]) -> LineWriter:
+        """Open `path` for appending whole lines, whatever a kill or a crash left at its end; see `drop_torn_tail`.
+
+        Raises:
+            OSError: the file cannot be read, repaired or opened.
+        """
+        if path.exists():
+            drop_torn_tail(path, is_complete)
+            _end_with_newline(path)
+        return cls(path)
+
     def write(self, line: str) -> None:
         """Append one line.
 
@@ -151,7 +163,7 @@ def drop_torn_tail(path: Path, is_complete: Callable[[bytes], bool]) -> None:
             warn(f"{path} ended in the middle of a line; its last {size - end} bytes were removed")
 
 
-def end_with_newline(path: Path) -> None:
+def _end_with_newline(path: Path) -> None:
     """Add the newline that the last line of `path` lacks, if it lacks one."""
     with open(path, "r+b") as file:
         size = file.seek(0, 2)

@@ -1,4 +1,4 @@
-"""A model's directory: read whole, and written so that earlier releases of transformers and vLLM can read it."""
+"""A model's directory: checked, read whole, and written so that earlier transformers and vLLM can read it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.remote_code import require_no_remote_code_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
@@ -139,6 +140,35 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def check_model_files(model: str, trusted: bool) -> None:
+    """Refuse a model that cannot be loaded; one on the hub is left to transformers, unless it is offline.
+
+    Args:
+        model: `model.partial_pretrain`.
+        trusted: whether the user asked for the model's code.
+
+    Raises:
+        UserError: files are missing or damaged, or the model would run code.
+    """
+    path = Path(model).expanduser()
+    if is_hub_name(model):
+        return require_cached_if_offline(model)
+    if "://" in model:
+        return None
+    if not path.is_dir():
+        raise UserError(
+            f"there is no model at {path.absolute()} (model.partial_pretrain); give a directory or a hub name"
+        )
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"{path.absolute()} holds no config.json, so it is no Hugging Face model; correct model.partial_pretrain"
+        )
+    content = read_json(path / "config.json")
+    require_all_weights(path)
+    if not trusted:
+        require_no_remote_code_in(str(path), content)
+
+
 def is_hub_name(model: str) -> bool:
     """Whether `model.partial_pretrain` is a name on the model hub, `MODEL` or `OWNER/MODEL`, and not a path.
 
@@ -148,6 +178,49 @@ def is_hub_name(model: str) -> bool:
         return False
     owner, slash, _ = model.rpartition("/")
     return not slash or not (owner in ("data", "checkpoints") or Path(owner).is_dir())
+
+
+def require_cached_if_offline(model: str) -> None:
+    """Refuse a hub name that transformers could not load, as HF_HUB_OFFLINE is set and its cache lacks the model."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if not constants.HF_HUB_OFFLINE:
+        return
+    try:
+        is_cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
+    except ValueError:  # the hub has no such names
+        is_cached = False
+    if not is_cached:
+        raise UserError(
+            f"there is no model at {Path(model).absolute()}, and HF_HUB_OFFLINE is set but the hub's cache "
+            f"{constants.HF_HUB_CACHE} has no {model}; correct model.partial_pretrain, or download the model first"
+        )
+
+
+def require_all_weights(model: Path) -> None:
+    """Refuse a model's directory that lacks a file of its index of weights, as after an interrupted download."""
+    for index in model.glob("*.index.json"):
+        weight_map = read_json(index).get("weight_map", {})
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise UserError(f"{index.absolute()} does not map weights to files; download or copy the model again")
+        missing = [name for name in sorted(set(weight_map.values())) if not (model / name).is_file()]
+        if missing:
+            raise UserError(
+                f"{model.absolute()} lacks {missing[0]}, one of {len(missing)} missing files of {index.name}; "
+                "download or copy the model again"
+            )
+
+
+def require_chat_template(model: str) -> None:
+    """Refuse a local model whose tokenizer has no chat template, as those of base models often have not."""
+    path = Path(model).expanduser()
+    settings = path / "tokenizer_config.json"
+    has_file = (path / "chat_template.jinja").is_file() or any(path.glob("additional_chat_templates/*.jinja"))
+    if settings.is_file() and not has_file and not read_json(settings).get("chat_template"):
+        raise UserError(
+            f"the tokenizer of {path.absolute()} has no chat template; set data.chat_template to a Jinja file, or take "
+            "the instruct variant of the model"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from eval_pipeline.adaptive.compare import Comparison
 from eval_pipeline.adaptive.plot import PARETO_PLOT
 from eval_pipeline.adaptive.source import ControllerSource
 from eval_pipeline.models.run_config import read_run_config
-from verl_ext.console import warn
-from verl_ext.metrics.wandb_run import open_wandb_run
+from verl_ext.metrics.wandb_sink import fill_wandb_run, open_wandb_run
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -40,13 +39,7 @@ def track(comparison: Comparison, about: Mapping[str, Any], source: ControllerSo
         group=of_run.experiment,
         job_type="eval",
     )
-    if run is None:
-        return
-    try:
-        with run:
-            _log(run, comparison, source.step, directory)
-    except Exception as error:  # W&B raises errors of many kinds, and the figures are on the disk already
-        warn(f"W&B did not take the comparison ({type(error).__name__}: {error}); it is in {directory}")
+    fill_wandb_run(run, lambda run: _log(run, comparison, source.step, directory), results_in=directory)
 
 
 def budget_figures(comparison: Comparison) -> list[dict[str, float]]:

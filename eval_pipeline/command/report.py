@@ -65,7 +65,7 @@ def _write(session: Session, base_label: str, best_label: str) -> Path:
     from eval_pipeline.figures.report import write_report
     from eval_pipeline.figures.verdict_files import read_outcomes
     from eval_pipeline.flow.choose import published_models
-    from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
+    from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
 
     place = session.place
     base, best = (place.directory_of(label) for label in (base_label, best_label))
@@ -75,7 +75,7 @@ def _write(session: Session, base_label: str, best_label: str) -> Path:
         baseline=read_evaluation(base),
         best=read_evaluation(best),
         history=[model for model in published_models(place.root) if model.step is not None],
-        training_history=iterate_metrics(history) if history.is_file() else (),
+        training_history=iter_metrics(history) if history.is_file() else (),
         outcomes=(read_outcomes(base), read_outcomes(best)),
         chosen_by=read_best_checkpoint(place.of_run),
     )

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval_pipeline.figures.evaluated import EvaluatedModel
-from verl_ext.console import warn
-from verl_ext.metrics.wandb_run import open_wandb_run
+from verl_ext.metrics.wandb_sink import fill_wandb_run, open_wandb_run
 
 if TYPE_CHECKING:
     from wandb import Run, Table
@@ -57,13 +56,7 @@ def log_to_wandb(
         group=experiment,
         job_type="eval",
     )
-    if run is None:
-        return
-    try:
-        with run:
-            _log(run, model, qa_rows)
-    except Exception as error:  # W&B raises errors of many kinds, and the figures are on the disk already
-        warn(f"logging to W&B failed ({type(error).__name__}: {error}); the results are in metrics.json")
+    fill_wandb_run(run, lambda run: _log(run, model, qa_rows), results_in="metrics.json")
 
 
 def _log(run: Run, model: EvaluatedModel, qa_rows: Mapping[str, Sequence[QaRow]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl_ext.console import warn
-from verl_ext.metrics.run_file import RUN_FILE, load_run
+from verl_ext.metrics.run_record import RUN_FILE, load_run
 
 _WAITING = {
     "waiting": "the run in {run_dir} has not been started yet; waiting for its first checkpoint (Ctrl-C ends this)",

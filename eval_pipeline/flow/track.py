@@ -11,7 +11,7 @@ from eval_pipeline.figures.tracking import log_to_wandb
 from eval_pipeline.flow.session import Session
 from eval_pipeline.models.run_config import read_run_config
 from verl_ext.console import warn
-from verl_ext.metrics.wandb_run import persistent_run_id
+from verl_ext.metrics.wandb_sink import persistent_run_id
 
 
 def track(session: Session, model: EvaluatedModel, directory: Path) -> None:

@@ -13,7 +13,7 @@ from verl_ext.config.compose import Composer, load_yaml
 from verl_ext.config.recipes import find_recipe
 from verl_ext.config.schema import keys
 from verl_ext.errors import UserError
-from verl_ext.metrics.registry.evaluation import EVALUATION
+from verl_ext.metrics.registry import EVALUATION
 
 
 def load_recipe(name: str | None, overrides: Sequence[str] = ()) -> EvalConfig:

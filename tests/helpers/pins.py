@@ -106,7 +106,7 @@ def exit_codes() -> dict[str, int]:
 
     return {
         "bad input": errors.USER_ERROR_EXIT_CODE,
-        "health rule": errors.SICK_EXIT_CODE,
+        "health rule": errors.UNHEALTHY_EXIT_CODE,
         "stop signal": errors.STOPPED_EXIT_CODE,
     }
 

@@ -13,7 +13,7 @@ from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 
 from verl_ext.data.chats import load_chats
 from verl_ext.distributed import build_meshes
-from verl_ext.trainer.hardware import settle_device
+from verl_ext.trainer.device import settle_device
 from verl_ext.trainer.sft import SFTTrainer
 from verl_ext.trainer.stages import SFTConfig, load_config
 from verl_ext.trainer.tokenizer import load_tokenizer

@@ -160,8 +160,8 @@ def _wandb_directories() -> list[tempfile.TemporaryDirectory[str]]:
 MODULES = (
     *("torch.distributed.run", "torch.distributed.launcher.api", "torch.utils.tensorboard", "wandb", "pandas"),
     *("transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen2.tokenization_qwen2"),
-    *("verl_ext.launch.__main__", "verl_ext.launch.configure", "verl_ext.launch.eval_check", "verl_ext.launch.prepare"),
-    *("verl_ext.launch.rendezvous", "verl_ext.launch.run", "verl_ext.trainer.__main__", "verl_ext.trainer.rank"),
+    *("verl_ext.launch.__main__", "verl_ext.launch.configure", "verl_ext.launch.preflight", "verl_ext.launch.run"),
+    *("verl_ext.launch.torchrun", "verl_ext.trainer.__main__", "verl_ext.trainer.trainer"),
     *("verl_ext.checkpoint.__main__", "verl_ext.health.__main__", "eval_pipeline.__main__"),
 )
 VLLM_MODULES = ("vllm", "vllm.entrypoints.llm")
@@ -282,12 +282,12 @@ def _reset_modules() -> None:
     import logging
     import weakref
 
-    import verl_ext.metrics.startup
+    import verl_ext.metrics.timing
 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed"):  # the launcher silences torchrun, not its ranks
             logging.getLogger(name).setLevel(logging.NOTSET)
-    verl_ext.metrics.startup.startup.__init__()  # type: ignore[misc]
+    verl_ext.metrics.timing.startup.__init__()  # type: ignore[misc]
     multiprocessing.resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
     multiprocessing.resource_tracker._resource_tracker._pid = None  # type: ignore[attr-defined]
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]

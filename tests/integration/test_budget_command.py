@@ -45,14 +45,14 @@ def table(path: Path) -> list[dict[str, str]]:
 def test_epochs_are_in_tables_console_and_tensorboard(budget_run: RecipeRun, shared: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from verl_ext.metrics.epoch_history import COLUMNS
+    from verl_ext.metrics.csv_tables import EPOCH_COLUMNS
 
     run_dir, printed = budget_run.run_dir, (shared / "budget_run.out").read_text()
     metrics = learned(budget_run)
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     for kind, name in {"Train": "training_history.csv", "Val": "validation_history.csv"}.items():
         rows = table(run_dir / name)
-        assert [row["epoch"] for row in rows] == ["1", "2"] and all(tuple(row) == COLUMNS for row in rows)
+        assert [row["epoch"] for row in rows] == ["1", "2"] and all(tuple(row) == EPOCH_COLUMNS for row in rows)
         for tag in ("Reward_Mean", "Reward_Std", "Accuracy_Mean", "Latency_Mean", "Budget_Violation_Rate"):
             shown = [event.value for event in events.Scalars(f"{kind}/{tag}")]
             assert shown == pytest.approx([float(row[tag.lower()]) for row in rows], rel=1e-5)

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from tests.helpers.commands import NUM_STEPS, SFTRun
-from verl_ext.errors import SICK_EXIT_CODE
+from verl_ext.errors import UNHEALTHY_EXIT_CODE
 
 # A loss of about 6 at the beginning is wrong for weights that were trained, and the rule decides after five steps.
 SICK = ("health.stop_on=[initial_loss]", "health.every=1", "trainer.save_freq=-1")
@@ -34,7 +34,7 @@ def test_health_rule_stops_the_run_and_the_same_command_resumes(
     run_dir = tmp_path / "run"
     run = SFTRun(quickstart, run_dir, f"model.partial_pretrain={model}", *SICK)
     stopped = run.start()
-    assert stopped.returncode == SICK_EXIT_CODE, stopped.stderr
+    assert stopped.returncode == UNHEALTHY_EXIT_CODE, stopped.stderr
     assert "Traceback" not in stopped.stdout + stopped.stderr
     assert "warning: initial_loss: " in stopped.stdout
     reason = f"stopped by the health rule initial_loss after step {STOPPED_AT}"

@@ -22,7 +22,7 @@ for start in range(2):
 OURS = """
 import sys
 from pathlib import Path
-from verl_ext.metrics.wandb_run import open_wandb_run, persistent_run_id
+from verl_ext.metrics.wandb_sink import open_wandb_run, persistent_run_id
 run_dir = Path(sys.argv[1])
 for start in range(2):
     run = open_wandb_run(project="p", name="e", directory=run_dir, config={}, run_id=persistent_run_id(run_dir))

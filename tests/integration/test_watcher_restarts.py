@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.processes import running, wait_until
-from verl_ext.launch.watcher import RESTARTS, Watcher
+from verl_ext.launch.watcher import RESTARTS, EvalWatcher
 from verl_ext.processes import StopSignals
 from verl_ext.trainer.config import SFTTrainerConfig, WatchConfig
 from verl_ext.trainer.stages import SFTConfig
@@ -42,15 +42,15 @@ def next_watcher(config: SFTConfig, killed: set[int]) -> psutil.Process:
 
 
 @pytest.fixture
-def watcher(config: SFTConfig) -> Iterator[Watcher]:
-    watcher = Watcher(config, first_pause_s=0.05)
+def watcher(config: SFTConfig) -> Iterator[EvalWatcher]:
+    watcher = EvalWatcher(config, first_pause_s=0.05)
     yield watcher
     watcher.stop(StopSignals())
     assert watchers_of(config) == []
 
 
 def test_a_killed_watcher_is_restarted_and_given_up_after_some_restarts(
-    watcher: Watcher, config: SFTConfig, capfd: pytest.CaptureFixture[str]
+    watcher: EvalWatcher, config: SFTConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     killed: set[int] = set()
     for _ in range(RESTARTS + 1):
@@ -67,7 +67,7 @@ def test_a_killed_watcher_is_restarted_and_given_up_after_some_restarts(
 
 
 def test_the_restarts_are_counted_from_the_last_evaluated_checkpoint(
-    watcher: Watcher, config: SFTConfig, capfd: pytest.CaptureFixture[str]
+    watcher: EvalWatcher, config: SFTConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     killed: set[int] = set()
     for number in range(3):
@@ -85,7 +85,7 @@ def test_a_watcher_that_refuses_its_input_is_not_restarted(
     config: SFTConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Path(config.eval.recipe).write_text("tiers: {tier1: [gone]}\n")  # after the launcher has checked it
-    watcher = Watcher(config, first_pause_s=0.05)
+    watcher = EvalWatcher(config, first_pause_s=0.05)
     assert watcher.finish(StopSignals()) == 0
     watcher.stop(StopSignals())
     warning, error = capfd.readouterr().err.splitlines()
@@ -94,7 +94,7 @@ def test_a_watcher_that_refuses_its_input_is_not_restarted(
 
 
 def test_a_watcher_that_is_stopped_is_not_restarted(
-    watcher: Watcher, config: SFTConfig, capfd: pytest.CaptureFixture[str]
+    watcher: EvalWatcher, config: SFTConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = Path(config.trainer.default_local_dir) / "eval/watch.log"
     wait_until(lambda: "Watching" in log.read_text())
@@ -109,7 +109,7 @@ def test_a_watcher_that_fails_after_the_end_of_the_run_is_not_restarted(
 ) -> None:
     run = {"status": "finished", "attempts": []}
     (Path(config.trainer.default_local_dir) / "run.json").write_text(json.dumps(run))
-    watcher = Watcher(config, first_pause_s=0.05)
+    watcher = EvalWatcher(config, first_pause_s=0.05)
     assert watcher.finish(StopSignals()) == 0
     watcher.stop(StopSignals())
     (error,) = capfd.readouterr().err.splitlines()  # nothing was saved

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import sys
 
-from verl_ext.launch import keeper
-from verl_ext.launch.__main__ import stoppable
+from verl_ext.launch import ranks
+from verl_ext.launch.__main__ import heed_stop_signals
 from verl_ext.launch.run import run_to_the_end
 from verl_ext.trainer.stages import load_config
 
 if __name__ == "__main__":
     run_dir, grace_s, restarts, first_pause_s, leave_after_s = sys.argv[1:]
-    keeper.LEAVE_AFTER_S = float(leave_after_s)
+    ranks.LEAVE_AFTER_S = float(leave_after_s)
     words = {
         "trainer.default_local_dir": run_dir,
         "trainer.project_name": "tests",
@@ -30,9 +30,9 @@ if __name__ == "__main__":
     config = load_config("sft", ["recipe=verl", *(f"{key}={value}" for key, value in words.items())])
     config.recipe = "small"
     config.trainer.n_gpus_per_node, config.trainer.nnodes = 2, int(os.environ.get("NNODES", "1"))
-    sys.exit(
-        stoppable(
-            lambda signals: run_to_the_end(
+    with heed_stop_signals() as signals:
+        sys.exit(
+            run_to_the_end(
                 config,
                 signals,
                 restarts=int(restarts),
@@ -40,4 +40,3 @@ if __name__ == "__main__":
                 first_pause_s=float(first_pause_s),
             )
         )
-    )

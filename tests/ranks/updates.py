@@ -23,8 +23,8 @@ from verl_ext.grpo.tokens.layout import Layout
 from verl_ext.grpo.tokens.model import forward_cost
 from verl_ext.grpo.tokens.policy import TokenModel, TokenPolicy
 from verl_ext.grpo.update import Updater, UpdateSettings
-from verl_ext.metrics.timers import StepTimer
-from verl_ext.trainer.gathering import Gathering
+from verl_ext.metrics.timing import StepTimer
+from verl_ext.trainer.fsdp import FSDPReshardPolicy
 
 
 def updated(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -52,7 +52,7 @@ def updated(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     settings = UpdateSettings(
         case.actor, case.num_mini_batches, case.num_epochs, case.micro_batch_size, SAMPLING.max_tokens
     )
-    gather = Gathering(model, case.keeps_gathered).begin
+    gather = FSDPReshardPolicy(model, case.keeps_gathered).begin
     found = Updater(policy, settings, ranks, descend, StepTimer(), "cpu", gather).update(experience)
     parameters = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
     return parameters, {"loss": found.loss, **found.means, **found.maxima}

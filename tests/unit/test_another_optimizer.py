@@ -12,7 +12,7 @@ import torch
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.errors import UserError
-from verl_ext.launch.configure import checkpoint_that_suits
+from verl_ext.launch.configure import resume_candidate
 from verl_ext.trainer.stages import SFTConfig
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -23,7 +23,7 @@ SGD = ("optim.optimizer=SGD", "optim.override_optimizer_config={momentum: 0.9}")
 def run_dir(quickstart: Path, tmp_path: Path) -> Iterator[Path]:
     """A run with a checkpoint of step 1, made by AdamW."""
     trainer = make_trainer(small_config(quickstart, tmp_path / "run"))
-    trainer.training_step(next(trainer.remaining_batches()))
+    trainer.training_step(next(trainer.batches()))
     trainer.train_sampler.advance()
     trainer.save_checkpoint(1)
     trainer.checkpoint_manager.wait()
@@ -42,16 +42,16 @@ def forget_the_optimizer(run_dir: Path) -> None:
 def resume(config: SFTConfig) -> None:
     trainer = make_trainer(config)
     assert trainer.global_step == 1
-    trainer.training_step(next(trainer.remaining_batches()))
+    trainer.training_step(next(trainer.batches()))
 
 
 def test_it_is_refused_before_the_ranks_start_and_by_them(quickstart: Path, run_dir: Path) -> None:
     config = small_config(quickstart, run_dir, *SGD)
-    for refuse in (checkpoint_that_suits, make_trainer):
+    for refuse in (resume_candidate, make_trainer):
         with pytest.raises(UserError, match=r"torch\.optim\.AdamW.*torch\.optim\.SGD.*load_contents=\[model\]"):
             refuse(config)
     with pytest.raises(UserError, match=r"torch\.optim\.Adam\b"):  # of the same state, and with another decay
-        checkpoint_that_suits(small_config(quickstart, run_dir, "optim.optimizer=Adam"))
+        resume_candidate(small_config(quickstart, run_dir, "optim.optimizer=Adam"))
     assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_1"]
 
 
@@ -87,11 +87,11 @@ def test_weights_alone_are_where_a_run_begins_and_its_own_checkpoints_are_loaded
         words += SGD
     trainer = make_trainer(small_config(quickstart, run_dir, *words))
     assert trainer.global_step == 1 and not trainer.optimizer.state
-    trainer.training_step(next(trainer.remaining_batches()))
+    trainer.training_step(next(trainer.batches()))
     trainer.train_sampler.advance()
     trainer.save_checkpoint(2)
     trainer.checkpoint_manager.wait()
-    assert checkpoint_that_suits(small_config(quickstart, run_dir, *words)) == run_dir / "global_step_2"
+    assert resume_candidate(small_config(quickstart, run_dir, *words)) == run_dir / "global_step_2"
     resumed = make_trainer(small_config(quickstart, run_dir, *words))
     assert resumed.global_step == 2 and resumed.optimizer.state
     assert resumed.lr_scheduler.state_dict() == trainer.lr_scheduler.state_dict()

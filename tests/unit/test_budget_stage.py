@@ -13,13 +13,12 @@ from verl_ext.controller.checkpoints import load_weights
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.data.image_questions import load_image_questions
 from verl_ext.errors import UserError
-from verl_ext.launch.budget_check import check_budget_files
-from verl_ext.launch.configure import check_settings
-from verl_ext.metrics.epoch_history import COLUMNS, EpochSums, EpochTables, line_of, tags_of
-from verl_ext.metrics.log_file import LogFile
-from verl_ext.metrics.names import describe
-from verl_ext.metrics.row import Row
-from verl_ext.trainer.plateau import PlateauSchedule
+from verl_ext.launch.preflight import check_budget_files, check_settings
+from verl_ext.metrics.csv_tables import EPOCH_COLUMNS, EpochSums, EpochTables
+from verl_ext.metrics.jsonl import MetricsRow
+from verl_ext.metrics.registry import lookup_metric
+from verl_ext.metrics.sinks import LogFileSink, epoch_line, epoch_tags
+from verl_ext.trainer.optimizer import PlateauScheduler
 from verl_ext.trainer.stages import BudgetConfig, load_config
 
 RECIPE = """
@@ -132,18 +131,18 @@ def test_an_epoch_is_the_mean_over_its_samples() -> None:
         }
         sums.add(len(values), {**spread, "budget_violation_rate": 1.0 if len(values) == 1 else 0.0}, loss)
     row = EpochSums(**vars(sums)).row(7)  # as a checkpoint gives it back
-    assert tuple(row) == COLUMNS and row["epoch"] == 7 and row["loss"] == 1.0
+    assert tuple(row) == EPOCH_COLUMNS and row["epoch"] == 7 and row["loss"] == 1.0
     assert row["reward_mean"] == pytest.approx(3) and row["reward_std"] == pytest.approx(math.sqrt(3.5))
     assert row["budget_violation_rate"] == 0.25
 
 
-ROW = dict.fromkeys(COLUMNS, 0.5)
+ROW = dict.fromkeys(EPOCH_COLUMNS, 0.5)
 
 
 def test_a_resumed_run_replaces_the_epochs_that_it_runs_again(tmp_path: Path) -> None:
     tables = EpochTables(tmp_path)
     for epoch, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4)):
-        tables.write_epoch("Train", {**ROW, "epoch": epoch, "reward_mean": reward})
+        tables.log_epoch("Train", {**ROW, "epoch": epoch, "reward_mean": reward})
     lines = (tmp_path / "training_history.csv").read_text().splitlines()
     assert lines[0] == (
         "epoch,loss,reward_mean,reward_std,accuracy_mean,accuracy_std,latency_mean,latency_std,budget_violation_rate"
@@ -154,17 +153,17 @@ def test_a_resumed_run_replaces_the_epochs_that_it_runs_again(tmp_path: Path) ->
 
 def test_a_row_without_a_loss_is_told_without_one() -> None:
     row = {**ROW, "epoch": 3, "loss": math.nan}
-    assert "Val/Loss" not in tags_of("Val", row) and tags_of("Val", row)["Val/Budget_Violation_Rate"] == 0.5
-    assert line_of("Val", row).startswith("Val epoch 3: reward 0.5000 (std 0.5000), accuracy ")
-    assert tags_of("Train", ROW)["Train/Loss"] == 0.5
-    assert all(describe(tag) for tag in tags_of("Train", ROW))
+    assert "Val/Loss" not in epoch_tags("Val", row) and epoch_tags("Val", row)["Val/Budget_Violation_Rate"] == 0.5
+    assert epoch_line("Val", row).startswith("Val epoch 3: reward 0.5000 (std 0.5000), accuracy ")
+    assert epoch_tags("Train", ROW)["Train/Loss"] == 0.5
+    assert all(lookup_metric(tag) for tag in epoch_tags("Train", ROW))
 
 
 def test_the_log_file_has_the_lines_of_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):  # two attempts
-        log = LogFile(tmp_path / "train.log", total_steps=9, log_every=1)
-        log.write(Row(1, 1, 0.0, {"train/loss": 0.25, "train/reward_total_mean": 0.5}))
-        log.write_epoch("Train", {**ROW, "epoch": 1})
+        log = LogFileSink(tmp_path / "train.log", total_steps=9, log_every=1)
+        log.log_row(MetricsRow(1, 1, 0.0, {"train/loss": 0.25, "train/reward_total_mean": 0.5}))
+        log.log_epoch("Train", {**ROW, "epoch": 1})
         log.close()
     lines = (tmp_path / "train.log").read_text().splitlines()
     assert len(lines) == 4 and lines[0].endswith(" - INFO - step 1/9 | loss 0.2500 | reward 0.500")
@@ -173,14 +172,14 @@ def test_the_log_file_has_the_lines_of_the_console(tmp_path: Path, capsys: pytes
 
 def test_only_a_measurement_moves_the_learning_rate() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = PlateauSchedule(optimizer, factor=0.5, patience=1)
+    schedule = PlateauScheduler(optimizer, factor=0.5, patience=1)
     for _ in range(10):
         schedule.step()
     assert schedule.get_last_lr() == [1.0]
     for reward in (0.3, 0.3, 0.3):
         schedule.step(reward)
     assert schedule.get_last_lr() == [0.5]
-    resumed = PlateauSchedule(optimizer, factor=0.5, patience=1)
+    resumed = PlateauScheduler(optimizer, factor=0.5, patience=1)
     resumed.load_state_dict(schedule.state_dict())
     for reward in (0.2, 0.4, 0.4):
         resumed.step(reward)

@@ -34,7 +34,7 @@ EVERYTHING = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 @pytest.fixture
 def ours(quickstart: Path, tmp_path: Path) -> SFTTrainer:
     trainer = make_trainer(small_config(quickstart, tmp_path / "run", EVERYTHING, "trainer.max_ckpt_to_keep=1"))
-    trainer.training_step(next(trainer.remaining_batches()))
+    trainer.training_step(next(trainer.batches()))
     trainer.train_sampler.advance()
     return trainer
 

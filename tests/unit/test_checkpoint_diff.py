@@ -21,7 +21,7 @@ def run_dir(one_rank: None, quickstart: Path, tmp_path_factory: pytest.TempPathF
     """Steps 1 and 2 of one model, and the second saved again as step 3; read-only."""
     directory = tmp_path_factory.mktemp("run")
     trainer = make_trainer(small_config(quickstart, directory, SHARDS, "trainer.max_ckpt_to_keep=null"))
-    batches = trainer.remaining_batches()
+    batches = trainer.batches()
     for step in (1, 2):
         trainer.training_step(next(batches))
         trainer.save_checkpoint(step)

@@ -28,7 +28,7 @@ def test_adapters_are_merged_also_where_training_wrote_no_export(
     quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = make_trainer(small_config(quickstart, tmp_path, SHARDS, "model.lora_rank=4", "optim.lr=1e-2"))
-    for _, batch in zip(range(2), trainer.remaining_batches(), strict=False):
+    for _, batch in zip(range(2), trainer.batches(), strict=False):
         trainer.training_step(batch)
     trainer.save_checkpoint(2)
     assert not list(tmp_path.glob("global_step_2/huggingface/*.safetensors"))

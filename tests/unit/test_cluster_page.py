@@ -13,14 +13,14 @@ import pytest
 import yaml
 
 from tests.helpers import ROOT
-from verl_ext.errors import SICK_EXIT_CODE, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
-from verl_ext.launch.arguments import parse_arguments
+from verl_ext.errors import STOPPED_EXIT_CODE, UNHEALTHY_EXIT_CODE, USER_ERROR_EXIT_CODE
+from verl_ext.launch.__main__ import parse_arguments
 from verl_ext.trainer.stages import load_config
 
 PAGE = (ROOT / "docs/cluster.md").read_text()
 SCRIPTS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 JOB, JOB_SET = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
-SOMEBODY_SHOULD_LOOK = [USER_ERROR_EXIT_CODE, SICK_EXIT_CODE]
+SOMEBODY_SHOULD_LOOK = [USER_ERROR_EXIT_CODE, UNHEALTHY_EXIT_CODE]
 
 
 def rules_of(job: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -16,9 +16,9 @@ from verl_ext.checkpoint.options import SaveOptions
 from verl_ext.checkpoint.retention import Retention
 from verl_ext.data.chats import load_chats
 from verl_ext.data.image_questions import load_image_questions
-from verl_ext.metrics.names import describe
-from verl_ext.trainer.attempt import Attempt
+from verl_ext.metrics.registry import lookup_metric
 from verl_ext.trainer.resume import checkpoint_to_resume
+from verl_ext.trainer.run_logger import RunLogger
 from verl_ext.trainer.stages import STAGES, load_config
 from verl_ext.trainer.tokenizer import load_tokenizer
 
@@ -51,7 +51,7 @@ def test_an_export_in_what_the_training_computes_in(precision: torch.dtype) -> N
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_best_checkpoint_of_a_stage(stage: str) -> None:
     checkpoint = STAGES[stage].root().trainer.checkpoint
-    assert describe(checkpoint.best_metric).unit
+    assert lookup_metric(checkpoint.best_metric).unit
     assert checkpoint.best_mode == ("min" if checkpoint.best_metric.endswith("loss") else "max")
     # a controller is small, and GRPO's steps are
     assert checkpoint.export.dtype == {"budget": "fp32", "grpo": "auto"}.get(stage, "bf16")
@@ -60,7 +60,7 @@ def test_the_best_checkpoint_of_a_stage(stage: str) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_every_so_many_steps_have_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"trainer.default_local_dir={tmp_path}", "trainer.logger=[console]", "trainer.log_every=3"]
-    with Attempt(load_config("sft", [*words, "health.enabled=false"]), 0, 100, 10, 1, True, "fp32") as attempt:
+    with RunLogger(load_config("sft", [*words, "health.enabled=false"]), 0, 100, 10, 1, True, "fp32") as attempt:
         for step in range(1, 8):
             attempt.log(step, {"train/loss": 1.0})
     assert re.findall(r"step (\d+)/100", capsys.readouterr().out) == ["3", "6"]

@@ -19,10 +19,10 @@ from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict, to_yaml
 from verl_ext.data.training_templates import read_chat_template
 from verl_ext.errors import UserError
-from verl_ext.launch.arguments import parse_arguments
-from verl_ext.launch.configure import check_settings, configure
-from verl_ext.launch.preflight import check_data, check_model
-from verl_ext.model_files import is_hub_name, untrained_loss
+from verl_ext.launch.__main__ import parse_arguments
+from verl_ext.launch.configure import configure
+from verl_ext.launch.preflight import check_data, check_settings
+from verl_ext.model_files import check_model_files, is_hub_name, untrained_loss
 from verl_ext.trainer.stages import STAGES, GRPOConfig, RunConfig, SFTConfig, load_config, stages_of
 
 SHIPPED = sorted(
@@ -209,6 +209,10 @@ def test_fewer_ranks_are_named_only_if_engines_and_machines_divide_over_them() -
 def with_data(quickstart: Path, *overrides: str) -> RunConfig:
     files = [f"data.train_files={quickstart}/train.parquet", f"data.val_files={quickstart}/val.parquet"]
     return load_config("sft", [*files, f"model.partial_pretrain={quickstart}/model", *overrides])
+
+
+def check_model(config: RunConfig) -> None:
+    check_model_files(str(config.model.partial_pretrain), config.model.trust_remote_code)
 
 
 def test_data_and_model_are_looked_at_before_torchrun(quickstart: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.errors import UserError
 from verl_ext.grpo.policy import Prompt
-from verl_ext.trainer.budget_parts import check_budgets
+from verl_ext.trainer.budget import check_budgets
 from verl_ext.trainer.stages import BudgetConfig
 
 BUDGETS = (5.0, 50.0)

@@ -22,11 +22,11 @@ from verl_ext.config.run_config import read_config_file
 from verl_ext.console import printable
 from verl_ext.errors import UserError
 from verl_ext.health.__main__ import main as health
-from verl_ext.launch.grpo_model import best_export
-from verl_ext.launch.restarts import last_save
+from verl_ext.launch.configure import best_export
+from verl_ext.launch.run import last_checkpoint
 from verl_ext.metrics.jsonl import MetricsFile, read_metrics
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.trainer.health import told_before
+from verl_ext.trainer.run_logger import reported_levels
 
 DEEP = "[" * 100_000
 HUGE = "1" * 5000
@@ -117,7 +117,7 @@ def test_a_damaged_manifest_is_passed_over_with_a_warning(
     assert find_checkpoint(run_dir, "auto", None, warnings.append) == run_dir / "global_step_200"
     assert len(warnings) == 1 and warnings[0].startswith("global_step_300 cannot be resumed: ")
     assert [path.name for path in read_all_complete(run_dir)] == ["global_step_200", "global_step_100"]
-    assert last_save(run_dir) is None
+    assert last_checkpoint(run_dir) is None
     entries = {entry["step"]: entry for entry in json.loads(checkpoint_command("ls", run_dir, "--json"))}
     assert [entries[step]["complete"] for step in (300, 200, 100)] == [False, True, True]
     checkpoint_command("ls", run_dir)
@@ -142,7 +142,7 @@ def test_a_damaged_tracker_is_passed_over_with_a_warning(
     warnings: list[str] = []
     assert find_checkpoint(run_dir, "auto", None, warnings.append) == run_dir / "global_step_300"
     assert len(warnings) == 1 and "tracker" in warnings[0] and len(warnings[0]) < 200
-    assert last_save(run_dir) is None
+    assert last_checkpoint(run_dir) is None
     for command in ("ls", "verify", "prune"):
         checkpoint_command(command, run_dir, code=1 if command == "verify" else 0)  # one manifest has no digests
     assert health([str(run_dir)]) == 0
@@ -291,7 +291,7 @@ def test_a_damaged_line_of_events_is_left_out(tmp_path: Path) -> None:
     event = '{"step": 1, "name": "loss_zero", "level": "alarm"}'
     bad = [DEEP, '{"step": 1, "name": [], "level": "alarm"}', '{"step": 1, "name": "loss_zero", "level": 5}']
     (tmp_path / "events.jsonl").write_text("\n".join([*bad, event]))
-    assert set(told_before(tmp_path / "events.jsonl", 5)) == {"loss_zero"}
+    assert set(reported_levels(tmp_path / "events.jsonl", 5)) == {"loss_zero"}
 
 
 @pytest.mark.parametrize("name", ["export_plan.json", "huggingface/config.json"])

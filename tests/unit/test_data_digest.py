@@ -74,7 +74,7 @@ def test_a_resume_with_other_data_of_as_many_rows_warns(
     quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = make_trainer(small_config(quickstart, tmp_path / "run"))
-    trainer.training_step(next(trainer.remaining_batches()))
+    trainer.training_step(next(trainer.batches()))
     trainer.train_sampler.advance()
     trainer.save_checkpoint(1)
     trainer.checkpoint_manager.wait()
@@ -99,7 +99,7 @@ def test_a_resume_with_other_data_of_as_many_rows_warns(
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     "name",
-    ["trainer.setup.training_data_digest", "trainer.setup.is_stock", "trainer.resume.damaged_files"]
+    ["trainer.trainer.training_data_digest", "trainer.trainer.is_stock", "trainer.resume.damaged_files"]
     + ["checkpoint.manager.load_optimizer", "checkpoint.exporter.companion_files"],
 )
 def test_no_rank_of_a_resume_fails_alone(

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from verl_ext.trainer import rank
+from verl_ext import distributed
+from verl_ext.trainer.__main__ import run_rank
 from verl_ext.trainer.stages import load_config
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC")
@@ -27,9 +28,9 @@ def test_kernels_are_chosen_before_the_ranks_meet(setting: bool, monkeypatch: py
     def meet(device_name: str) -> None:
         raise ConnectionError(device_name)
 
-    monkeypatch.setattr(rank, "init_process_group", meet)
+    monkeypatch.setattr(distributed, "init_process_group", meet)
     config = load_config("sft", [f"trainer.deterministic={str(setting).lower()}"])
     with pytest.raises(ConnectionError, match="cpu"):
-        rank.build_trainer(config)
+        run_rank(config)
     assert torch.are_deterministic_algorithms_enabled() is setting
     assert [os.environ[name] for name in VARIABLES] == ([":4096:8", "1"] if setting else ["", ""])

@@ -11,11 +11,11 @@ from tests.helpers import ROOT
 from tests.helpers.docs import PAGES
 from tests.helpers.models import CELLS, SUPPORT
 from verl_ext.docgen import render_recipes
-from verl_ext.metrics.reference import render_reference
+from verl_ext.metrics.registry import render_metrics_page
 
 
 def test_the_metrics_reference_is_up_to_date() -> None:
-    assert (ROOT / "docs/metrics.md").read_text().strip() == render_reference().strip()
+    assert (ROOT / "docs/metrics.md").read_text().strip() == render_metrics_page().strip()
 
 
 def test_the_recipes_reference_is_up_to_date() -> None:

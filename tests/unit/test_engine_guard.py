@@ -12,6 +12,7 @@ import torch
 
 from tests.helpers.grpo_reference import make_model
 from verl_ext.errors import UserError
+from verl_ext.grpo.guards import CHECKED_STEPS, FLOAT32_GAP, EngineGuard
 from verl_ext.grpo.policy import Prompt
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.engine import WeightKeeper
@@ -19,7 +20,6 @@ from verl_ext.grpo.rollout.hf_engine import HfRollout
 from verl_ext.grpo.rollout.vllm_engine import leave_to_trainer
 from verl_ext.grpo.tokens.layout import Layout
 from verl_ext.grpo.tokens.policy import TokenModel, TokenPolicy
-from verl_ext.trainer.guard import CHECKED_STEPS, FLOAT32_GAP, EngineGuard
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 SAMPLING = Sampling(0.9, 1.0, -1, 8)

@@ -40,7 +40,7 @@ from verl_ext.controller.loading import fingerprint, load_adapter
 from verl_ext.controller.scoring.vqa import soft_accuracy
 from verl_ext.data.config import QuestionSource
 from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset
-from verl_ext.metrics.names import describe
+from verl_ext.metrics.registry import lookup_metric
 
 SHORT = ("--num-samples", "3", "--num-train", "2", "--max-static", "5", "--no-wandb")
 
@@ -159,7 +159,7 @@ def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -
     statics = [configuration_of(each["configuration"], space) for each in content["statics"]]
     trained = ImageQuestionDataset({"tiny": QuestionSource(train=2, source=str(tiny / "data"))}, "train").samples
     budgets = content["budgets_ms"]
-    decided = [model.answer(each.load_image(), each.question, ms).configuration for each in trained for ms in budgets]
+    decided = [model.answer(each.opened(), each.question, ms).configuration for each in trained for ms in budgets]
     liked = Counter(replace(each, tier=0) for each in decided).most_common(MOST_CHOSEN)
     masks = important_blocks(space, load_importance(tiny / "importance.json", adapter))
     grid = static_configurations(space, masks, 5)
@@ -176,7 +176,7 @@ def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -
         low = model.executor.seen(sample, 0)
         encoding = told.predict(Workload(space.full, adapter.num_patches(low.inputs), 0, 0)).vision_ms
         for column, budget in enumerate((30.0, 45.0, 60.0)):
-            found = model.answer(sample.load_image(), sample.question, budget)
+            found = model.answer(sample.opened(), sample.question, budget)
             outcome = model.executor.run(sample, found.configuration)
             latency = told.predict(outcome.workload).total_ms + (encoding if found.configuration.tier else 0.0)
             assert arrays["controller_latency_ms"][place, column] == latency
@@ -247,7 +247,7 @@ def check_wandb(run: Path, content: dict[str, Any]) -> None:
             summary.update(values_of(record.summary.update))
     assert summary["eval/adaptive/network_share"] == content["summary"]["network_share"]
     numbers = [name for name, value in summary.items() if isinstance(value, int | float) and name.count("/") == 2]
-    assert all(describe(name) for name in numbers if name.startswith("eval/")) and set(names) <= set(numbers)
+    assert all(lookup_metric(name) for name in numbers if name.startswith("eval/")) and set(names) <= set(numbers)
 
 
 def test_an_export_alone_takes_questions_from_a_folder(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -30,7 +30,7 @@ from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.problems.problem import Problem, ReferenceAnswer
 from tests.helpers.wandb_files import read_records, values_of
 from verl_ext.errors import UserError
-from verl_ext.metrics.jsonl import MetricsFile, iterate_metrics
+from verl_ext.metrics.jsonl import MetricsFile, iter_metrics
 
 ISOLATION = "bwrap"
 
@@ -109,7 +109,7 @@ def test_report_from_files_alone(tmp_path: Path) -> None:
     for step in (5, 10, 20, 100):
         log.append(step, {"train/loss": 9.0, **({"val/loss": 2.0 / step} if step > 5 else {})})
     log.close()
-    text, data, directory = report(tmp_path, iterate_metrics(tmp_path / "metrics.jsonl"))
+    text, data, directory = report(tmp_path, iter_metrics(tmp_path / "metrics.jsonl"))
 
     assert plots(directory) == ALL_PLOTS
     assert all(f"]({name})" in text for name in ALL_PLOTS)

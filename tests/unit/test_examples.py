@@ -34,7 +34,7 @@ from verl_ext.grpo.policy import Prompt, Sample
 from verl_ext.grpo.rewards.environment import TextEnvironment
 from verl_ext.grpo.rollout.completion import Completion
 from verl_ext.health.__main__ import main as health
-from verl_ext.launch.configure import check_settings
+from verl_ext.launch.preflight import check_settings
 from verl_ext.plugins import Plugin
 from verl_ext.trainer.stages import GRPOConfig, load_config
 

@@ -9,11 +9,11 @@ import torch
 
 from verl_ext.data.chat_template import pick
 from verl_ext.errors import UserError
-from verl_ext.launch.arguments import parse_arguments
-from verl_ext.launch.configure import check_settings, configure
-from verl_ext.launch.from_verl import compose_as_typed
+from verl_ext.launch.__main__ import parse_arguments
+from verl_ext.launch.configure import configure, resolve_config
+from verl_ext.launch.preflight import check_settings
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.trainer.stages import SFTConfig, load_config
+from verl_ext.trainer.stages import SFTConfig, VLMSFTConfig, load_config
 
 GSM8K = (
     "data.train_files=/data/gsm8k/train.parquet", "data.val_files=/data/gsm8k/test.parquet", "data.prompt_key=prompt",
@@ -48,19 +48,27 @@ def test_verls_keys_mean_what_they_meant(stock_run: Path) -> None:
 
 def test_without_verls_checkpoints_the_default_recipe_stays(stock_run: Path) -> None:
     elsewhere = f"trainer.default_local_dir={stock_run.parent}"
-    assert compose_as_typed("sft", [*GSM8K, elsewhere]).recipe == "quickstart"
-    assert compose_as_typed("sft", []).recipe == "quickstart"
+    assert resolve_config("sft", [*GSM8K, elsewhere]).recipe == "quickstart"
+    assert resolve_config("sft", []).recipe == "quickstart"
     named = ["recipe=gsm8k", f"trainer.default_local_dir={stock_run}"]
-    assert compose_as_typed("sft", named).recipe == "gsm8k"
+    assert resolve_config("sft", named).recipe == "gsm8k"
     begins = [elsewhere, f"trainer.resume_from_path={stock_run}/global_step_2"]
-    assert compose_as_typed("sft", begins).recipe == "verl"
+    assert resolve_config("sft", begins).recipe == "verl"
+
+
+def test_words_that_only_the_default_recipe_allows_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's defaults have no save that could be exported, and no key of another stage."""
+    assert resolve_config("sft", ["trainer.checkpoint.export.every=400"]).recipe == "quickstart"
+    monkeypatch.setattr("verl_ext.config.recipes.default_recipe", lambda command: "budget_vlm")
+    config = resolve_config("sft", ["configurations.share=0.5"])
+    assert isinstance(config, VLMSFTConfig) and config.configurations.share == 0.5
 
 
 def test_the_recipe_lasts_when_verls_checkpoints_have_gone(stock_run: Path) -> None:
     about = {"project": "p", "experiment": "e", "stage": "sft", "config_digest": ""}
     RunRecord(stock_run).mark_waiting(recipe="verl", **about)
     (stock_run / "global_step_2/model_world_size_1_rank_0.pt").unlink()
-    assert compose_as_typed("sft", [f"trainer.default_local_dir={stock_run}"]).recipe == "verl"
+    assert resolve_config("sft", [f"trainer.default_local_dir={stock_run}"]).recipe == "verl"
 
 
 def test_paths_count_from_where_the_command_was_typed(stock_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +78,7 @@ def test_paths_count_from_where_the_command_was_typed(stock_run: Path, monkeypat
     words = ["data.train_files=[a.parquet,/b.parquet]", "data.val_files=c.parquet", "trainer.default_local_dir=sft"]
 
     def paths(model: str) -> tuple[list[str], str, str, SFTConfig]:
-        config = compose_as_typed("sft", [*words, f"model.partial_pretrain={model}"])
+        config = resolve_config("sft", [*words, f"model.partial_pretrain={model}"])
         assert isinstance(config, SFTConfig)
         return list(config.data.train_files), str(config.data.val_files), config.model.partial_pretrain, config
 

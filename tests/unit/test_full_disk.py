@@ -15,7 +15,7 @@ from verl_ext.checkpoint.layout import Manifest
 from verl_ext.checkpoint.rotation import find_leftovers
 from verl_ext.errors import UserError
 from verl_ext.files import RUN_LOCK, hold_run_lock, replace_file, replacing
-from verl_ext.launch.arguments import parse_arguments
+from verl_ext.launch.__main__ import parse_arguments
 from verl_ext.launch.configure import configure
 from verl_ext.launch.run import Launch, run_to_the_end, tidy_finished_run
 from verl_ext.processes import StopSignals

@@ -26,8 +26,9 @@ from verl_ext.config.recipes import RECIPES
 from verl_ext.data.prepare import prepare
 from verl_ext.data.prompts import PromptBatch, PromptDataset
 from verl_ext.errors import UserError
-from verl_ext.launch.configure import check_config, check_inputs
-from verl_ext.launch.grpo_model import holding_model, settle_model
+from verl_ext.launch.configure import settle_model
+from verl_ext.launch.preflight import check_config, check_inputs
+from verl_ext.launch.run import hold_model
 from verl_ext.trainer.model import load_model_config
 from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, load_config, sft_recipe_of
 from verl_ext.trainer.tokenizer import load_tokenizer
@@ -166,7 +167,7 @@ def test_a_run_keeps_the_model_it_began_from(quickstart: Path, tmp_path: Path) -
     assert settled(quickstart, tmp_path).model.partial_pretrain == begun
     anew = settled(quickstart, tmp_path, "trainer.resume_mode=disable")
     assert str(anew.model.partial_pretrain).endswith("global_step_20/huggingface")
-    with holding_model(kept):
+    with hold_model(kept):
         assert lease_holders(sft_run / "global_step_10") and not lease_holders(sft_run / "global_step_20")
     assert not lease_holders(sft_run / "global_step_10")
     shutil.rmtree(sft_run / "global_step_10")

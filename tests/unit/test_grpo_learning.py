@@ -18,14 +18,12 @@ from verl_ext.grpo.config import TokenActorConfig
 from verl_ext.grpo.environment import Reward
 from verl_ext.grpo.experience import Collector, Experience, Replacement
 from verl_ext.grpo.failure import RewardFailure
-from verl_ext.grpo.figures import spreads
+from verl_ext.grpo.metrics import GRPOMetrics, spreads
 from verl_ext.grpo.policy import Prompt
 from verl_ext.grpo.update import Updated, Updater, UpdateSettings
-from verl_ext.metrics.timers import StepTimer
+from verl_ext.metrics.timing import StepTimer
 from verl_ext.trainer.grpo import GRPOTrainer
-from verl_ext.trainer.grpo_report import GRPOReport
-from verl_ext.trainer.preemption import Preemption
-from verl_ext.trainer.stop_signals import RankSignals
+from verl_ext.trainer.preemption import RankSignals, StopVote
 
 ACTOR = TokenActorConfig()
 ONCE = UpdateSettings(ACTOR, 1, 1, 64, DECISIONS)
@@ -181,9 +179,9 @@ def test_figures_of_a_step_with_missing_rewards() -> None:
     """They are those of the samples with a reward; a step without any has none."""
     bandit = Bandit(6)
     machine = BrokenMachine(*BROKEN)
-    report = GRPOReport(bandit, machine, "cpu")
+    report = GRPOMetrics(bandit, machine, "cpu")
     experience = collected(bandit, [0, 1, 4], machine=machine)
-    figures = report.figures("train", experience.samples, experience.rewards)
+    figures = report.of_samples("train", experience.samples, experience.rewards)
     totals = [reward.total for reward in experience.rewards if reward.total is not None]
     assert figures["train/reward_total_mean"] == figures["train/pay_mean"] == pytest.approx(sum(totals) / len(totals))
     assert figures["train/reward_failures"] == figures["train/samples_without_reward"] == len(BROKEN)
@@ -192,7 +190,7 @@ def test_figures_of_a_step_with_missing_rewards() -> None:
     assert (broken["pay"], broken["reward_total"], broken["advantage"]) == (None, None, 0.0)
     machine = BrokenMachine(*((0, number) for number in range(GROUP)))
     experience = collected(bandit, [0], machine=machine)
-    figures = report.figures("train", experience.samples, experience.rewards)
+    figures = report.of_samples("train", experience.samples, experience.rewards)
     assert "train/reward_total_mean" not in figures and figures["train/samples_without_reward"] == GROUP
 
 
@@ -263,7 +261,7 @@ def test_a_stop_in_a_validation_ends_drawing_before_the_run_saves(one_rank: None
     """A policy that draws with vLLM gives back the GPU's memory there."""
     bandit, signals = Bandit(6), RankSignals()
     trainer = GRPOTrainer.__new__(GRPOTrainer)
-    trainer.policy, trainer.global_step, trainer.preemption = bandit, 3, Preemption(signals, None)
+    trainer.policy, trainer.global_step, trainer.stop_vote = bandit, 3, StopVote(signals, None)
     trainer.collector = Collector(bandit, Machine(), GROUP, True, StepTimer(), "cpu")
 
     def batches() -> Iterator[list[Prompt]]:
@@ -272,7 +270,7 @@ def test_a_stop_in_a_validation_ends_drawing_before_the_run_saves(one_rank: None
         signals.received = signal.SIGTERM
         yield prompts(2, 3)
 
-    trainer.measured_prompts = batches  # type: ignore[method-assign]
+    trainer.eval_prompts = batches  # type: ignore[method-assign]
     with pytest.raises(Stop, match="SIGTERM"):
         trainer.validate()
     assert bandit.versions == [3] and not bandit.draws

@@ -11,9 +11,9 @@ from tests.helpers.grpo import MAX_TOKENS
 from verl_ext.errors import UserError
 from verl_ext.grpo.config import RewardConfig, RolloutConfig
 from verl_ext.grpo.rewards import environment
+from verl_ext.grpo.rewards.check import check_reward_settings
 from verl_ext.grpo.rollout.vllm_engine import _arguments
-from verl_ext.launch.grpo_check import check_rewards
-from verl_ext.trainer.grpo_parts import CPU_BUCKET_MB, bucket_bytes
+from verl_ext.trainer.grpo import CPU_BUCKET_MB, bucket_bytes
 from verl_ext.trainer.stages import GRPOConfig, load_config
 
 
@@ -51,7 +51,8 @@ def test_the_judge_has_the_limits_of_the_section(monkeypatch: pytest.MonkeyPatch
 def test_the_buffer_must_fit_where_the_penalty_is_wanted(functions: str, buffer: int, is_refused: bool) -> None:
     words = [f"reward.functions=[{functions}]", f"reward.length_buffer={buffer}", "data.max_response_length=32"]
     with pytest.raises(UserError, match="reward.length_buffer") if is_refused else nullcontext():
-        check_rewards(config_with("rollout.engine=hf", *words))
+        config = config_with(*words)
+        check_reward_settings(config.reward, config.data)
 
 
 def test_vllm_has_the_settings_of_the_section() -> None:

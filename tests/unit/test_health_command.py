@@ -15,7 +15,7 @@ from tests.helpers.processes import wait_until
 from verl_ext.checkpoint.layout import Manifest
 from verl_ext.health.__main__ import main
 from verl_ext.health.wandb_state import wandb_end
-from verl_ext.metrics.wandb_run import open_wandb_run
+from verl_ext.metrics.wandb_sink import open_wandb_run
 
 
 def look(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:

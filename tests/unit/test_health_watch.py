@@ -13,7 +13,7 @@ from verl_ext.health.findings import Level
 from verl_ext.health.history import History
 from verl_ext.health.rules import BY_NAME
 from verl_ext.health.watch import CALM_CHECKS, HealthWatch
-from verl_ext.launch.health_check import check_health
+from verl_ext.launch.preflight import check_health
 from verl_ext.trainer.stages import load_config
 
 

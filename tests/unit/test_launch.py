@@ -24,12 +24,10 @@ from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
 from verl_ext.errors import UserError
 from verl_ext.files import hold_run_lock
-from verl_ext.launch.__main__ import launch
-from verl_ext.launch.arguments import parse_arguments
-from verl_ext.launch.component_check import check_components
-from verl_ext.launch.configure import check_config, check_inputs, check_run_directory, configure
-from verl_ext.launch.outcome import describe
-from verl_ext.launch.prepare import needed_commands
+from verl_ext.launch.__main__ import launch, parse_arguments
+from verl_ext.launch.configure import configure
+from verl_ext.launch.outcome import first_failure
+from verl_ext.launch.preflight import check_components, check_config, check_inputs, check_run_directory, needed_commands
 from verl_ext.launch.run import first_start, is_finished, may_be_longer, recorded_precision
 from verl_ext.launch.torchrun import torchrun_options
 from verl_ext.metrics.recorder import verl_backends
@@ -121,16 +119,16 @@ class FakeFailure:
 
 def test_the_rank_that_refused_its_input_is_the_reason_not_those_it_took_along() -> None:
     failures = {0: FakeFailure(1, "connection closed", 1), 1: FakeFailure(2, "the file is empty", 2)}
-    failure = describe(failures)
+    failure = first_failure(failures)
     assert (failure.message, failure.is_user_error) == ("the file is empty", True)
-    killed = describe({1: FakeFailure(-9, "", 5), 0: FakeFailure(1, "", 6)})
+    killed = first_failure({1: FakeFailure(-9, "", 5), 0: FakeFailure(1, "", 6)})
     assert (killed.message, killed.is_user_error) == ("rank 1 (process 7) was killed by SIGKILL", False)
 
 
 @pytest.mark.parametrize("seconds", [(5, 5), (6, 5)])
 def test_a_killed_rank_is_the_reason_even_if_its_peer_seems_to_have_failed_first(seconds: tuple[int, int]) -> None:
     failures = {0: FakeFailure(1, "connection closed", seconds[1]), 1: FakeFailure(-9, "", seconds[0])}
-    assert describe(failures).message == "rank 1 (process 7) was killed by SIGKILL"
+    assert first_failure(failures).message == "rank 1 (process 7) was killed by SIGKILL"
 
 
 MISTAKES = {
@@ -140,6 +138,7 @@ MISTAKES = {
     "optim.optimizer_impl=torch.optm": "'torch.optm', which cannot be imported",
     "optim.override_optimizer_config={epz: 1}": "'epz'",
     "optim.override_optimizer_config={eps: -1}": "Invalid epsilon value",
+    "optim.override_optimizer_config={fused: true, foreach: true}": "refuses its arguments .*cannot be `True` together",
     "data.chat_template=nowhere.jinja": "nowhere.jinja, which does not exist",
     "data.chat_template='{% generation %}'": "line 1: .*endgeneration",
     "data.max_length=9223372036854775808": "data.max_length is 9223372036854775808; .*at most 2147483647",
@@ -196,7 +195,7 @@ def test_values_are_checked_before_data_are_downloaded_or_converted(
     stage: str, mistake: str, says: str, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recipe's own data are not there yet; the model is."""
-    monkeypatch.setattr("verl_ext.launch.prepare.prepare", lambda words: pytest.fail(f"prepared {words}"))
+    monkeypatch.setattr("verl_ext.launch.preflight.prepare", lambda words: pytest.fail(f"prepared {words}"))
     data = [f"data.train_files={tmp_path}/data/train.parquet", f"data.val_files={tmp_path}/data/val.parquet"]
     words = [*data, f"prepare=['quickstart --output {tmp_path}/data']", f"trainer.default_local_dir={tmp_path}/run"]
     arguments = parse_arguments([stage, "2", *words, f"model.partial_pretrain={quickstart}/model", mistake])
@@ -254,7 +253,7 @@ def test_what_is_prepared_is_checked_afterwards(
 ) -> None:
     """Both model and data are awaited; what comes is no model."""
     made: list[Sequence[str]] = []
-    monkeypatch.setattr("verl_ext.launch.prepare.prepare", made.append)
+    monkeypatch.setattr("verl_ext.launch.preflight.prepare", made.append)
     data = [f"data.train_files={tmp_path}/data/train.parquet", f"data.val_files={tmp_path}/data/val.parquet"]
     words = [*data, f"model.partial_pretrain={tmp_path}/data/model", f"prepare=['quickstart --output {tmp_path}/data']"]
     words.append(f"trainer.default_local_dir={tmp_path}/run")

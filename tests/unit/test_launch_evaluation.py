@@ -18,11 +18,9 @@ import pytest
 from eval_pipeline.__main__ import main
 from tests.helpers import ROOT
 from verl_ext.errors import UserError
-from verl_ext.launch import eval_check, watcher
-from verl_ext.launch.eval_check import check_evaluation
-from verl_ext.launch.free_gpus import require_free_gpus
-from verl_ext.launch.watch_process import evaluation_environment
-from verl_ext.launch.watcher import Watcher, may_go_better
+from verl_ext.launch import preflight
+from verl_ext.launch.preflight import check_evaluation, require_free_gpus
+from verl_ext.launch.watcher import EvalWatcher, evaluation_environment, is_worth_restart
 from verl_ext.processes import StopSignals
 from verl_ext.trainer.stages import RunConfig, load_config
 
@@ -169,7 +167,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(left.value.code, int)
         return subprocess.CompletedProcess(command, left.value.code, out.getvalue(), err.getvalue())
 
-    monkeypatch.setattr(eval_check, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(preflight, "subprocess", SimpleNamespace(run=run))
 
 
 def test_a_recipe_that_can_be_used_passes(recipe: Path) -> None:
@@ -251,7 +249,7 @@ def test_only_the_first_node_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_only_a_crash_is_worth_a_restart(exit_code: int, finished: bool, expected: bool) -> None:
-    assert may_go_better(exit_code, finished) is expected
+    assert is_worth_restart(exit_code, finished) is expected
 
 
 @pytest.mark.parametrize(
@@ -271,12 +269,13 @@ def test_what_to_type_next_depends_on_how_the_evaluation_ended(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     last_line = "error: no recipe 'x'; name another"
-    process = SimpleNamespace(run=lambda: exit_code, last_line=lambda: last_line)
-    monkeypatch.setattr(watcher, "WatchProcess", lambda config, run_dir: process)
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval/watch.log").write_text(f"{last_line}\n")
+    monkeypatch.setattr(EvalWatcher, "_run_once", lambda self: exit_code)
     (tmp_path / "run.json").write_text('{"status": "finished", "attempts": []}')
     overrides = (f"trainer.default_local_dir={tmp_path}", "model.partial_pretrain=org/name", "prepare=[]")
     config = load_config("sft", ["recipe=verl", "eval.watch=true", *overrides])
-    watching = Watcher(config, first_pause_s=0)
+    watching = EvalWatcher(config, first_pause_s=0)
     assert watching.finish(StopSignals()) == 0  # the training is done
     told = capsys.readouterr()
     typed = re.findall(r"run\.sh (\w+) (\S+)$", told.out, re.MULTILINE)

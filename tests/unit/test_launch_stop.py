@@ -21,10 +21,10 @@ from verl_ext.cli import clean_exit
 from verl_ext.console import print_line
 from verl_ext.deadline import ENVIRONMENT, deadline_from_environment, parse_deadline
 from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UserError
-from verl_ext.launch.arguments import parse_arguments
-from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped, judge
-from verl_ext.launch.ranks import failed_to_meet
-from verl_ext.launch.restarts import last_save, pause_before, run_with_restarts
+from verl_ext.launch.__main__ import parse_arguments
+from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped, classify_outcome, is_crash, run_with_restarts
+from verl_ext.launch.ranks import rendezvous_failure
+from verl_ext.launch.run import last_checkpoint
 from verl_ext.processes import StopRequest, StopSignals
 from verl_ext.trainer.config import PreemptionConfig
 from verl_ext.trainer.stages import load_config
@@ -93,10 +93,11 @@ def test_only_sigquit_and_a_second_interrupt_stop_immediately(
 
 LAST_MOMENT = """
 import ctypes, signal, sys
-from verl_ext.launch.__main__ import stoppable
+from verl_ext.launch.__main__ import heed_stop_signals
 libc = ctypes.CDLL(None)
 libc.on_exit(libc["raise"], None)  # calls raise(exit code) after Python has restored the default actions
-sys.exit(stoppable(lambda signals: {number}))
+with heed_stop_signals():
+    sys.exit({number})
 """
 
 
@@ -184,7 +185,9 @@ class Ended:
     ],
 )
 def test_a_stop_is_told_from_a_crash(exit_codes: list[int], request_: Request | None, expected: Outcome | int) -> None:
-    outcome = judge({rank: Ended(code, "no" if code == 2 else "") for rank, code in enumerate(exit_codes)}, request_)
+    outcome = classify_outcome(
+        {rank: Ended(code, "no" if code == 2 else "") for rank, code in enumerate(exit_codes)}, request_
+    )
     if isinstance(expected, int):
         expected = Stopped(request_, expected)
     assert outcome == expected
@@ -198,10 +201,11 @@ def run(outcomes: list[Outcome], progress: list[object], restarts: int) -> tuple
     left, seen, announced = list(outcomes), iter(progress), []
     last = run_with_restarts(
         lambda: left.pop(0),
-        lambda: next(seen),
-        lambda failure, plan: announced.append(plan),
+        may_restart=is_crash,
+        progress=lambda: next(seen),
+        announce=lambda failure, plan: announced.append(plan),
+        pause=lambda seconds: None,
         restarts=restarts,
-        signals=StopSignals(),
         first_pause_s=0,
     )
     return last, announced, len(left)
@@ -221,17 +225,26 @@ def test_restarts_are_counted_from_the_last_new_checkpoint() -> None:
 
 
 def test_pauses_double_up_to_five_minutes() -> None:
-    assert [pause_before(restart, 5) for restart in range(1, 9)] == [5, 10, 20, 40, 80, 160, 300, 300]
+    pauses: list[float] = []
+    run_with_restarts(
+        lambda: CRASH,
+        may_restart=is_crash,
+        progress=lambda: None,
+        announce=lambda failure, plan: None,
+        pause=pauses.append,
+        restarts=8,
+    )
+    assert pauses == [5, 10, 20, 40, 80, 160, 300, 300]
 
 
 def test_only_a_complete_checkpoint_counts(tmp_path: Path) -> None:
-    assert last_save(tmp_path) is None
+    assert last_checkpoint(tmp_path) is None
     (tmp_path / "global_step_4").mkdir()
     (tmp_path / TRACKER).write_text("4")
-    assert last_save(tmp_path) is None
+    assert last_checkpoint(tmp_path) is None
     manifest = Manifest(step=4, world_size=1, config_digest="", files={}, time=12.5)
     (tmp_path / "global_step_4/manifest.json").write_text(manifest.to_json())
-    assert last_save(tmp_path) == (4, 12.5)
+    assert last_checkpoint(tmp_path) == (4, 12.5)
 
 
 @pytest.mark.parametrize("words", [["2", "--restarts", "3", "a=b"], ["--restarts=3", "a=b", "2"]])
@@ -310,8 +323,8 @@ def test_the_environment_names_deadlines_too(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("num_nodes, advice", [(1, ""), (2, "; start the command on every node, with one MASTER_ADDR")])
 def test_nodes_that_do_not_meet_are_a_failure_of_the_launch(num_nodes: int, advice: str) -> None:
-    failure = failed_to_meet(num_nodes, RendezvousTimeoutError("2 of 3 came\nand more"))
+    failure = rendezvous_failure(num_nodes, RendezvousTimeoutError("2 of 3 came\nand more"))
     told = f"torchrun could not bring the ranks together (2 of 3 came){advice}"
     assert failure.message.startswith(told) and failure.exit_code == 1
     with pytest.raises(KeyError):
-        failed_to_meet(num_nodes, KeyError("a fault of ours"))
+        rendezvous_failure(num_nodes, KeyError("a fault of ours"))

@@ -40,7 +40,7 @@ def test_given_adapters_are_trained_and_nothing_else_is(adapters: Path, quicksta
     found = {name.removeprefix("base_model.model."): name for name in before if ".lora_" in name}
     assert found.keys() == given.keys() and all(3 in tensor.shape for tensor in given.values())
     assert all(torch.equal(before[found[name]], given[name]) for name in given)
-    for _, batch in zip(range(2), trainer.remaining_batches(), strict=False):  # the learning rate begins at 0
+    for _, batch in zip(range(2), trainer.batches(), strict=False):  # the learning rate begins at 0
         trainer.training_step(batch)
     after = {name: whole(tensor).detach().clone() for name, tensor in trainer.model.named_parameters()}
     assert {name for name in after if not torch.equal(after[name], before[name])} == set(found.values())
@@ -48,5 +48,5 @@ def test_given_adapters_are_trained_and_nothing_else_is(adapters: Path, quicksta
 
 def test_a_directory_without_adapters_is_refused(quickstart: Path, tmp_path: Path) -> None:
     config = small_config(quickstart, tmp_path / "run", f"model.lora_adapter_path={quickstart}")
-    with pytest.raises(UserError, match=r"the LoRA adapters cannot be made: .*model.lora_adapter_path"):
+    with pytest.raises(UserError, match=r"the LoRA adapters cannot be created: .*model.lora_adapter_path"):
         make_trainer(config)

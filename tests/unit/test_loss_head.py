@@ -27,12 +27,12 @@ from tests.helpers.models import write_family
 from tests.helpers.trainer import loss_and_gradients, make_trainer, small_config
 from verl_ext.data.batching import MicroBatch, MicroBatchCollator, pack
 from verl_ext.errors import UserError
-from verl_ext.trainer import loss_head
-from verl_ext.trainer.forward_check import loss_heads_error, trial_samples, why_not_packed
-from verl_ext.trainer.loss_head import LossHead, install_loss_head
-from verl_ext.trainer.model import attention_of, layer_classes
-from verl_ext.trainer.packed_attention import PACKED_SDPA
-from verl_ext.trainer.token_loss import TokenLoss
+from verl_ext.trainer import fused_cross_entropy
+from verl_ext.trainer.fsdp import layer_classes
+from verl_ext.trainer.fused_cross_entropy import FusedLinearCrossEntropy, fused_loss_error, install_fused_loss
+from verl_ext.trainer.model import attention_of
+from verl_ext.trainer.packed_attention import PACKED_SDPA, trial_samples, why_not_packed
+from verl_ext.trainer.sft import TokenLoss
 
 SMALL = {
     **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
@@ -52,7 +52,7 @@ def model_of(name: str, attention: str = PACKED_SDPA) -> nn.Module:
     return AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention).float().train()
 
 
-def loss_of(model: nn.Module, head: LossHead | None = None) -> TokenLoss:
+def loss_of(model: nn.Module, head: FusedLinearCrossEntropy | None = None) -> TokenLoss:
     return TokenLoss(model, head, torch.float32, "cpu")
 
 
@@ -69,15 +69,15 @@ def samples() -> list[dict]:
 def test_the_loss_in_parts_is_that_of_the_logits(
     biased: bool, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", 50 * 97)  # 128 tokens at a time
+    monkeypatch.setattr(fused_cross_entropy, "CHUNK_ELEMENTS", 50 * 97)  # 128 tokens at a time
     torch.manual_seed(0)
     linear = nn.Linear(16, 97, bias=biased)
-    head = LossHead(linear)
+    head = FusedLinearCrossEntropy(linear)
     hidden = torch.randn(2, 400, 16, requires_grad=True)
     places, targets = torch.randperm(800)[:num_tokens], torch.randint(0, 97, (num_tokens,))
     plain = F.cross_entropy(linear(hidden).flatten(0, 1)[places], targets, reduction="sum")
     wanted = torch.autograd.grad(3 * plain, [hidden, *linear.parameters()])
-    with head.asked_for(places, targets):
+    with head.computing_loss(places, targets):
         loss = head(hidden)
     (3 * loss).backward()
     assert loss.item() == pytest.approx(plain.item(), rel=1e-5)
@@ -88,19 +88,19 @@ def test_the_loss_in_parts_is_that_of_the_logits(
 
 
 def test_a_frozen_head_makes_no_gradient_for_its_weights() -> None:
-    head = LossHead(nn.Linear(16, 97).requires_grad_(False))
+    head = FusedLinearCrossEntropy(nn.Linear(16, 97).requires_grad_(False))
     hidden = torch.randn(1, 4, 16, requires_grad=True)
-    with head.asked_for(torch.tensor([0, 1]), torch.tensor([5, 6])):
+    with head.computing_loss(torch.tensor([0, 1]), torch.tensor([5, 6])):
         head(hidden).backward()
     assert head.weight.grad is None and hidden.grad.abs().sum() > 0
-    with torch.no_grad(), head.asked_for(torch.tensor([0]), torch.tensor([5])):
+    with torch.no_grad(), head.computing_loss(torch.tensor([0]), torch.tensor([5])):
         assert not head(hidden).requires_grad
 
 
 def test_the_head_shares_the_models_weights_and_names() -> None:
     model = model_of("qwen2")
     names = set(model.state_dict())
-    head = install_loss_head(model, by_liger=False)
+    head = install_fused_loss(model, by_liger=False)
     assert set(model.state_dict()) == names
     assert head is model.get_output_embeddings() and head.weight is model.get_input_embeddings().weight
 
@@ -112,7 +112,7 @@ def test_packed_samples_are_as_if_alone(name: str) -> None:
     logits = loss_of(packed).logits
     alone = torch.cat([logits(pack([sample])) for sample in samples()], dim=1)
     assert torch.allclose(logits(pack(samples())), alone, atol=1e-5)
-    head = install_loss_head(packed, by_liger=False)
+    head = install_fused_loss(packed, by_liger=False)
     losses = []
     for loss, packs in ((loss_of(packed, head), True), (loss_of(padded), False)):
         losses.append(loss(MicroBatchCollator(0, packs).micro_batch(samples())))
@@ -176,13 +176,13 @@ def test_a_model_that_cannot_pack_trains_as_with_packing_off(
 def test_auto_does_not_take_attention_that_leaves_out_a_part_of_the_model() -> None:
     config = small_config(Path(), Path())
     found = {
-        name: attention_of(config, made, "cpu", AutoModelForCausalLM)
+        name: attention_of(config.model, made, "cpu", torch.float32, AutoModelForCausalLM)
         for name, made in {"qwen2": CONFIGS["qwen2"], "gemma2": Gemma2Config(), "gpt_oss": GptOssConfig()}.items()
     }
     assert found == {"qwen2": "sdpa", "gemma2": "eager", "gpt_oss": "eager"}
     config.model.attn_implementation = "sdpa"
     with pytest.raises(UserError, match="gemma2 .*auto or eager"):
-        attention_of(config, Gemma2Config(), "cpu", AutoModelForCausalLM)
+        attention_of(config.model, Gemma2Config(), "cpu", torch.float32, AutoModelForCausalLM)
 
 
 def test_layers_inside_others_are_sharded_with_them_and_layers_must_be_known() -> None:
@@ -199,10 +199,10 @@ def test_layers_inside_others_are_sharded_with_them_and_layers_must_be_known() -
 
 def test_a_model_that_changes_its_logits_is_found_out() -> None:
     model = model_of("qwen2").eval()
-    loss = loss_of(model, install_loss_head(model, by_liger=False))
-    assert loss_heads_error(loss.logits, loss, pack, 97) < 1e-5
+    loss = loss_of(model, install_fused_loss(model, by_liger=False))
+    assert fused_loss_error(loss.logits, loss, pack(trial_samples(97)[:1])) < 1e-5
 
     def capped(micro_batch: MicroBatch) -> torch.Tensor:
         return 0.5 * torch.tanh(loss.logits(micro_batch) / 0.5)
 
-    assert loss_heads_error(capped, loss, pack, 97) > 1e-3
+    assert fused_loss_error(capped, loss, pack(trial_samples(97)[:1])) > 1e-3

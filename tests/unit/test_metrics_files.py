@@ -7,10 +7,9 @@ import math
 import pytest
 
 from verl_ext.errors import UserError
-from verl_ext.metrics.csv_history import TRAINING_FILE, VALIDATION_FILE, CsvHistory
-from verl_ext.metrics.jsonl import MetricsFile, read_metrics
-from verl_ext.metrics.row import Row
-from verl_ext.metrics.trace import Trace
+from verl_ext.metrics.csv_tables import TRAINING_FILE, VALIDATION_FILE, StepTables
+from verl_ext.metrics.jsonl import MetricsFile, MetricsRow, read_metrics
+from verl_ext.metrics.timing import TraceFile
 
 
 def write_row(path, attempt=1, step=1, **metrics):
@@ -121,10 +120,10 @@ def test_a_full_disk_is_a_user_error():
 
 
 def test_training_and_validation_rows_go_to_their_own_tables(tmp_path):
-    history = CsvHistory(tmp_path)
-    history.write(Row(1, 1, 10.0, {"train/loss": 2.0}))
-    history.write(Row(2, 1, 11.0, {"train/loss": 1.5, "val/loss": 1.7, "time/val/step_s": 3.0}))
-    history.write(Row(3, 1, 12.0, {"val/loss": 1.6, "system/peak_memory_gib": 4.0}))
+    history = StepTables(tmp_path)
+    history.log_row(MetricsRow(1, 1, 10.0, {"train/loss": 2.0}))
+    history.log_row(MetricsRow(2, 1, 11.0, {"train/loss": 1.5, "val/loss": 1.7, "time/val/step_s": 3.0}))
+    history.log_row(MetricsRow(3, 1, 12.0, {"val/loss": 1.6, "system/peak_memory_gib": 4.0}))
     history.close()
     training, validation = read_csv(tmp_path / TRAINING_FILE), read_csv(tmp_path / VALIDATION_FILE)
     assert [row["step"] for row in training] == ["1", "2"]
@@ -134,10 +133,10 @@ def test_training_and_validation_rows_go_to_their_own_tables(tmp_path):
 
 
 def test_measurements_of_rewards_go_to_the_table_of_validation(tmp_path):
-    history = CsvHistory(tmp_path)
-    history.write(Row(1, 1, 10.0, {"train/reward_total_mean": 0.5}))
-    history.write(Row(1, 1, 11.0, {"eval/reward_total_mean": 0.25, "time/eval/step_s": 3.0}))
-    history.write(Row(1, 1, 12.0, {"time/train/save_s": 1.0}))
+    history = StepTables(tmp_path)
+    history.log_row(MetricsRow(1, 1, 10.0, {"train/reward_total_mean": 0.5}))
+    history.log_row(MetricsRow(1, 1, 11.0, {"eval/reward_total_mean": 0.25, "time/eval/step_s": 3.0}))
+    history.log_row(MetricsRow(1, 1, 12.0, {"time/train/save_s": 1.0}))
     history.close()
     training, validation = read_csv(tmp_path / TRAINING_FILE), read_csv(tmp_path / VALIDATION_FILE)
     assert [list(row) for row in training] == [["step", "attempt", "time", "train/reward_total_mean"]]
@@ -145,10 +144,10 @@ def test_measurements_of_rewards_go_to_the_table_of_validation(tmp_path):
 
 
 def test_new_columns_leave_earlier_rows_as_they_were(tmp_path):
-    CsvHistory(tmp_path).write(Row(1, 1, 10.0, {"train/loss": math.nan}))
-    second = CsvHistory(tmp_path)
-    second.write(Row(1, 2, 20.0, {"train/loss": 2.0, "train/grad_norm": 0.5}))
-    second.write(Row(2, 2, 21.0, {"train/grad_norm": 0.4}))
+    StepTables(tmp_path).log_row(MetricsRow(1, 1, 10.0, {"train/loss": math.nan}))
+    second = StepTables(tmp_path)
+    second.log_row(MetricsRow(1, 2, 20.0, {"train/loss": 2.0, "train/grad_norm": 0.5}))
+    second.log_row(MetricsRow(2, 2, 21.0, {"train/grad_norm": 0.4}))
     rows = read_csv(tmp_path / TRAINING_FILE)
     assert [(r["attempt"], r["train/loss"], r["train/grad_norm"]) for r in rows] == [
         ("1", "nan", ""),
@@ -160,26 +159,37 @@ def test_new_columns_leave_earlier_rows_as_they_were(tmp_path):
 
 @pytest.mark.parametrize("torn", ["2,1,11.0,1.", "2,1\n", "\0\0\0"])
 def test_a_torn_csv_row_is_cut(tmp_path, capsys, torn):
-    CsvHistory(tmp_path).write(Row(1, 1, 10.0, {"train/loss": 2.0}))
+    StepTables(tmp_path).log_row(MetricsRow(1, 1, 10.0, {"train/loss": 2.0}))
     with open(tmp_path / TRAINING_FILE, "a") as file:
         file.write(torn)
-    CsvHistory(tmp_path).write(Row(3, 2, 12.0, {"train/loss": 1.0}))
+    StepTables(tmp_path).log_row(MetricsRow(3, 2, 12.0, {"train/loss": 1.0}))
     assert [row["step"] for row in read_csv(tmp_path / TRAINING_FILE)] == ["1", "3"]
     assert TRAINING_FILE in capsys.readouterr().err
 
 
 def test_a_torn_csv_header_begins_a_new_table(tmp_path):
     (tmp_path / TRAINING_FILE).write_text("step,attem")
-    CsvHistory(tmp_path).write(Row(1, 1, 10.0, {"train/loss": 2.0}))
+    StepTables(tmp_path).log_row(MetricsRow(1, 1, 10.0, {"train/loss": 2.0}))
     assert [row["train/loss"] for row in read_csv(tmp_path / TRAINING_FILE)] == ["2.0"]
+
+
+@pytest.mark.parametrize("blocked", ["trace", "trace/attempt_2_rank_0.json"])
+def test_a_trace_that_cannot_be_opened_does_not_end_the_run(tmp_path, capsys, blocked):
+    if blocked == "trace":
+        (tmp_path / blocked).write_text("a file where the directory belongs")
+    else:
+        (tmp_path / blocked).mkdir(parents=True)  # counts as one attempt, and blocks the name of the second
+    trace = TraceFile(tmp_path, 0)
+    trace.span("step", 0.0, 1.0)
+    assert capsys.readouterr().err.count("the trace of rank 0 ends here") == 1
 
 
 def test_a_trace_that_the_disk_refuses_ends_alone(tmp_path, capsys):
     """The run goes on; it is told once."""
     (tmp_path / "trace").mkdir()
     (tmp_path / "trace" / "attempt_2_rank_0.json").symlink_to("/dev/full")  # its own name counts as an attempt
-    trace = Trace(tmp_path, 0)
-    trace.part("step", 0.0, 1.0)
-    trace.life("1/p/0", "rollout", 0.0, 1.0)
+    trace = TraceFile(tmp_path, 0)
+    trace.span("step", 0.0, 1.0)
+    trace.async_span("1/p/0", "rollout", 0.0, 1.0)
     said = capsys.readouterr()
     assert (said.out + said.err).count("the trace of rank 0 ends here") == 1

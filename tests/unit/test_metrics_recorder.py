@@ -8,12 +8,10 @@ import sys
 import pytest
 
 from verl_ext.errors import UserError
-from verl_ext.metrics.csv_history import CsvHistory
-from verl_ext.metrics.epoch_history import COLUMNS, EpochTables
-from verl_ext.metrics.event import Event
-from verl_ext.metrics.jsonl import read_metrics
-from verl_ext.metrics.log_file import LogFile
+from verl_ext.metrics.csv_tables import EPOCH_COLUMNS, EpochTables, StepTables
+from verl_ext.metrics.jsonl import HealthEvent, read_metrics
 from verl_ext.metrics.recorder import MetricsRecorder
+from verl_ext.metrics.sinks import LogFileSink
 
 
 def make_recorder(run_dir, *backends, attempt=1, **more):
@@ -73,7 +71,7 @@ def test_a_failing_sink_warns_once_and_the_others_go_on(tmp_path, capsys, monkey
         calls.append(row.step)
         raise RuntimeError("the disk\nwent away")
 
-    monkeypatch.setattr(CsvHistory, "write", fail)
+    monkeypatch.setattr(StepTables, "log_row", fail)
     recorder = make_recorder(tmp_path, "console", log_every=1)
     for step in (1, 2, 3):
         recorder.log(step, {"train/loss": 1.0})
@@ -88,12 +86,12 @@ def test_events_and_epochs_outlive_a_sink_that_fails(tmp_path, capsys, monkeypat
     def fail(*_):
         raise RuntimeError("the disk went away")
 
-    monkeypatch.setattr(LogFile, "write_event", fail)
-    monkeypatch.setattr(EpochTables, "write_epoch", fail)
+    monkeypatch.setattr(LogFileSink, "log_event", fail)
+    monkeypatch.setattr(EpochTables, "log_epoch", fail)
     recorder = make_recorder(tmp_path, "console", log_every=1, by_epoch=True, log_file=True)
-    recorder.log_event(Event(3, "loss_rising", "warning", "the loss rises"))
-    recorder.log_event(Event(4, "loss_rising", "alarm", "it rises on"))
-    recorder.log_epoch("Train", dict.fromkeys(COLUMNS, 1.0))
+    recorder.log_event(HealthEvent(3, "loss_rising", "warning", "the loss rises"))
+    recorder.log_event(HealthEvent(4, "loss_rising", "alarm", "it rises on"))
+    recorder.log_epoch("Train", dict.fromkeys(EPOCH_COLUMNS, 1.0))
     recorder.close()
     shown = capsys.readouterr()
     assert shown.err.count("warning:") == 2 and "log file: RuntimeError" in shown.err and "csv: " in shown.err

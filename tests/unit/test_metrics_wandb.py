@@ -7,9 +7,9 @@ import pytest
 import wandb
 
 from tests.helpers.wandb_files import read_history, read_records
-from verl_ext.metrics.event import Event
+from verl_ext.metrics.jsonl import HealthEvent
 from verl_ext.metrics.recorder import MetricsRecorder
-from verl_ext.metrics.wandb_run import RUN_ID_FILE, open_wandb_run, persistent_run_id
+from verl_ext.metrics.wandb_sink import RUN_ID_FILE, open_wandb_run, persistent_run_id
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_warnings_and_alarms_are_alerts_and_all_events_are_on_record(tmp_path, c
         total_steps=10,
     )
     for level in ("ok", "notice", "warning", "alarm"):
-        recorder.log_event(Event(3, f"rule_{level}", level, "what was seen"))
+        recorder.log_event(HealthEvent(3, f"rule_{level}", level, "what was seen"))
     recorder.close()
     [path] = (tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb")
     alerts = [record.alert for record in read_records(path) if record.WhichOneof("record_type") == "alert"]

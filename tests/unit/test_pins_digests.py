@@ -58,7 +58,7 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer() -> Any:
     """A tokenizer of ten words, which no release of a library trains in another way."""
     from tokenizers import Tokenizer, models, pre_tokenizers

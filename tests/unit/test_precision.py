@@ -9,8 +9,8 @@ import torch
 
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.trainer import hardware
-from verl_ext.trainer.hardware import has_bf16_units, settle_precision
+from verl_ext.trainer import device
+from verl_ext.trainer.device import has_bf16_units, settle_precision
 from verl_ext.trainer.stages import load_config
 
 WITH_UNITS, WITHOUT = "flags\t\t: fpu avx512f avx512_bf16 amx_tile\n", "flags\t\t: fpu avx2\n"
@@ -21,7 +21,7 @@ def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that tells what the processor has; one without bf16 units."""
     path = tmp_path / "cpuinfo"
     path.write_text(WITHOUT)
-    monkeypatch.setattr(hardware, "CPUINFO", path)
+    monkeypatch.setattr(device, "CPUINFO", path)
     return path
 
 
@@ -50,17 +50,17 @@ def test_without_its_description_a_processor_has_none(cpuinfo: Path) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_chats_are_learnt_in_bf16_where_the_processor_has_units(cpuinfo: Path, tmp_path: Path) -> None:
-    assert settled(tmp_path) == "fp32"
+    assert settled(tmp_path) == torch.float32
     cpuinfo.write_text(WITH_UNITS)
-    assert settled(tmp_path) == "bf16"
-    assert settled(tmp_path, setting="fp32") == "fp32"
-    assert settled(tmp_path, command="grpo") == "fp32"
+    assert settled(tmp_path) == torch.bfloat16
+    assert settled(tmp_path, setting="fp32") == torch.float32
+    assert settled(tmp_path, command="grpo") == torch.float32
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_ranks_agree_on_the_least_capable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hardware, "gather_results", lambda function: [True, False])
-    assert settled(tmp_path) == "fp32"
+    monkeypatch.setattr(device, "gather_results", lambda function: [True, False])
+    assert settled(tmp_path) == torch.float32
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -68,12 +68,12 @@ def test_a_resumed_run_keeps_its_precision_on_another_processor(
     cpuinfo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record(tmp_path, "bf16")
-    assert settled(tmp_path) == "bf16"
+    assert settled(tmp_path) == torch.bfloat16
     assert "without bf16 units" in capsys.readouterr().err
     cpuinfo.write_text(WITH_UNITS)
-    assert settled(tmp_path) == "bf16" and capsys.readouterr().err == ""
+    assert settled(tmp_path) == torch.bfloat16 and capsys.readouterr().err == ""
     record(tmp_path, "fp32")
-    assert settled(tmp_path) == "fp32"
+    assert settled(tmp_path) == torch.float32
 
 
 @pytest.mark.usefixtures("one_rank", "cpuinfo")
@@ -81,7 +81,7 @@ def test_the_trainer_computes_and_records_what_is_settled(quickstart: Path, tmp_
     record(tmp_path, "bf16")
     trainer = make_trainer(small_config(quickstart, tmp_path / "run", "model.mixed_precision=auto"))
     assert trainer.token_loss.precision == torch.bfloat16
-    assert trainer.recorded_config.model.mixed_precision == "auto", "the run stays the same run"
+    assert trainer.config.model.mixed_precision == "auto", "the run stays the same run"
     assert {parameter.dtype for parameter in trainer.fsdp_model.parameters()} == {torch.float32}
     trainer.total_training_steps = 1
     trainer.fit()

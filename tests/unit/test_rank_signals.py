@@ -14,12 +14,13 @@ from tests.helpers import ROOT
 
 PROGRAM = """
     import hashlib, sys, time
-    from verl_ext.trainer.stop_signals import RankSignals, end_at_once
+    from verl_ext.trainer.__main__ import end_at_first_signal
+    from verl_ext.trainer.preemption import RankSignals
 
-    end_at_once()
+    end_at_first_signal()
     signals = RankSignals()
-    if sys.argv[1] == "hold":
-        signals.hold()
+    if sys.argv[1] == "arm":
+        signals.arm()
     for line in sys.stdin:
         if line == "busy\\n":
             print("busy", flush=True)
@@ -62,7 +63,7 @@ def test_before_anything_is_to_be_saved_a_signal_ends_a_rank(number: signal.Sign
 
 
 def test_two_signals_at_once_are_one_request_also_during_a_long_call(start: object) -> None:
-    process = start("hold", ABOUT_THREE_SECONDS)
+    process = start("arm", ABOUT_THREE_SECONDS)
     assert ask(process, "busy") == "busy"
     process.send_signal(signal.SIGUSR1)
     process.send_signal(signal.SIGTERM)  # a handler run after the call would see both much later
@@ -72,7 +73,7 @@ def test_two_signals_at_once_are_one_request_also_during_a_long_call(start: obje
 
 
 def test_a_rank_is_asked_once_however_often_it_is_signalled(start: object) -> None:
-    process = start("hold", ABOUT_THREE_SECONDS)
+    process = start("arm", ABOUT_THREE_SECONDS)
     process.send_signal(signal.SIGTERM)
     assert ask(process, "wait") == "SIGTERM"
     assert ask(process, "busy") == "busy"

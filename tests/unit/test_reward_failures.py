@@ -17,10 +17,10 @@ from tests.helpers.grpo import sample
 from verl_ext.errors import UserError
 from verl_ext.grpo.environment import Reward
 from verl_ext.grpo.failure import RewardError, RewardFailure
+from verl_ext.grpo.guards import TIMED_OUT_STEPS, RewardGuard
 from verl_ext.grpo.rewards.check import check_reward_functions
 from verl_ext.grpo.rewards.user_function import UserFunction, score_of
 from verl_ext.plugins import Plugin
-from verl_ext.trainer.guard import TIMED_OUT_STEPS, RewardGuard
 from verl_ext.trainer.stages import GRPOConfig, load_config
 
 FUNCTIONS = """

@@ -15,10 +15,10 @@ from tests.helpers.vlms import write_model
 from verl_ext.controller.latency_model import FEATURES, LatencyModel
 from verl_ext.controller.loading import fingerprint, load_adapter
 from verl_ext.distributed import build_meshes
-from verl_ext.metrics.records import SAMPLES_FILE
-from verl_ext.trainer.budget import BudgetControllerTrainer
+from verl_ext.metrics.jsonl import SAMPLES_FILE
+from verl_ext.trainer.budget import BudgetTrainer
+from verl_ext.trainer.device import settle_device
 from verl_ext.trainer.grpo import GRPOTrainer, prompts_of
-from verl_ext.trainer.hardware import settle_device
 from verl_ext.trainer.stages import STAGES, RunConfig, load_config
 from verl_ext.trainer.tokenizer import load_tokenizer
 
@@ -50,7 +50,7 @@ def trainer_of(config: RunConfig) -> GRPOTrainer:
 
 
 @pytest.fixture
-def controlled(tmp_path: Path) -> BudgetControllerTrainer:
+def controlled(tmp_path: Path) -> BudgetTrainer:
     """Of a controller whose every key has another value than its default."""
     model, questions = write_model(tmp_path / "model"), write_questions(tmp_path / "questions", 4, 2)
     name = fingerprint(load_adapter(str(model), TIERS, dtype=torch.bfloat16).model)
@@ -64,7 +64,7 @@ def controlled(tmp_path: Path) -> BudgetControllerTrainer:
     return trainer_of(load_config("grpo", [*words, *OF_ANY_RUN, *CONTROLLER, *LEARNING]))
 
 
-def test_what_a_controller_chooses_from_and_how_it_learns(controlled: BudgetControllerTrainer) -> None:
+def test_what_a_controller_chooses_from_and_how_it_learns(controlled: BudgetTrainer) -> None:
     knobs, loss = controlled.model_config, controlled.update_settings().actor
     assert (knobs.hidden, knobs.vlm["tier_sizes"], knobs.vlm["max_new_tokens"]) == (24, list(TIERS), 3)
     assert (knobs.space.min_active, knobs.space.max_active, knobs.space.topk_choices) == (2, 3, (1, 2, 4))
@@ -76,7 +76,7 @@ def test_what_a_controller_chooses_from_and_how_it_learns(controlled: BudgetCont
     assert list(vars(controlled.config.reward).values()) == [2, 3, 4, 5, 6]
 
 
-def test_as_many_encodings_are_kept_as_are_wanted(controlled: BudgetControllerTrainer) -> None:
+def test_as_many_encodings_are_kept_as_are_wanted(controlled: BudgetTrainer) -> None:
     places = list(product(controlled.train_dataset.samples, range(len(TIERS))))
     first = controlled.executor.seen(*places[0])
     for place in places[1:5]:
@@ -87,7 +87,7 @@ def test_as_many_encodings_are_kept_as_are_wanted(controlled: BudgetControllerTr
     assert controlled.executor.seen(*places[0]) is not first
 
 
-def test_the_tiers_part_of_the_bonus_has_its_weight(controlled: BudgetControllerTrainer) -> None:
+def test_the_tiers_part_of_the_bonus_has_its_weight(controlled: BudgetTrainer) -> None:
     controlled.fsdp_model.eval()  # no dropout
     samples, _ = controlled.collector.rewarded(prompts_of([controlled.train_dataset[0]]), 1, 2)
     batch = controlled.policy.collate(samples)
@@ -97,7 +97,7 @@ def test_the_tiers_part_of_the_bonus_has_its_weight(controlled: BudgetController
     assert not torch.allclose(bonus.entropy[:, 0], distribution.exploration(1.0))
 
 
-def test_a_measurement_may_measure_what_training_computes(controlled: BudgetControllerTrainer) -> None:
+def test_a_measurement_may_measure_what_training_computes(controlled: BudgetTrainer) -> None:
     measured = [controlled.validate()["eval/latency_ms_mean"] for _ in range(2)]
     assert measured[0] != measured[1]
     controlled.config.latency.validation = "same"
@@ -106,17 +106,15 @@ def test_a_measurement_may_measure_what_training_computes(controlled: BudgetCont
 
 
 @pytest.mark.parametrize(("split", "count", "batches"), [("test", -1, 1), ("train", -1, 2), ("train", 1, 1)])
-def test_what_is_measured(
-    split: Literal["test", "train"], count: int, batches: int, controlled: BudgetControllerTrainer
-) -> None:
+def test_what_is_measured(split: Literal["test", "train"], count: int, batches: int, controlled: BudgetTrainer) -> None:
     controlled.config.data.eval_split, controlled.config.data.eval_batches = split, count
-    prompts = controlled.measured_prompts()
+    prompts = controlled.eval_prompts()
     assert len(prompts) == batches
     prefix = "train/" if split == "train" else "val/"
     assert all(prompt.sample_id.startswith(prefix) for batch in prompts for prompt in batch)
 
 
-def test_tables_of_samples_have_as_many_rows_as_are_wanted(controlled: BudgetControllerTrainer) -> None:
+def test_tables_of_samples_have_as_many_rows_as_are_wanted(controlled: BudgetTrainer) -> None:
     controlled.fit()
     rows = [json.loads(line) for line in (controlled.run_dir / SAMPLES_FILE).read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 1, 1, 2, 2, 2]

@@ -9,18 +9,18 @@ import pytest
 
 from benchmarks.start import parts_of, summary_of
 from tests.helpers import ROOT
-from verl_ext.metrics.registry.training import START
-from verl_ext.metrics.startup import Startup, process_start
+from verl_ext.metrics.registry import START
+from verl_ext.metrics.timing import StartupTimer, process_start
 from verl_ext.processes import defer_gc
 
 
 def test_parts_add_up_over_two_processes(tmp_path):
-    launcher, rank = Startup(), Startup()
+    launcher, rank = StartupTimer(), StartupTimer()
     launcher.begin(10.0)
     launcher.mark("launcher", 11.0)
-    launcher.hand_on(tmp_path)
+    launcher.save(tmp_path)
     assert launcher.take() == {}  # it is the rank's now, and a restart begins with nothing
-    rank.go_on(tmp_path)
+    rank.load(tmp_path)
     for part, moment in (("torchrun", 13.0), ("imports", 17.0), ("data", 18.0), ("imports", 18.5)):
         rank.mark(part, moment)
     assert rank.take() == {"launcher": 1.0, "torchrun": 2.0, "imports": 4.5, "data": 1.0, "total": 8.5}
@@ -29,14 +29,14 @@ def test_parts_add_up_over_two_processes(tmp_path):
 
 
 def test_nothing_is_counted_where_no_command_started(tmp_path):
-    startup = Startup()
-    startup.go_on(tmp_path)
+    startup = StartupTimer()
+    startup.load(tmp_path)
     startup.mark("model")
     assert startup.take() == {}
 
 
 def test_a_process_knows_when_it_was_made():
-    code = "from verl_ext.metrics.startup import process_start; print(process_start())"
+    code = "from verl_ext.metrics.timing import process_start; print(process_start())"
     before = time.perf_counter()
     started = float(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True).stdout)
     assert before - 0.05 < started < time.perf_counter()
@@ -80,9 +80,22 @@ def test_the_benchmark_reads_what_a_run_records():
 
 def test_the_launcher_imports_nothing_of_other_stages():
     code = (
-        "import sys, verl_ext.launch.configure, verl_ext.launch.run\n"
-        "unwanted = {'torch', 'verl_ext.launch.grpo_check', 'verl_ext.launch.budget_check'}\n"
+        "import sys, verl_ext.launch.preflight, verl_ext.launch.run\n"
+        "unwanted = {'torch', 'verl_ext.grpo.rewards.check', 'verl_ext.data.image_questions'}\n"
         "print(sorted(unwanted & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_configuration_is_printed_without_what_only_a_launch_needs():
+    code = (
+        "import sys\nfrom verl_ext.launch.__main__ import launch, parse_arguments\n"
+        "from verl_ext.processes import StopSignals\n"
+        "launch(parse_arguments(['sft', '2', '--print-config', 'optim.lr=1']), StopSignals())\n"
+        "unwanted = {'torch', 'pandas', 'numpy', 'pyarrow', 'eval_pipeline.problems', 'verl_ext.data.prepare'}\n"
+        "unwanted |= {'verl_ext.health.own_rules', 'verl_ext.metrics.recorder', 'verl_ext.launch.preflight'}\n"
+        "print(sorted(unwanted & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -16,7 +16,7 @@ from verl_ext.cli import CommandParser
 from verl_ext.config.schema import keys
 from verl_ext.data.prepare.commands import build_parser as build_prepare_parser
 from verl_ext.errors import UserError
-from verl_ext.launch.arguments import make_parser, parse_arguments
+from verl_ext.launch.__main__ import make_parser, parse_arguments
 from verl_ext.plan.options import OWN, known_words, read_words
 from verl_ext.suggestions import COMMANDS, KEYS, OPTIONS, meant_key
 from verl_ext.trainer.stages import STAGES, known_keys, load_config

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import ROOT
 from verl_ext.console import print_next, print_summary, text_table, typed_path
-from verl_ext.launch.summary import next_after_evaluation, next_commands, print_run_summary
+from verl_ext.launch.report import next_after_evaluation, next_commands, print_run_summary
 from verl_ext.trainer.stages import RunConfig, load_config
 
 

@@ -16,7 +16,7 @@ from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.config.schema import as_dict
 from verl_ext.data.batching import Prefetcher, TokenBatch, pad
 from verl_ext.errors import UserError
-from verl_ext.trainer.hardware import pick_attention
+from verl_ext.trainer.device import pick_attention
 from verl_ext.trainer.sft import SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -50,7 +50,7 @@ def stock_batch(ours: SFTTrainer) -> object:
 
 
 def first_batch(trainer: SFTTrainer) -> TokenBatch:
-    batch = next(trainer.remaining_batches())
+    batch = next(trainer.batches())
     return batch
 
 

@@ -9,16 +9,16 @@ import pytest
 
 from verl_ext.health.watch import HealthWatch
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.trainer.attempt import Attempt
+from verl_ext.trainer.run_logger import RunLogger
 from verl_ext.trainer.stages import load_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def attempt_in(run_dir: Path, *overrides: str) -> Attempt:
+def attempt_in(run_dir: Path, *overrides: str) -> RunLogger:
     words = [f"trainer.default_local_dir={run_dir}", "trainer.logger=[]", "health.every=1", *overrides]
     config = load_config("sft", words)
-    return Attempt(config, 0, 100, 10, 1, True, "fp32")
+    return RunLogger(config, 0, 100, 10, 1, True, "fp32")
 
 
 def events(run_dir: Path) -> list[str]:
@@ -57,7 +57,7 @@ def test_a_second_attempt_knows_what_the_first_one_said(tmp_path: Path) -> None:
     with attempt_in(tmp_path) as attempt:
         for step in range(1, 9):
             attempt.log(step, {"train/loss": 9.0})
-    second = Attempt(attempt.config, 6, 100, 10, 1, True, "fp32")
+    second = RunLogger(attempt.config, 6, 100, 10, 1, True, "fp32")
     with second:
         for step in range(7, 12):
             second.log(step, {"train/loss": 9.0})

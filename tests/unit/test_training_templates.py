@@ -16,7 +16,7 @@ from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.data.chat_template import ChatTemplate
 from verl_ext.data.training_templates import NAMES, read_chat_template, without_marks
 from verl_ext.errors import UserError
-from verl_ext.launch.component_check import check_components
+from verl_ext.launch.preflight import check_components
 
 Pieces = list[tuple[str, bool]]
 """Texts that follow one another, and whether each is learned."""

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.helpers.data import CHAT, dataset_of
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.data.chat_template import stop_token_ids
-from verl_ext.trainer.grpo_parts import generation_settings
-from verl_ext.trainer.turn_end import unnamed_turn_end
+from verl_ext.trainer.grpo import generation_settings
+from verl_ext.trainer.tokenizer import missing_eos_token
 
 END_OF_TEXT, TURN_END = 0, 2  # of the quickstart's tokenizer
 EXPORT = "trainer.checkpoint.save_contents=[model,hf_model]"
@@ -77,5 +77,5 @@ def test_the_last_learnt_token_of_each_sample_is_counted(quickstart: Path, tmp_p
     assert whole == {TURN_END: 3}
     cut = dataset_of(rows, tokenizer, tmp_path, "data.max_length=40", "data.truncation=right").final_tokens()
     assert cut[TURN_END] == 2 and cut.total() == 3
-    assert unnamed_turn_end(cut, [END_OF_TEXT], tokenizer) == TURN_END
-    assert unnamed_turn_end(cut, [TURN_END], tokenizer) is None
+    assert missing_eos_token(cut, [END_OF_TEXT], tokenizer) == TURN_END
+    assert missing_eos_token(cut, [TURN_END], tokenizer) is None

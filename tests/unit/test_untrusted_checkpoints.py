@@ -28,10 +28,9 @@ from verl_ext.checkpoint.rebuild import copy_companions, write_weights
 from verl_ext.checkpoint.shards import EXTRA, MODEL, OPTIMIZER, ShardFiles, shard_name
 from verl_ext.controller.controlled import ControlledModel, load_controller
 from verl_ext.errors import UserError
-from verl_ext.launch.grpo_model import best_export
+from verl_ext.launch.configure import best_export
 from verl_ext.remote_code import require_no_remote_code
-from verl_ext.trainer.local_path import require_own
-from verl_ext.trainer.model import load_model_config
+from verl_ext.trainer.model import load_model_config, require_own
 from verl_ext.trainer.stages import load_config
 from verl_ext.trainer.tokenizer import load_tokenizer
 

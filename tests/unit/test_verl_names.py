@@ -22,12 +22,17 @@ from tests.helpers import ROOT
 FOLDERS = ("verl_ext", "eval_pipeline", "benchmarks")
 OF_THE_TRAINER = {
     # overridden
-    "__init__", "_build_dataloader", "_build_model_optimizer", "_init_checkpoint_manager",
-    "load_checkpoint", "save_checkpoint", "training_step", "fit",
+    "__init__", "load_checkpoint", "save_checkpoint", "training_step", "validation_step", "fit",
     # called, under Ulysses only
     "_compute_loss_and_backward",
     # read, or set for `_compute_loss_and_backward`
-    "config", "device_mesh", "device_name", "resume_global_step", "sharding_manager", "tokenizer",
+    "config", "device_mesh", "device_name", "sharding_manager", "tokenizer",
+}  # fmt: skip
+UNUSED_OF_THE_TRAINER = {
+    # what verl's constructor calls, which does not run
+    "_normalize_config_bsz", "_build_dataloader", "_build_model_optimizer", "_init_checkpoint_manager",
+    # what its `load_checkpoint` calls
+    "_load_dataloader_state", "_determine_resume_path", "_find_latest_checkpoint",
 }  # fmt: skip
 OF_THE_MANAGER = {
     "__init__", "checkpoint_save_contents", "get_rng_state", "load_checkpoint", "load_rng_state", "lr_scheduler",
@@ -138,3 +143,9 @@ def test_verls_classes_have_what_ours_override_and_read(cls: type, listed: set[s
     for name in sorted(listed - names_of(cls)):
         require(False, f"{cls.__name__}.{name}", folder)
     assert names_in(folder, cls.__name__) & names_of(cls) == listed, "the list above is not what the code uses"
+
+
+def test_each_method_of_verls_trainer_is_overridden_used_or_unused_by_name() -> None:
+    methods = {name for name, value in vars(FSDPSFTTrainer).items() if callable(value)}
+    assert methods == (OF_THE_TRAINER & methods) | UNUSED_OF_THE_TRAINER
+    assert not UNUSED_OF_THE_TRAINER & names_in("verl_ext/trainer", "FSDPSFTTrainer")

@@ -19,8 +19,7 @@ from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.data.image_chats import ImageChat, ImageChatCollator, ImageChatDataset, load_image_chats
 from verl_ext.data.image_questions import ImageQuestion, question_of
 from verl_ext.errors import UserError
-from verl_ext.launch.configure import check_settings
-from verl_ext.launch.question_check import check_questions
+from verl_ext.launch.preflight import check_questions, check_settings
 from verl_ext.trainer.stages import VLMSFTConfig, load_config
 from verl_ext.trainer.vlm_sft import VLMSFTTrainer
 

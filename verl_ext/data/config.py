@@ -12,6 +12,7 @@ from verl_ext.errors import UserError
 ALL = (-1, "all")
 VQA_METRICS = ("vqa", "cider")
 """How answers are compared with references: VQA soft accuracy, or CIDEr for captions."""
+RAW_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 
 
 @dataclass(kw_only=True)
@@ -22,6 +23,11 @@ class MultiturnConfig:
     messages_key: str = setting("messages", "Column of the chats, each a list of turns with role and content")
     tools_key: str = setting("tools", "Column of a chat's tools, which the template gets; optional")
     enable_thinking_key: str = setting("enable_thinking", "Column that switches the template's thinking; optional")
+
+    @property
+    def reads_messages(self) -> bool:
+        """Whether chats are read from the column that converted files have."""
+        return self.enable and self.messages_key == "messages"
 
 
 @dataclass(kw_only=True)
@@ -74,6 +80,16 @@ class TextDataConfig(DataConfig):
         """See `DataConfig`."""
         return [Path(name).expanduser() for name in file_list(self.train_files)]
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns that a data file must have, by the key that names them."""
+        return {"data.prompt_key": self.prompt_key}
+
+    @property
+    def raw_files(self) -> list[str]:
+        """The data files that have to be converted before they can be read."""
+        return [name for name in file_list(self.train_files) + file_list(self.val_files) if is_raw(name)]
+
 
 @dataclass(kw_only=True)
 class ChatDataConfig(TextDataConfig):
@@ -98,6 +114,15 @@ class ChatDataConfig(TextDataConfig):
     )
     token_cache: str | None = setting(None, "Directory of the tokenized data; null takes the user's cache")
     num_tokenizers: int | None = setting(None, "Processes that tokenize", ge=1, null="one per core")
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """See `TextDataConfig`; a custom data set class reads what it wants."""
+        if self.custom_cls.path is not None:
+            return {}
+        if self.multiturn.enable:
+            return {"data.multiturn.messages_key": self.multiturn.messages_key}
+        return {"data.prompt_key": self.prompt_key, "data.response_key": self.response_key}
 
 
 @dataclass(kw_only=True)
@@ -244,3 +269,8 @@ def file_list(files: str | list[str] | None) -> list[str]:
     if files is None:
         return []
     return list(files) if isinstance(files, list) else [str(files)]
+
+
+def is_raw(name: str) -> bool:
+    """Whether a data file is JSON or CSV."""
+    return name.lower().endswith(RAW_SUFFIXES) and "://" not in name

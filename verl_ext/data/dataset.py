@@ -6,6 +6,7 @@ Imports no torch, because the launcher and the preparation commands read rows wi
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -144,6 +145,34 @@ def unique_sample_ids(ids: Iterable[str]) -> Iterator[str]:
             unique = f"{sample_id}#{counts[sample_id]}"
         given.add(unique)
         yield unique
+
+
+def check_parquet(path: Path, key: str, columns: Mapping[str, str]) -> int:
+    """Number of rows of a parquet file that a key names.
+
+    Args:
+        path: of the file.
+        key: train_files or val_files.
+        columns: that it must have, by the key that names them.
+
+    Raises:
+        UserError: it cannot be read, or lacks a column.
+    """
+    from pyarrow import parquet
+
+    if re.match(r"[A-Za-z0-9]+:/", str(path)):  # a path has one slash where the address had two
+        raise UserError(f"data.{key} names the remote file {path}; copy it to a local or mounted path first")
+    if not path.is_file():
+        raise UserError(
+            f"data.{key} names {path.absolute()}, which is not a file; correct the path or prepare the data"
+        )
+    with reading_parquet(path):
+        metadata = parquet.read_metadata(path)
+    known = metadata.schema.to_arrow_schema().names
+    for setting, column in columns.items():
+        if column not in known:
+            raise UserError(f"{path} has no column '{column}' ({setting}); its columns are {', '.join(known)}")
+    return int(metadata.num_rows)
 
 
 def files_digest(paths: Sequence[Path]) -> str:

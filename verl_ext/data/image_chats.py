@@ -90,7 +90,7 @@ def load_image_chats(
     if len(chats) < data.train_batch_size:
         raise UserError(
             f"there are {len(chats)} chats to train on, fewer than data.train_batch_size={data.train_batch_size}; "
-            "lower it, or give more questions"
+            "lower it, or add questions"
         )
     return chats, None if val is None else ImageChatDataset(val.samples, data.questions_per_chat)
 

@@ -157,7 +157,7 @@ def load_image_questions(
     if len(train) < data.train_batch_size:
         raise UserError(
             f"there are {len(train)} questions to train on, fewer than data.train_batch_size={data.train_batch_size}; "
-            "lower it, or give more"
+            "lower it, or add questions"
         )
     return train, val
 

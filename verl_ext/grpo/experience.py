@@ -10,8 +10,7 @@ from verl_ext.distributed import reduce_over_ranks
 from verl_ext.grpo.advantages import Advantages, group_advantages, has_signal
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.policy import Policy, Prompt, Sample
-from verl_ext.metrics.timers import StepTimer
-from verl_ext.metrics.trace import Trace
+from verl_ext.metrics.timing import StepTimer, TraceFile
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Collector:
     divide_by_std: bool
     timer: StepTimer
     device: str
-    trace: Trace | None = None
+    trace: TraceFile | None = None
 
     def collect(self, prompts: Sequence[Prompt], step: int, replacement: Replacement | None) -> Experience:
         """The experience of one step; collective."""
@@ -108,8 +107,8 @@ class Collector:
             return
         for sample, reward, drawn in zip(samples, rewards, moments[1:]):
             identity = f"{when}/{sample.prompt.sample_id}/{sample.number}"
-            self.trace.life(identity, "rollout", moments[0], drawn)
-            self.trace.life(identity, "reward", drawn, max(reward.finished, drawn), total=reward.total)
+            self.trace.async_span(identity, "rollout", moments[0], drawn)
+            self.trace.async_span(identity, "reward", drawn, max(reward.finished, drawn), total=reward.total)
 
     def _flat_groups(self, rewards: list[Reward]) -> list[int]:
         totals = [reward.total for reward in rewards]

@@ -14,7 +14,7 @@ from verl_ext.grpo.config import ActorConfig
 from verl_ext.grpo.experience import Experience
 from verl_ext.grpo.loss import GlobalBatch, LossInputs, micro_batch_loss
 from verl_ext.grpo.policy import MicroBatch, Policy
-from verl_ext.metrics.timers import StepTimer
+from verl_ext.metrics.timing import StepTimer
 
 
 @dataclass(frozen=True)

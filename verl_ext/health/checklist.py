@@ -18,7 +18,7 @@ from verl_ext.health.findings import Level, Seen, alarm, notice, ok, warning
 from verl_ext.health.gpu_use import gpu_use
 from verl_ext.health.run_files import EARLY_STEPS, RunFiles
 from verl_ext.health.wandb_state import wandb_end
-from verl_ext.metrics.run_file import seconds_of
+from verl_ext.metrics.run_record import seconds_of
 
 BUSY_SHARE = 0.8
 """Of a GPU's time that training should use."""

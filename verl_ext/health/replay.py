@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_ext.health.history import EPOCH, History
 from verl_ext.health.rules import WATCHED
-from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
+from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
 
 
 def rows_in_force(rows: Iterator[dict[str, Any]], attempts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -48,7 +48,7 @@ def replay(
     history, steps_per_epoch, needed = History(names), None, names | {EPOCH}
     path = run_dir / METRICS_FILE
     last = max((each["attempt"] for each in attempts), default=None)
-    for row in rows_in_force(iterate_metrics(path), attempts) if path.is_file() else ():
+    for row in rows_in_force(iter_metrics(path), attempts) if path.is_file() else ():
         if until is not None and row["step"] > until:
             if row["attempt"] == last:  # nothing that counts comes behind it
                 break

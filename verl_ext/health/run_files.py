@@ -20,7 +20,7 @@ from verl_ext.health.replay import replay
 from verl_ext.health.rule import Rule
 from verl_ext.health.rules import RULES, watched_by
 from verl_ext.metrics.jsonl import METRICS_FILE
-from verl_ext.metrics.run_file import RUN_FILE, load_run
+from verl_ext.metrics.run_record import RUN_FILE, load_run
 from verl_ext.yaml_text import yaml_text
 
 EARLY_STEPS = 100

@@ -1,70 +1,161 @@
-"""`python -m verl_ext.launch STAGE NUM_PROCESSES [recipe=NAME] [key=value ...]`; the run_*.sh scripts call it."""
+"""`python -m verl_ext.launch STAGE NUM_PROCESSES [recipe=NAME] [key=value ...]`; the run_*.sh scripts call it.
+
+Imports the standard library only until the words are parsed, so that --help works before anything is installed.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
+from verl_ext.cli import CommandParser, IntArg, definitions
+from verl_ext.config.recipes import default_recipe, recipe_summaries
 from verl_ext.console import print_line
 from verl_ext.errors import exit_on_user_error
-from verl_ext.launch.arguments import parse_arguments
-from verl_ext.metrics.startup import process_start, startup
+from verl_ext.metrics.timing import process_start, startup
 from verl_ext.processes import StopRequest, StopSignals
 
+STAGES = {"sft": "Supervised fine-tuning", "grpo": "Group Relative Policy Optimization"}
+EXAMPLES = {"sft": "qwen2.5_coder_7b", "grpo": "qwen2.5_coder_7b_code"}
+"""A recipe of each stage that needs several GPUs."""
+EXIT_CODES = {
+    "0": "the run is finished",
+    "1": "a rank crashed (see its traceback); the same command resumes from the last checkpoint",
+    "2": "bad input; the message says how to fix it",
+    "3": "stopped by a health rule in health.stop_on after saving a checkpoint; the same command resumes from it",
+    "75": "stopped by SIGTERM, SIGUSR1, SIGINT or SIGHUP, or before trainer.preemption.deadline; rerun to resume",
+    "130, 131": "stopped immediately, without saving, by a second Ctrl-C or by SIGQUIT",
+}
 
-def main() -> int:
-    """Parse the command line, and train."""
-    return stoppable(lambda signals: launch(parse_arguments(sys.argv[1:]), signals))
 
-
-def stoppable(command: Callable[[StopSignals], int]) -> int:
-    """Run a command that heeds the stop signals, and exit with its code.
-
-    A request to stop before there is anything to save is no error, and leaves no traceback.
-    """
-    signals = StopSignals()
-    signals.install()
-    try:
-        with exit_on_user_error():
-            sys.exit(command(signals))
-    except StopRequest as stop:
-        print_line(f"Stopped by {stop.signal.name} before training started; run the same command again to train.")
-        return stop.exit_code
-    finally:
-        signals.ignore()
+def main() -> None:
+    """Parse the command line, train, and exit with the command's code."""
+    with heed_stop_signals() as signals:
+        sys.exit(launch(parse_arguments(sys.argv[1:]), signals))
 
 
 def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
-    """Configure, check, prepare, train, and say what came of it; returns the exit code.
+    """Configure, prepare, check and train; returns the exit code.
 
     Raises:
         UserError: the input cannot be used.
-        StopRequest: the launcher was asked to stop before it had begun to train.
+        StopRequest: a stop signal came before training started.
     """
     startup.begin(process_start())
     with signals.raising():
-        # after --help, which needs no packages
         from verl_ext.config.schema import to_yaml
-        from verl_ext.launch.configure import check_config, check_inputs, configure
+        from verl_ext.launch.configure import configure
 
         config = configure(arguments)
         if arguments.print_config:
             print_line(to_yaml(config), end="")
             return 0
-        from verl_ext.launch.eval_check import check_evaluation
-        from verl_ext.launch.prepare import commands_to_run, output_of, prepare_inputs
+        from verl_ext.launch.preflight import preflight, prepare_inputs
         from verl_ext.launch.run import run_to_the_end
 
-        check_config(config)
-        commands = commands_to_run(config)
-        check_inputs(config, [output_of(command) for command in commands])
-        if commands:
-            prepare_inputs(commands)
-            check_inputs(config)
-        check_evaluation(config)
+        prepare_inputs(config)
+        preflight(config)
     return run_to_the_end(config, signals, restarts=arguments.restarts)
 
 
+@contextmanager
+def heed_stop_signals() -> Iterator[StopSignals]:
+    """Listen to the stop signals; a request to stop before there is anything to save leaves no traceback.
+
+    Raises:
+        SystemExit: 2 after a `UserError`, 75 or 131 after a `StopRequest`.
+    """
+    signals = StopSignals()
+    signals.install()
+    try:
+        with exit_on_user_error():
+            yield signals
+    except StopRequest as stop:
+        print_line(f"Stopped by {stop.signal.name} before training started; run the same command again to train.")
+        sys.exit(stop.exit_code)
+    finally:
+        signals.ignore()
+
+
+# The command line
+
+
+def parse_arguments(words: list[str]) -> argparse.Namespace:
+    """Parse `STAGE NUM_PROCESSES [recipe=NAME] [key=value ...]`, with the options anywhere among the words.
+
+    Returns:
+        `stage`, `num_processes` (None if it is not given), `overrides`, `restarts`, `trace` and `print_config`.
+
+    Raises:
+        UserError: a word is unknown or malformed.
+    """
+    parser = make_parser(words[0] if words and words[0] in STAGES else "sft")
+    known = parser.parse_intermixed_args(words)
+    known.overrides = known.words
+    known.num_processes = take_num_processes(known.overrides, parser, known.stage)
+    return known
+
+
+def make_parser(stage: str) -> CommandParser:
+    """The parser of a stage, with the text of --help."""
+    command, recipes = f"bash run_{stage}.sh", recipe_summaries(stage)
+    parser = CommandParser(
+        prog=command,
+        usage=f"{command} NUM_PROCESSES [recipe=NAME] [key=value ...] [--restarts K] [--trace] [--print-config]",
+        description=f"{STAGES[stage]} on NUM_PROCESSES ranks of this machine, one per GPU. The same command resumes a "
+        "stopped run from its last checkpoint.",
+        examples=[
+            f"{command} 2",
+            f"{command} 8 recipe={EXAMPLES[stage]} optim.lr=1e-5 trainer.experiment_name=low",
+            f"NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 {command} 8 --restarts 3",
+        ],
+        notes=f"recipes in recipes/{stage}/ (default: {default_recipe(stage)}, set in recipes/default.yaml):\n"
+        + definitions(recipes),
+        exit_codes=EXIT_CODES,
+        keys=partial(suggested_keys, stage),
+    )
+    parser.add_argument("stage", choices=sorted(STAGES), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "words", nargs="*", metavar="NUM_PROCESSES [key=value ...]", help="number of ranks, then Hydra overrides"
+    )
+    parser.add_argument(
+        "--restarts",
+        metavar="K",
+        type=IntArg(0),
+        default=0,
+        help="restart the ranks after a crash, with a delay that starts at 5 s and doubles up to 300 s; give up after "
+        "K restarts in a row without a new checkpoint; no restart after bad input or a requested stop",
+    )
+    parser.add_argument(
+        "--trace", action="store_true", help="write a timeline of each rank to trace/, as JSON for Perfetto"
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
+    return parser
+
+
+def take_num_processes(words: list[str], parser: CommandParser, stage: str) -> int | None:
+    """Remove the one word without `=` (the number of ranks) from the overrides and return it as a number."""
+    plain = [word for word in words if "=" not in word and not word.startswith("~")]
+    if not plain:
+        return None
+    if len(plain) > 1 or not plain[0].isdecimal() or int(plain[0]) < 1:
+        wrong = next((word for word in plain if not word.isdecimal()), plain[-1])
+        recipe = wrong.endswith((".yaml", ".yml")) or wrong in recipe_summaries(stage)
+        hint = f"; did you mean recipe={wrong}?" if recipe else ""
+        parser.error(f"'{wrong}' is neither a number of processes (1 or more, given once) nor key=value{hint}")
+    words.remove(plain[0])
+    return int(plain[0])
+
+
+def suggested_keys(stage: str, words: Sequence[str]) -> Collection[str]:
+    """The keys of the stage's configuration; imported only when a message needs a suggestion."""
+    from verl_ext.trainer.stages import known_keys
+
+    return known_keys(stage, words)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,61 +1,85 @@
-"""The resolved configuration of a launch, and everything about it that can be refused before torchrun starts."""
+"""From the words of a command line to the configuration that the ranks get; changes no file."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from verl_ext.checkpoint.layout import TRACKER
+from verl_ext.checkpoint.layout import BEST, EXPORT, list_steps, read_all_complete, step_of
 from verl_ext.checkpoint.resume import find_checkpoint, optimizer_name, require_same_optimizer
-from verl_ext.config.recipes import find_recipe
+from verl_ext.checkpoint.stock import is_stock
+from verl_ext.config.recipes import default_recipe
+from verl_ext.config.run_config import read_config_file
+from verl_ext.config.schema import set_at, value_at
 from verl_ext.console import print_line
 from verl_ext.data.config import file_list
-from verl_ext.errors import UserError
-from verl_ext.launch.component_check import check_components
-from verl_ext.launch.from_verl import compose_as_typed
-from verl_ext.launch.grpo_model import settle_model
-from verl_ext.launch.health_check import check_health
-from verl_ext.launch.own_files import convert_own_files, has_custom_class
-from verl_ext.launch.preflight import check_data, check_model, check_own_chat_template, check_parquet
-from verl_ext.launch.prepare import is_within
-from verl_ext.launch.summary import WRITTEN
-from verl_ext.metrics.names import describe
-from verl_ext.plugins import Plugin
-from verl_ext.trainer.config import TrainerConfig
-from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, VLMSFTConfig, keys_set_by
+from verl_ext.errors import UserError, first_line_of
+from verl_ext.files import parse_json
+from verl_ext.metrics.run_record import RunRecord
+from verl_ext.model_files import is_hub_name
+from verl_ext.trainer.stages import (
+    STAGES,
+    BudgetConfig,
+    GRPOConfig,
+    RunConfig,
+    SFTConfig,
+    chosen_recipe,
+    composer_of,
+    keys_set_by,
+    load_config,
+    sft_recipe_of,
+)
+
+VERL = "verl"
+"""The recipe of verl's defaults."""
+RUN_DIR_KEYS = {
+    f"trainer.{key}" for key in ("default_local_dir", "project_name", "experiment_name", "resume_from_path")
+}
+"""What decides which run a command continues."""
+PATHS = (
+    "data.train_files", "data.val_files", "data.custom_cls.path", "model.partial_pretrain", "model.lora_adapter_path",
+    "trainer.default_local_dir", "trainer.resume_from_path",
+)  # fmt: skip
 
 
 def configure(arguments: argparse.Namespace) -> RunConfig:
-    """The configuration with the number of ranks filled in.
+    """The configuration with the number of ranks and the paths of converted data filled in.
 
     Raises:
-        UserError: see `load_config`; or no number of ranks, or NNODES that is no number.
+        UserError: see `load_config`; or no number of ranks, a malformed NNODES, or a data file that cannot be read.
     """
-    config = compose_as_typed(arguments.stage, arguments.overrides)
+    config = resolve_config(arguments.stage, arguments.overrides)
+    set_num_ranks(config, arguments)
+    config.trainer.trace |= arguments.trace
+    for sentence in convert_data_files(config, arguments.overrides):
+        print_line(sentence, sys.stderr if arguments.print_config else None)
+    return config
+
+
+def set_num_ranks(config: RunConfig, arguments: argparse.Namespace) -> None:
+    """Fill in the number of nodes and of ranks on each; refuse keys that contradict them."""
     if arguments.num_processes is None and not arguments.print_config:
         raise UserError(f"no number of processes is given; type for example `bash run_{arguments.stage}.sh 2`")
     ranks = {"nnodes": num_nodes(), "n_gpus_per_node": arguments.num_processes or config.trainer.n_gpus_per_node}
     typed = keys_set_by(config.stage, arguments.overrides)
     given_by = {"nnodes": "NNODES (the number of machines)", "n_gpus_per_node": "the first word (ranks per machine)"}
     for name, number in ranks.items():
-        if f"trainer.{name}" in typed and getattr(config.trainer, name) != number:
-            value = getattr(config.trainer, name)
+        value = getattr(config.trainer, name)
+        if f"trainer.{name}" in typed and value != number:
             raise UserError(f"trainer.{name}={value} contradicts {given_by[name]}, which is {number}; omit this key")
-    config.trainer.trace |= arguments.trace
     config.trainer.nnodes, config.trainer.n_gpus_per_node = ranks.values()
-    for sentence in convert_own_files(config, arguments.overrides):
-        print_line(sentence, sys.stderr if arguments.print_config else None)
-    return config
 
 
 def num_nodes() -> int:
-    """Machines of the run, by NNODES.
+    """The number of machines, from NNODES.
 
     Raises:
-        UserError: that, NODE_RANK or MASTER_PORT cannot be what it says.
+        UserError: NNODES, NODE_RANK or MASTER_PORT has a value that it cannot have.
     """
     nodes = os.environ.get("NNODES", "1")
     if not nodes.isdecimal() or int(nodes) < 1:
@@ -69,133 +93,102 @@ def num_nodes() -> int:
     return int(nodes)
 
 
-def check_config(config: RunConfig) -> None:
-    """Refuse what cannot work before data are prepared, and choose the model that a stage after SFT starts from.
-
-    Changes nothing in the run directory.
-
-    Raises:
-        UserError: the first thing that is wrong and how to fix it.
-    """
-    check_settings(config)
-    check_components(config)
-    check_run_directory(Path(config.trainer.default_local_dir))
-    if isinstance(config, GRPOConfig | BudgetConfig):
-        settle_model(config)
+# The recipe `verl`: commands that were typed for verl's own trainer
 
 
-def check_settings(config: RunConfig) -> None:
-    """Refuse settings that cannot work, whatever model and data they are for; needs no file and no hub.
+def resolve_config(command: str, overrides: list[str]) -> RunConfig:
+    """The configuration; without `recipe=`, verl's defaults apply to a run that verl itself began.
+
+    Otherwise the default recipe would change what the same command left to verl's defaults.
 
     Raises:
-        UserError: the first of them and how to fix it.
+        UserError: see `load_config`.
     """
-    config.check_ranks(config.trainer.nnodes * config.trainer.n_gpus_per_node)
-    config.trainer.preemption.check_deadline_ahead()
-    if config.eval.recipe is not None:
-        find_recipe("eval", config.eval.recipe, "eval.recipe")
-    check_best_metric(config.trainer.checkpoint.best_metric)
-    check_resume_path(config.trainer)
-    check_health(config)
-    if isinstance(config, GRPOConfig):
-        from verl_ext.launch.grpo_check import check_rewards
+    names_recipe = any(word.startswith("recipe=") for word in overrides)
+    if command == "sft" and overrides and not names_recipe:
+        composer = composer_of("sft")
+        of_run_dir = [word for word in overrides if composer.keys_set_by([word]) & RUN_DIR_KEYS]
+        trainer = with_paths_of_caller(load_config("sft", [f"recipe={VERL}", *of_run_dir])).trainer
+        if was_begun_by_verl(trainer.run_dir, trainer.resume_from_path):
+            print_line(
+                f"No recipe= is given and verl itself began {trainer.run_dir}: using recipe={VERL}, verl's defaults.",
+                sys.stderr,
+            )
+            return with_paths_of_caller(load_config("sft", [f"recipe={VERL}", *overrides]))
+    config = load_config(command, overrides)
+    return with_paths_of_caller(config) if names_recipe and config.recipe == VERL else config
 
-        check_rewards(config)
-    elif isinstance(config, BudgetConfig) and config.model.adapter is not None:
-        Plugin.parse(config.model.adapter, "model.adapter")
+
+def was_begun_by_verl(run_dir: Path, resume_from_path: str | None) -> bool:
+    """Whether the run resumes from a checkpoint that verl wrote, or once did."""
+    with suppress(UserError):  # there is no record yet, or a damaged one
+        if RunRecord(run_dir).read()["recipe"] == VERL:
+            return True
+    named = [Path(resume_from_path)] if resume_from_path is not None else []
+    return any(is_stock(path) for path in [*list_steps(run_dir), *named])
 
 
-def check_inputs(config: RunConfig, awaited: Sequence[Path] = ()) -> None:
-    """Refuse a model, data and reward functions that cannot be used.
+def with_paths_of_caller(config: RunConfig) -> RunConfig:
+    """Make relative paths relative to where the command was typed; the scripts change to the repository."""
+    caller = Path(os.environ.get("VERL_EXT_CALLED_FROM", "."))
 
-    Args:
-        config: the resolved configuration.
-        awaited: directories that are still to be prepared; what will be in them is not looked at.
+    def from_caller(key: str, path: str) -> str:
+        is_fixed = "://" in path or path.startswith(("/", "~"))
+        if is_fixed or (key == "model.partial_pretrain" and not (caller / path).is_dir()):
+            return path
+        return str(caller / path)
+
+    for key in PATHS:
+        value = value_at(config, key)
+        if value is not None:
+            paths = [from_caller(key, path) for path in file_list(value)]
+            set_at(config, key, paths[0] if isinstance(value, str) else paths)
+    return config
+
+
+# Data in JSON or CSV
+
+
+def convert_data_files(config: RunConfig, overrides: Sequence[str]) -> list[str]:
+    """Replace JSON and CSV files among the data by parquet files, and prepend their conversion to `prepare`.
+
+    Returns:
+        A sentence for each key whose files are converted.
 
     Raises:
-        UserError: the first of them and how to fix it.
+        UserError: a file cannot be read, or a setting does not apply to such files.
     """
-    has_model = not is_within(config.model.partial_pretrain, awaited)
-    files = [(key, name) for key in ("train_files", "val_files") for name in file_list(getattr(config.data, key))]
-    here = [(key, name) for key, name in files if not is_within(name, awaited)]
-    has_data = len(here) == len(files)
-    if has_model:
-        check_model(config)
-    if config.stage in ("sft", "grpo"):
-        if has_model and not has_custom_class(config):
-            check_own_chat_template(config)
-        if has_data:
-            check_data(config)
-        else:
-            for key, name in here:
-                check_parquet(Path(name).expanduser(), key, config)
-    if isinstance(config, GRPOConfig):
-        from verl_ext.grpo.rewards.check import check_judge, check_reward_functions
-        from verl_ext.launch.grpo_check import check_length
+    if not isinstance(config, SFTConfig | GRPOConfig) or has_custom_class(config) or not config.data.raw_files:
+        return []
+    from verl_ext.data.prepare.raw_files import convert_raw_files
 
-        if has_model:
-            check_length(config)
-        check_judge(config.reward)
-        if has_data:
-            check_reward_functions(config.reward, config.data)
-    elif isinstance(config, BudgetConfig):
-        from verl_ext.launch.budget_check import check_budget_files
-
-        check_budget_files(config, awaited)
-    elif isinstance(config, VLMSFTConfig):
-        from verl_ext.launch.question_check import check_questions
-
-        check_questions(config, ("train",), awaited)
+    commands, sentences = convert_raw_files(config.data, has_val_files=sets_val_files(config, overrides))
+    config.prepare = [*commands, *config.prepare]
+    return sentences
 
 
-def check_run_directory(run_dir: Path) -> None:
-    """The run directory must be writable, or its nearest parent that exists; nothing is created or changed.
+def has_custom_class(config: RunConfig) -> bool:
+    """Whether a data set class of the user's reads the data."""
+    return isinstance(config, SFTConfig) and config.data.custom_cls.path is not None
 
-    Raises:
-        UserError: it cannot be created or written.
+
+def sets_val_files(config: RunConfig, overrides: Sequence[str]) -> bool:
+    """Whether `data.val_files` is set on the command line, or in the recipe that also sets `data.train_files`.
+
+    A recipe's validation set does not belong to other training data that the command line names.
     """
-    path = run_dir.absolute()
-    nearest = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-    if not nearest.is_dir():
-        problem = f"{nearest} is not a directory"
-    elif not os.access(nearest, os.W_OK | os.X_OK):
-        problem = f"no permission to write into {nearest}"
-    else:
-        return check_kinds(path)
-    raise UserError(f"the run directory {path} cannot be written ({problem}); set trainer.default_local_dir")
+    typed = keys_set_by(config.stage, overrides)
+    if {"data.train_files", "data.val_files"} & typed:
+        return "data.val_files" in typed
+    _, content, _ = chosen_recipe(STAGES[config.stage].command, overrides)
+    return "val_files" in content.get("data", {})
 
 
-def check_kinds(run_dir: Path) -> None:
-    """Where a run writes a file there must be no directory, and vice versa.
-
-    Raises:
-        UserError: there is.
-    """
-    for name in (*WRITTEN, TRACKER):
-        is_directory = name.endswith("/")
-        for path in run_dir.glob(name.rstrip("/")):
-            if path.is_dir() != is_directory:
-                found, wanted = ("not a directory", "directory") if is_directory else ("a directory", "file")
-                raise UserError(f"{path} is {found}, but the run writes a {wanted} with that name; move or rename it")
+# What the run starts from
 
 
-def make_run_directory(run_dir: Path) -> None:
-    """Create the run directory once nothing is left that could refuse the launch.
-
-    Raises:
-        UserError: the file system refuses.
-    """
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"the run directory {run_dir.absolute()} cannot be created ({error.strerror}); "
-            "set trainer.default_local_dir"
-        ) from error
-
-
-def checkpoint_that_suits(config: RunConfig) -> Path | None:
-    """The checkpoint that the ranks will resume; warnings are left to them, who look again.
+def resume_candidate(config: RunConfig) -> Path | None:
+    """The checkpoint that the ranks will resume; None to start at step 0. The ranks look again, and warn.
 
     Raises:
         UserError: see `find_checkpoint` and `require_same_optimizer`.
@@ -203,7 +196,7 @@ def checkpoint_that_suits(config: RunConfig) -> Path | None:
     trainer = config.trainer
     with_optimizer = "optimizer" in trainer.checkpoint.load_contents
     found = find_checkpoint(
-        Path(trainer.default_local_dir),
+        trainer.run_dir,
         trainer.resume_mode,
         trainer.resume_from_path,
         warn=lambda sentence: None,
@@ -214,19 +207,119 @@ def checkpoint_that_suits(config: RunConfig) -> Path | None:
     return found
 
 
-def check_resume_path(trainer: TrainerConfig) -> None:
-    """`resume_from_path`, if it is used, names a `global_step_N` directory."""
-    path = trainer.resume_from_path
-    if path is not None and trainer.resume_mode != "disable":
-        if not Path(path).is_dir() or not Path(path).name.startswith("global_step_"):
-            raise UserError(
-                f"trainer.resume_from_path is '{path}', which is not a global_step_N directory; name one, or set it to "
-                "null"
+def settle_model(config: GRPOConfig | BudgetConfig) -> None:
+    """Fill in `model.partial_pretrain` if it is null: an export of the SFT run, or the one that this run began from.
+
+    The stage grpo takes the best checkpoint if an evaluation has chosen one, and the newest otherwise. The stage budget
+    takes the newest, because no evaluation compares vision-language models.
+
+    Raises:
+        UserError: there is no such checkpoint, or it has no export.
+    """
+    model = config.model
+    if model.partial_pretrain is not None:
+        if model.sft_run is not None:
+            print_line(f"model.partial_pretrain={model.partial_pretrain} takes precedence over model.sft_run")
+        return
+    if model.sft_run is None:
+        raise UserError(
+            "no model to start from is given; set model.sft_run=RUN_DIRECTORY of an SFT run, or model.partial_pretrain"
+        )
+    sft_run = Path(model.sft_run).expanduser()
+    initial_model = _initial_model_of_run(config, sft_run)
+    if initial_model is not None:
+        model.partial_pretrain = initial_model
+    elif config.stage == "grpo" and (sft_run / BEST).exists():
+        model.partial_pretrain = str(best_export(sft_run))
+    else:
+        export = newest_export(sft_run, config.trainer.n_gpus_per_node)
+        if config.stage == "grpo":
+            print_line(
+                f"{sft_run} has not been evaluated; starting from its newest checkpoint, {export.parent.name} "
+                f"(`bash eval_pipeline/run.sh watch {sft_run}` chooses the best one)"
             )
+        model.partial_pretrain = str(export)
 
 
-def check_best_metric(name: str) -> None:
-    """The best checkpoint can only be found by a metric that checkpoints hold."""
-    describe(name)
-    if not name.startswith(("train/", "val/")) and (not name.startswith("eval/") or name.count("/") > 1):
-        raise UserError(f"trainer.checkpoint.best_metric is {name}; a checkpoint holds what its own training measured")
+def _initial_model_of_run(config: RunConfig, sft_run: Path) -> str | None:
+    """The model that this run began from, even if another is the best by now; None if there is nothing to resume."""
+    run_dir = config.trainer.run_dir
+    path = run_dir / "config.yaml"
+    if config.trainer.resume_mode == "disable" or not path.is_file() or not list_steps(run_dir):
+        return None
+    former = read_config_file(path).get("model")
+    if not isinstance(former, dict):
+        raise UserError(f"{path} has no section 'model'; restore it, or start another run by trainer.experiment_name")
+    if not former.get("sft_run") or Path(former["sft_run"]).expanduser().resolve() != sft_run.resolve():
+        return None
+    model: str | None = former["partial_pretrain"]
+    is_path = model is not None and not is_hub_name(model) and "://" not in model
+    if is_path and not (Path(str(model)).expanduser() / "config.json").is_file():
+        raise UserError(
+            f"this run began from {model}, which is gone; set model.partial_pretrain to a copy of "
+            "it, or start a new run under another trainer.experiment_name"
+        )
+    return model
+
+
+def best_export(run_dir: Path) -> Path:
+    """The export of the checkpoint that a run's `best_checkpoint.json` names.
+
+    Raises:
+        UserError: the file cannot be read or names no checkpoint of the run, or that checkpoint has no export.
+    """
+    path = run_dir / BEST
+    try:
+        name = parse_json(path.read_bytes())["checkpoint"]
+        if step_of(Path(name)) is None or Path(name).name != name:
+            raise ValueError(f"{name!r} is no checkpoint of the run")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} does not name the best checkpoint ({first_line_of(error)}); delete it to start from the newest "
+            f"checkpoint, or choose one with model.partial_pretrain={run_dir}/global_step_N/{EXPORT}"
+        ) from error
+    if not has_export(run_dir / name):
+        raise UserError(
+            f"the best checkpoint, {run_dir / name}, has no model weights in {EXPORT}/; write them with "
+            f"`python -m verl_ext.checkpoint export {run_dir / name}`, or set model.partial_pretrain"
+        )
+    return run_dir / name / EXPORT
+
+
+def newest_export(run_dir: Path, num_ranks: int) -> Path:
+    """The export of the newest complete checkpoint of an SFT run that has one.
+
+    Raises:
+        UserError: there is none; the message has the command that makes it, on `num_ranks` ranks.
+    """
+    complete = list(read_all_complete(run_dir))
+    for checkpoint in complete:
+        if has_export(checkpoint):
+            return checkpoint / EXPORT
+    if complete:
+        raise UserError(
+            f"no checkpoint of model.sft_run={run_dir} has model weights in {EXPORT}/; write them with "
+            f"`python -m verl_ext.checkpoint export {complete[0]}`, or set model.partial_pretrain"
+        )
+    command = sft_command(run_dir, num_ranks)
+    train_it = "name the run directory of an SFT run" if command is None else f"train it first with `{command}`"
+    what = "has no complete checkpoint" if run_dir.is_dir() else "does not exist"
+    raise UserError(f"model.sft_run={run_dir} {what}; {train_it}, or set model.partial_pretrain")
+
+
+def has_export(checkpoint: Path) -> bool:
+    """Whether `huggingface/` has weights; configuration and tokenizer are there in any case."""
+    return any((checkpoint / EXPORT).glob("*.safetensors"))
+
+
+def sft_command(run_dir: Path, num_ranks: int) -> str | None:
+    """The command that trains the SFT run of a directory; None if no recipe in `recipes/sft/` has its names."""
+    recipe = sft_recipe_of(run_dir)
+    if recipe is None:
+        return None
+    words = ["bash", "run_sft.sh", str(num_ranks)]
+    if recipe.stem != default_recipe("sft"):
+        words.append(f"recipe={recipe.stem}")
+    if run_dir.resolve() != Path("checkpoints", *run_dir.parts[-2:]).resolve():
+        words.append(f"trainer.default_local_dir={run_dir}")
+    return shlex.join(words)

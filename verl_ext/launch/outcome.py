@@ -1,43 +1,33 @@
-"""How the ranks of this node ended, from torchrun's failure records and from what the launcher was asked."""
+"""How an attempt to train ended: done, stopped or crashed; and restarts after a crash."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from signal import Signals
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, TypeVar
 
-from verl_ext.errors import SICK_EXIT_CODE, STOP_SIGNALS, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UNHEALTHY_EXIT_CODE, USER_ERROR_EXIT_CODE
 
-# A rank that was asked has saved (75), so has one that a health rule stopped (3), or it was so new that it had no
-# handler yet (-N).
-EXIT_CODES_OF_A_STOP = {STOPPED_EXIT_CODE, SICK_EXIT_CODE, *(-number for number in STOP_SIGNALS)}
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-
-class RankFailure(Protocol):
-    """What is read of torch's `ProcessFailure`."""
-
-    exitcode: int
-    timestamp: int
-    pid: int
-
-    @property
-    def message(self) -> str | dict[str, Any]:
-        """What the rank has left, or torchrun's own words."""
-
-    def signal_name(self) -> str:
-        """Name of the signal that killed the process."""
+T = TypeVar("T")
+EXIT_CODES_OF_A_STOP = {STOPPED_EXIT_CODE, UNHEALTHY_EXIT_CODE, *(-number for number in STOP_SIGNALS)}
+"""Of a rank that saved on request (75) or for a health rule (3), or was too new to have a signal handler (-N)."""
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 300.0
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the launcher was asked while its ranks ran, and what it did.
+    """A request to stop that the launcher received while its ranks ran, and what it did.
 
     Attributes:
         signal: the first signal.
-        immediate: the one that asked to stop without saving, see `StopSignals`.
+        immediate: the signal that asked to stop without saving, see `StopSignals`.
         killed: whether ranks were killed.
-        was_too_slow: whether that was because their time to save had run out.
+        was_too_slow: whether ranks were killed because their time to save had run out.
     """
 
     signal: Signals
@@ -48,7 +38,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the ranks ended.
+    """A crash of a rank, or input that a rank refused.
 
     Attributes:
         message: a sentence for people.
@@ -60,17 +50,17 @@ class Failure:
 
     @property
     def is_user_error(self) -> bool:
-        """Whether a rank refused its input, rather than crashed."""
+        """Whether a rank refused its input."""
         return self.exit_code == USER_ERROR_EXIT_CODE
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """The ranks ended because somebody asked, by way of the launcher or of a rank.
+    """A stop that was requested from the launcher or from a rank.
 
     Attributes:
-        request: what the launcher was asked; None when only ranks were.
-        exit_code: for the command.
+        request: what the launcher received; None if only ranks were signalled, or a health rule stopped the run.
+        exit_code: of the command.
     """
 
     request: Request | None
@@ -78,23 +68,23 @@ class Stopped:
 
     @classmethod
     def by(cls, request: Request | None, exit_codes: Collection[int] = ()) -> Stopped:
-        """The exit code is 128 + N when a signal N stopped the ranks without saving, 3 after a health rule, else 75."""
+        """The exit code is 128 + N if signal N stopped the ranks without saving, 3 after a health rule, else 75."""
         if request is not None and request.immediate is not None:
             return cls(request, 128 + request.immediate)
-        if SICK_EXIT_CODE in exit_codes:
-            return cls(None, SICK_EXIT_CODE)
+        if UNHEALTHY_EXIT_CODE in exit_codes:
+            return cls(None, UNHEALTHY_EXIT_CODE)
         return cls(request, STOPPED_EXIT_CODE)
 
 
-Outcome = Failure | Stopped | None  # None: every rank did all steps
+Outcome = Failure | Stopped | None  # None: every rank completed all steps
 
 
-def judge(failures: Mapping[int, RankFailure], request: Request | None) -> Outcome:
+def classify_outcome(failures: Mapping[int, ProcessFailure], request: Request | None) -> Outcome:
     """Tell a stop from a crash.
 
     Args:
-        failures: rank to failure, of those that ended before torchrun ended the others; empty when all exited with 0.
-        request: what the launcher was asked meanwhile.
+        failures: failure by rank, of the ranks that ended before torchrun ended the others; empty if all exited with 0.
+        request: what the launcher received meanwhile.
     """
     if not failures:
         return None
@@ -102,18 +92,18 @@ def judge(failures: Mapping[int, RankFailure], request: Request | None) -> Outco
     if request is not None and request.killed:
         expected.add(-Signals.SIGKILL)
     if request is not None and request.immediate is not None:
-        expected.add(-request.immediate)  # whoever sent it to the launcher may have sent it to the ranks
+        expected.add(-request.immediate)  # the sender may have signalled the ranks as well
     crashes = {rank: failure for rank, failure in failures.items() if failure.exitcode not in expected}
     if crashes:
-        return describe(crashes)
+        return first_failure(crashes)
     return Stopped.by(request, [failure.exitcode for failure in failures.values()])
 
 
-def describe(failures: Mapping[int, RankFailure]) -> Failure:
-    """Name the rank that is the cause: one that refused its input, else one that was killed, else the first to fail.
+def first_failure(failures: Mapping[int, ProcessFailure]) -> Failure:
+    """The cause: a rank that refused its input, else one that was killed, else the first to fail.
 
-    torchrun looks at its ranks ten times a second and notes whole seconds. A rank that fails because its peer was
-    killed can therefore have the same time as that peer. torchrun's own SIGKILL comes later and is not among failures.
+    torchrun polls its ranks ten times a second and records whole seconds. A rank that fails because its peer was killed
+    can therefore have the same time as that peer. torchrun's own SIGKILL comes later and is not among the failures.
     """
     refused = {rank: failure for rank, failure in failures.items() if failure.exitcode == USER_ERROR_EXIT_CODE}
     *_, rank = min(
@@ -125,3 +115,45 @@ def describe(failures: Mapping[int, RankFailure]) -> Failure:
         return Failure(first.message, first.exitcode)
     how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"failed with exit code {first.exitcode}"
     return Failure(f"rank {rank} (process {first.pid}) {how}", first.exitcode)
+
+
+def is_crash(outcome: Outcome) -> bool:
+    """Whether another attempt may succeed."""
+    return isinstance(outcome, Failure) and not outcome.is_user_error
+
+
+def run_with_restarts(
+    attempt: Callable[[], T],
+    *,
+    may_restart: Callable[[T], bool],
+    progress: Callable[[], object],
+    announce: Callable[[T, str], None],
+    pause: Callable[[float], object],
+    restarts: int,
+    first_pause_s: float = FIRST_PAUSE_S,
+) -> T:
+    """Call `attempt` until it ends without a crash, or `restarts` restarts in a row made no progress.
+
+    Args:
+        attempt: runs once, and returns how it ended.
+        may_restart: whether it crashed.
+        progress: None for nothing yet; another value after every piece of progress, such as a checkpoint.
+        announce: called before each pause with how the attempt ended, and `restart N of K in S s`.
+        pause: waits that many seconds; twice as long each time, up to 300 s.
+        restarts: how many may fail in a row.
+        first_pause_s: seconds before the first restart.
+
+    Returns:
+        What the last attempt returned.
+    """
+    reached, used = progress(), 0
+    while may_restart(outcome := attempt()):
+        if (now := progress()) not in (None, reached):
+            reached, used = now, 0
+        if used == restarts:
+            break
+        used += 1
+        seconds = min(first_pause_s * 2 ** (used - 1), LONGEST_PAUSE_S)
+        announce(outcome, f"restart {used} of {restarts} in {seconds:g} s")
+        pause(seconds)
+    return outcome

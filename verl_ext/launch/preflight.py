@@ -1,105 +1,360 @@
-"""Looks at the model and data files that a configuration names, before torchrun starts."""
+"""What is refused before the ranks start: what only this machine can tell, such as files, packages and GPUs.
+
+Nothing here changes the run directory. Checks of the configuration alone are `check` methods of the dataclasses.
+"""
 
 from __future__ import annotations
 
-import re
+import difflib
+import importlib
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_ext.data.config import file_list
-from verl_ext.data.dataset import reading_parquet
-from verl_ext.errors import UserError
-from verl_ext.model_files import is_hub_name, read_json
-from verl_ext.remote_code import require_no_remote_code_in
+from verl_ext.checkpoint.layout import TRACKER
+from verl_ext.config.compose import load_yaml
+from verl_ext.config.recipes import find_recipe
+from verl_ext.config.schema import as_dict
+from verl_ext.console import print_line
+from verl_ext.data.config import TextDataConfig, file_list
+from verl_ext.data.dataset import check_parquet
+from verl_ext.data.prepare import is_prepared, prepare
+from verl_ext.data.prepare.commands import parse_arguments
+from verl_ext.data.training_templates import parse_chat_template, read_chat_template
+from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError, first_line_of
+from verl_ext.files import file_lock
+from verl_ext.health.own_rules import all_rules
+from verl_ext.launch.configure import has_custom_class, settle_model
+from verl_ext.launch.report import WRITTEN
+from verl_ext.launch.watcher import evaluation_environment
+from verl_ext.metrics.recorder import require_known_backends
+from verl_ext.metrics.registry import lookup_metric
+from verl_ext.model_files import check_model_files, require_chat_template
+from verl_ext.plugins import Plugin, is_module
+from verl_ext.processes import defer_gc, listed_gpus, visible_gpus
+from verl_ext.trainer.config import OptimConfig, TrainerConfig
+from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, SFTConfig, VLMSFTConfig
+
+PREPARE_LOCK = Path(__file__).resolve().parents[2] / ".prepare.lock"
 
 
-def check_model(config: Any) -> None:
-    """A model given as a path must hold a config.json; a hub name is left to transformers, unless it is offline.
+def prepare_inputs(config: RunConfig) -> None:
+    """Run the recipe's `prepare` commands whose output is needed and missing, if nothing else stands in the way.
 
     Raises:
-        UserError: the model cannot be used.
+        UserError: the first thing that is wrong and how to fix it.
     """
-    model = str(config.model.partial_pretrain)
-    path = Path(model).expanduser()
-    if is_hub_name(model):
-        require_cached_if_offline(model)
-        return
-    if "://" in model:
-        return
-    if not path.is_dir():
-        raise UserError(
-            f"there is no model at {path.absolute()} (model.partial_pretrain); give a directory or a hub name"
-        )
-    if not (path / "config.json").is_file():
-        raise UserError(
-            f"{path.absolute()} holds no config.json, so it is no Hugging Face model; correct model.partial_pretrain"
-        )
-    content = read_json(path / "config.json")
-    check_weights(path)
-    if not config.model.trust_remote_code:
-        require_no_remote_code_in(str(path), content)
+    check_config(config)
+    commands = commands_to_run(config)
+    if commands:
+        check_inputs(config, awaited=[output_of(command) for command in commands])
+        run_prepare_commands(commands)
 
 
-def require_cached_if_offline(model: str) -> None:
-    """Refuse a hub name that transformers could not load, as HF_HUB_OFFLINE is set and its cache lacks the model."""
-    from huggingface_hub import constants, try_to_load_from_cache
+def preflight(config: RunConfig) -> None:
+    """Refuse a model, data or an evaluation during training that cannot be used, once all inputs are prepared.
 
-    if not constants.HF_HUB_OFFLINE:
-        return
+    Raises:
+        UserError: the first thing that is wrong and how to fix it.
+    """
+    check_inputs(config)
+    check_evaluation(config)
+
+
+def check_config(config: RunConfig) -> None:
+    """Refuse what can be refused before inputs are prepared, and settle the model that a stage after SFT starts from.
+
+    Raises:
+        UserError: the first thing that is wrong and how to fix it.
+    """
+    check_settings(config)
+    check_components(config)
+    check_run_directory(config.trainer.run_dir)
+    if isinstance(config, GRPOConfig | BudgetConfig):
+        settle_model(config)
+
+
+# Inputs that a recipe prepares
+
+
+def commands_to_run(config: RunConfig) -> list[str]:
+    """The commands of `prepare` whose output is needed and missing."""
+    return [command for command in needed_commands(config) if not is_prepared(_split(command))]
+
+
+def needed_commands(config: RunConfig) -> list[str]:
+    """The commands of `prepare` whose output the configuration or its evaluation recipe names; tells of the others.
+
+    A user who gives other data or another model does not need the rest.
+    """
+    named = {_absolute(text) for key, value in as_dict(config).items() if key != "prepare" for text in _texts(value)}
+    unused = [command for command in config.prepare if not _uses(named, command)]
+    if unused:
+        evaluation = load_yaml(find_recipe("eval", config.eval.recipe_name))
+        named = {_absolute(text) for text in _texts(evaluation)}
+        unused = [command for command in unused if not _uses(named, command)]
+    for command in unused:
+        if not is_prepared(_split(command)):
+            print_line(f"Not preparing what this configuration does not use: {command}")
+    return [command for command in config.prepare if command not in unused]
+
+
+def run_prepare_commands(commands: Iterable[str]) -> None:
+    """Run commands of `prepare`; another launch or node that runs the same one waits, and then finds it done."""
+    for command in commands:
+        with file_lock(PREPARE_LOCK):
+            if not is_prepared(_split(command)):
+                print_line(f"Preparing: {command}")
+                prepare(_split(command))
+
+
+def output_of(command: str) -> Path:
+    """The directory that a command of `prepare` writes."""
+    return _absolute(parse_arguments(_split(command)).output)
+
+
+def is_within(path: object, directories: Iterable[Path]) -> bool:
+    """Whether a path is one of some directories or in one of them."""
+    return path is not None and any(_contains(directory, _absolute(str(path))) for directory in directories)
+
+
+def _split(command: str) -> list[str]:
     try:
-        is_cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
-    except ValueError:  # the hub has no such names
-        is_cached = False
-    if not is_cached:
-        raise UserError(
-            f"there is no model at {Path(model).absolute()}, and HF_HUB_OFFLINE is set but the hub's cache "
-            f"{constants.HF_HUB_CACHE} has no {model}; correct model.partial_pretrain, or download the model first"
-        )
+        return shlex.split(command)
+    except ValueError as error:  # "No closing quotation"
+        raise UserError(f"the command {command!r} in prepare is malformed ({error}); correct it") from error
 
 
-def check_weights(model: Path) -> None:
-    """A model's directory must have every file that its index of weights names.
+def _uses(named: Iterable[Path], command: str) -> bool:
+    output = output_of(command)
+    return any(_contains(output, path) for path in named)
 
-    Raises:
-        UserError: one is missing, as after a download that was interrupted.
-    """
-    for index in model.glob("*.index.json"):
-        weight_map = read_json(index).get("weight_map", {})
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise UserError(f"{index.absolute()} does not map weights to files; download or copy the model again")
-        names = sorted(set(weight_map.values()))
-        missing = [name for name in names if not (model / name).is_file()]
-        if missing:
+
+def _contains(directory: Path, path: Path) -> bool:
+    return path == directory or directory in path.parents
+
+
+def _absolute(text: str) -> Path:
+    return Path(os.path.abspath(Path(text).expanduser()))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in nested mappings and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
+
+
+# Settings
+
+
+def check_settings(config: RunConfig) -> None:
+    """Refuse settings that cannot work whatever model and data they are for."""
+    config.check_ranks(config.trainer.nnodes * config.trainer.n_gpus_per_node)
+    config.trainer.preemption.check_deadline_ahead()
+    if config.eval.recipe is not None:
+        find_recipe("eval", config.eval.recipe, "eval.recipe")
+    check_best_metric(config.trainer.checkpoint.best_metric)
+    path = config.trainer.resume_from_path
+    if path is not None and config.trainer.resume_mode != "disable":
+        if not Path(path).is_dir() or not Path(path).name.startswith("global_step_"):
             raise UserError(
-                f"{model.absolute()} lacks {missing[0]}, one of {len(missing)} missing files of {index.name}; "
-                "download or copy the model again"
+                f"trainer.resume_from_path is '{path}', which is not a global_step_N directory; name one, or set it to "
+                "null"
             )
+    check_health(config)
+    if isinstance(config, GRPOConfig):
+        from verl_ext.grpo.rewards.check import check_reward_settings
+
+        check_reward_settings(config.reward, config.data)
+        if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+            raise UserError(
+                "rollout.engine=vllm needs vLLM, which is not installed; install it, or set rollout.engine=hf"
+            )
+    elif isinstance(config, BudgetConfig) and config.model.adapter is not None:
+        Plugin.parse(config.model.adapter, "model.adapter")
 
 
-def check_own_chat_template(config: Any) -> None:
-    """Where `data.chat_template` is null, a local model must have a template of its own.
+def check_best_metric(name: str) -> None:
+    """The best checkpoint can only be found by a metric that checkpoints hold."""
+    lookup_metric(name)
+    if not name.startswith(("train/", "val/")) and (not name.startswith("eval/") or name.count("/") > 1):
+        raise UserError(f"trainer.checkpoint.best_metric is {name}; a checkpoint holds what its own training measured")
 
-    Raises:
-        UserError: it has none, as base models often have not.
+
+def check_health(config: RunConfig) -> None:
+    """`health.rules` can be loaded, and `health.stop_on` names rules of the stage."""
+    known = [rule.name for rule in all_rules(config.health.rules, "health.rules") if config.stage in rule.stages]
+    for name in config.health.stop_on:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=3) or known
+            raise UserError(f"health.stop_on names '{name}', which is no rule of this stage; take {', '.join(near)}")
+
+
+# What a configuration names: trackers, packages, devices, classes
+
+
+def check_components(config: RunConfig) -> None:
+    """Refuse names that nothing has, in the settings that every stage reads."""
+    require_known_backends(list(config.trainer.logger))
+    check_optimizer(config.optim)
+    check_device(config.trainer)
+    if config.model.use_liger:
+        require_package("liger-kernel", "model.use_liger=true", "model.use_liger=false")
+    if config.model.attn_implementation == "flash_attention_2":
+        key = "model.attn_implementation"
+        require_package("flash-attn", f"{key}=flash_attention_2", f"{key}=auto")
+        if config.model.mixed_precision == "fp32":
+            raise UserError(f"{key}=flash_attention_2 has no fp32; set model.mixed_precision=bf16")
+    if isinstance(config.data, TextDataConfig) and config.data.chat_template is not None:
+        parse_chat_template(read_chat_template(str(config.data.chat_template)))
+    library = config.model.external_lib
+    if library is not None and not is_module(str(library)):
+        raise UserError(f"model.external_lib names the module '{library}', which is not installed; correct its name")
+    path = config.data.custom_cls.path if isinstance(config, SFTConfig) else None
+    if path is not None and not str(path).startswith("pkg://") and not Path(path).is_file():
+        raise UserError(f"data.custom_cls.path={path} does not exist; correct the path")
+
+
+def require_package(package: str, setting: str, instead: str) -> None:
+    """Refuse a setting whose package is not installed, with the setting to take instead."""
+    if importlib.util.find_spec(package.replace("-", "_")) is None:
+        raise UserError(f"{setting} needs the package {package} (and a GPU); install it, or set {instead}")
+
+
+def check_device(trainer: TrainerConfig) -> None:
+    """`trainer.device` exists, and if it is GPUs, there is one for each rank of this machine.
+
+    torch, which imports slowly, is imported only if its answer could refuse the launch.
     """
-    if config.data.chat_template is not None:
+    wanted, ranks, num_gpus = trainer.device, trainer.n_gpus_per_node, len(visible_gpus())
+    has_too_few = wanted in ("auto", "cuda") and 0 < num_gpus < ranks
+    if wanted == "npu" and importlib.util.find_spec("torch_npu") is None:
+        raise UserError("trainer.device is npu, which needs the package torch_npu; set trainer.device=auto")
+    if wanted == "npu" or (wanted == "auto" and not has_too_few):
         return
-    path = Path(str(config.model.partial_pretrain)).expanduser()
-    settings = path / "tokenizer_config.json"
-    has_file = (path / "chat_template.jinja").is_file() or any(path.glob("additional_chat_templates/*.jinja"))
-    if settings.is_file() and not has_file and not read_json(settings).get("chat_template"):
+    with defer_gc():
+        import torch
+
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and available == "cpu":
+        raise UserError("trainer.device is cuda, but torch finds no GPU here; set trainer.device=auto")
+    if wanted == "cpu" and available == "cuda":
+        raise UserError("trainer.device is cpu on a machine with GPUs; hide them instead, with CUDA_VISIBLE_DEVICES=''")
+    if has_too_few and available == "cuda":
         raise UserError(
-            f"the tokenizer of {path.absolute()} has no chat template; set data.chat_template to a Jinja file, or take "
-            "the instruct variant of the model"
+            f"{ranks} ranks need {ranks} GPUs, and {num_gpus} can be used here; start {num_gpus} ranks, or train on "
+            "the CPU with CUDA_VISIBLE_DEVICES=''"
         )
 
 
-def check_data(config: Any) -> None:
-    """Every data file must be readable parquet with the wanted column, and the training set must fill one batch."""
+def check_optimizer(optim: OptimConfig) -> None:
+    """`optim.optimizer` is a class of the module `optim.optimizer_impl` that takes its arguments.
+
+    The default exists, so torch is not imported for it.
+    """
+    name, place, further = optim.optimizer, optim.optimizer_impl, dict(optim.override_optimizer_config or {})
+    if (name, place) == ("AdamW", "torch.optim") and not further:
+        return
+    with defer_gc():
+        import torch
+
+        try:
+            module = importlib.import_module(place)
+        except ImportError as error:
+            raise UserError(
+                f"optim.optimizer_impl is '{place}', which cannot be imported ({first_line_of(error)}); install its "
+                "package, or take torch.optim"
+            ) from error
+    if not callable(getattr(module, name, None)):
+        classes = {key: value for key, value in vars(module).items() if isinstance(value, type)}
+        known = [key for key, value in classes.items() if issubclass(value, torch.optim.Optimizer)]
+        lower = {key.lower(): key for key in known if key != "Optimizer"}
+        near = difflib.get_close_matches(name.lower(), lower, n=1)
+        hint = f"did you mean '{lower[near[0]]}'?" if near else f"take one of {', '.join(sorted(lower.values()))}"
+        raise UserError(f"optim.optimizer is '{name}', which {place} does not have; {hint}")
+    arguments: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}  # as verl's build_optimizer passes
+    if "adam" in name.lower() or "ademamix" in name.lower():
+        arguments["betas"] = optim.betas
+    try:
+        getattr(module, name)([torch.nn.Parameter(torch.zeros(2, 2))], **{**arguments, **further})
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and place != "torch.optim" and torch.cuda.is_available():
+            return  # the kernels of other packages may exist for GPUs only, which the ranks use
+        raise UserError(
+            f"optim.optimizer={name} refuses its arguments ({first_line_of(error)}); correct "
+            "optim.override_optimizer_config, or take another optimizer"
+        ) from error
+
+
+# The run directory
+
+
+def check_run_directory(run_dir: Path) -> None:
+    """The run directory, or its nearest existing parent, is writable, and no directory has the name of a run's file."""
+    path = run_dir.absolute()
+    nearest = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    problem = None
+    if not nearest.is_dir():
+        problem = f"{nearest} is not a directory"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        problem = f"no permission to write into {nearest}"
+    if problem is not None:
+        raise UserError(f"the run directory {path} cannot be written ({problem}); set trainer.default_local_dir")
+    for name in (*WRITTEN, TRACKER):
+        is_directory = name.endswith("/")
+        for each in path.glob(name.rstrip("/")):
+            if each.is_dir() != is_directory:
+                found, wanted = ("not a directory", "directory") if is_directory else ("a directory", "file")
+                raise UserError(f"{each} is {found}, but the run writes a {wanted} with that name; move or rename it")
+
+
+# Model and data
+
+
+def check_inputs(config: RunConfig, awaited: Sequence[Path] = ()) -> None:
+    """Refuse a model, data and reward functions that cannot be used.
+
+    Args:
+        config: the resolved configuration.
+        awaited: directories that are still to be prepared; nothing in them is checked.
+    """
+    has_model = not is_within(config.model.partial_pretrain, awaited)
+    if has_model:
+        check_model_files(str(config.model.partial_pretrain), config.model.trust_remote_code)
+    if isinstance(config, SFTConfig | GRPOConfig):
+        if has_model and config.data.chat_template is None and not has_custom_class(config):
+            require_chat_template(str(config.model.partial_pretrain))
+        files = [(key, name) for key in ("train_files", "val_files") for name in file_list(getattr(config.data, key))]
+        here = [(key, name) for key, name in files if not is_within(name, awaited)]
+        has_data = len(here) == len(files)
+        if has_data:
+            check_data(config)
+        else:
+            for key, name in here:
+                check_parquet(Path(name).expanduser(), key, config.data.columns)
+        if isinstance(config, GRPOConfig):
+            check_prompts_and_rewards(config, has_model, has_data)
+    elif isinstance(config, BudgetConfig):
+        check_budget_files(config, awaited)
+    elif isinstance(config, VLMSFTConfig):
+        check_questions(config, ("train",), awaited)
+
+
+def check_data(config: SFTConfig | GRPOConfig) -> None:
+    """Every data file is readable parquet with the configured columns, and the training set fills one batch."""
     rows = {}
     for key in ("train_files", "val_files"):
         files = file_list(getattr(config.data, key))
-        rows[key] = sum(check_parquet(Path(name).expanduser(), key, config) for name in files)
+        rows[key] = sum(check_parquet(Path(name).expanduser(), key, config.data.columns) for name in files)
         if files and rows[key] == 0:
             or_none = ", or val_files=null for none" if key == "val_files" else ""
             raise UserError(f"data.{key} holds no rows ({', '.join(files)}); give a data set{or_none}")
@@ -114,31 +369,102 @@ def check_data(config: Any) -> None:
         )
 
 
-def check_parquet(path: Path, key: str, config: Any) -> int:
-    """Number of rows of a parquet file whose columns are those that the configuration names."""
-    from pyarrow import parquet
+def check_prompts_and_rewards(config: GRPOConfig, has_model: bool, has_data: bool) -> None:
+    """Prompts and completions fit into the model's context, and the judge and the reward functions work."""
+    from verl_ext.grpo.rewards.check import check_judge, check_reward_functions
 
-    if re.match(r"[A-Za-z0-9]+:/", str(path)):  # a path has one slash where the address had two
-        raise UserError(f"data.{key} names the remote file {path}; copy it to a local or mounted path first")
-    if not path.is_file():
+    path = Path(str(config.model.partial_pretrain)).expanduser() / "config.json"
+    if has_model and path.is_file():
+        longest = json.loads(path.read_text()).get("max_position_embeddings")
+        wanted = config.data.max_prompt_length + config.data.max_response_length
+        if longest is not None and wanted > longest:
+            raise UserError(
+                f"data.max_prompt_length + data.max_response_length is {wanted}, more than the model's context of "
+                f"{longest} tokens; lower one of them"
+            )
+    check_judge(config.reward)
+    if has_data:
+        check_reward_functions(config.reward, config.data)
+
+
+def check_budget_files(config: BudgetConfig, awaited: Sequence[Path] = ()) -> None:
+    """The questions and the other files of the stage budget exist; `awaited` is that of `check_inputs`."""
+    check_questions(config, ("train", "val"), awaited)
+    named = {
+        "controller.init_from": config.controller.init_from,
+        "controller.importance_file": config.controller.importance_file,
+        "latency.file": config.latency.file,
+    }
+    for key, path in named.items():
+        if path is not None and not is_within(path, awaited) and not Path(path).expanduser().exists():
+            raise UserError(f"{key}={path} does not exist; correct the path, or set it to null")
+
+
+def check_questions(config: BudgetConfig | VLMSFTConfig, splits: Sequence[str], awaited: Sequence[Path] = ()) -> None:
+    """Each split has questions, and each of its data sets is known or has files; see `check_inputs` for `awaited`."""
+    from verl_ext.data.image_questions import require_rows
+
+    sources = config.data.sources()
+    for split in splits:
+        if not any(source.size(split) for source in sources.values()):
+            raise UserError(f"there is no question for {split}; give data.datasets.NAME.{split} a size, or -1 for all")
+        for name, source in sources.items():
+            if source.size(split) and not is_within(source.source, awaited):
+                require_rows(name, source, split)
+
+
+# The evaluation during training
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """With `eval.watch=true`, refuse what the watcher would refuse, and GPUs that the ranks use; on the first node.
+
+    Raises:
+        UserError: the recipe, a data set of it that is a local file, the sandbox, or `eval.devices` cannot be used.
+    """
+    if not config.eval.watch or int(os.environ.get("NODE_RANK", "0")) != 0:
+        return
+    command = [sys.executable, "-m", "eval_pipeline", "check", "--watch", "--json"]
+    command.append(f"--recipe={config.eval.recipe_name}")  # one word, whatever the name begins with
+    # A process, because nothing here imports the evaluation.
+    done = subprocess.run(command, env=evaluation_environment(config), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1].removeprefix("error: ")
+        if done.returncode != USER_ERROR_EXIT_CODE:
+            reason = f"its check ended with exit code {done.returncode}: {reason}"
+        raise UserError(f"the evaluation during training (eval.watch=true) cannot start: {reason}")
+    if json.loads(done.stdout)["gpus"]:
+        require_free_gpus(config.eval.device_names, config.trainer.n_gpus_per_node)
+
+
+def require_free_gpus(devices: Sequence[str] | None, num_ranks: int) -> None:
+    """Refuse an evaluation on GPUs that the training uses: vLLM takes nearly all memory of those it sees.
+
+    Args:
+        devices: `eval.devices`; None gives the evaluation all visible GPUs.
+        num_ranks: of this machine; each uses one GPU, the first ones of those that are visible.
+    """
+    listed = listed_gpus()
+
+    def id_of(name: str) -> str:
+        """The id of a GPU given by number or by the beginning of its id, as CUDA allows."""
+        if name.isdecimal():
+            return listed[int(name)] if int(name) < len(listed) else name
+        found = [full for full in listed if full.startswith(name)]
+        return found[0] if len(found) == 1 else name
+
+    used = [id_of(name) for name in visible_gpus(listed)[:num_ranks]]
+    if devices is None and used:
         raise UserError(
-            f"data.{key} names {path.absolute()}, which is not a file; correct the path or prepare the data"
+            f"eval.watch=true needs GPUs that the {num_ranks} ranks leave free; name them with eval.devices, such "
+            "as eval.devices=7, or evaluate after the training with `bash eval_pipeline/run.sh watch`"
         )
-    with reading_parquet(path):
-        metadata = parquet.read_metadata(path)
-    columns = metadata.schema.to_arrow_schema().names
-    for setting, column in wanted_columns(config).items():
-        if column not in columns:
-            raise UserError(f"{path} has no column '{column}' ({setting}); its columns are {', '.join(columns)}")
-    return metadata.num_rows
-
-
-def wanted_columns(config: Any) -> dict[str, str]:
-    """Setting to column name of what a data file must have; a data set class of the user's own decides for itself."""
-    if config.stage == "grpo":
-        return {"data.prompt_key": config.data.prompt_key}
-    if config.data.custom_cls.path is not None:
-        return {}
-    if config.data.multiturn.enable:
-        return {"data.multiturn.messages_key": config.data.multiturn.messages_key}
-    return {"data.prompt_key": config.data.prompt_key, "data.response_key": config.data.response_key}
+    for name in devices or ():
+        if listed and not name.startswith("MIG-") and id_of(name) not in listed:
+            known = "GPU 0 alone" if len(listed) == 1 else f"GPUs 0 to {len(listed) - 1}"
+            raise UserError(f"eval.devices names GPU {name}, but this machine has {known}; name one of those")
+        if id_of(name) in used:
+            raise UserError(
+                f"eval.devices names GPU {name}, which one of the {num_ranks} ranks uses; name a free one, or start "
+                "fewer ranks"
+            )

@@ -2,40 +2,86 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
 
 from verl_ext.config.schema import to_yaml
+from verl_ext.console import print_line
 from verl_ext.errors import first_line_of
-from verl_ext.launch.keeper import Keeper
-from verl_ext.launch.outcome import Failure, Outcome, RankFailure, Stopped, judge
-from verl_ext.launch.torchrun import torchrun
-from verl_ext.metrics.startup import startup
-from verl_ext.processes import LAUNCHER_PID, StopSignals
+from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped, classify_outcome
+from verl_ext.metrics.timing import startup
+from verl_ext.processes import LAUNCHER_PID, StopSignals, defer_gc
 from verl_ext.trainer.stages import RunConfig
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
 RANK_MODULE = "verl_ext.trainer"
+POLL_S = 0.1
+LEAVE_AFTER_S = 10.0
+"""How long torchrun may take to notice that the ranks are gone; it may also wait for nodes that never come."""
+
+
+def run_ranks(config: RunConfig, signals: StopSignals, module: str = RANK_MODULE) -> Outcome:
+    """Run a module on every rank of this node until all have ended.
+
+    Args:
+        config: the resolved configuration, which the ranks get as a file.
+        signals: the launcher's.
+        module: what every rank runs, as `python -m` takes it, with the file as its argument.
+
+    Raises:
+        StopRequest: a stop signal came before the ranks were started.
+    """
+    # An abandoned thread may still write into the directory.
+    with tempfile.TemporaryDirectory(prefix="verl_ext_", ignore_cleanup_errors=True) as directory:
+        path = Path(directory) / "config.yaml"
+        with signals.raising():
+            path.write_text(to_yaml(config))
+            startup.mark("launcher")
+            with defer_gc():  # importing torch takes seconds
+                from verl_ext.launch.torchrun import torchrun
+            thread = RankThread(torchrun(config, module, Path(directory), [str(path)]))
+            startup.save(Path(directory))
+        supervisor = RankSupervisor(module, signals, config.trainer.preemption.grace_s)
+        os.environ[LAUNCHER_PID] = str(os.getpid())
+        thread.start()
+        supervisor.wait(thread)
+    if thread.is_alive():  # no rank is left, and torchrun has not noticed how they ended
+        return Stopped.by(supervisor.request)
+    if thread.error is not None:
+        failure = rendezvous_failure(config.trainer.nnodes, thread.error)
+        return failure if supervisor.request is None else Stopped.by(supervisor.request)
+    return classify_outcome(thread.failures, supervisor.request)
 
 
 class RankThread(threading.Thread):
-    """Calls torchrun, which handles signals itself in the main thread alone: it would kill the ranks after 30 s.
+    """Runs torchrun, which in the main thread would handle signals itself and kill the ranks after 30 s.
 
-    The ranks ask the kernel to die with the thread that forked them, so it must live as long as they do; it does, as
-    torchrun waits for them. It is a daemon, because torchrun cannot be called back while it waits for other nodes.
+    The kernel kills the ranks when the thread that forked them ends; this one waits for them. It is a daemon because
+    torchrun cannot be interrupted while it waits for other nodes.
 
     Attributes:
-        failures: rank to torch's record of its failure.
-        problem: why torchrun itself failed.
+        failures: torch's record of each rank that failed.
+        error: why torchrun itself failed.
     """
 
     def __init__(self, run: Callable[[], object]) -> None:
         super().__init__(name="torchrun", daemon=True)
         self._run = run
-        self.failures: Mapping[int, RankFailure] = {}
-        self.problem: Exception | None = None
+        self.failures: Mapping[int, ProcessFailure] = {}
+        self.error: Exception | None = None
 
     def run(self) -> None:
         """Run the ranks to their end."""
@@ -46,50 +92,92 @@ class RankThread(threading.Thread):
         except ChildFailedError as error:
             self.failures = error.failures
         except Exception as error:  # raised again in the main thread
-            self.problem = error
+            self.error = error
 
 
-def run_ranks(config: RunConfig, signals: StopSignals, module: str = RANK_MODULE) -> Outcome:
-    """Run a module on every rank of this node until all are done.
+class RankSupervisor:
+    """Waits for the ranks of this node, forwards stop signals to them, and kills those that exceed their time to save.
 
     Args:
-        config: the resolved configuration; handed to the ranks in a file.
-        signals: what the launcher is asked.
-        module: what every rank runs, as `python -m` takes it, with the file as its argument.
+        module: what the ranks run, which distinguishes them from other child processes.
+        signals: the launcher's.
+        grace_s: seconds that the ranks have to save.
 
-    Returns:
-        None when every rank finished, else why they ended.
-
-    Raises:
-        StopRequest: the launcher was asked to stop before the ranks were started.
+    Attributes:
+        request: the request to stop, and what was done; None if there was none.
     """
-    # An abandoned thread may still write into the directory.
-    with tempfile.TemporaryDirectory(prefix="verl_ext_", ignore_cleanup_errors=True) as directory:
-        path = Path(directory) / "config.yaml"
-        with signals.raising():
-            path.write_text(to_yaml(config))
-            startup.mark("launcher")
-            thread = RankThread(torchrun(config, module, Path(directory), [str(path)]))
-            startup.hand_on(Path(directory))
-        keeper = Keeper(module, signals, config.trainer.preemption.grace_s)
-        os.environ[LAUNCHER_PID] = str(os.getpid())
-        thread.start()
-        keeper.wait(thread)
-    if thread.is_alive():  # no rank is left, and nobody can say how they ended
-        return Stopped.by(keeper.request)
-    if thread.problem is not None:
-        failure = failed_to_meet(config.trainer.nnodes, thread.problem)
-        return failure if keeper.request is None else Stopped.by(keeper.request)
-    return judge(thread.failures, keeper.request)
+
+    def __init__(self, module: str, signals: StopSignals, grace_s: float) -> None:
+        self.request: Request | None = None
+        self._module, self._signals, self._grace_s = module, signals, grace_s
+        self._signalled: set[int] = set()  # process ids
+        self._kill_at = self._leave_at = math.inf  # by time.monotonic
+
+    def wait(self, thread: threading.Thread) -> None:
+        """Return when the thread has ended, or if it hangs although no rank is left."""
+        while thread.is_alive() and time.monotonic() < self._leave_at:
+            thread.join(POLL_S)
+            if self._signals.received and thread.is_alive():
+                self._handle_request()
+        if self._signals.received and self.request is None:  # the ranks got the signal too, and were faster
+            self.request = Request(self._signals.received[0], self._signals.immediate)
+
+    def _handle_request(self) -> None:
+        immediate = self._signals.immediate
+        if self.request is None:
+            self.request = Request(self._signals.received[0])
+            if immediate is None:
+                self._forward(self.request.signal)
+        if immediate is not None and self.request.immediate is None and not self.request.was_too_slow:
+            self.request = replace(self.request, immediate=immediate)
+            self._kill_at = time.monotonic()
+            if not find_ranks(self._module):
+                self._leave_at = self._kill_at
+        self._kill_overdue_ranks()
+
+    def _forward(self, number: signal.Signals) -> None:
+        for rank in find_ranks(self._module):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
+                rank.send_signal(number)
+            self._signalled.add(rank.pid)
+        self._kill_at = time.monotonic() + (self._grace_s if self._signalled else 0)
+        saving = f"saving after the current step, within {self._grace_s:g} s"
+        waiting = f"no rank is running yet, exiting within {LEAVE_AFTER_S:g} s"
+        quits = "SIGKILL" if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN else "SIGQUIT"  # ignored behind `&`
+        again = "press Ctrl-C again" if number is signal.SIGINT else f"send {quits}"
+        print_line(f"{number.name}: {saving if self._signalled else waiting}; {again} to stop immediately")
+
+    def _kill_overdue_ranks(self) -> None:
+        assert self.request is not None
+        is_time = time.monotonic() >= self._kill_at
+        for rank in find_ranks(self._module):
+            is_new = rank.pid not in self._signalled  # started after the request: nothing to save, maybe no handler
+            if is_new or is_time:
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(rank.pid, signal.SIGKILL)  # torchrun gives each rank its own process group
+                was_too_slow = self.request.was_too_slow or (not is_new and self.request.immediate is None)
+                self.request = replace(self.request, killed=True, was_too_slow=was_too_slow)
+        if is_time:
+            self._leave_at = min(self._leave_at, time.monotonic() + LEAVE_AFTER_S)
 
 
-def failed_to_meet(num_nodes: int, problem: Exception) -> Failure:
-    """torchrun could not listen, or did not find the other nodes in time; any other exception of it is raised."""
+def find_ranks(module: str) -> list[psutil.Process]:
+    """The living children of this process that run `python -m module`."""
+    ranks = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if module in child.cmdline():
+                ranks.append(child)
+    return ranks
+
+
+def rendezvous_failure(num_nodes: int, error: Exception) -> Failure:
+    """torchrun could not listen, or did not find the other nodes in time; any other exception is raised."""
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    if not isinstance(problem, DistError | RendezvousError | TimeoutError):
-        raise problem
+    if not isinstance(error, DistError | RendezvousError | TimeoutError):
+        raise error
     remedy = "; start the command on every node, with one MASTER_ADDR and a MASTER_PORT that is free there"
-    why = f"torchrun could not bring the ranks together ({first_line_of(problem)})"
+    why = f"torchrun could not bring the ranks together ({first_line_of(error)})"
     return Failure(why + (remedy if num_nodes > 1 else ""), exit_code=1)

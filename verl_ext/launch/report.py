@@ -1,22 +1,46 @@
-"""What the user is told when the ranks have ended, what run.json keeps of it, and the exit code."""
+"""How a launch ends: `run.json` is closed, and the user gets one message or a summary."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+from pathlib import Path
 from signal import Signals
 
-from verl_ext.checkpoint.layout import step_of
-from verl_ext.console import print_line, warn
+from verl_ext.checkpoint.layout import EXPORT, read_tracker, step_of
+from verl_ext.config.compose import load_yaml
+from verl_ext.config.recipes import RECIPES, default_recipe
+from verl_ext.console import (
+    REPOSITORY,
+    print_line,
+    print_next,
+    print_summary,
+    typed_module,
+    typed_path,
+    typed_script,
+    warn,
+)
 from verl_ext.errors import UserError
-from verl_ext.launch.configure import checkpoint_that_suits
+from verl_ext.launch.configure import has_export, resume_candidate
 from verl_ext.launch.outcome import Failure, Outcome, Stopped
-from verl_ext.launch.summary import print_run_summary
-from verl_ext.metrics.run_record import RunRecord
-from verl_ext.trainer.stages import RunConfig
+from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
+from verl_ext.metrics.run_record import EndStatus, RunRecord
+from verl_ext.trainer.stages import BudgetConfig, RunConfig
+
+SUMMARY_METRICS = (
+    "train/loss", "val/loss", "eval/reward_total_mean", "eval/accuracy_mean", "eval/budget_violation_mean",
+)  # fmt: skip
+"""Metrics whose first and last values are shown, of those that a run has."""
+WRITTEN = (
+    "config.yaml", "run.json", "metrics.jsonl", "*_history.csv", "train.log", "events.jsonl", "samples.jsonl", "trace/",
+    "tensorboard/", "wandb/",
+)  # fmt: skip
+"""What a run directory can hold besides checkpoints and evaluations; docs/sft.md describes each."""
+EVALUATE = "eval_pipeline/run.sh"
 
 
 def report(outcome: Outcome, config: RunConfig, record: RunRecord | None) -> int:
-    """Close run.json where the ranks could not, and tell the user.
+    """Close `run.json` where the ranks could not, and tell the user how the launch ended.
 
     Args:
         outcome: of this node's ranks.
@@ -27,21 +51,26 @@ def report(outcome: Outcome, config: RunConfig, record: RunRecord | None) -> int
         The exit code of the command.
 
     Raises:
-        UserError: a rank refused its input.
+        UserError: a rank refused its input. The caller closes `run.json`, as for what the launcher itself refuses.
     """
-    if isinstance(outcome, Stopped):
-        outcome = outcome if record is None else unless_it_had_ended(outcome, record)
+    if isinstance(outcome, Stopped) and record is not None:
+        outcome = unless_ended_before(outcome, record)
     if isinstance(outcome, Failure):
-        return report_failure(outcome, config, record)
+        if outcome.is_user_error:
+            raise UserError(outcome.message)
+        close(record, "failed", outcome.message)
+        print_line(f"error: {outcome.message}; {next_start(config)}", sys.stderr)
+        return 1
     if isinstance(outcome, Stopped):
-        return report_stop(outcome, config, record)
+        report_stop(outcome, config, record)
+        return outcome.exit_code
     if record is not None:
         print_run_summary(config)
     return 0
 
 
-def unless_it_had_ended(stopped: Stopped, record: RunRecord) -> Outcome:
-    """What rank 0 wrote goes first: it may have done all steps, or have failed, by the time the ranks were ended."""
+def unless_ended_before(stopped: Stopped, record: RunRecord) -> Outcome:
+    """The outcome by rank 0's record: it may have completed all steps, or have failed, before the ranks were ended."""
     run = record.read()
     if run["status"] == "finished":
         return None
@@ -50,25 +79,16 @@ def unless_it_had_ended(stopped: Stopped, record: RunRecord) -> Outcome:
     return stopped
 
 
-def report_failure(failure: Failure, config: RunConfig, record: RunRecord | None) -> int:
-    """Tell the user once why the ranks ended, and return the exit code."""
-    if failure.is_user_error:
-        raise UserError(failure.message)  # `run_to_the_end` closes run.json, as for what the launcher itself refuses
-    close(record, "failed", failure.message)
-    print_line(f"error: {failure.message}; {next_start(config)}", sys.stderr)
-    return 1
-
-
-def report_stop(stopped: Stopped, config: RunConfig, record: RunRecord | None) -> int:
-    """Tell the user what stopped the run and where it resumes, and return the exit code."""
+def report_stop(stopped: Stopped, config: RunConfig, record: RunRecord | None) -> None:
+    """Tell the user what stopped the run and where it resumes."""
     request, last_step = stopped.request, None
-    reason = why(stopped, config.trainer.preemption.grace_s)
+    reason = stop_reason(stopped, config.trainer.preemption.grace_s)
     close(record, "stopped", reason)
     if record is not None:
         attempt = record.read()["attempts"][-1]
         last_step = attempt["last_step"]
         if request is None:
-            reason = attempt["exit_reason"]  # rank 0 knows what the ranks were asked
+            reason = attempt["exit_reason"]  # rank 0 knows which signal or rule it was
         elif last_step is not None and not request.was_too_slow:
             reason += f" after step {last_step}"
     if request is not None and request.was_too_slow:
@@ -77,20 +97,19 @@ def report_stop(stopped: Stopped, config: RunConfig, record: RunRecord | None) -
         )
     else:
         print_line(f"{reason[0].upper()}{reason[1:]}; {next_start(config, last_step)}.")
-    return stopped.exit_code
 
 
-def close(record: RunRecord | None, status: str, reason: str) -> None:
-    """Write how the run ended into run.json, unless rank 0 has; where that fails, the reason matters more."""
+def close(record: RunRecord | None, status: EndStatus, reason: str) -> None:
+    """Write how the run ended into `run.json` unless rank 0 has; if that fails, a warning does not hide the reason."""
     if record is not None:
         try:
             record.end_if_running(status, reason)
-        except UserError as lost:
-            warn(f"{lost}")
+        except UserError as error:
+            warn(f"{error}")
 
 
-def why(stopped: Stopped, grace_s: float) -> str:
-    """What ended the ranks, as run.json keeps it."""
+def stop_reason(stopped: Stopped, grace_s: float) -> str:
+    """What ended the ranks, as `run.json` records it."""
     request = stopped.request
     if request is None:
         return "stopped by a signal to a rank"
@@ -104,11 +123,119 @@ def why(stopped: Stopped, grace_s: float) -> str:
 
 
 def next_start(config: RunConfig, last_step: int | None = None) -> str:
-    """Where the same command resumes, as a clause; `last_step` is the last step done, where that is known."""
+    """Where the same command resumes, as a clause; `last_step` is the last completed step, if it is known."""
     try:
-        checkpoint = checkpoint_that_suits(config)
+        checkpoint = resume_candidate(config)
     except UserError as error:
         return f"the same command cannot resume: {error}"
     if checkpoint is None:
         return "the same command starts at step 0"
     return f"the same command resumes from {'there' if step_of(checkpoint) == last_step else checkpoint.name}"
+
+
+# The summary of a finished run
+
+
+def print_run_summary(config: RunConfig) -> None:
+    """Print the summary of a finished run from its files.
+
+    With `eval.watch=true` the next command depends on how the evaluation ends, so `EvalWatcher.finish` prints it.
+    """
+    run_dir = config.trainer.run_dir
+    rows = metric_changes(run_dir / METRICS_FILE)
+    rows["run directory"] = f"{typed_path(run_dir)}  ({', '.join(written(run_dir))})"
+    # By the tracker: an earlier run in the same directory may have left checkpoints of higher steps.
+    checkpoint, _ = read_tracker(run_dir)
+    then: list[list[str]] = []
+    if checkpoint is not None:
+        rows["last checkpoint"] = typed_path(checkpoint)
+        if has_export(checkpoint):
+            rows["Hugging Face"] = typed_path(checkpoint / EXPORT)
+            then = [] if config.eval.watch else next_commands(config)
+        else:
+            why = "this checkpoint was saved without an export"
+            if "hf_model" not in config.trainer.checkpoint.save_contents:
+                why = "trainer.checkpoint.save_contents lacks hf_model"
+            rows["Hugging Face"] = f"no weights: {why}; the next command exports them"
+            then = [[*typed_module("verl_ext.checkpoint"), "export", typed_path(checkpoint)]]
+    print_summary(f"Finished: {config.trainer.experiment_name} ({config.stage})", rows)
+    print_next(then)
+
+
+def written(run_dir: Path) -> list[str]:
+    """Which of `WRITTEN` the run directory holds."""
+    return [name for name in WRITTEN if any(run_dir.glob(name.rstrip("/")))]
+
+
+def metric_changes(path: Path) -> dict[str, str]:
+    """First and last value of `SUMMARY_METRICS` up to the last step, without rows that a later attempt replaced."""
+    values: dict[str, dict[int, float]] = {name: {} for name in SUMMARY_METRICS}
+    attempt = None
+    for row in iter_metrics(path) if path.is_file() else ():
+        if row["attempt"] != attempt:  # a later attempt replaces everything from its first row on
+            attempt = row["attempt"]
+            values = {name: {s: v for s, v in old.items() if s < row["step"]} for name, old in values.items()}
+        for name in values.keys() & row.keys():
+            values[name][row["step"]] = row[name]
+    return {
+        name: f"{series[min(series)]:.4f} at step {min(series)} -> {series[max(series)]:.4f} at step {max(series)}"
+        for name, series in values.items()
+        if series
+    }
+
+
+# The next commands
+
+
+def next_commands(config: RunConfig) -> list[list[str]]:
+    """The commands to run after a finished run with an export: its evaluation, and the stage that builds on it."""
+    run_dir = config.trainer.run_dir
+    if config.stage == "vlm_sft":
+        return [grpo_command(config) or grpo_with(config, "budget_controller")]
+    if isinstance(config, BudgetConfig):
+        checkpoint, _ = read_tracker(run_dir)
+        assert checkpoint is not None  # it has the export
+        adapter = [] if config.model.adapter is None else ["--adapter", config.model.adapter]
+        export = typed_path(checkpoint / EXPORT)
+        return [[*typed_script(EVALUATE), "adaptive", "--checkpoint", export, *adapter]]
+    # The default recipe's problems say nothing about a run whose recipe names no evaluation.
+    watch = [] if config.eval.recipe is None else with_recipe(config, "watch", typed_path(run_dir))
+    return [watch, grpo_command(config)]
+
+
+def next_after_evaluation(config: RunConfig) -> list[list[str]]:
+    """The commands to run once `eval.watch=true` has evaluated every checkpoint of a finished run."""
+    run_dir = typed_path(config.trainer.run_dir)
+    base = Path(str(config.model.partial_pretrain)).expanduser()
+    if not (base / "config.json").is_file():  # a hub name, which `report` cannot evaluate
+        return [[*typed_script(EVALUATE), "status", run_dir], grpo_command(config)]
+    return [with_recipe(config, "report", run_dir, "--baseline", typed_path(base)), grpo_command(config)]
+
+
+def with_recipe(config: RunConfig, *words: str) -> list[str]:
+    """A command of the evaluation; it needs a recipe file again, because it does not trust the run's config.yaml."""
+    recipe = config.eval.recipe or ""
+    named = ["--recipe", typed_path(recipe)] if recipe.endswith((".yaml", ".yml")) else []
+    return [*typed_script(EVALUATE), *words, *named]
+
+
+def grpo_command(config: RunConfig) -> list[str]:
+    """`run_grpo.sh` with the recipe that builds on this run; empty if no recipe in `recipes/grpo/` does."""
+    wanted = {"sft": "grpo", "vlm_sft": "budget"}.get(config.stage)
+    recipes = {}
+    for path in sorted((RECIPES / "grpo").glob("*.yaml")):
+        with suppress(UserError):  # a malformed recipe is no reason to fail a finished run
+            recipes[path.stem] = load_yaml(path)
+    recipes = {name: each for name, each in recipes.items() if each.get("stage", "grpo") == wanted}
+    run_dir = config.trainer.run_dir.resolve()
+    for name, recipe in recipes.items():
+        if (REPOSITORY / (recipe.get("model", {}).get("sft_run") or "")).resolve() == run_dir:
+            return grpo_with(config, name, names_run=False)
+    return grpo_with(config, config.recipe) if config.recipe is not None and config.recipe in recipes else []
+
+
+def grpo_with(config: RunConfig, recipe: str, *, names_run: bool = True) -> list[str]:
+    """`run_grpo.sh` with a recipe, on as many ranks as this run."""
+    words = [*typed_script("run_grpo.sh"), str(config.trainer.n_gpus_per_node)]
+    words += [f"recipe={recipe}"] * (recipe != default_recipe("grpo"))
+    return words + [f"model.sft_run={typed_path(config.trainer.run_dir)}"] * names_run

@@ -1,19 +1,35 @@
-"""torchrun's own launcher as a call inside this process."""
+"""torchrun as a call inside this process, and a rendezvous that no other machine can reach.
+
+Imports torch, so the launcher imports this module only when it starts the ranks.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from verl_ext.processes import defer_gc
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
+
 from verl_ext.trainer.stages import RunConfig
+
+LOOPBACK = "loopback"
+ADDRESS = "127.0.0.1"
 
 
 def torchrun(config: RunConfig, module: str, directory: Path, arguments: list[str]) -> Callable[[], object]:
-    """Prepare everything up to the start of the ranks; imports torch, which takes seconds.
+    """Prepare the start of the ranks.
 
     Args:
         config: the resolved configuration.
@@ -22,15 +38,9 @@ def torchrun(config: RunConfig, module: str, directory: Path, arguments: list[st
         arguments: of the module.
 
     Returns:
-        A function that runs the ranks of this node to their end. In a thread other than the main one it leaves the
-        signals alone. It raises torch's `ChildFailedError` when a rank fails.
+        A function that runs the ranks of this node to their end, and raises torch's `ChildFailedError` if a rank fails.
+        In a thread other than the main one it does not handle signals.
     """
-    with defer_gc():
-        from torch.distributed.launcher.api import elastic_launch
-        from torch.distributed.run import config_from_args, parse_args
-
-        import verl_ext.launch.rendezvous  # noqa: F401 - makes its name known to torchrun
-
     set_rank_environment(config.trainer.n_gpus_per_node, config.trainer.nnodes)
     silence_torchrun()
     options = [*torchrun_options(config), f"--log-dir={directory}", "-m", module, *arguments]
@@ -39,7 +49,7 @@ def torchrun(config: RunConfig, module: str, directory: Path, arguments: list[st
 
 
 def silence_torchrun() -> None:
-    """Keep torchrun's own words (pages on a failure, a warning in every thread) off the screen; ours is a sentence."""
+    """Suppress torchrun's own messages (pages on a failure, a warning in every thread); ours is one sentence."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -49,8 +59,8 @@ def torchrun_options(config: RunConfig) -> list[str]:
     """The options a user would give to torchrun; several nodes meet at MASTER_ADDR:MASTER_PORT."""
     options = [f"--nproc-per-node={config.trainer.n_gpus_per_node}"]
     if config.trainer.nnodes == 1:
-        # In the place of what --standalone stands for; a free port, so that several runs share a machine.
-        return [*options, "--rdzv-backend=loopback", f"--rdzv-id={uuid.uuid4()}"]
+        # Instead of --standalone: a port of its own, so that several runs can share a machine.
+        return [*options, f"--rdzv-backend={LOOPBACK}", f"--rdzv-id={uuid.uuid4()}"]
     return [
         *options,
         f"--nnodes={config.trainer.nnodes}",
@@ -61,7 +71,7 @@ def torchrun_options(config: RunConfig) -> list[str]:
 
 
 def set_rank_environment(num_processes: int, num_nodes: int) -> None:
-    """Defaults that ranks inherit; what the user has set stays."""
+    """Set defaults that ranks inherit; variables that the user has set stay."""
     threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
     defaults = {
         "OMP_NUM_THREADS": str(threads),
@@ -70,6 +80,62 @@ def set_rank_environment(num_processes: int, num_nodes: int) -> None:
         "PYTHONUNBUFFERED": "1",
     }
     if num_nodes == 1:
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would listen on the address that the host's name stands for
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"  # by default gloo listens on the address of the host name
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """The rendezvous of a single machine: a store on 127.0.0.1, which lives as long as this object.
+
+    torchrun's own rendezvous keeps its state as a pickle in a store that listens on every interface, so that everyone
+    who can connect to it can execute code here. On one machine there is nothing to agree on but the store's port.
+
+    Args:
+        run_id: identifies the run.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        with socket.create_server((ADDRESS, 0)) as listener:
+            self._port = listener.getsockname()[1]
+            # The store listens on every interface unless it gets a socket, which it closes itself.
+            self._store = TCPStore(
+                ADDRESS, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+
+    @property
+    def use_agent_store(self) -> bool:
+        """See the base class; the ranks are clients of this store."""
+        return True
+
+    def get_backend(self) -> str:
+        """See the base class."""
+        return LOOPBACK
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See the base class; this node is the only one."""
+        own = PrefixStore(self._run_id, self._store)
+        return RendezvousInfo(own, 0, 1, RendezvousStoreInfo(ADDRESS, self._port))
+
+    def is_closed(self) -> bool:
+        """See the base class."""
+        return False
+
+    def set_closed(self) -> None:
+        """See the base class; nobody else could join."""
+
+    def num_nodes_waiting(self) -> int:
+        """See the base class."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """See the base class."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """See the base class; the store ends with this object."""
+        return True
+
+
+rendezvous_handler_registry.register(LOOPBACK, lambda parameters: LoopbackRendezvous(parameters.run_id))

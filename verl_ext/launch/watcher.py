@@ -1,8 +1,11 @@
-"""Evaluation during training: `eval.watch=true` starts `python -m eval_pipeline watch` and waits for its end."""
+"""Evaluation during training: `eval.watch=true` runs `python -m eval_pipeline watch`, which dies with the launcher."""
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -13,52 +16,58 @@ from pathlib import Path
 from verl_ext.checkpoint.retention import read_choice
 from verl_ext.console import print_line, print_next, typed_path, typed_script, warn
 from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
-from verl_ext.launch.restarts import FIRST_PAUSE_S, pause_before
-from verl_ext.launch.summary import EVALUATE, next_after_evaluation, with_recipe
-from verl_ext.launch.watch_process import LOG, WatchProcess
-from verl_ext.metrics.run_file import RUN_FILE, load_run
-from verl_ext.processes import StopRequest, StopSignals
+from verl_ext.files import write_errors
+from verl_ext.launch.outcome import FIRST_PAUSE_S, run_with_restarts
+from verl_ext.launch.report import EVALUATE, next_after_evaluation, with_recipe
+from verl_ext.metrics.run_record import RUN_FILE, load_run
+from verl_ext.processes import DEVICES, StopRequest, StopSignals, end_with_parent
 from verl_ext.trainer.stages import RunConfig
 
+LOG = Path("eval", "watch.log")
+LAST_BYTES = 4096
 POLL_S = 0.1
 STOP_S = 30.0
-"""How long the watcher may take to end its engine when the training ends unfinished."""
+"""How long the process may take to end its engine when the training ends unfinished."""
 SOME_FAILED = 1
-"""Exit code of a watcher that has seen the run to its end and could not evaluate everything."""
+"""Exit code of a process that has watched the run to its end and could not evaluate everything."""
 RESTARTS = 3
-"""How often a watcher that crashed is started again without a checkpoint having been evaluated meanwhile."""
+"""How often a process that crashed is restarted without an evaluated checkpoint in between."""
 
 
-class Watcher:
-    """A watcher that runs until the run has finished and is evaluated; one that crashes is started again.
+class EvalWatcher:
+    """Evaluates the checkpoints of a run until it is finished and evaluated; restarts a process that crashes.
 
     Args:
         config: of the run; `eval.devices` are the GPUs that the training leaves free.
-        first_pause_s: seconds before the first restart; each pause is twice the one before.
+        first_pause_s: seconds before the first restart; each pause is twice as long as the last.
 
     Raises:
         UserError: its log cannot be written.
     """
 
     def __init__(self, config: RunConfig, first_pause_s: float = FIRST_PAUSE_S) -> None:
-        self._config = config
-        self._run_dir = Path(config.trainer.default_local_dir).absolute()
-        self._process = WatchProcess(config, self._run_dir)
-        self._first_pause_s = first_pause_s
+        self._config, self._first_pause_s = config, first_pause_s
+        self._run_dir = config.trainer.run_dir.absolute()
+        self._log_path = self._run_dir / LOG
+        with write_errors(self._log_path):
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+            self._log = open(self._log_path, "ab")
         self._exit_code = 0
+        self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
-        # the process dies with the thread that forked it, which therefore lives as long
-        self._thread = threading.Thread(target=self._keep, name="watcher", daemon=True)
+        self._lock = threading.Lock()  # so that no process starts after `stop`
+        # The kernel ends the process when the thread that forked it ends, so this thread lives as long.
+        self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
         self._thread.start()
 
     def finish(self, signals: StopSignals) -> int:
-        """Wait until every checkpoint of the finished run is evaluated, or a stop signal ends the waiting.
+        """Wait until every checkpoint of the finished run is evaluated, or until a stop signal.
 
         Returns:
-            The exit code of the command: that of a stop, or 0, since the training itself is done.
+            The exit code of the command: that of a stop, or 0, because the training itself is done.
         """
-        log = typed_path(self._run_dir / LOG)
         if self._thread.is_alive():
+            log = typed_path(self._log_path)
             print_line(f"Waiting for the evaluation of every checkpoint; {log} shows the progress.")
         try:
             with signals.raising():
@@ -68,10 +77,10 @@ class Watcher:
             print_line(f"Stopped by {stop.signal.name} while evaluating; the same command resumes the evaluation.")
             return stop.exit_code
         if self._exit_code:
-            self._tell_failure()
+            self._report_failure()
         else:
             best, _ = read_choice(self._run_dir)
-            results = typed_path(self._run_dir / LOG.parent)
+            results = typed_path(self._log_path.parent)
             print_line(
                 f"Evaluation finished: results are in {results}" + (f", the best is {best.name}" if best else "")
             )
@@ -79,105 +88,126 @@ class Watcher:
         return 0
 
     def stop(self, signals: StopSignals) -> None:
-        """End it, at once if the launcher is asked for that; what it has done is kept, and the next start resumes."""
-        self._stopping.set()
-        self._process.terminate()
+        """End the process, without delay if an immediate stop is requested; the next start resumes its work."""
+        with self._lock:
+            self._stopping.set()
+        self._send(signal.SIGTERM)
         deadline = time.monotonic() + STOP_S
         while self._thread.is_alive() and time.monotonic() < deadline and signals.immediate is None:
             self._thread.join(POLL_S)
-        self._process.kill()
+        self._send(signal.SIGKILL)
         self._thread.join()
-        self._process.close()
+        self._log.close()
 
-    def _keep(self) -> None:
-        reached, used = self._num_evaluated(), 0
-        while True:
-            self._exit_code = self._process.run()
-            if self._stopping.is_set() or not self._exit_code:
-                return
-            if (now := self._num_evaluated()) > reached:
-                reached, used = now, 0
-            if not may_go_better(self._exit_code, self._is_finished()) or used == RESTARTS:
-                return self._warn_of_end()
-            used += 1
-            pause = pause_before(used, self._first_pause_s)
-            self._warn(f"restart {used} of {RESTARTS} in {pause:g} s; see {typed_path(self._run_dir / LOG)}")
-            self._stopping.wait(pause)
+    def _send(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)  # does nothing if it has ended
 
-    def _warn_of_end(self) -> None:
-        if not self._is_finished():  # else `finish` says it, now
+    def _run(self) -> None:
+        self._exit_code = run_with_restarts(
+            self._run_once,
+            may_restart=lambda code: not self._stopping.is_set() and is_worth_restart(code, self._is_finished()),
+            progress=lambda: len(list(self._run_dir.glob("eval/eval_step_*/metrics.json"))),
+            announce=lambda code, plan: self._warn(code, f"{plan}; see {typed_path(self._log_path)}"),
+            pause=self._stopping.wait,
+            restarts=RESTARTS,
+            first_pause_s=self._first_pause_s,
+        )
+        if self._exit_code and not self._stopping.is_set() and not self._is_finished():  # else `finish` reports it
+            resume = shlex.join(with_recipe(self._config, "watch", typed_path(self._run_dir)))
             self._warn(
-                f"training continues without it ({self._process.last_line()}); see {typed_path(self._run_dir / LOG)}, "
-                f"and resume it with `{shlex.join(with_recipe(self._config, 'watch', typed_path(self._run_dir)))}`"
+                self._exit_code,
+                f"training continues without it ({self._last_line()}); see {typed_path(self._log_path)}, and resume "
+                f"it with `{resume}`",
             )
 
-    def _tell_failure(self) -> None:
-        """Say that the finished run is not evaluated, or only in part, and what shows why and tries again."""
-        some = [typed_path(self._run_dir)]
+    def _run_once(self) -> int:
+        """Run the process to its end; returns its exit code, 1 if it cannot be started, 0 after `stop`."""
+        command = [sys.executable, "-m", "eval_pipeline", "watch", str(self._run_dir)]
+        command.append(f"--recipe={self._config.eval.recipe_name}")  # one word, whatever the name begins with
+        with self._lock:
+            if self._stopping.is_set():
+                return 0
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    env=evaluation_environment(self._config),
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=self._log,
+                    start_new_session=True,  # Ctrl-C is for the launcher, which then stops this process
+                    preexec_fn=_end_with_launcher,
+                )
+            except OSError as error:
+                warn(f"the evaluation cannot start ({error.strerror})")
+                return 1
+        return self._process.wait()
+
+    def _report_failure(self) -> None:
+        """Tell the user that the finished run is not or only partly evaluated, and how to find out why and retry."""
+        run_dir = typed_path(self._run_dir)
         if self._exit_code == SOME_FAILED:
             reason = "some of its evaluations failed, or it found no checkpoint to evaluate"
-            then = [[*typed_script(EVALUATE), command, *some] for command in ("status", "retry")]
+            then = [[*typed_script(EVALUATE), command, run_dir] for command in ("status", "retry")]
         else:
-            reason, then = self._process.last_line().removeprefix("error: "), []
+            reason, then = self._last_line().removeprefix("error: "), []
         print_line(
             f"error: training finished, but the evaluation {how_it_ended(self._exit_code)} ({reason}); see "
-            f"{typed_path(self._run_dir / LOG)}",
+            f"{typed_path(self._log_path)}",
             sys.stderr,
         )
-        print_next([*then, with_recipe(self._config, "watch", *some)])
+        print_next([*then, with_recipe(self._config, "watch", run_dir)])
 
-    def _warn(self, what_follows: str) -> None:
-        warn(f"the evaluation during training {how_it_ended(self._exit_code)}; {what_follows}")
+    def _warn(self, exit_code: int, consequence: str) -> None:
+        warn(f"the evaluation during training {how_it_ended(exit_code)}; {consequence}")
 
-    def _num_evaluated(self) -> int:
-        return len(list(self._run_dir.glob("eval/eval_step_*/metrics.json")))
+    def _last_line(self) -> str:
+        with open(self._log_path, "rb") as log:
+            log.seek(max(log.seek(0, os.SEEK_END) - LAST_BYTES, 0))
+            lines = log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else "its log is empty"
 
     def _is_finished(self) -> bool:
         try:
             return load_run(self._run_dir / RUN_FILE)["status"] == "finished"
         except UserError:
-            return False  # whoever writes the record says what is wrong with it
-
-
-class NoWatcher:
-    """In its place where nobody asked for one."""
-
-    def finish(self, signals: StopSignals) -> int:
-        """Nothing is left to do."""
-        return 0
-
-    def stop(self, signals: StopSignals) -> None:
-        """Nothing is running."""
+            return False  # the writer of the record reports what is wrong with it
 
 
 @contextmanager
-def watching(config: RunConfig, leads: bool, signals: StopSignals) -> Iterator[Watcher | NoWatcher]:
-    """A watcher within the block, where the configuration asks for one; the first node's launcher has it.
-
-    Args:
-        config: of the run.
-        leads: whether this is the first node.
-        signals: what the launcher is asked.
-    """
-    watcher = Watcher(config) if config.eval.watch and leads else NoWatcher()
+def watching(config: RunConfig, leads: bool, signals: StopSignals) -> Iterator[EvalWatcher | None]:
+    """A watcher within the block, if the configuration asks for one; `leads` says whether this is the first node."""
+    watcher = EvalWatcher(config) if config.eval.watch and leads else None
     try:
         yield watcher
     finally:
-        watcher.stop(signals)
+        if watcher is not None:
+            watcher.stop(signals)
+
+
+def is_worth_restart(exit_code: int, run_is_finished: bool) -> bool:
+    """Whether another start may succeed; 1 is a crash until the run is finished, then it means failed evaluations."""
+    final = {0, USER_ERROR_EXIT_CODE, STOPPED_EXIT_CODE} | ({SOME_FAILED} if run_is_finished else set())
+    return exit_code not in final
 
 
 def how_it_ended(exit_code: int) -> str:
-    """Words for an exit code; as with `subprocess`, a negative one is that of a signal."""
+    """An exit code in words; as with `subprocess`, a negative one is that of a signal."""
     return f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
-def may_go_better(exit_code: int, run_is_finished: bool) -> bool:
-    """Whether a watcher that ended so is worth another start.
+def evaluation_environment(config: RunConfig) -> dict[str, str]:
+    """The environment of an evaluation during training; variables that the user has set stay.
 
-    Args:
-        exit_code: of the watcher; bad input stays bad, and whoever asked it to stop meant it.
-        run_is_finished: a watcher that has seen the run to its end says by 1 that a data set failed; before, 1 is a
-            crash.
+    Each rank has its share of the cores as threads. vLLM must not have more on a CPU: its threads wait for each other
+    after every operation, and with all cores, one of them would always wait for a rank.
     """
-    final = {0, USER_ERROR_EXIT_CODE, STOPPED_EXIT_CODE} | ({SOME_FAILED} if run_is_finished else set())
-    return exit_code not in final
+    share = max(1, len(os.sched_getaffinity(0)) // (config.trainer.n_gpus_per_node + 1))
+    environment = {"OMP_NUM_THREADS": str(share), **os.environ}
+    names = config.eval.device_names
+    return environment if names is None else {**environment, DEVICES: ",".join(names)}
+
+
+def _end_with_launcher() -> None:
+    """Runs between fork and exec: a launcher that is killed by SIGKILL must leave no evaluation behind."""
+    end_with_parent(signal.SIGTERM)

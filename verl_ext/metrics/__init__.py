@@ -1,4 +1,4 @@
-"""What a run measures: metric names, reduction over ranks, timers, the run's record, and where the figures go.
+"""What a run measures and where it is recorded: the metric registry, files, sinks and timers.
 
-The package itself imports nothing heavy, so that the launcher and the monitor can read a run without torch.
+Importing any module here needs no torch, so that the launcher and the monitor can read a run.
 """

@@ -1,49 +1,118 @@
-"""`metrics.jsonl`, the record of a run: every row ever logged, across all attempts."""
+"""`metrics.jsonl`, `samples.jsonl` and `events.jsonl`: the append-only record of a run across all attempts."""
 
 from __future__ import annotations
 
 import json
 import math
+import numbers
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.files import LATEST, LineWriter, drop_torn_tail, end_with_newline, parse_json, write_errors
-from verl_ext.metrics.row import Row, plain_numbers
+from verl_ext.files import LATEST, LineWriter, parse_json, write_errors
 
 METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+EVENTS_FILE = "events.jsonl"
+KEY_COLUMNS = ("step", "attempt", "time")
+SampleRow = Mapping[str, str | float | None]
 
-# JSON has no non-finite numbers; the strings are read by every parser, and by `float` in Python and in JavaScript.
+# JSON has no non-finite numbers. Every parser reads these strings, and so does `float` in Python and in JavaScript.
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
-class MetricsFile:
-    """Appends rows to `metrics.jsonl`, one JSON object a line, each on its way to the disk when `append` returns."""
+@dataclass(frozen=True)
+class MetricsRow:
+    """Metrics that were logged together.
+
+    Attributes:
+        step: optimizer steps since the run began.
+        attempt: which start of the run this is, from 1.
+        time: when the row was logged, in seconds since 1970.
+        metrics: value by metric name.
+    """
+
+    step: int
+    attempt: int
+    time: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class HealthEvent:
+    """A finding of a health rule.
+
+    Attributes:
+        step: optimizer steps since the run began.
+        name: of the rule.
+        level: ok, notice, warning or alarm.
+        text: one or two sentences.
+        time: seconds since 1970.
+    """
+
+    step: int
+    name: str
+    level: str
+    text: str
+    time: float = field(default_factory=time.time)
+
+    def record(self) -> dict[str, str | float]:
+        """The event for `events.jsonl`, where `step` is a column of every record."""
+        return {name: value for name, value in asdict(self).items() if name != "step"}
+
+
+class JsonlFile:
+    """Appends records, one JSON object per line; without a record, there is no file.
+
+    Args:
+        path: of the file.
+        attempt: which start of the run writes here, from 1.
+    """
 
     def __init__(self, path: Path, attempt: int) -> None:
-        """Open the file, first mending a last line that a kill left torn.
+        self._path, self._attempt = path, attempt
+        self._writer: LineWriter | None = None
 
-        Args:
-            path: the file; it and its directory are created when missing.
-            attempt: which start of the run writes here, from 1.
+    def append(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Write some records of one step.
 
         Raises:
-            UserError: the file cannot be opened for writing.
+            UserError: the file cannot be written.
         """
-        self._path = Path(path)
-        self._attempt = attempt
+        with write_errors(self._path):
+            self._writer = self._writer or LineWriter.reopen(self._path, _is_object)
+            for row in rows:
+                self._writer.write(json.dumps({"step": step, "attempt": self._attempt, **row}, ensure_ascii=False))
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class MetricsFile:
+    """Appends rows to `metrics.jsonl`; a row has reached the operating system when `append` returns.
+
+    Args:
+        path: of the file; it and its directory are created if they are missing.
+        attempt: which start of the run writes here, from 1.
+
+    Raises:
+        UserError: the file cannot be opened for writing.
+    """
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self._path, self._attempt = Path(path), attempt
         with write_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._path.exists():
-                drop_torn_tail(self._path, lambda line: _parse(line) is not None)
-                end_with_newline(self._path)
-            self._writer = LineWriter(self._path)
+            self._writer = LineWriter.reopen(self._path, lambda line: _parse(line) is not None)
 
-    def append(self, step: int, metrics: Mapping[str, float]) -> Row:
-        """Write one row, stamped with the attempt and the present time.
+    def append(self, step: int, metrics: Mapping[str, float]) -> MetricsRow:
+        """Write one row, with the attempt and the current time.
 
         Args:
             step: optimizer steps since the run began.
@@ -53,9 +122,9 @@ class MetricsFile:
             The row as written.
 
         Raises:
-            UserError: a value is not a number, or the disk refuses the line.
+            UserError: a value is not a number, or the file cannot be written.
         """
-        row = Row(int(step), self._attempt, time.time(), plain_numbers(metrics))
+        row = MetricsRow(int(step), self._attempt, time.time(), _plain_numbers(metrics))
         with write_errors(self._path):
             self._writer.write(_encode(row))
         return row
@@ -66,74 +135,85 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read every row of a `metrics.jsonl`, also while a run is writing it.
-
-    Args:
-        path: the file.
+    """All rows of a `metrics.jsonl`, even while a run writes it.
 
     Returns:
-        One dictionary a row, oldest first, with `step`, `attempt`, `time` (seconds since 1970) and the metrics.
-        A torn last line is left out silently: its writer may be in the middle of it. Any other unreadable line is
-        left out with a warning.
+        One dictionary per row, oldest first, with `step`, `attempt`, `time` (seconds since 1970) and the metrics. A
+        torn last line is skipped silently, because its writer may not have finished it. Any other unreadable line is
+        skipped with a warning.
 
     Raises:
-        UserError: there is no such file, or it cannot be read.
+        UserError: the file is missing or cannot be read.
     """
-    return list(iterate_metrics(path))
+    return list(iter_metrics(path))
 
 
-def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Give the rows of `read_metrics` one at a time, without holding them all in memory."""
+def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of `read_metrics` one at a time, without holding them all in memory."""
+    unreadable = None
     try:
         with open(path, "rb") as file:
-            yield from _iterate_lines(file, path)
+            for number, line in enumerate(file, start=1):
+                if unreadable is not None:
+                    warn(f"skipped line {unreadable} of {path}, which is not a row of metrics")
+                row = _parse(line)
+                unreadable = number if row is None else None
+                if row is not None:
+                    yield row
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}); make it readable") from error
 
 
-def _iterate_lines(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
-    unreadable = None
-    for number, line in enumerate(lines, start=1):
-        if unreadable is not None:
-            warn(f"line {unreadable} of {path} is not a row of metrics and was left out")
-        row = _parse(line)
-        unreadable = number if row is None else None
-        if row is not None:
-            yield row
+def _plain_numbers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Convert NumPy scalars and one-element tensors to `int` or `float`."""
+    for reserved in KEY_COLUMNS:
+        if reserved in metrics:
+            raise UserError(f"a metric cannot be named '{reserved}', which is a column of every row; rename it")
+    return {name: _plain_number(name, value) for name, value in metrics.items()}
 
 
-def _encode(row: Row) -> str:
-    metrics = {name: _encode_number(value) for name, value in row.metrics.items()}
+def _plain_number(name: str, value: float) -> float:
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"the metric '{name}' must be a number, not {value!r}") from error
+
+
+def _encode(row: MetricsRow) -> str:
+    metrics = {name: value if math.isfinite(value) else _non_finite(value) for name, value in row.metrics.items()}
     return json.dumps({"step": row.step, "attempt": row.attempt, "time": row.time, **metrics}, allow_nan=False)
 
 
-def _encode_number(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+def _non_finite(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the row of one line, or None where the line is not one."""
+    """The row of a line, or None if the line is not a row."""
     try:
         row = parse_json(line)
-    except ValueError:  # also what bytes that are not UTF-8 raise
+    except ValueError:  # bytes that are not UTF-8 raise it too
         return None
-    if not isinstance(row, dict) or not _has_keys(row):
+    if not isinstance(row, dict) or not _has_key_columns(row):
         return None
-    row = _decode_numbers(row)
+    row = {name: float(value) if value in _NON_FINITE else value for name, value in row.items()}
     return row if all(map(_is_number, row.values())) else None
 
 
-def _has_keys(row: dict[str, Any]) -> bool:
-    whole = all(type(row.get(name)) is int and 0 <= row[name] < 2**63 for name in ("step", "attempt"))
-    return whole and _is_number(row.get("time")) and 0 <= row["time"] < LATEST
+def _has_key_columns(row: dict[str, Any]) -> bool:
+    has_counts = all(type(row.get(name)) is int and 0 <= row[name] < 2**63 for name in ("step", "attempt"))
+    return has_counts and _is_number(row.get("time")) and 0 <= row["time"] < LATEST
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one that a float can hold, if not exactly."""
+    """Whether a float can hold it, perhaps rounded."""
     return type(value) is float or (type(value) is int and abs(value) < 10**300)
 
 
-def _decode_numbers(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: float(value) if value in _NON_FINITE else value for name, value in row.items()}
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(parse_json(line), dict)
+    except ValueError:
+        return False

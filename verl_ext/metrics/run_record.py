@@ -1,72 +1,102 @@
-"""`run.json`: what a run is, how it stands, and every start of it."""
+"""`run.json`: what a run is, its status, and every attempt (start) of it."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
+from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.files import parse_json
-from verl_ext.metrics.jsonl import METRICS_FILE, iterate_metrics
-from verl_ext.metrics.run_file import IDENTITY_KEYS, RUN_FILE, load_run, seconds_of, set_aside_if_corrupt, write_run
+from verl_ext.files import parse_json, replace_file, write_errors
+from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
 
-END_STATUSES = ("finished", "stopped", "failed")
+RUN_FILE = "run.json"
+STATUSES = ("waiting", "running", "finished", "stopped", "failed")
+EndStatus = Literal["finished", "stopped", "failed"]
 LOST = "ended without a word (killed or lost)"
 
 
+class RunIdentity(TypedDict, total=False):
+    """What the launcher knows of a run before it starts."""
+
+    project: str
+    experiment: str
+    stage: str
+    recipe: str | None
+    config_digest: str
+    untrained_loss: float | None
+    first_start: str
+    precision: str | None
+
+
+_IDENTITY_KEYS = (
+    "project", "experiment", "stage", "recipe", "total_steps", "config_digest", "untrained_loss", "first_start",
+    "precision",
+)  # fmt: skip
+_TEXT, _COUNT = (str, type(None)), (int, type(None))
+_PRECISIONS = ("bf16", "fp32", None)
+_TYPES = {
+    **dict.fromkeys(("project", "experiment", "stage", "recipe", "config_digest"), _TEXT),
+    "total_steps": _COUNT,
+    "untrained_loss": (int, float, type(None)),
+}
+_ATTEMPT_TYPES = {
+    **{"attempt": (int,), "start": (str,)},
+    **dict.fromkeys(("end", "exit_reason", "host"), _TEXT),
+    **dict.fromkeys(("first_step", "last_step", "world_size", "pid"), _COUNT),
+}
+_REQUIRED_ATTEMPT_KEYS = frozenset({"attempt", "start", "end"})
+_LARGEST_INT = 2**63 - 1  # what the monitor's database can hold
+
+
 class RunRecord:
-    """Reads and updates the `run.json` of one run directory; one process at a time may update it."""
+    """Reads and updates the `run.json` of a run directory; only one process at a time may update it.
+
+    Args:
+        run_dir: the run directory, which need not exist yet.
+    """
 
     def __init__(self, run_dir: Path) -> None:
-        """Point at a run directory, which need not exist yet."""
         self._run_dir = Path(run_dir)
         self._path = self._run_dir / RUN_FILE
         self._before: str | None = None
 
     def read(self) -> dict[str, Any]:
-        """Return the record; one that was never written is waiting, has no attempts, and None for the rest.
-
-        Raises:
-            UserError: the file is not a run record, for example torn by a crash of the disk.
-        """
+        """Return the record; see `load_run`."""
         return load_run(self._path)
 
     def first_start(self) -> datetime | None:
         """Local time of the run's first start; None if it was never started, or its record does not say.
 
         Raises:
-            UserError: see `read`.
+            UserError: see `load_run`.
         """
         run = self.read()
-        # records of earlier versions have the start of the first attempt alone
+        # records of earlier versions only have the start of the first attempt
         for moment in (run["first_start"], *(attempt["start"] for attempt in run["attempts"][:1])):
             seconds = seconds_of(moment)
             if seconds is not None:
                 return datetime.fromtimestamp(seconds)
         return None
 
-    def mark_waiting(self, **identity: Any) -> None:
-        """Record that the run is asked for and has not started; earlier attempts stay.
-
-        Args:
-            identity: any of `IDENTITY_KEYS`.
+    def mark_waiting(self, **identity: Unpack[RunIdentity]) -> None:
+        """Record that a launch was requested and has not started training; earlier attempts stay.
 
         Raises:
-            UserError: another key is given, or the file cannot be written.
+            UserError: the file cannot be written.
         """
-        if unknown := sorted(identity.keys() - set(IDENTITY_KEYS)):
-            raise UserError(f"a run has no {', '.join(unknown)}; known are {', '.join(sorted(IDENTITY_KEYS))}")
         run = self._load()
         if self._before is None and self._path.exists():
             self._before = self._path.read_text(encoding="utf-8")
         self._write({**run, **identity, "status": "waiting"})
 
     def start_attempt(self, *, first_step: int, world_size: int, total_steps: int, precision: str | None = None) -> int:
-        """Record that training begins; an attempt that a kill left open is closed from its last row of metrics.
+        """Record that training begins. An attempt that a kill left open is closed from its last row of metrics.
 
         Args:
             first_step: the step this attempt starts from.
@@ -87,45 +117,39 @@ class RunRecord:
         self._write({**run, "status": "running", "total_steps": total_steps, "precision": precision})
         return number
 
-    def end_attempt(self, status: str, last_step: int | None, exit_reason: str) -> None:
+    def end_attempt(self, status: EndStatus, last_step: int | None, exit_reason: str) -> None:
         """Record how the open attempt ended.
 
         Args:
-            status: `finished` (all steps done), `stopped` (asked to stop) or `failed`.
+            status: `finished` (all steps are done), `stopped` (on request) or `failed`.
             last_step: the last step that was done; None takes it from `metrics.jsonl`.
-            exit_reason: one sentence for people.
+            exit_reason: one sentence.
 
         Raises:
-            UserError: the status is another, no attempt is open, or the file cannot be written.
+            UserError: no attempt is open, or the file cannot be written.
         """
-        if status not in END_STATUSES:
-            raise UserError(f"an attempt ends {', '.join(END_STATUSES)}, not '{status}'")
         run = self._load()
         attempt = _open_attempt(run)
         if attempt is None:
-            raise UserError(f"{self._path} has no open attempt to end")
+            raise UserError(f"{self._path} has no open attempt to end; another process may have changed it")
         if last_step is None:
             last_step, _ = self._last_row_of(attempt["attempt"])
         attempt.update(end=_now(), last_step=last_step, exit_reason=exit_reason)
         self._write({**run, "status": status})
 
-    def end_if_running(self, status: str, exit_reason: str) -> bool:
-        """Mark the run as `failed` or `stopped` if it has not ended; for the launcher, after its ranks died.
+    def end_if_running(self, status: EndStatus, exit_reason: str) -> bool:
+        """Mark the run as `failed` or `stopped` if it has not ended; for the launcher, after its ranks ended.
 
-        Ranks that died before training began count as an attempt of their own, so that the reason is kept.
-
-        Args:
-            status: `stopped` (asked to stop) or `failed`.
-            exit_reason: one sentence for people.
+        Ranks that ended before training began count as an attempt, so that the reason is kept.
 
         Returns:
-            Whether anything was changed.
+            Whether the record was changed.
 
         Raises:
             UserError: the file cannot be written.
         """
         run = self._load()
-        if run["status"] in END_STATUSES:
+        if run["status"] in ("finished", "stopped", "failed"):
             return False
         if run["status"] == "waiting":
             self._close_lost_attempt(run)
@@ -137,11 +161,11 @@ class RunRecord:
     def end_refused(self, reason: str) -> None:
         """Record that this launch was refused after `mark_waiting`.
 
-        A run that was finished or stopped before, and has logged nothing since, keeps the record that it had: a mistake
-        on the command line must not turn a finished run into a failed one. Any other run has failed.
+        If the run was finished or stopped before and has logged nothing since, its record is restored: a mistake on the
+        command line must not turn a finished run into a failed one. Any other run has failed.
 
         Args:
-            reason: one sentence for people.
+            reason: one sentence.
 
         Raises:
             UserError: the file cannot be written.
@@ -158,11 +182,20 @@ class RunRecord:
             self._write(former)
 
     def _load(self) -> dict[str, Any]:
-        set_aside_if_corrupt(self._path)
-        return load_run(self._path)
+        """The record; any other file is renamed to `run.json.corrupt`, with a warning, so that the run can start."""
+        try:
+            return load_run(self._path)
+        except UserError as error:
+            aside = self._path.with_name(f"{RUN_FILE}.corrupt")
+            with write_errors(aside):
+                os.replace(self._path, aside)
+            warn(f"{error}; it was renamed to {aside.name}, and a new record begins")
+            return _new_run()
 
     def _write(self, run: dict[str, Any]) -> None:
-        write_run(self._path, run)
+        with write_errors(self._path):
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            replace_file(self._path, [json.dumps(run, indent=2) + "\n"])
 
     def _close_lost_attempt(self, run: dict[str, Any]) -> None:
         attempt = _open_attempt(run)
@@ -173,12 +206,12 @@ class RunRecord:
 
     def _next_number(self, run: dict[str, Any]) -> int:
         numbers = [attempt["attempt"] for attempt in run["attempts"]]
-        if not numbers:  # a record that was lost or set aside must not give the number of a logged attempt again
+        if not numbers:  # the numbers of a lost record must not be used again: metrics.jsonl has rows of them
             numbers = [row["attempt"] for row in self._rows()]
         return 1 + max(numbers, default=0)
 
     def _last_row_of(self, attempt: int) -> tuple[int | None, float | None]:
-        """Return the largest step and the latest time (seconds since 1970) that the attempt logged."""
+        """The largest step and the latest time (seconds since 1970) that the attempt logged."""
         step, time = None, None
         for row in self._rows():
             if row["attempt"] == attempt:
@@ -187,7 +220,64 @@ class RunRecord:
 
     def _rows(self) -> Iterable[dict[str, Any]]:
         path = self._run_dir / METRICS_FILE
-        return iterate_metrics(path) if path.exists() else ()
+        return iter_metrics(path) if path.exists() else ()
+
+
+def load_run(path: Path) -> dict[str, Any]:
+    """Read a run record.
+
+    Args:
+        path: of the `run.json`.
+
+    Returns:
+        The record. If there is no file: status `waiting`, no attempts, and None for the other keys.
+
+    Raises:
+        UserError: the file cannot be read or is not a run record.
+    """
+    try:
+        run = parse_json(path.read_bytes())
+    except FileNotFoundError:
+        return _new_run()
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the run record {path} ({error}); delete or rename it") from error
+    if not _is_run(run):
+        raise UserError(f"{path} is not a run record; delete or rename it")
+    return {**_new_run(), **run}
+
+
+def seconds_of(moment: Any) -> float | None:
+    """A time of a run record in seconds since 1970; None if it is missing or not a time."""
+    try:
+        return datetime.fromisoformat(moment).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _new_run() -> dict[str, Any]:
+    return {"status": "waiting", **dict.fromkeys(_IDENTITY_KEYS), "attempts": []}
+
+
+def _is_run(run: Any) -> bool:
+    """Whether every key has a value of its type."""
+    if not isinstance(run, dict) or run.get("status") not in STATUSES or not _has_types(run, _TYPES):
+        return False
+    attempts = run.get("attempts")
+    return (
+        run.get("precision") in _PRECISIONS
+        and isinstance(attempts, list)
+        and all(
+            isinstance(each, dict) and _REQUIRED_ATTEMPT_KEYS <= each.keys() and _has_types(each, _ATTEMPT_TYPES)
+            for each in attempts
+        )
+    )
+
+
+def _has_types(content: dict[str, Any], types: Mapping[str, tuple[type, ...]]) -> bool:
+    found = [(content[name], allowed) for name, allowed in types.items() if name in content]
+    return all(
+        type(value) in allowed and (type(value) is not int or abs(value) <= _LARGEST_INT) for value, allowed in found
+    )
 
 
 def _attempt(number: int, *, first_step: int | None = None, world_size: int | None = None) -> dict[str, Any]:

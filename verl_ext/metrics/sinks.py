@@ -1,73 +1,83 @@
-"""The places besides the run's own files where rows are shown: TensorBoard, W&B, and what verl's Tracking serves."""
+"""Where metrics are shown: the console, `train.log`, TensorBoard, and the trackers that verl supports."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any
 
-from verl_ext.errors import STOPPED_EXIT_CODE
-from verl_ext.metrics.epoch_history import tags_of
-from verl_ext.metrics.event import Event
-from verl_ext.metrics.records import SampleRow
-from verl_ext.metrics.row import Row
+from tqdm import tqdm
 
-if TYPE_CHECKING:
-    from wandb import Run
+from verl_ext.console import progress_bar
+from verl_ext.files import LineWriter
+from verl_ext.metrics.jsonl import HealthEvent, MetricsRow, SampleRow
+
+LOG_FILE = "train.log"
+_EVAL_REWARD = "eval/reward_total_mean"
+"""Present in every row of a validation on rewards."""
+_LINE_WIDTH = 120
+"""Columns of a line; as many of the user's own rewards are shown as fit."""
+_LENGTH, _LATENCY = "seq_completion_len_mean", "latency_ms_mean"
+_ON_THE_BAR = {"loss": "train/loss", "reward": "train/reward_total_mean", "acc": "train/accuracy_mean"}
 
 
-class Sink(Protocol):
-    """A place that rows are sent to."""
+class MetricsSink:
+    """A destination of metrics. A subclass overrides the methods for what it can show; the rest is ignored.
+
+    Any method may raise anything: the recorder then drops the sink.
+    """
 
     name: str
+    """For warnings."""
 
-    def write(self, row: Row) -> None:
-        """Take one row; may raise anything."""
+    def log_row(self, row: MetricsRow) -> None:
+        """Take one row of metrics."""
+
+    def log_epoch(self, split: str, row: Mapping[str, float]) -> None:
+        """Take the means of an epoch: `split` is Train or Val, `row` has the `EPOCH_COLUMNS`."""
+
+    def log_event(self, event: HealthEvent) -> None:
+        """Take a finding of the health rules."""
+
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Take some samples of one step; all rows have the same columns."""
 
     def close(self, exit_code: int = 0) -> None:
-        """Hand over what is still held, and let go."""
+        """Flush and close; `exit_code` is the run's."""
 
 
-@runtime_checkable
-class EpochSink(Sink, Protocol):
-    """A place that is also told what an epoch came to."""
-
-    def write_epoch(self, kind: str, row: Mapping[str, float]) -> None:
-        """Take the figures of an epoch; `kind` is Train or Val, `row` has the `COLUMNS` of `epoch_history`."""
+def epoch_tags(split: str, row: Mapping[str, float]) -> dict[str, float]:
+    """An epoch as trackers show it: `Train/Loss`, `Train/Reward_Mean`, `Val/Budget_Violation_Rate` and so on."""
+    values = {name: value for name, value in row.items() if name != "epoch" and not math.isnan(value)}
+    return {f"{split}/{name.title()}": value for name, value in values.items()}
 
 
-@runtime_checkable
-class EventSink(Sink, Protocol):
-    """A place that is also told what is said of the run."""
+class TensorBoardSink(MetricsSink):
+    """Event files in one directory, one per attempt."""
 
-    def write_event(self, event: Event) -> None:
-        """Take an event."""
-
-
-class TensorBoardSink:
-    """Event files in one directory for all attempts."""
-
-    # Not verl's adapter: it holds points back for up to two minutes, which a kill would lose.
+    # Not verl's adapter: it buffers points for up to two minutes, which a kill would lose.
 
     name = "tensorboard"
 
     def __init__(self, directory: Path) -> None:
-        """Open a new event file in `directory`, beside those of earlier attempts."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(directory))
 
-    def write(self, row: Row) -> None:
-        """Write the row's metrics as scalars at its step."""
+    def log_row(self, row: MetricsRow) -> None:
+        """Write the metrics as scalars at the row's step."""
         for name, value in row.metrics.items():
             self._writer.add_scalar(name, value, row.step, walltime=row.time)
         self._writer.flush()
 
-    def write_epoch(self, kind: str, row: Mapping[str, float]) -> None:
-        """Write an epoch's figures as scalars, with epochs as the axis."""
-        for tag, value in tags_of(kind, row).items():
+    def log_epoch(self, split: str, row: Mapping[str, float]) -> None:
+        """Write an epoch as scalars; their x-axis is the epoch."""
+        for tag, value in epoch_tags(split, row).items():
             self._writer.add_scalar(tag, value, int(row["epoch"]))
         self._writer.flush()
 
@@ -76,85 +86,37 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
-    """An open W&B run."""
+class VerlTrackerSink(MetricsSink):
+    """A tracker of verl's `Tracking`, such as `mlflow`, `swanlab` or `file`.
 
-    name = "wandb"
-
-    def __init__(self, run: Run) -> None:
-        """Log to `run`, which `open_wandb_run` made."""
-        self._run = run
-
-    def write(self, row: Row) -> None:
-        """Log the row with `global_step` and `attempt` in it; W&B's own step only counts rows."""
-        self._run.log({**row.metrics, "global_step": row.step, "attempt": row.attempt})
-
-    def write_epoch(self, kind: str, row: Mapping[str, float]) -> None:
-        """Log an epoch's figures, with epochs as the axis of their charts."""
-        tags = tags_of(kind, row)
-        for tag in tags:
-            self._run.define_metric(tag, step_metric="epoch")
-        self._run.log({**tags, "epoch": int(row["epoch"])})
-
-    def write_event(self, event: Event) -> None:
-        """Send an alert, which W&B passes on by mail or chat; a notice is none."""
-        from wandb.sdk.wandb_alerts import AlertLevel
-
-        levels = {"warning": AlertLevel.WARN, "alarm": AlertLevel.ERROR}
-        if event.level in levels:
-            self._run.alert(event.name, f"step {event.step}: {event.text}", levels[event.level])
-
-    def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Log samples as a table under `train/samples`."""
-        import wandb
-
-        columns = list(rows[0])
-        table = wandb.Table(columns=["step", *columns], data=[[step, *(row[name] for name in columns)] for row in rows])
-        self._run.log({"train/samples": table, "global_step": step})
-
-    def close(self, exit_code: int = 0) -> None:
-        """Finish the run.
-
-        Args:
-            exit_code: 0 shows the run as finished, `STOPPED_EXIT_CODE` as preempted, anything else as failed.
-        """
-        if exit_code == STOPPED_EXIT_CODE:
-            self._run.mark_preempting()
-        self._run.finish(exit_code=exit_code)
-
-
-class VerlSink:
-    """A tracker that verl's `Tracking` serves and this package does not."""
+    Args:
+        name: as in `trainer.logger`.
+        project: the project's name in the tracker.
+        experiment: the run's name in the project.
+        config: shown as the run's configuration.
+        run_dir: where the `file` tracker writes, unless `VERL_FILE_LOGGER_PATH` is set.
+    """
 
     def __init__(self, name: str, project: str, experiment: str, config: Mapping[str, Any], run_dir: Path) -> None:
-        """Start the tracker.
-
-        Args:
-            name: one of verl's `Tracking.supported_backend`.
-            project: the project's name in the tracker.
-            experiment: the run's name in the project.
-            config: what the tracker shows as the run's configuration.
-            run_dir: where the `file` tracker writes unless `VERL_FILE_LOGGER_PATH` says otherwise.
-        """
         from verl.utils.tracking import Tracking
 
         self.name = name
         with _file_logger_path(run_dir):
             self._tracking: Tracking | None = Tracking(project, experiment, [name], dict(config))
 
-    def write(self, row: Row) -> None:
-        """Log the row's metrics at its step."""
+    def log_row(self, row: MetricsRow) -> None:
+        """Log the metrics at the row's step."""
         if self._tracking is not None:
             self._tracking.log(data=dict(row.metrics), step=row.step)
 
     def close(self, exit_code: int = 0) -> None:
         """Finish the tracker."""
-        self._tracking = None  # verl finishes its trackers when the object goes
+        self._tracking = None  # verl finishes its trackers when the object is deleted
 
 
 @contextmanager
 def _file_logger_path(run_dir: Path) -> Iterator[None]:
-    # verl's file logger empties its file on opening, so each attempt gets a file of its own.
+    # verl's file logger truncates its file when it opens it, so each attempt gets its own file.
     variable = "VERL_FILE_LOGGER_PATH"
     if variable in os.environ:
         yield
@@ -165,3 +127,155 @@ def _file_logger_path(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         del os.environ[variable]
+
+
+# The console and train.log
+
+
+class ConsoleSink(MetricsSink):
+    """Prints a line every `log_every` steps, at the last step, and for each validation, epoch and event.
+
+    Args:
+        total_steps: optimizer steps of the whole run.
+        log_every: steps between two lines, at least 1.
+        show: receives each line; the default prints it above a progress bar.
+    """
+
+    name = "console"
+
+    def __init__(self, *, total_steps: int, log_every: int = 10, show: Callable[[str], object] = tqdm.write) -> None:
+        self._total_steps, self._log_every, self._show = total_steps, log_every, show
+        self._first: MetricsRow | None = None
+
+    def log_row(self, row: MetricsRow) -> None:
+        """Print the row if it is due."""
+        if "train/loss" in row.metrics:
+            self._first = self._first or row
+            if row.step % self._log_every == 0 or row.step == self._total_steps:
+                self._show(self._line([*_training_parts(row), self._eta(row)], row))
+        if "val/loss" in row.metrics:
+            self._show(self._line(_loss_validation_parts(row), row))
+        if _EVAL_REWARD in row.metrics:
+            self._show(self._line(_reward_validation_parts(row), row))
+
+    def log_epoch(self, split: str, row: Mapping[str, float]) -> None:
+        """Print the means of an epoch."""
+        self._show(epoch_line(split, row))
+
+    def log_event(self, event: HealthEvent) -> None:
+        """Print a finding of the health rules."""
+        self._show(f"step {event.step}/{self._total_steps} | {event.level}: {event.name}: {event.text}")
+
+    def _line(self, parts: list[str], row: MetricsRow) -> str:
+        return " | ".join([f"step {row.step}/{self._total_steps}", *filter(None, parts)])
+
+    def _eta(self, row: MetricsRow) -> str:
+        # From wall-clock time of this attempt, to include validation and saving; the first step only sets the start.
+        if self._first is None or row.step <= self._first.step:
+            return ""
+        seconds_per_step = (row.time - self._first.time) / (row.step - self._first.step)
+        minutes, seconds = divmod(round(seconds_per_step * (self._total_steps - row.step)), 60)
+        return f"ETA {minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+class LogFileSink(ConsoleSink):
+    """Writes the console's lines to a file, which earlier attempts may have begun, with the time of each.
+
+    Args:
+        path: of the file.
+        total_steps: see `ConsoleSink`.
+        log_every: see `ConsoleSink`.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    name = "log file"
+
+    def __init__(self, path: Path, *, total_steps: int, log_every: int) -> None:
+        super().__init__(total_steps=total_steps, log_every=log_every, show=self._write_line)
+        self._writer = LineWriter(path)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _write_line(self, text: str) -> None:
+        self._writer.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} - INFO - {text}")
+
+
+class ProgressBar:
+    """A bar over the steps of a run; drawn only on a terminal.
+
+    Args:
+        total_steps: optimizer steps of the whole run.
+        initial: steps of earlier attempts.
+    """
+
+    def __init__(self, total_steps: int, initial: int = 0) -> None:
+        self._bar = progress_bar(total=total_steps, initial=initial, desc="training", unit="steps")
+
+    def update(self, metrics: Mapping[str, float]) -> None:
+        """Advance by one step and show its loss, reward and accuracy, as far as it has them."""
+        shown = {word: f"{metrics[name]:.4f}" for word, name in _ON_THE_BAR.items() if name in metrics}
+        try:
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update()
+        except OSError:  # the terminal was closed; the run must still be saved
+            self._bar.disable = True
+
+    def close(self) -> None:
+        """Leave the bar as it is and release the line of the terminal."""
+        self._bar.close()
+
+
+def epoch_line(split: str, row: Mapping[str, float]) -> str:
+    """An epoch as a line of the console."""
+    parts = [] if math.isnan(row["loss"]) else [f"loss {row['loss']:.4f}"]
+    parts += [f"{name} {row[f'{name}_mean']:.4f} (std {row[f'{name}_std']:.4f})" for name in ("reward", "accuracy")]
+    parts.append(f"latency {row['latency_mean']:.2f} ms (std {row['latency_std']:.2f} ms)")
+    parts.append(f"over budget {row['budget_violation_rate']:.1%}")
+    return f"{split} epoch {row['epoch']:.0f}: {', '.join(parts)}"
+
+
+def _training_parts(row: MetricsRow) -> list[str]:
+    if f"train/{_LATENCY}" in row.metrics:  # the stage budget
+        middle = [_part(row, "train/accuracy_mean", "acc {:.3f}"), _part(row, f"train/{_LATENCY}", "latency {:.1f} ms")]
+    else:  # without a reference model, the KL divergence is that of the step's updates
+        kl = "train/kl" if "train/kl" in row.metrics else "train/update_kl"
+        middle = [_part(row, f"train/{_LENGTH}", "length {:.0f}"), _part(row, kl, "KL {:z.4f}")]
+    return [
+        _part(row, "train/loss", "loss {:.4f}"),
+        _part(row, "train/reward_total_mean", "reward {:.3f}"),
+        *middle,
+        _part(row, "train/lr(1e-3)", "lr {:.2e}", scale=1e-3),
+        _part(row, "train/grad_norm", "grad norm {:.3f}"),
+        _part(row, "throughput/train/tokens_per_s", "{:,.0f} tokens/s"),
+    ]
+
+
+def _loss_validation_parts(row: MetricsRow) -> list[str]:
+    return [
+        _part(row, "val/loss", "val loss {:.4f}"),
+        _part(row, "val/perplexity", "val perplexity {:.3f}"),
+        _part(row, "time/val/step_s", "{:.1f} s"),
+    ]
+
+
+def _reward_validation_parts(row: MetricsRow) -> list[str]:
+    total, seconds = _part(row, _EVAL_REWARD, "eval reward {:.3f}"), _part(row, "time/eval/step_s", "{:.1f} s")
+    if f"eval/{_LATENCY}" in row.metrics:  # the stage budget
+        accuracy = _part(row, "eval/accuracy_mean", "acc {:.3f}")
+        latency = _part(row, f"eval/{_LATENCY}", "latency {:.1f} ms")
+        return [total, accuracy, latency, _part(row, "eval/budget_violation_mean", "over budget {:.1%}"), seconds]
+    length = _part(row, f"eval/{_LENGTH}", "length {:.0f}")
+    reward_name = re.compile(r"eval/(?!reward_total_|seq_)(\w+)_mean")
+    found = {name[1]: value for key, value in row.metrics.items() if (name := reward_name.fullmatch(key))}
+    rewards = [f"{name} {value:.3f}" for name, value in found.items()] if len(found) > 1 else []
+    while rewards and len(" | ".join([total, *rewards, length, seconds])) > _LINE_WIDTH - len("step 10000/10000 | "):
+        rewards.pop()
+    return [total, *rewards, length, seconds]
+
+
+def _part(row: MetricsRow, name: str, form: str, scale: float = 1.0) -> str:
+    return form.format(row.metrics[name] * scale) if name in row.metrics else ""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from verl_ext.metrics.names import METRICS
+from verl_ext.metrics.registry import METRICS
 
 MAIN, OTHER = "main", "other"
 """Open at the top; in a fold."""

@@ -4,47 +4,54 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
 
 from verl_ext.cli import child_process_args
-from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError
-from verl_ext.metrics.startup import process_start, startup
-from verl_ext.processes import LAUNCHER_PID, defer_gc, end_with_parent
+from verl_ext.errors import USER_ERROR_EXIT_CODE, Stop, UserError
+from verl_ext.metrics.timing import process_start, startup
+from verl_ext.processes import LAUNCHER_PID, defer_gc, end_with_parent, quiet_stdout
 from verl_ext.trainer.stages import STAGES, RunConfig, read_config
-from verl_ext.trainer.stop_signals import end_at_once
 
 
 def main() -> None:
     """Train the stage of the configuration; a `UserError` goes to the launcher, which prints it once."""
     [path] = child_process_args("verl_ext.trainer", "Trains as one rank of torchrun.", "bash run_sft.sh 2", "config")
-    die_with_launcher()
-    end_at_once()
-    startup.go_on(Path(path).parent)
+    end_with_launcher()
+    end_at_first_signal()
+    startup.load(Path(path).parent)
     startup.mark("torchrun", process_start())
     config = read_config(Path(path))
     try:
-        train(config)
+        exit_code = run_rank(config)
     except UserError as error:
-        tell_launcher(str(error))
-        sys.exit(USER_ERROR_EXIT_CODE)
+        report_to_launcher(str(error))
+        exit_code = USER_ERROR_EXIT_CODE
+    sys.exit(exit_code)
 
 
-def die_with_launcher() -> None:
+def end_with_launcher() -> None:
     """Have the kernel kill this rank when its launcher dies.
 
-    torchrun gives each rank a session of its own, so a launcher killed by SIGKILL would leave ranks that go on training
-    into a run directory which the next start of the same command takes over.
+    torchrun gives each rank a session of its own. Without this, a launcher killed by SIGKILL would leave ranks that
+    train on in a run directory which the next start of the same command uses.
     """
     launcher = int(os.environ.get(LAUNCHER_PID, os.getppid()))
     end_with_parent()
-    if os.getppid() != launcher:  # it died before the kernel was told, maybe while this interpreter started
+    if os.getppid() != launcher:  # it died before the kernel knew, perhaps while this interpreter started
         os._exit(1)
 
 
-def tell_launcher(message: str) -> None:
-    """Leave a message in the file that torchrun reads after a rank has failed."""
+def end_at_first_signal() -> None:
+    """Let the kernel end this rank at the first signal, until `StopVote.arm`: there is nothing to save yet."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler raises KeyboardInterrupt
+
+
+def report_to_launcher(message: str) -> None:
+    """Write a message to the file that torchrun reads after a rank has failed."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         print(f"error: {message}", file=sys.stderr)
@@ -52,15 +59,52 @@ def tell_launcher(message: str) -> None:
         Path(path).write_text(json.dumps({"message": message}))
 
 
-def train(config: RunConfig) -> None:
-    """Import what the stage needs, train, and leave with the code of what stopped it."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    with defer_gc():
-        from verl_ext.trainer.rank import run_rank
+def run_rank(config: RunConfig) -> int:
+    """Join the process group, build the stage's data and trainer, and train.
 
-        STAGES[config.stage].trainer_class()
+    Returns:
+        0 if all steps are done, otherwise the code of what stopped the run.
+
+    Raises:
+        UserError: the input cannot be used.
+    """
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    stage = STAGES[config.stage]
+    with defer_gc():  # here, because they take seconds, and `end_with_launcher` comes first
+        import torch.distributed as dist
+        from transformers import set_seed
+
+        from verl_ext.distributed import build_meshes, init_process_group, local_rank_zero_first, on_every_rank
+        from verl_ext.trainer.device import prepare_device
+        from verl_ext.trainer.preemption import RankSignals
+        from verl_ext.trainer.tokenizer import load_tokenizer
+
+        trainer_class = stage.trainer_class()
     startup.mark("imports")
-    sys.exit(run_rank(config))
+
+    device_name = prepare_device(config)
+    with quiet_stdout():
+        init_process_group(device_name)
+        meshes = build_meshes(device_name, config.sequence_parallel_size)
+    # Dropout differs between ranks, but not between those that share a sequence.
+    set_seed(config.trainer.seed + dist.get_rank() // config.sequence_parallel_size)
+    startup.mark("process_group")
+    tokenizer = on_every_rank(lambda: load_tokenizer(config))
+    startup.mark("tokenizer")
+    each_rank = local_rank_zero_first if stage.keeps_tokens else on_every_rank
+    datasets = each_rank(lambda: stage.load_datasets(config, tokenizer, progress=dist.get_rank() == 0))
+    startup.mark("data")
+
+    trainer = trainer_class(config, *meshes, tokenizer, *datasets, RankSignals())
+    exit_code = 0
+    try:
+        trainer.fit()
+    except Stop as stop:
+        exit_code = stop.exit_code
+    # torchrun ends all ranks when the first one exits with a code; rank 0 may still be closing the trackers.
+    dist.barrier()
+    dist.destroy_process_group()
+    return exit_code
 
 
 if __name__ == "__main__":

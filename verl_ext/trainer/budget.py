@@ -2,65 +2,85 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
+
+from verl_ext.checkpoint.shards import whole
+from verl_ext.checkpoint.writing import FileWriter, save_errors
 from verl_ext.console import print_line, warn
-from verl_ext.controller.block_importance import cheapest
-from verl_ext.controller.calibration import doubts, other_machine
+from verl_ext.controller.adapters.base import VLMAdapter
+from verl_ext.controller.block_importance import Importance, cheapest, load_importance
+from verl_ext.controller.calibration import calibrate, deciding_ms, doubts, other_machine
+from verl_ext.controller.checkpoints import STATE, load_weights
+from verl_ext.controller.configuration import Configuration, ConfigurationSpace
+from verl_ext.controller.controlled import ControlledModel
 from verl_ext.controller.environment import ModelEnvironment
-from verl_ext.controller.latency_source import ModelledLatency
+from verl_ext.controller.execution import Executor
+from verl_ext.controller.latency_model import LATENCY_FILE
+from verl_ext.controller.latency_source import LatencySource, MeasuredLatency, ModelledLatency
+from verl_ext.controller.loading import fingerprint
+from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.scoring.scorer import AnswerScorer
-from verl_ext.data.image_questions import ImageQuestionDataset
+from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.distributed import on_every_rank, on_rank_zero, reduce_over_ranks
-from verl_ext.metrics.epoch_history import EpochSums
-from verl_ext.trainer.budget_parts import (
-    budgets_of,
-    check_budgets,
-    importance_of,
-    latency_source,
-    make_controller,
-    make_executor,
-)
-from verl_ext.trainer.controller_files import BEST_MODEL, epoch_file, whole_weights, write_controllers
-from verl_ext.trainer.gathering import Gathering
-from verl_ext.trainer.grpo import GRPOTrainer
-from verl_ext.trainer.loop import Metrics
-from verl_ext.trainer.model import shard
-from verl_ext.trainer.optimizer import build_optimizer
-from verl_ext.trainer.plateau import PlateauSchedule
+from verl_ext.errors import UserError
+from verl_ext.files import replacing
+from verl_ext.metrics.csv_tables import EpochSums
+from verl_ext.plugins import Plugin
+from verl_ext.trainer.device import pick_precision
+from verl_ext.trainer.fsdp import FSDPReshardPolicy, shard
+from verl_ext.trainer.grpo import RewardTrainer
+from verl_ext.trainer.model import local_model_path
+from verl_ext.trainer.optimizer import PlateauScheduler
 from verl_ext.trainer.stages import BudgetConfig
+from verl_ext.trainer.trainer import Metrics
 
 CHECKED_QUESTIONS = 8
-"""On how many the least budget is tried out."""
+"""Questions on which the lowest budget is tried out."""
+MEASURED_QUESTIONS = 32
+"""Questions on which a latency model is fitted."""
+BEST_MODEL = "best_model.pt"
 
 
-class BudgetControllerTrainer(GRPOTrainer):
+class BudgetTrainer(RewardTrainer):
     """One step is a batch of questions, a budget and a group of configurations for each, and an update from them."""
 
     config: BudgetConfig
     train_dataset: ImageQuestionDataset
     val_dataset: ImageQuestionDataset
     environment: ModelEnvironment
-    lr_scheduler: PlateauSchedule
+    lr_scheduler: PlateauScheduler
 
-    def _build_model_optimizer(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See `PipelineTrainer`."""
+        self.epoch_sums, self.best_reward = EpochSums(), float("-inf")  # `load_checkpoint` restores them
+        super().__init__(*args, **kwargs)
+
+    def build_model(self) -> PreTrainedModel:
+        """See `PipelineTrainer.build_model`: the controller; also builds the frozen model that it controls."""
         config = self.config
-        self.executor = on_every_rank(lambda: make_executor(config))
+        self.executor = on_every_rank(lambda: build_executor(config))
         questions = self.train_dataset.samples
         self.latency = latency_source(config, self.executor, questions)
         self.budgets_ms = budgets_of(config, self.executor, questions, self.latency)
-        controller = on_every_rank(lambda: make_controller(config, self.executor, questions[0], self.budgets_ms))
-        self.model = self.fsdp_model = shard(controller, config, self.device_mesh, self.device_name)
-        self.model_config = controller.config
-        self.optimizer = build_optimizer(self.fsdp_model, config.optim)
-        self.lr_scheduler = PlateauSchedule(self.optimizer, config.optim.plateau_factor, config.optim.plateau_patience)
-        self.epoch_sums, self.best_reward = EpochSums(), float("-inf")
+        controller = on_every_rank(lambda: build_controller(config, self.executor, questions[0], self.budgets_ms))
+        return shard(controller, config.model.fsdp_config, self.device_mesh, self.precision)
 
-    def make_environment(self) -> ModelEnvironment:
-        """What rewards: the model under each configuration, once some of them were seen to keep the budgets."""
+    def build_scheduler(self) -> LRScheduler:
+        """See `PipelineTrainer.build_scheduler`: the rate falls when the validation reward stops rising."""
+        return PlateauScheduler(self.optimizer, self.config.optim.plateau_factor, self.config.optim.plateau_patience)
+
+    def build_environment(self) -> ModelEnvironment:
+        """See `RewardTrainer.build_environment`: the frozen model, if its cheapest configuration keeps the budgets."""
         config, space, questions = self.config, self.model_config.space, self.train_dataset.samples
         if isinstance(self.latency, ModelledLatency):
             r2 = self.latency.model.r2
@@ -74,21 +94,19 @@ class BudgetControllerTrainer(GRPOTrainer):
         scorer = AnswerScorer([*questions, *self.val_dataset.samples])
         return ModelEnvironment(self.executor, space, config.reward, scorer, self.latency)
 
-    def make_policy(self) -> ControllerPolicy:
-        """What is trained: the controller."""
+    def build_policy(self) -> ControllerPolicy:
+        """See `RewardTrainer.build_policy`: the controller."""
         weight, seed = self.config.actor.tier_entropy_weight, self.config.trainer.seed
-        return ControllerPolicy(self.fsdp_model, self.executor, self.budgets_ms, seed, self.device_name, weight)
+        return ControllerPolicy(self.model, self.executor, self.budgets_ms, seed, self.device_name, weight)
 
-    def make_gathering(self) -> Gathering:
-        """See `GRPOTrainer`; the controller is so small that it does not matter."""
-        return Gathering(self.fsdp_model, keeps=False)
-
-    def rollout_correction(self) -> None:
-        """See `GRPOTrainer`; what draws is what is trained."""
+    def build_reshard_policy(self) -> FSDPReshardPolicy:
+        """See `RewardTrainer.build_reshard_policy`; the controller is too small for it to matter."""
+        model: Any = self.model
+        return FSDPReshardPolicy(model, keeps_gathered=False)
 
     @property
     def max_decisions(self) -> int:
-        """See `GRPOTrainer`; a configuration is one decision."""
+        """See `RewardTrainer.max_decisions`; a configuration is one decision."""
         return 1
 
     def training_step(self, batch: PromptBatch) -> Metrics:
@@ -103,7 +121,7 @@ class BudgetControllerTrainer(GRPOTrainer):
         return metrics
 
     def validate(self) -> Metrics:
-        """See `GRPOTrainer.validate`."""
+        """See `RewardTrainer.validate`."""
         with self.environment.measuring(self.config.latency.validation == "measured"):
             return super().validate()
 
@@ -111,21 +129,21 @@ class BudgetControllerTrainer(GRPOTrainer):
 
     @property
     def is_at_end_of_epoch(self) -> bool:
-        """Whether the current step was an epoch's last."""
+        """Whether the current step was the last of an epoch."""
         return self.global_step > 0 and self.global_step % self.steps_per_epoch == 0
 
-    def is_due(self, frequency: int) -> bool:
-        """See `PipelineTrainer.is_due`; an epoch ends with a measurement and a checkpoint whatever the frequency is."""
-        return super().is_due(frequency) or self.is_at_end_of_epoch
+    def due(self, frequency: int) -> bool:
+        """See `PipelineTrainer.due`; an epoch ends with a validation and a checkpoint, whatever the frequency is."""
+        return super().due(frequency) or self.is_at_end_of_epoch
 
     def run_validation(self) -> None:
-        """Measure; at the end of an epoch the learning rate, the tables and the files of that epoch follow."""
+        """Validate; at the end of an epoch, also update the learning rate, the tables and the epoch's files."""
         super().run_validation()
         if self.is_at_end_of_epoch:
             self.end_epoch(self.global_step // self.steps_per_epoch)
 
     def end_epoch(self, epoch: int) -> None:
-        """Tell what the epoch brought, and write its weights; collective."""
+        """Log the epoch and write the controller's weights; collective."""
         measured = EpochSums()
         measured.add(1, of_kind(self.step_metrics, "eval"))
         rows = {"Train": self.epoch_sums.row(epoch), "Val": measured.row(epoch)}
@@ -134,25 +152,25 @@ class BudgetControllerTrainer(GRPOTrainer):
         is_best, self.best_reward = reward > self.best_reward, max(reward, self.best_reward)
         self.epoch_sums = EpochSums()
         for kind, row in rows.items():
-            self.attempt.log_epoch(kind, row)
-        weights = whole_weights(self.fsdp_model)
+            self.logger.log_epoch(kind, row)
+        weights = whole_weights(self.model)
         about = {"epoch": epoch, "val_reward": reward, "config": self.model_config.to_dict()}
         names = [epoch_file(epoch), *([BEST_MODEL] if is_best else [])]
         on_rank_zero(lambda: write_controllers([self.run_dir / name for name in names], weights, about))
 
     def data_state(self) -> dict[str, Any]:
-        """See `TrainerSetup.data_state`."""
+        """See `PipelineTrainer.data_state`."""
         return {**super().data_state(), "epoch_sums": asdict(self.epoch_sums), "best_reward": self.best_reward}
 
     def load_data_state(self, state: dict[str, Any]) -> None:
-        """See `TrainerSetup.load_data_state`."""
+        """See `PipelineTrainer.load_data_state`."""
         super().load_data_state(state)
         self.epoch_sums = EpochSums(**state["epoch_sums"])
         self.best_reward = state["best_reward"]
 
 
 def of_kind(metrics: Metrics, kind: str) -> dict[str, float]:
-    """What `EpochSums.add` takes, of the metrics of a step or a measurement."""
+    """The arguments of `EpochSums.add` among the metrics of a step or a validation."""
     names = {"reward": "reward_total", "accuracy": "accuracy", "latency": "latency_ms"}
     found = {
         f"{quantity}_{figure}": metrics[f"{kind}/{name}_{figure}"]
@@ -160,3 +178,192 @@ def of_kind(metrics: Metrics, kind: str) -> dict[str, float]:
         for figure in ("mean", "std")
     }
     return {**found, "budget_violation_rate": metrics[f"{kind}/budget_violation_mean"]}
+
+
+# The controller and the model that it controls
+
+
+def controlled_model(config: BudgetConfig) -> ControlledModel:
+    """The vision-language model of the configuration."""
+    controller = config.controller
+    return ControlledModel(
+        local_model_path(config),
+        tuple(controller.tier_sizes),
+        controller.max_new_tokens,
+        config.data.question_suffix,
+        config.model.trust_remote_code,
+        num_threads=torch.get_num_threads() if config.trainer.device == "cpu" else None,
+        adapter=config.model.adapter,
+    )
+
+
+def build_executor(config: BudgetConfig) -> Executor:
+    """The frozen model, whole on every rank."""
+    controller, device = config.controller, config.trainer.device
+    dtype = pick_precision(controller.dtype, device)
+    plugin = own_adapter_of(config)
+    return controlled_model(config).executor(device, dtype, plugin, most_encodings=controller.most_encodings)
+
+
+def own_adapter_of(config: BudgetConfig) -> Plugin | None:
+    """The user's adapter that `model.adapter` names, if any."""
+    named = config.model.adapter
+    return None if named is None else Plugin.parse(named, "model.adapter")
+
+
+def space_of(config: BudgetConfig, adapter: VLMAdapter) -> ConfigurationSpace:
+    """The configurations that the controller can choose."""
+    section = config.controller
+    return adapter.space(section.min_active, section.max_active, list(section.topk_choices))
+
+
+def importance_of(config: BudgetConfig, adapter: VLMAdapter) -> Importance | None:
+    """Importance of the model's blocks from `controller.importance_file`; None without one."""
+    path = config.controller.importance_file
+    return None if path is None else load_importance(Path(path).expanduser(), adapter)
+
+
+def build_controller(
+    config: BudgetConfig, executor: Executor, question: ImageQuestion, budgets_ms: tuple[float, float]
+) -> BudgetController:
+    """A controller for the model, with new weights or those of `controller.init_from`.
+
+    Args:
+        config: the resolved configuration.
+        executor: of the model.
+        question: any, which gives the width of the features.
+        budgets_ms: lowest and highest.
+    """
+    section, adapter = config.controller, executor.adapter
+    vision, language = executor.features(question)
+    vlm = {**controlled_model(config).to_dict(), "fingerprint": fingerprint(adapter.model)}
+    controller = BudgetController(
+        BudgetControllerConfig(
+            **vars(space_of(config, adapter)),
+            vision_width=len(vision),
+            language_width=len(language),
+            low_ms=budgets_ms[0],
+            high_ms=budgets_ms[1],
+            hidden=section.hidden,
+            dropout=section.dropout,
+            vlm=vlm,
+        )
+    )
+    importance = importance_of(config, adapter)
+    if importance is not None:
+        controller.prefer(importance.scores)
+    if section.init_from is not None:
+        load_weights(controller, Path(section.init_from).expanduser())
+    return controller
+
+
+def latency_source(config: BudgetConfig, executor: Executor, questions: Sequence[ImageQuestion]) -> LatencySource:
+    """Measured latency or a latency model, which rank 0 fits if it is missing; collective."""
+    space, sample = space_of(config, executor.adapter), questions[:MEASURED_QUESTIONS]
+    if config.latency.source == "measured":
+        return MeasuredLatency(deciding_ms(executor, space, sample, config.controller.hidden))
+    make = lambda: modelled_latency(config, executor, space, sample)  # noqa: E731
+    on_rank_zero(make)  # the other ranks read its file
+    return on_every_rank(make)
+
+
+def modelled_latency(
+    config: BudgetConfig, executor: Executor, space: ConfigurationSpace, questions: Sequence[ImageQuestion]
+) -> ModelledLatency:
+    """The latency model of `latency.file`, or that of the run, which is fitted if it is missing.
+
+    Raises:
+        UserError: the latency model was fitted on another model.
+    """
+    given, adapter = config.latency.file, executor.adapter
+    path = config.trainer.run_dir / LATENCY_FILE if given is None else Path(given).expanduser()
+    if given is None and not path.is_file():
+        controller = config.controller
+        sizes = config.latency.configurations, config.latency.repeats, controller.max_new_tokens, controller.hidden
+        found = calibrate(adapter, space, questions, *sizes)
+        found.save(path)
+    return ModelledLatency.load(path, adapter, config.latency.percentile)
+
+
+def budgets_of(
+    config: BudgetConfig, executor: Executor, questions: Sequence[ImageQuestion], latency: LatencySource
+) -> tuple[float, float]:
+    """Lowest and highest budget in milliseconds, as configured, or as shares of the full configuration's latency.
+
+    Args:
+        config: the resolved configuration.
+        executor: of the model.
+        questions: on which the full configuration is measured.
+        latency: gives milliseconds.
+    """
+    section = config.controller
+    if section.budgets_of_full is None:
+        low_ms, high_ms = section.budgets_ms
+        return low_ms, high_ms
+    full = space_of(config, executor.adapter).full
+    full_ms = statistics.fmean(latency.of_run(executor.run(each, full)) for each in questions[:MEASURED_QUESTIONS])
+    low_ms, high_ms = (share * full_ms for share in section.budgets_of_full)
+    return low_ms, high_ms
+
+
+def check_budgets(
+    config: BudgetConfig,
+    low_ms: float,
+    executor: Executor,
+    least: Configuration,
+    questions: Sequence[ImageQuestion],
+    latency: LatencySource,
+) -> None:
+    """Refuse budgets that no configuration can keep.
+
+    Args:
+        config: the resolved configuration.
+        low_ms: the lowest budget.
+        executor: of the model.
+        least: the cheapest configuration.
+        questions: on which it is tried out.
+        latency: gives milliseconds.
+
+    Raises:
+        UserError: for most of the questions, the cheapest configuration and the decision for it exceed the lowest
+            budget.
+    """
+    executor.run(questions[0], least)  # the first run includes the warm-up
+    # as the reward counts it: at the lowest tier, deciding and answering share the image encoding
+    taken = sorted(latency.of_run(executor.run_anew(question, least)) + latency.deciding_ms for question in questions)
+    needed = taken[len(taken) // 2]
+    if low_ms >= needed:
+        return
+    key, begins, enough = "budgets_ms", f"{low_ms:g} ms", f"{needed * 1.05:.1f} ms"
+    if config.controller.budgets_of_full is not None:
+        share = config.controller.budgets_of_full[0]
+        key, begins = "budgets_of_full", f"{share:g} ({low_ms:.1f} ms)"
+        enough = f"{share * needed * 1.05 / low_ms:.3g}"
+    raise UserError(
+        f"controller.{key} begins at {begins}, but the cheapest configuration takes {needed:.1f} ms, including "
+        f"{latency.deciding_ms:.1f} ms for the controller's decision; begin at {enough} or more"
+    )
+
+
+# Files of weights, with the names that users of older code load
+
+
+def epoch_file(epoch: int) -> str:
+    """Name of the file with the weights of an epoch, counted from 1."""
+    return f"checkpoint_epoch_{epoch}.pt"
+
+
+def write_controllers(paths: Sequence[Path], weights: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
+    """Write weights on the CPU and facts about them; each file is complete or absent.
+
+    Raises:
+        UserError: the disk refuses a file.
+    """
+    for path in paths:
+        with save_errors(path), replacing(path) as temporary, FileWriter() as writer:
+            writer.write_object(temporary, {STATE: dict(weights), **about})
+
+
+def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state of a sharded model on the CPU; collective."""
+    return {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}

@@ -24,17 +24,17 @@ GATHERED_SHARE = 0.15
 
 @dataclass(kw_only=True)
 class WrapPolicyConfig:
-    """`model.fsdp_config.wrap_policy`: which modules FSDP2 shards one by one."""
+    """`model.fsdp_config.wrap_policy`: which modules FSDP2 shards separately."""
 
     min_num_params: int = unused(0, "FSDP2 shards by layer class")
     transformer_layer_cls_to_wrap: str | list[str] | None = setting(
-        None, "Class names of the layers to shard one by one; null takes the model's own"
+        None, "Class names of the layers to shard separately; null takes the model's own"
     )
 
 
 @dataclass(kw_only=True)
 class UnusedWrapPolicyConfig(WrapPolicyConfig):
-    """`model.fsdp_config.wrap_policy` of a model without layers to shard one by one."""
+    """`model.fsdp_config.wrap_policy` of a model without layers to shard separately."""
 
     transformer_layer_cls_to_wrap: str | list[str] | None = unused(None, "the controller is sharded as a whole")
 
@@ -84,6 +84,11 @@ class ModelConfig:
     mixed_precision: Literal["auto", "bf16", "fp32"] = setting(
         "auto", "Number type of the forward pass; auto takes bf16 where the hardware has it (GRPO on CPUs: fp32)"
     )
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether LoRA adapters are trained instead of the whole model."""
+        return self.lora_adapter_path is not None or self.lora_rank > 0
 
     def check(self) -> None:
         """Refuse other ways of sharding than FSDP2."""

@@ -1,9 +1,9 @@
-"""The optimizer and the learning-rate schedule, by verl's own builders."""
+"""The optimizer and the learning-rate schedules, from verl's builders and torch."""
 
 from __future__ import annotations
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from verl.utils.torch_functional import (
     get_constant_schedule_with_warmup,
     get_cosine_schedule_with_warmup,
@@ -16,14 +16,14 @@ from verl_ext.trainer.config import OptimConfig
 
 
 def build_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer of `optim.optimizer` over the parameters that are trained.
+    """The optimizer of `optim.optimizer` over the trainable parameters.
 
     Raises:
-        UserError: an optimizer that does not exist or does not take its arguments.
+        UserError: the optimizer does not exist or does not take its arguments.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        return build_verl_optimizer(trained, config)  # type: ignore[arg-type]  # a section has the same keys
+        return build_verl_optimizer(trained, config)  # type: ignore[arg-type]  # verl's class has the same keys
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         reason = str(error).split(". Available")[0]  # verl lists the whole module behind it
         raise UserError(
@@ -38,10 +38,10 @@ def build_scheduler(
     """The schedule of `optim.lr_scheduler` over `num_steps` updates.
 
     Args:
-        optimizer: whose learning rate is scheduled.
-        config: the `optim` section; `lr_warmup_steps` goes before `lr_warmup_steps_ratio`.
+        optimizer: the optimizer whose learning rate is scheduled.
+        config: `optim`; `lr_warmup_steps` takes precedence over `lr_warmup_steps_ratio`.
         num_steps: length of the schedule in updates.
-        updates_per_step: updates in what `lr_warmup_steps` counts.
+        updates_per_step: updates in one of `lr_warmup_steps`.
     """
     warmup = config.lr_warmup_steps
     if warmup is None or warmup < 0:
@@ -58,3 +58,21 @@ def build_scheduler(
         min_lr_ratio=config.min_lr_ratio or 0.0,
         num_cycles=config.num_cycles,
     )
+
+
+class PlateauScheduler(ReduceLROnPlateau):
+    """torch's, in a loop that calls `step` after each update: only a validation changes the rate.
+
+    Args:
+        optimizer: the optimizer whose learning rate falls.
+        factor: multiplies the rate.
+        patience: validations without a higher reward before the rate falls.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: float, patience: int) -> None:
+        super().__init__(optimizer, mode="max", factor=factor, patience=patience)
+
+    def step(self, metrics: float | None = None, epoch: int | None = None) -> None:  # type: ignore[override]
+        """Take the reward of a validation; without one, do nothing."""
+        if metrics is not None:
+            super().step(metrics)

@@ -1,7 +1,9 @@
-"""Attention over samples that lie behind each other in one row, each of which sees itself alone."""
+"""Causal attention over several samples packed into one row, and the check that a model supports it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,18 +11,24 @@ from torch.nn import functional as F
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from verl_ext.data.batching import MicroBatch, Sample, pack
+
 PACKED_SDPA = "packed_sdpa"
 """Name of `packed_sdpa` among the attention functions of transformers."""
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Largest accepted difference between packed and separate samples, in standard deviations of the logits."""
+TRIAL_LENGTHS = (7, 5, 9)
+"""Tokens of the samples with which a model is tried out."""
 
 
 class PackingUnsupportedError(ValueError):
-    """A model's attention cannot run over packed samples; the message is what it does, without its name."""
+    """A model's attention cannot run over packed samples; the message completes a sentence about the model."""
 
 
 class SampleLengths:
     """Tokens of each sample of a row.
 
-    Neither a list nor a dataclass: torch.compile looks into these, and would compile anew for each number of samples.
+    Neither a list nor a dataclass: torch.compile inspects these, and would recompile for each number of samples.
     """
 
     def __init__(self, tokens: list[int]) -> None:
@@ -28,7 +36,7 @@ class SampleLengths:
 
 
 def packed_arguments(sample_lengths: torch.Tensor, device: torch.device | str) -> dict[str, Any]:
-    """What a forward pass of transformers is told of a packed row, for flash-attention and for `packed_sdpa`.
+    """Arguments of a forward pass that describe a packed row, for flash-attention and for `packed_sdpa`.
 
     Args:
         sample_lengths: tokens of each sample (num_samples,), on the CPU.
@@ -58,26 +66,26 @@ def packed_sdpa(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention, sample by sample: without padding, and without a mask whose size is the row's squared.
+    """Causal attention sample by sample: without padding, and without a mask of the row's length squared.
 
     Args:
         module: the attention layer.
         query: (1, heads, tokens, head_dim).
         key: (1, kv_heads, tokens, head_dim).
         value: as `key`.
-        attention_mask: none; `sample_lengths` say the same.
-        sample_lengths: of the row; None if the model's layers do not pass them on.
+        attention_mask: None; `sample_lengths` replaces it.
+        sample_lengths: of the row; None if the model's layers do not pass it on.
         scaling: of the scores.
         dropout: of the weights.
-        sliding_window: tokens that one sees, itself included; None for all before it.
-        softcap: of the scores; sdpa has none.
-        s_aux: attention sinks; sdpa has none.
+        sliding_window: tokens that a token attends to, itself included; None for all before it.
+        softcap: of the scores; sdpa does not support it.
+        s_aux: attention sinks; sdpa does not support them.
 
     Returns:
-        The values (1, tokens, heads, head_dim), and no weights.
+        The output (1, tokens, heads, head_dim), and no attention weights.
 
     Raises:
-        PackingUnsupportedError: the model does not pass the samples' lengths, or asks for what sdpa does not have.
+        PackingUnsupportedError: the model does not pass the lengths, or needs what sdpa does not support.
     """
     if sample_lengths is None:
         raise PackingUnsupportedError("does not pass the boundaries of packed samples to its attention")
@@ -92,7 +100,7 @@ def packed_sdpa(
 
 
 def _causal(length: int, sliding_window: int | None, device: torch.device) -> dict[str, Any]:
-    """How a sample of `length` tokens sees itself."""
+    """Arguments of sdpa for causal attention within a sample of `length` tokens."""
     if sliding_window is None or length <= sliding_window:
         return {"is_causal": True}
     ones = torch.ones(length, length, dtype=torch.bool, device=device)
@@ -105,3 +113,43 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)
 AttentionMaskInterface.register(PACKED_SDPA, _no_mask)
+
+
+def trial_samples(vocab_size: int) -> list[Sample]:
+    """Samples of random tokens, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, vocab_size, (length,), generator=generator) for length in TRIAL_LENGTHS]
+    return [{"input_ids": ids, "loss_mask": torch.ones_like(ids)} for ids in tokens]
+
+
+@torch.no_grad()
+def why_not_packed(
+    logits_of: Callable[[MicroBatch], torch.Tensor], vocab_size: int, precision: torch.dtype
+) -> str | None:
+    """Why samples cannot be packed, as the end of a sentence about the model; None if they can; collective.
+
+    The model answers: one of the user's own can carry a state from sample to sample, which no list of architectures
+    would tell.
+
+    Args:
+        logits_of: returns the logits (1, tokens, vocab) of a packed micro-batch.
+        vocab_size: of the model.
+        precision: of the forward pass.
+
+    Returns:
+        None if packed samples have the logits that each sample has alone.
+    """
+    samples = trial_samples(vocab_size)
+    try:
+        alone = torch.cat([logits_of(pack([sample])) for sample in samples], dim=1).float()
+        together = logits_of(pack(samples)).float()
+    except PackingUnsupportedError as error:
+        return str(error)
+    except (TypeError, ValueError):  # the model's code has no parameter for the boundaries
+        return "does not accept the boundaries of packed samples"
+    apart, spread = float((together - alone).abs().max()), float(alone.std())
+    if not spread > 0 or not math.isfinite(apart):
+        return "gives logits that are all equal or not finite, so packing cannot be verified"
+    if apart > TOLERANCE[precision] * spread:
+        return "does not keep packed samples apart"
+    return None

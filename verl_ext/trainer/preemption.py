@@ -1,50 +1,84 @@
-"""When a run has to stop, as all ranks agree."""
+"""Stops all ranks at the same step: on a signal to any of them, before a deadline, or because of a health rule."""
 
 from __future__ import annotations
 
 import signal
 import time
 from collections.abc import Sequence
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 
-from verl_ext.errors import SICK_EXIT_CODE, Stop
-from verl_ext.trainer.stop_signals import RankSignals
+from verl_ext.console import warn
+from verl_ext.deadline import deadline_from_environment, parse_deadline
+from verl_ext.errors import STOP_SIGNALS, UNHEALTHY_EXIT_CODE, Stop
+from verl_ext.trainer.config import PreemptionConfig
 
 SLACK = 1.25
-"""Factor on the longest step and save so far when they are expected once more."""
+"""Factor on the longest step and save so far when another one of each is expected."""
 SLACK_S = 5.0
-"""What closing the trackers and leaving takes."""
+"""Seconds for closing the trackers and exiting."""
 
 
-class Preemption:
-    """Has all ranks learn at the same place what one of them was asked.
+class RankSignals:
+    """The first stop signal that this rank received.
+
+    However often a rank is signalled, it saves at the next step boundary: only the launcher decides to stop sooner.
+
+    Attributes:
+        received: the first signal; None if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def arm(self) -> None:
+        """Note signals from now on instead of ending the process; an ignored one (nohup) stays ignored."""
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = signal.Signals(number)
+
+
+def ignore_stop_signals(worker: int) -> None:
+    """For a worker of a data loader, whatever its number: it must live until its rank has saved, and ends with it."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+class StopVote:
+    """Lets all ranks agree on stopping.
 
     Args:
-        signals: what this rank is asked; None in a process whose signals are someone else's.
-        deadline: when this machine goes away, in seconds since 1970; None when that is not known.
+        signals: of this rank; None if the process handles its signals itself.
+        deadline: when this machine is taken away, in seconds since 1970; None if unknown.
         rules: health rules that stop the run; the same on every rank.
 
     Attributes:
-        expected_save_s: how long a save is taken to last before there was one.
-        sick_by: the one of `rules` that has found something; on rank 0 alone.
+        expected_save_s: expected duration of a save before one was measured.
+        failed_rule: the one of `rules` that has found a problem; set on rank 0 only.
+        longest_step_s: longest step so far, in seconds.
+        longest_save_s: longest save so far, in seconds.
     """
 
     def __init__(self, signals: RankSignals | None, deadline: float | None, rules: Sequence[str] = ()) -> None:
         self.signals, self.deadline = signals, deadline
         self._rules = list(rules)
-        self.sick_by: str | None = None
+        self.failed_rule: str | None = None
         self.longest_step_s = self.longest_save_s = self.expected_save_s = 0.0
 
-    def hold(self) -> None:
-        """From now on a signal is noted and no longer ends this rank; collective."""
-        dist.barrier()  # all ranks together: one that left at once would take along those that hold already
+    def arm(self) -> None:
+        """Note signals from now on instead of ending this rank; collective."""
+        dist.barrier()  # all ranks together: a rank that ended now would crash those that are armed already
         if self.signals is not None:
-            self.signals.hold()
+            self.signals.arm()
 
     def note(self, *, step_s: float = 0.0, save_s: float = 0.0) -> None:
-        """Learn how long steps and saves last."""
+        """Record how long a step or a save took."""
         self.longest_step_s = max(self.longest_step_s, step_s)
         self.longest_save_s = max(self.longest_save_s, save_s)
 
@@ -55,28 +89,44 @@ class Preemption:
             is_writing: whether this rank is still writing a checkpoint in the background.
 
         Returns:
-            Whether any rank still is.
+            Whether any rank is still writing.
 
         Raises:
             Stop: on every rank.
         """
         asked = int(self.signals.received or 0) if self.signals is not None else 0
-        sick = 0 if self.sick_by is None else 1 + self._rules.index(self.sick_by)
-        votes = torch.tensor([asked, self.deadline_is_near(is_writing), sick, is_writing], dtype=torch.int64)
+        rule = 0 if self.failed_rule is None else 1 + self._rules.index(self.failed_rule)
+        votes = torch.tensor([asked, self.deadline_is_near(is_writing), rule, is_writing], dtype=torch.int64)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        number, near, sick, writing = votes.tolist()
+        number, near, rule, writing = votes.tolist()
         if number:
             raise Stop(signal.Signals(number).name)
         if near:
             raise Stop("the deadline")
-        if sick:
-            raise Stop(f"the health rule {self._rules[sick - 1]}", SICK_EXIT_CODE)
+        if rule:
+            raise Stop(f"the health rule {self._rules[rule - 1]}", UNHEALTHY_EXIT_CODE)
         return bool(writing)
 
     def deadline_is_near(self, is_writing: bool) -> bool:
-        """Whether another step and a save, after the one under way, might end too late; never before the first step."""
+        """Whether another step and a save might end too late; never before the first step.
+
+        Args:
+            is_writing: whether a save under way has to end first.
+        """
         if self.deadline is None or not self.longest_step_s:
             return False
         save_s = self.longest_save_s or self.expected_save_s
         needed = SLACK * (self.longest_step_s + (2 if is_writing else 1) * save_s) + SLACK_S
         return time.time() + needed >= self.deadline
+
+
+def known_deadline(config: PreemptionConfig, warns: bool) -> float | None:
+    """When this machine is taken away, in seconds since 1970, by the configuration or the environment; None if unknown.
+
+    Args:
+        config: `trainer.preemption`.
+        warns: whether this rank warns of variables that cannot be read.
+    """
+    from_environment = deadline_from_environment(warn if warns else lambda sentence: None)
+    known = [parse_deadline(config.deadline), from_environment]
+    return min((moment for moment in known if moment is not None), default=None)

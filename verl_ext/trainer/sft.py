@@ -3,40 +3,202 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig
+from peft import PeftModel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verl.utils.flops_counter import FlopsCounter
+from verl.workers.sharding_manager.fsdp_ulysses import FSDPUlyssesShardingManager
 
-from verl_ext.data.batching import MicroBatch, TokenBatch, validation_micro_batches
-from verl_ext.data.dataset import SampleDataset
-from verl_ext.distributed import reduce_over_ranks
-from verl_ext.trainer.hardware import peak_memory
-from verl_ext.trainer.loop import Metrics
-from verl_ext.trainer.sft_setup import SFTSetup
+from verl_ext.console import print_line, warn
+from verl_ext.data.batching import Collator, MicroBatch, MicroBatchCollator, TokenBatch, validation_micro_batches
+from verl_ext.data.chats import UnpaddedDataset
+from verl_ext.data.dataset import SampleDataset, TokenDataset
+from verl_ext.data.packing import MicroBatchPlan, attention_share
+from verl_ext.distributed import gather_results, on_every_rank, reduce_over_ranks
+from verl_ext.errors import UserError
+from verl_ext.trainer.device import autocast, peak_memory
+from verl_ext.trainer.fsdp import FSDPReshardPolicy, keeps_gathered
+from verl_ext.trainer.fused_cross_entropy import (
+    LOSS_TOLERANCE,
+    FusedLinearCrossEntropy,
+    fused_loss_error,
+    install_fused_loss,
+)
+from verl_ext.trainer.model import build_model, compile_blocks, load_model_config
+from verl_ext.trainer.packed_attention import PACKED_SDPA, packed_arguments, trial_samples, why_not_packed
+from verl_ext.trainer.preemption import RankSignals
+from verl_ext.trainer.stages import SFTConfig, VLMSFTConfig
+from verl_ext.trainer.tokenizer import sync_eos_token
+from verl_ext.trainer.trainer import Metrics, PipelineTrainer
 
 
-def perplexity(loss: float) -> float:
-    """exp(loss), infinite where a float cannot hold it."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+class SFTTrainer(PipelineTrainer):
+    """Supervised fine-tuning with a token-mean loss over the global batch, packed rows and a fused cross-entropy.
 
+    Neither the micro-batch size nor the number of ranks changes the loss or its gradient.
 
-class SFTTrainer(SFTSetup):
-    """Trains on chats: every assistant token of the global batch weighs the same."""
+    Args:
+        config: see `PipelineTrainer`.
+        device_mesh: see `PipelineTrainer`.
+        ulysses_device_mesh: see `PipelineTrainer`.
+        tokenizer: see `PipelineTrainer`.
+        train_dataset: a `TokenRows`, or a data set of verl, whose padding is removed.
+        val_dataset: the same, or None.
+        signals: see `PipelineTrainer`.
+
+    Attributes:
+        token_loss: the forward pass, from a micro-batch to its summed loss.
+        reshard_policy: what stays gathered between micro-batches.
+    """
+
+    config: SFTConfig | VLMSFTConfig
+    collator: Collator
+    token_loss: TokenLoss
+    reshard_policy: FSDPReshardPolicy
+
+    def __init__(
+        self,
+        config: SFTConfig | VLMSFTConfig | DictConfig,
+        device_mesh: DeviceMesh,
+        ulysses_device_mesh: DeviceMesh,
+        tokenizer: PreTrainedTokenizerBase,
+        train_dataset: Any,
+        val_dataset: Any,
+        signals: RankSignals | None = None,
+    ) -> None:
+        train = unpadded(train_dataset)
+        val = None if val_dataset is None else unpadded(val_dataset)
+        super().__init__(config, device_mesh, ulysses_device_mesh, tokenizer, train, val, signals)
+        # What verl's `_compute_loss_and_backward` reads, besides configuration, model and meshes.
+        self.use_remove_padding = self.config.use_remove_padding
+        self.sharding_manager = FSDPUlyssesShardingManager(ulysses_device_mesh)
+
+    # Building
+
+    @cached_property
+    def packs(self) -> bool:
+        """Whether samples are packed into rows; set to false if the model does not support it."""
+        return self.config.packs_samples
+
+    def build_collator(self) -> Collator:
+        """See `PipelineTrainer.build_collator`."""
+        return MicroBatchCollator(self.tokenizer.pad_token_id, self.packs)
+
+    def micro_batch_plan(self, dataset: SampleDataset) -> MicroBatchPlan | None:
+        """See `PipelineTrainer.micro_batch_plan`."""
+        return self.plan_by_tokens(dataset)
+
+    def validation_plan(self, dataset: SampleDataset) -> MicroBatchPlan:
+        """Which samples of the validation set share a forward pass."""
+        return self.plan_by_tokens(dataset)
+
+    def plan_by_tokens(self, dataset: SampleDataset) -> MicroBatchPlan:
+        """Micro-batches of at most `data.max_tokens_per_gpu` tokens, or of `data.micro_batch_size_per_gpu` samples."""
+        assert isinstance(self.config, SFTConfig) and isinstance(dataset, TokenDataset)
+        data, packs = self.config.data, self.packs
+        most = data.max_tokens_per_gpu or (data.micro_batch_size_per_gpu * data.max_length if packs else sys.maxsize)
+        most_samples = None if packs or data.max_tokens_per_gpu else data.micro_batch_size_per_gpu
+        return MicroBatchPlan(dataset.lengths, packs, most, most_samples, self.attention_share)
+
+    @cached_property
+    def attention_share(self) -> float:
+        """`MicroBatchPlan.quadratic` of the model.
+
+        Read once, on all ranks together: a validation must not depend on the model's directory, and if one rank alone
+        failed, the others would wait in the forward pass.
+        """
+        config = self.config
+        return on_every_rank(lambda: attention_share(load_model_config(config).get_text_config().hidden_size))
+
+    def build_model(self) -> PreTrainedModel:
+        """See `PipelineTrainer.build_model`; the model itself decides whether it can be packed and its loss fused."""
+        model = self.model = build_model(self.config, self.device_mesh, self.precision, self.prepare_loss)
+        assert isinstance(self.train_dataset, TokenDataset)
+        sync_eos_token(model, self.tokenizer, self.train_dataset.final_tokens(), self.is_main)
+        self.reshard_policy = self.build_reshard_policy(model)
+        self.check_forward(model)
+        return model
+
+    def prepare_loss(self, model: PreTrainedModel) -> None:
+        """Change the output layer and compile the blocks, which is only possible before the model is sharded."""
+        config, head = self.config, None
+        if config.model.fused_loss and config.sequence_parallel_size == 1:
+            head = install_fused_loss(model, by_liger=config.model.use_liger and self.device_name == "cuda")
+        if isinstance(config, SFTConfig) and config.model.compile:
+            compile_blocks(model)
+        self.token_loss = TokenLoss(model, head, self.precision, self.device_name)
+
+    def build_reshard_policy(self, model: Any) -> FSDPReshardPolicy:
+        """What stays gathered between micro-batches, by the configuration and this machine's memory."""
+        keeps = keeps_gathered(self.config.model.fsdp_config, model, self.precision, self.device_name)
+        return FSDPReshardPolicy(model, keeps)
+
+    def check_forward(self, model: PreTrainedModel) -> None:
+        """Fall back to padding or to the loss of the logits where the model needs it; collective."""
+        loss, vocab_size = self.token_loss, model.config.get_text_config().vocab_size
+        model.eval()
+        if self.packs:
+            self.pack_if_possible(model, vocab_size)
+        if loss.head is not None:
+            micro_batch = self.collator.micro_batch(trial_samples(vocab_size)[:1])
+            error = fused_loss_error(loss.logits, loss, micro_batch)
+            if not error < LOSS_TOLERANCE[loss.precision]:
+                loss.head = None
+                if self.is_main:
+                    warn(f"model.fused_loss is off: it differs by {error:.2g} from the loss of this model's logits")
+        self.reshard_policy.reshard()
+
+    def pack_if_possible(self, model: PreTrainedModel, vocab_size: int) -> None:
+        """Fall back to padding if the model cannot keep packed samples apart; collective.
+
+        The answer depends on the initial weights, which are loaded before a checkpoint is: a resumed run packs if it
+        did before. The order of the data does not depend on it.
+
+        Raises:
+            UserError: the model cannot, and the configuration insists.
+        """
+        base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
+        attention = base.config._attn_implementation
+        if attention == "sdpa":
+            base.config._attn_implementation = PACKED_SDPA
+        reason: str | None
+        if self.config.model.attn_implementation == "eager":
+            reason = "runs with eager attention, which takes padded samples only"
+        elif attention == "eager":
+            reason = "does not support sdpa, which packing needs here"
+        else:
+            reason = why_not_packed(self.token_loss.logits, vocab_size, self.precision)
+        reason = next(filter(None, gather_results(lambda: reason)), None)  # the same on every rank
+        if reason is None:
+            return
+        name = type(base).__name__.removeprefix("FSDP")
+        if isinstance(self.config, SFTConfig) and self.config.data.packing is True:
+            raise UserError(f"data.packing=true does not work: {name} {reason}; set data.packing=auto")
+        if self.is_main:
+            print_line(f"Samples are padded instead of packed: {name} {reason}.", sys.stderr)
+        base.config._attn_implementation = attention
+        self.packs = False
+        self.build_batches()
+
+    # One step
 
     def training_step(self, batch: Any) -> Metrics:
         """One optimizer step; see `PipelineTrainer.training_step`."""
-        lr, made = self.lr_scheduler.get_last_lr()[0], self.tensors_of(batch)
-        self.fsdp_model.train()
+        lr, micro_batches = self.lr_scheduler.get_last_lr()[0], self.to_micro_batches(batch)
+        self.model.train()
         with self.timer.measure("forward_backward"):
-            mean, num_loss_tokens = self.forward_backward(made)
+            mean, num_loss_tokens = self.forward_backward(micro_batches)
         with self.timer.measure("optimizer"):
             loss, grad_norm = self.optimizer_step(mean)
         return {
@@ -47,65 +209,67 @@ class SFTTrainer(SFTSetup):
             "train/num_loss_tokens": num_loss_tokens,
             "train/epoch": self.global_step / self.steps_per_epoch,
             "train/skipped_steps": self.guard.num_skipped,
-            **self.measure_step(made),
+            **self.step_costs(micro_batches),
         }
 
-    def tensors_of(self, batch: Any) -> TokenBatch:
-        """What the batcher has made, as tensors."""
+    def to_micro_batches(self, batch: Any) -> TokenBatch:
+        """The collator's batch as tensors."""
         return batch
 
     def forward_backward(self, batch: TokenBatch) -> tuple[torch.Tensor, float]:
         """Accumulate the gradient of the global mean over all micro-batches and ranks.
 
-        FSDP averages gradients over ranks, so each rank's sum is scaled by ranks / tokens of the global batch; neither
-        the micro-batch size nor the number of ranks changes the result.
+        FSDP averages gradients over ranks, so each rank's sum is scaled by ranks / tokens of the global batch.
 
         Returns:
-            The mean loss, a scalar that a GPU may still be working on, and the number of loss tokens of the global
+            The mean loss, a scalar that a GPU may still be computing, and the number of loss tokens of the global
             batch, both the same on every rank.
         """
         num_tokens = max(self.sum_over_data_ranks(batch.num_loss_tokens), 1.0)
         total = torch.zeros((), dtype=torch.float64, device=self.device_name)
-        with self.sequence_parallelism():  # around backward too, where checkpointed layers run forward again
+        with self.sequence_parallelism():  # also for the backward pass, where checkpointed layers run forward again
             for number, micro_batch in enumerate(batch.micro_batches):
-                self.gathering.begin(is_last=number == len(batch.micro_batches) - 1)
-                with self.what_runs(number):
+                self.reshard_policy.before_micro_batch(is_last=number == len(batch.micro_batches) - 1)
+                with self.partial_model(number):
                     loss = self.summed_loss(micro_batch)
                     (loss * (self.dp_size / num_tokens)).backward()
                 total += loss.detach()
         dist.all_reduce(total)
         return total / (num_tokens * self.config.sequence_parallel_size), num_tokens
 
-    def what_runs(self, number: int) -> AbstractContextManager[None]:
-        """Around a micro-batch, counted within the step: which part of the model runs; all of it here."""
+    def partial_model(self, number: int) -> AbstractContextManager[None]:
+        """Context of the step's micro-batch `number` that selects the part of the model that runs; all of it here."""
         return nullcontext()
 
     def sequence_parallelism(self) -> AbstractContextManager:
-        """Where attention is split over the ranks of a sequence; nothing when each rank has whole sequences."""
+        """Context in which attention is split over the ranks of a sequence, if several ranks share one."""
         return self.sharding_manager if self.config.sequence_parallel_size > 1 else nullcontext()
 
-    def summed_loss(self, micro_batch: MicroBatch) -> torch.Tensor:
+    def summed_loss(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Sum of the cross-entropy over a micro-batch's loss tokens, a scalar with gradient."""
-        if self.config.sequence_parallel_size > 1:
-            tensors = {name: tensor.to(self.device_name) for name, tensor in micro_batch.items()}
-            return self.summed_loss_over_sequence_ranks(tensors)
-        return self.token_loss(micro_batch)
+        if self.config.sequence_parallel_size == 1:
+            return self.token_loss(micro_batch)
+        tensors = {name: tensor.to(self.device_name) for name, tensor in micro_batch.items()}
+        return self.summed_loss_over_sequence_ranks(tensors)
 
     def summed_loss_over_sequence_ranks(self, tensors: MicroBatch) -> torch.Tensor:
-        """The same with the sequence split by Ulysses: verl's own forward pass, its local mean made a sum again."""
+        """The same with the sequence split by Ulysses: verl's forward pass, whose mean is converted to a sum."""
         num_tokens = tensors["loss_mask"][:, 1:].sum()
+        if isinstance(self.config, SFTConfig) and self.config.data.balance_dp_token:  # then verl's mean is another one
+            dist.all_reduce(num_tokens)
+            num_tokens = num_tokens / self.dp_size
         return self._compute_loss_and_backward(tensors, do_backward=False) * num_tokens
 
     def sum_over_data_ranks(self, value: float) -> float:
         """Sum over data-parallel ranks; the ranks of one sequence-parallel group hold the same samples.
 
-        On the CPU, where the value is: no GPU is waited for.
+        Reduced on the CPU, where the value is, so that nothing waits for a GPU.
         """
         reduced = reduce_over_ranks(sums={"value": value})["value"]
         return reduced / self.config.sequence_parallel_size
 
-    def measure_step(self, batch: TokenBatch) -> Metrics:
-        """Where the step's time and memory went: the slowest rank's seconds, all ranks' throughput."""
+    def step_costs(self, batch: TokenBatch) -> Metrics:
+        """Time and memory of the step: seconds of the slowest rank, throughput of all ranks."""
         seconds = time.perf_counter() - self.step_start
         parts = {f"time/train/{part}_s": value for part, value in self.timer.pop().items()}
         compute = parts["time/train/forward_backward_s"] + parts["time/train/optimizer_s"]
@@ -133,17 +297,19 @@ class SFTTrainer(SFTSetup):
         """verl's count of a model's operations."""
         return FlopsCounter(self.model_config)
 
+    # Validation
+
     @torch.no_grad()
     def validate(self) -> Metrics:
         """Token-weighted loss over the whole validation set, the same for any number of ranks."""
         if self.val_dataset is None:
             return {}
         start = time.perf_counter()
-        self.fsdp_model.eval()
+        self.model.eval()
         try:
             mean, num_loss_tokens = self.mean_loss(self.val_dataset)
         finally:
-            self.gathering.release()
+            self.reshard_policy.reshard()
         return {
             "val/loss": mean,
             "val/perplexity": perplexity(mean),
@@ -152,13 +318,92 @@ class SFTTrainer(SFTSetup):
         }
 
     def mean_loss(self, dataset: SampleDataset) -> tuple[float, float]:
-        """Cross-entropy of a whole data set in nats per loss token, and the number of those; the same on every rank."""
+        """Cross-entropy of a whole data set in nat per loss token, and the number of those; the same on every rank."""
         plan, num_tokens = self.validation_plan(dataset), 0
         total = torch.zeros((), dtype=torch.float64, device=self.device_name)
-        make, rank, num_ranks = self.batcher.micro_batch, self.dp_rank, self.dp_size
-        for micro_batch in validation_micro_batches(dataset, plan, make, rank, num_ranks):
-            self.preemption.check()
+        collate, rank, num_ranks = self.collator.micro_batch, self.dp_rank, self.dp_size
+        for micro_batch in validation_micro_batches(dataset, plan, collate, rank, num_ranks):
+            self.stop_vote.check()
             num_tokens += int(micro_batch["loss_mask"][:, 1:].sum())
             total += self.summed_loss(micro_batch)
         num_loss_tokens = self.sum_over_data_ranks(num_tokens)
         return self.sum_over_data_ranks(float(total)) / num_loss_tokens, num_loss_tokens
+
+    @torch.no_grad()
+    def validation_step(self, batch: Any) -> torch.Tensor:
+        """Mean cross-entropy of one batch in nat per loss token, a scalar; collective.
+
+        Unlike `validate`, which weights every token of the validation set equally, it is the mean of this batch, as in
+        verl.
+
+        Args:
+            batch: a mapping with `input_ids`, `attention_mask` and `loss_mask`, each (batch, seq), padded on the right.
+        """
+        masks = batch["attention_mask"].bool()
+        tokens = zip(batch["input_ids"], batch["loss_mask"], masks)
+        samples = [{"input_ids": ids[mask], "loss_mask": loss_mask[mask]} for ids, loss_mask, mask in tokens]
+        micro_batch = self.collator.micro_batch(samples)
+        self.model.eval()
+        with self.sequence_parallelism():
+            loss = self.summed_loss(micro_batch)
+        self.reshard_policy.reshard()
+        return loss / micro_batch["loss_mask"][:, 1:].sum().clamp(min=1)
+
+
+class TokenLoss:
+    """The forward pass: sums the cross-entropy over the loss tokens of a micro-batch.
+
+    Args:
+        model: sharded.
+        head: its output layer, if that computes the loss; None computes the loss from logits.
+        precision: of the forward pass.
+        device_name: cuda, npu or cpu.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        head: FusedLinearCrossEntropy | None,
+        precision: torch.dtype,
+        device_name: str,
+    ) -> None:
+        self._model, self.head, self.precision, self._device = model, head, precision, device_name
+
+    def __call__(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of a micro-batch, a scalar with gradient."""
+        predicts = F.pad(micro_batch["loss_mask"][:, 1:], (0, 1)).bool()  # (batch, seq): the next token counts
+        positions = self._moved(predicts.flatten().nonzero()[:, 0])  # found on the CPU, so that no GPU is waited for
+        labels = self._moved(micro_batch["input_ids"].roll(-1, dims=1)[predicts])
+        if self.head is None:
+            logits = self.logits(micro_batch)
+            return F.cross_entropy(logits.flatten(0, 1)[positions].float(), labels, reduction="sum")
+        with self.head.computing_loss(positions, labels):
+            return self.logits(micro_batch)
+
+    def logits(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The model's output for each token, (batch, seq, vocab)."""
+        inputs: dict[str, Any] = {
+            name: self._moved(tensor)
+            for name, tensor in micro_batch.items()
+            if name not in ("loss_mask", "sample_lengths")
+        }
+        if "sample_lengths" in micro_batch:
+            inputs |= packed_arguments(micro_batch["sample_lengths"], self._device)
+        with autocast(self.precision, self._device):
+            return self._model(**inputs, use_cache=False).logits
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+
+def unpadded(dataset: Any) -> SampleDataset:
+    """A data set without padding: one of this product as it is, one of verl with its padding removed."""
+    return dataset if isinstance(dataset, SampleDataset) else UnpaddedDataset(dataset)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite if a float cannot hold it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

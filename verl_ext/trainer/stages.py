@@ -8,7 +8,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.config.compose import Composer, load_yaml
 from verl_ext.config.recipes import RECIPES, find_recipe
@@ -76,12 +78,17 @@ class RunConfig:
     eval: WatchConfig = section(WatchConfig)
     health: HealthConfig = section(HealthConfig)
 
-    use_remove_padding = False  # a key of SFT alone
+    use_remove_padding = False  # a key of SFT only
 
     @property
     def sequence_parallel_size(self) -> int:
         """Ranks that share a sequence."""
         return 1
+
+    @property
+    def packs_samples(self) -> bool:
+        """Whether samples are packed into rows, as far as the configuration decides."""
+        return False
 
     def check(self) -> None:
         """Refuse settings of several components that contradict each other."""
@@ -119,6 +126,11 @@ class SFTConfig(RunConfig):
     def sequence_parallel_size(self) -> int:
         """See `RunConfig`."""
         return self.ulysses_sequence_parallel_size
+
+    @property
+    def packs_samples(self) -> bool:
+        """See `RunConfig`; verl's forward pass under Ulysses takes padded samples."""
+        return bool(self.data.packing) and self.sequence_parallel_size == 1
 
     def check(self) -> None:
         """See `RunConfig`."""
@@ -353,7 +365,7 @@ STAGES = {
     "budget": Stage(
         command="grpo",
         root=BudgetConfig,
-        trainer="verl_ext.trainer.budget:BudgetControllerTrainer",
+        trainer="verl_ext.trainer.budget:BudgetTrainer",
         datasets="verl_ext.data.image_questions:load_image_questions",
     ),
 }
@@ -402,13 +414,25 @@ def read_config(path: Path) -> RunConfig:
     Raises:
         UserError: the file cannot be read, or has a key or value that its stage does not have.
     """
-    values = read_config_file(path)
+    return _config_of_values(read_config_file(path), str(path))
+
+
+def config_of(config: DictConfig) -> RunConfig:
+    """A resolved configuration as verl passes it, by the same rules as a recipe.
+
+    Raises:
+        UserError: it has a key or value that its stage does not have.
+    """
+    return _config_of_values(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True)), "the configuration")
+
+
+def _config_of_values(values: dict[str, Any], source: str) -> RunConfig:
     stage = values.get("stage", "sft")
     if stage not in STAGES:
-        raise UserError(f"{path} is of the stage {stage!r}; the stages are {', '.join(STAGES)}")
+        raise UserError(f"{source} is of the stage {stage!r}; the stages are {', '.join(STAGES)}")
     composer = composer_of(stage)
-    composer.add_recipe(values, str(path), adds=True)
-    config: RunConfig = composer.build(str(path))
+    composer.add_recipe(values, source, adds=True)
+    config: RunConfig = composer.build(source)
     return config
 
 

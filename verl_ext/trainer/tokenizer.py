@@ -1,14 +1,16 @@
-"""The model's tokenizer with the chat template that the configuration gives it."""
+"""The tokenizer, its chat template, and the token that ends an assistant's turn."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 
-from transformers import PreTrainedTokenizerBase
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verl.utils import hf_tokenizer
 
-from verl_ext.console import print_line
-from verl_ext.data.chat_template import renders_alike
+from verl_ext.console import print_line, warn
+from verl_ext.data.chat_template import renders_alike, stop_token_ids
 from verl_ext.data.config import TextDataConfig
 from verl_ext.data.training_templates import NAMES, read_chat_template, without_marks
 from verl_ext.errors import UserError, first_line_of
@@ -18,10 +20,10 @@ from verl_ext.trainer.stages import RunConfig
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.partial_pretrain`, with the template of `data.chat_template` in the place of its own.
+    """The tokenizer of `model.partial_pretrain`, with the template of `data.chat_template` if there is one.
 
     Raises:
-        UserError: the tokenizer cannot be loaded, the model asks for code to be run, or there is no such template.
+        UserError: the tokenizer cannot be loaded, the model brings code that may not run, or there is no such template.
     """
     tokenizer = _own_tokenizer(config)
     if isinstance(config.data, TextDataConfig) and config.data.chat_template is not None:
@@ -30,17 +32,17 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_of_exports(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, tells: bool = False
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, prints: bool = False
 ) -> PreTrainedTokenizerBase:
-    """What exports get: the tokenizer of the training, but not a template of ours that is only for training.
+    """The tokenizer for exports: that of the training, without one of our training templates.
 
-    They keep the model's own template if it renders prompts as the training template does; otherwise they get the
-    training template without its marks, which not every server knows.
+    Exports keep the model's own template if it renders prompts as the training template does. Otherwise they get the
+    training template without its generation marks, which not every server supports.
 
     Args:
-        config: the configuration as the user gave it.
+        config: the resolved configuration.
         tokenizer: of `load_tokenizer`.
-        tells: whether this rank tells the user about the second case.
+        prints: whether this rank reports the second case.
     """
     data = config.data
     if not isinstance(data, TextDataConfig) or data.chat_template not in NAMES:
@@ -54,7 +56,7 @@ def tokenizer_of_exports(
         why = "the model's own one renders prompts differently"
     else:
         why = "the model has none"
-    if tells:
+    if prints:
         print_line(f"Exports get {name} as their chat template, because {why}.", sys.stderr)
     exported.chat_template = without_marks(training)
     return exported
@@ -69,5 +71,46 @@ def _own_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
         first_line = first_line_of(error)
         raise UserError(
             f"the tokenizer of {config.model.partial_pretrain} cannot be loaded ({first_line}); "
-            "give a local model directory, or see to the name and the network"
+            "give a local model directory, or check the name and the network"
         ) from error
+
+
+def missing_eos_token(turn_ends: Counter[int], known: list[int], tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that ends most turns, if it is not among the `known` stop tokens.
+
+    Ordinary tokens do not count: a chat that was truncated at `data.max_length` ends with any of them.
+    """
+    added = tokenizer.added_tokens_decoder
+    special = [(count, token) for token, count in turn_ends.items() if token in added and added[token].special]
+    most_frequent = max(special, default=(0, None))[1]
+    return None if most_frequent in known else most_frequent
+
+
+def sync_eos_token(
+    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, turn_ends: Counter[int], is_main: bool
+) -> None:
+    """Add the token that ends turns in the data to the generation settings, which exports, evaluation and GRPO use.
+
+    A base model often ends texts with another token than its chat template ends turns with: Qwen2.5 has
+    `<|endoftext|>` and `<|im_end|>`. Trained on chats, it generates the latter, and would not stop there.
+
+    Args:
+        model: its generation settings change if they have to.
+        tokenizer: with the chat template.
+        turn_ends: number of samples by their last loss token.
+        is_main: whether this rank prints messages.
+    """
+    base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
+    known = stop_token_ids(base.generation_config if base.can_generate() else None, tokenizer)
+    found = missing_eos_token(turn_ends, known, tokenizer)
+    if found is not None and base.can_generate():
+        base.generation_config.eos_token_id = [found, *known]
+        if is_main:
+            name = tokenizer.convert_ids_to_tokens(found)
+            sentence = f"Turns end with {name}, which was not a stop token of this model; its exports add it"
+            print_line(sentence, sys.stderr)
+    elif is_main and not turn_ends.keys() & set(known):
+        warn(
+            "no turn ends with a stop token of the model, so its answers will run to the length limit; "
+            "end turns with the tokenizer's eos_token in data.chat_template, or raise data.max_length"
+        )

@@ -23,13 +23,29 @@ from verl_ext.grpo.failure import RewardError
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.custom import START_S, try_function
 from verl_ext.grpo.rewards.judged import OF_TESTS, tests_of
-from verl_ext.grpo.rewards.registry import wanted_rewards
+from verl_ext.grpo.rewards.registry import LENGTH_PENALTY, wanted_rewards
 from verl_ext.plugins import Plugin
 
 QUIET_S = 10.0
 """Seconds of loading and calling a function before the user is told what takes so long."""
 MOST_SHOWN = 60
 """Characters of a completion in a message."""
+
+
+def check_reward_settings(reward: RewardConfig, data: PromptDataConfig) -> None:
+    """Refuse unknown reward functions, and a length buffer longer than completions.
+
+    Raises:
+        UserError: the first of them and how to fix it.
+    """
+    wanted = wanted_rewards(list(reward.functions))
+    # Only length_penalty uses the buffer; other rewards work with completions that are shorter than it.
+    penalizes = any(each.plugin is None and each.name == LENGTH_PENALTY for each in wanted)
+    if penalizes and reward.length_buffer > data.max_response_length:
+        raise UserError(
+            f"reward.length_buffer is {reward.length_buffer}; it must be at most data.max_response_length, which is "
+            f"{data.max_response_length}"
+        )
 
 
 def check_reward_functions(reward: RewardConfig, data: PromptDataConfig) -> None:

@@ -12,7 +12,7 @@ from verl_ext.health.checklist import Point, checklists
 from verl_ext.health.findings import Finding, Level
 from verl_ext.health.run_files import RunFiles
 from verl_ext.metrics.jsonl import METRICS_FILE
-from verl_ext.metrics.run_file import RUN_FILE
+from verl_ext.metrics.run_record import RUN_FILE
 from verl_ext.monitor.page.context import PageContext
 from verl_ext.monitor.view import RunView
 

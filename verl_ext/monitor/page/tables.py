@@ -12,7 +12,7 @@ from nicegui import ui
 from verl_ext.checkpoint.layout import BEST, EXPORT, KEEP, list_steps, read_complete
 from verl_ext.checkpoint.lease import lease_holders
 from verl_ext.files import GIB
-from verl_ext.metrics.records import SAMPLES_FILE
+from verl_ext.metrics.jsonl import SAMPLES_FILE
 from verl_ext.monitor.page.context import PageContext
 from verl_ext.monitor.page.evaluation import best_step
 from verl_ext.monitor.page.log import moment

@@ -13,7 +13,7 @@ from verl_ext.cli import Commands, add_command
 from verl_ext.console import print_summary
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE
-from verl_ext.metrics.run_file import RUN_FILE
+from verl_ext.metrics.run_record import RUN_FILE
 
 if TYPE_CHECKING:
     from verl_ext.monitor.view import RunView

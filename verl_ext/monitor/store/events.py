@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from verl_ext.metrics.records import EVENTS_FILE
-from verl_ext.metrics.run_file import seconds_of
+from verl_ext.metrics.jsonl import EVENTS_FILE
+from verl_ext.metrics.run_record import seconds_of
 from verl_ext.monitor.store.columns import Row
 from verl_ext.monitor.store.lines import read_new
 

@@ -12,7 +12,7 @@ import orjson
 from verl_ext.console import warn
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE
-from verl_ext.metrics.run_file import RUN_FILE, STATUSES
+from verl_ext.metrics.run_record import RUN_FILE, STATUSES
 from verl_ext.monitor.store.columns import PACKED_ROWS, Row, pack, rows_after
 from verl_ext.monitor.store.evaluations import take_evaluations
 from verl_ext.monitor.store.events import events_of_row, take_attempts, take_events

@@ -1,7 +1,8 @@
-"""What "auto" means on the device at hand: the attention kernel and the number type of the forward pass."""
+"""What "auto" means on this machine: the device, the attention function, the number type of the forward pass."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import resource
@@ -21,16 +22,18 @@ from verl_ext.errors import UserError
 from verl_ext.files import GIB
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer.config import Device
-from verl_ext.trainer.malloc import keep_freed_memory
 from verl_ext.trainer.stages import RunConfig, SFTConfig
 
-UNITS = {"avx512_bf16", "amx_bf16"}
+BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 """Flags of processors that multiply in bf16; others emulate it, slower than fp32."""
 CPUINFO = Path("/proc/cpuinfo")
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # from <malloc.h>
+TOP_PAD_BYTES = 64 << 20
+LARGEST_INT = 2**31 - 1
 
 
 def settle_device(config: RunConfig) -> str:
-    """Replace `trainer.device=auto` with the accelerator of this machine, and return it.
+    """Set `trainer.device=auto` to the accelerator of this machine, or to cpu, and return it.
 
     Raises:
         UserError: the configuration asks for an accelerator that this machine lacks.
@@ -62,7 +65,7 @@ def pick_attention(setting: str, device_name: str, precision: torch.dtype) -> st
     if setting == "flash_attention_2" and not can_flash:
         raise UserError(
             "model.attn_implementation=flash_attention_2 needs a GPU, the flash-attn package and bf16; "
-            "install it and set model.mixed_precision=bf16, or take auto"
+            "install it and set model.mixed_precision=bf16, or set it to auto"
         )
     return setting
 
@@ -80,7 +83,7 @@ def pick_precision(setting: str, device_name: str) -> torch.dtype:
     return PrecisionType.to_dtype(setting)
 
 
-def settle_precision(config: RunConfig, device_name: str) -> str:
+def settle_precision(config: RunConfig, device_name: str) -> torch.dtype:
     """`model.mixed_precision` with auto resolved; collective.
 
     On CPUs auto is fp32, except in the stage sft: there a resumed run keeps what its first start chose, which is bf16
@@ -91,66 +94,71 @@ def settle_precision(config: RunConfig, device_name: str) -> str:
         device_name: cuda, npu or cpu.
 
     Returns:
-        bf16 or fp32.
+        torch.bfloat16 or torch.float32.
     """
     setting = config.model.mixed_precision
     if setting != "auto" or config.stage != "sft" or device_name != "cpu":
-        return PrecisionType.to_str(pick_precision(setting, device_name))
+        return pick_precision(setting, device_name)
     has_units = all(gather_results(has_bf16_units))
-    recorded = on_rank_zero(lambda: RunRecord(Path(config.trainer.default_local_dir)).read()["precision"])
+    recorded = on_rank_zero(lambda: RunRecord(config.trainer.run_dir).read()["precision"])
     if recorded is None:
-        return "bf16" if has_units else "fp32"
+        return torch.bfloat16 if has_units else torch.float32
     if recorded == "bf16" and not has_units:
         message = (
             "This run computes in bf16 since its first start, which takes longer on a processor without bf16 units."
         )
         on_rank_zero(lambda: print_line(message, sys.stderr))
-    return recorded
+    return PrecisionType.to_dtype(recorded)
 
 
 def has_bf16_units() -> bool:
-    """Whether this machine's processor has one of `UNITS`."""
+    """Whether this machine's processor has one of `BF16_FLAGS`."""
     found = re.search(r"^flags\s*:(.*)$", CPUINFO.read_text(), re.MULTILINE) if CPUINFO.exists() else None
-    return found is not None and not UNITS.isdisjoint(found[1].split())
-
-
-def packs_samples(config: RunConfig) -> bool:
-    """Whether samples are packed into rows, as far as the configuration decides.
-
-    With Ulysses verl's own forward pass takes padded samples.
-    """
-    return isinstance(config, SFTConfig) and bool(config.data.packing) and config.sequence_parallel_size == 1
+    return found is not None and not BF16_FLAGS.isdisjoint(found[1].split())
 
 
 def autocast(precision: torch.dtype, device_name: str) -> Any:
-    """The forward pass's autocast context; none in fp32."""
+    """The forward pass's autocast context; does nothing in fp32."""
     return nullcontext() if precision == torch.float32 else torch.autocast(device_name, dtype=precision)
 
 
 def prepare_device(config: RunConfig) -> str:
-    """Settle `trainer.device`, and set what holds for the whole process before the first kernel runs.
+    """Settle `trainer.device`, and set process-wide options before the first kernel runs.
 
     Returns:
         The device: cuda, npu or cpu.
 
     Raises:
-        UserError: the configuration asks for an accelerator that is not there.
+        UserError: see `settle_device`.
     """
     device_name = settle_device(config)
     if device_name == "cpu":
         keep_freed_memory()
     if device_name == "cuda":
-        # cuDNN, which torch prefers on Hopper, plans attention again for each new length, for 40 ms and more
+        # torch prefers cuDNN on Hopper, which plans attention again for each new length, in 40 ms and more
         torch.backends.cuda.enable_cudnn_sdp(False)
     if isinstance(config, SFTConfig) and config.trainer.deterministic:
         use_deterministic_kernels()
     return device_name
 
 
-def use_deterministic_kernels() -> None:
-    """Have torch, cuBLAS and flash-attention compute the same bits every time; an operation that cannot do so fails.
+def keep_freed_memory() -> None:
+    """Have glibc's malloc reuse freed memory instead of returning it to the kernel.
 
-    cuBLAS and flash-attention read their environment variables when they are first used.
+    By default, malloc maps each block of more than 32 MiB separately, and the kernel zeroes every page of it: at every
+    micro-batch, for every activation of that size. Does nothing with another C library.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, LARGEST_INT)
+        mallopt(M_TOP_PAD, TOP_PAD_BYTES)
+
+
+def use_deterministic_kernels() -> None:
+    """Have torch, cuBLAS and flash-attention compute the same bits every time; an operation that cannot raises.
+
+    cuBLAS and flash-attention read their environment variables at their first use.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
@@ -158,7 +166,7 @@ def use_deterministic_kernels() -> None:
 
 
 def peak_memory(device_name: str) -> dict[str, float]:
-    """Largest memory of this rank so far, as a metric: allocated on the GPU, resident on a CPU."""
+    """Peak memory of this rank in GiB, as a metric: allocated on a GPU, resident on a CPU."""
     if device_name == "cuda":
         return {"system/peak_memory_gib": torch.cuda.max_memory_allocated() / GIB}
     return {"system/peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}

@@ -1,4 +1,4 @@
-"""Stops a run that has nothing to learn from: no finite loss, rewards that always fail, an engine with old weights."""
+"""Guards that stop a run which cannot learn: rewards that always fail, an engine with other weights."""
 
 from __future__ import annotations
 
@@ -16,55 +16,16 @@ from verl_ext.grpo.failure import RewardFailure
 from verl_ext.grpo.policy import Policy, Sample
 
 TIMED_OUT_STEPS = 3
-"""Steps in a row in which every call of a reward function timed out, after which the run stops; a machine may be busy
-for one or two."""
+"""Consecutive steps in which every call of a reward function timed out that stop the run; a machine can be busy for one
+or two."""
 FLOAT32_GAP = 0.01
-"""nat; in float32 engine and trainer differ by less than 1e-4, so more than this is another model."""
+"""Nat. In float32, engine and trainer differ by less than 1e-4; a larger gap means other weights."""
 CHECKED_STEPS = 2
-"""Of a start: the first has the weights that were loaded, the second those of the first update."""
-
-
-class NonFiniteGuard:
-    """Counts steps in a row without a finite loss and gradient; the caller leaves the weights alone on each of them.
-
-    Args:
-        limit: steps in a row after which the run stops.
-        describe: names samples by their numbers in the training set.
-    """
-
-    def __init__(self, limit: int, describe: Callable[[Sequence[int]], str]) -> None:
-        self.limit, self.describe = limit, describe
-        self.streak = 0
-        self.num_skipped = 0
-
-    def count(self, finite: bool) -> None:
-        """Count one step, by whether its loss and gradient norm are finite; the same on every rank."""
-        self.streak = 0 if finite else self.streak + 1
-        self.num_skipped += not finite
-
-    def check(self, step: int, rows: Sequence[int]) -> None:
-        """Stop the run when the limit is reached; collective then.
-
-        Args:
-            step: the optimizer step, for the message.
-            rows: this rank's samples of the step.
-
-        Raises:
-            UserError: it names the step and every rank's rows.
-        """
-        if self.streak < self.limit:
-            return
-        everyone = gather_results(lambda: list(rows))
-        raise UserError(
-            f"the loss or its gradient was not finite for {self.streak} steps in a row, the last at step {step}; lower "
-            "optim.lr, check the model's weights, or look at the batch: "
-            f"{self.describe(sorted({row for part in everyone for row in part}))} "
-            "(no update was made on those steps, and the last checkpoint is intact)"
-        )
+"""Steps that are checked after a start: the first has the loaded weights, the second those of the first update."""
 
 
 class RewardGuard:
-    """Reports each failing reward function once, and stops the run when one fails on every sample of a step.
+    """Reports each failing reward function once, and stops the run if one fails on every sample of a step.
 
     Args:
         names: of the reward functions, the same on every rank.
@@ -81,12 +42,12 @@ class RewardGuard:
         """Print each function's first failure with its traceback; collective.
 
         Args:
-            when: the samples were rewarded, such as `step 4`.
+            when: names the step or validation, such as `step 4`.
             samples: of this rank.
-            rewards: of each.
+            rewards: of each sample.
 
         Returns:
-            Over all ranks the number of `samples`, and by function that of `NAME failed` and `NAME timed out`.
+            Counts over all ranks: `samples`, and for each function `NAME failed` and `NAME timed out`.
         """
         counts = self._counts(rewards)
         for name in self.names:
@@ -105,14 +66,14 @@ class RewardGuard:
         return counts
 
     def check(self, step: int, samples: Sequence[Sample], rewards: Sequence[Reward]) -> None:
-        """Report, and stop the run where a function failed on all samples of all ranks; collective.
+        """Report, and stop the run if a function failed on all samples of all ranks; collective.
 
-        Where all of them were time-outs, the run stops after `TIMED_OUT_STEPS` such steps in a row.
+        If all of them timed out, the run stops after `TIMED_OUT_STEPS` consecutive steps of that kind.
 
         Args:
             step: the optimizer step.
             samples: of this rank.
-            rewards: of each.
+            rewards: of each sample.
 
         Raises:
             UserError: on every rank, before the step's update.
@@ -144,7 +105,7 @@ class RewardGuard:
         return reduce_over_ranks(sums=sums, device=self.device)
 
     def _first(self, name: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> tuple[RewardFailure, str]:
-        """A failure of one function with its sample, of the first rank that has one; collective."""
+        """A failure of one function and its sample, from the first rank that has one; collective."""
 
         def of_this_rank() -> tuple[RewardFailure, str] | None:
             pairs = zip(samples, rewards)
@@ -157,11 +118,11 @@ class RewardGuard:
 
 
 class EngineGuard:
-    """Stops a run whose engine has other weights than the trained model; the first steps of every start are checked.
+    """Stops a run whose engine has other weights than the trained model; checks the first steps of every start.
 
     Args:
-        policy: draws by an engine, and evaluates by the trained model.
-        max_gap: nat; largest mean distance of their log-probabilities.
+        policy: generates with an engine, and evaluates with the trained model.
+        max_gap: largest mean difference of their log-probabilities, in nat per token.
         micro_batch_size: samples of a rank that are compared, in one forward pass.
         device: for reductions over ranks.
     """
@@ -171,16 +132,16 @@ class EngineGuard:
         self._steps_left = CHECKED_STEPS if policy.engine_dtype is not None else 0
 
     def draw(self, step: int, samples: Sequence[Sample]) -> list[Sample]:
-        """This rank's samples to `check`, none where it is not checked any more; while the policy is drawing.
+        """This rank's samples for `check`, none after the first steps; called while the policy is drawing.
 
         Args:
             step: the optimizer step.
-            samples: that were drawn in it.
+            samples: generated in this step.
         """
         return self.policy.draw_whole(samples[: self.micro_batch_size], step) if self._steps_left else []
 
     def check(self, step: int, samples: Sequence[Sample]) -> None:
-        """Compare on every rank, and stop the run where one rank's engine differs; collective.
+        """Compare on every rank, and stop the run if one rank's engine differs; collective.
 
         Args:
             step: the optimizer step.

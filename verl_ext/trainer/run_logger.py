@@ -1,38 +1,41 @@
-"""One start of a run as rank 0 keeps book of it: run.json, the metrics and the progress bar."""
+"""What rank 0 records of one start of a run: run.json, metrics, health findings and the progress bar."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from verl_ext.checkpoint.layout import complete_steps
 from verl_ext.config.schema import as_dict, to_yaml
 from verl_ext.console import warn
 from verl_ext.distributed import on_rank_zero
 from verl_ext.errors import USER_ERROR_EXIT_CODE, Stop, UserError, one_line
-from verl_ext.files import replace_file
-from verl_ext.health.facts import REWARDED
-from verl_ext.health.findings import Finding
+from verl_ext.files import parse_json, replace_file
+from verl_ext.health.facts import REWARDED, Facts
+from verl_ext.health.findings import Finding, Level
+from verl_ext.health.own_rules import all_rules
+from verl_ext.health.replay import replay
+from verl_ext.health.rules import watched_by
 from verl_ext.health.watch import HealthWatch
-from verl_ext.metrics.console import ProgressBar
-from verl_ext.metrics.event import Event
+from verl_ext.metrics.jsonl import EVENTS_FILE, HealthEvent, SampleRow
 from verl_ext.metrics.recorder import MetricsRecorder
-from verl_ext.metrics.records import SampleRow
-from verl_ext.metrics.run_record import RunRecord
-from verl_ext.metrics.startup import startup
-from verl_ext.trainer.health import watch_of
+from verl_ext.metrics.run_record import EndStatus, RunRecord
+from verl_ext.metrics.sinks import ProgressBar
+from verl_ext.metrics.timing import startup
 from verl_ext.trainer.stages import RunConfig
 
 
-class Attempt:
-    """Context of `fit`; on ranks other than 0 every method does nothing.
+class RunLogger:
+    """Records one start of a run, as a context around training; on ranks other than 0 every method does nothing.
 
     Args:
         config: the resolved configuration; written to `config.yaml` in the run directory.
-        first_step: step of the checkpoint that the attempt begins from.
+        first_step: step of the checkpoint from which this start resumes.
         total_steps: step at which the run is finished.
         steps_per_epoch: optimizer steps in a pass over the data.
-        world_size: ranks.
+        world_size: number of ranks.
         is_main: whether this is rank 0.
         precision: number type of the forward pass.
     """
@@ -50,11 +53,11 @@ class Attempt:
         self.config, self.is_main = config, is_main
         self.steps_per_epoch = steps_per_epoch
         self.health: HealthWatch | None = None
-        self.run_dir = Path(config.trainer.default_local_dir)
+        self.run_dir = config.trainer.run_dir
         self.first_step, self.last_step, self.total_steps = first_step, first_step, total_steps
         self.world_size, self.precision = world_size, precision
 
-    def __enter__(self) -> Attempt:
+    def __enter__(self) -> RunLogger:
         on_rank_zero(self._open)
         return self
 
@@ -68,7 +71,7 @@ class Attempt:
             total_steps=self.total_steps,
             precision=self.precision,
         )
-        self.recorder = self._open_recorder(number)  # may refuse; config.yaml is then that of the run as it was
+        self.recorder = self._open_recorder(number)  # can refuse, which leaves config.yaml as it was
         replace_file(self.run_dir / "config.yaml", [to_yaml(self.config)])
         self.bar = ProgressBar(self.total_steps, initial=self.first_step)
         startup.mark("trackers")
@@ -88,7 +91,7 @@ class Attempt:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one row of metrics everywhere; a step may have several rows (training, validation, saving)."""
+        """Write one row of metrics to all destinations; a step may have several (training, validation, saving)."""
         if not self.is_main or not metrics:
             return
         self.recorder.log(step, metrics)
@@ -101,37 +104,37 @@ class Attempt:
         else:
             startup.mark("validation")
         for found in self._findings(step, metrics):
-            self.recorder.log_event(Event(step, found.rule, found.level.word, found.sentence))
+            self.recorder.log_event(HealthEvent(step, found.rule, found.level.word, found.sentence))
 
     def _watch(self) -> HealthWatch | None:
-        """The health rules with what is known of the run; without them where that cannot be read."""
+        """The health rules; None if they are disabled, or if what earlier starts recorded cannot be read."""
         try:
             return watch_of(self.config, self.first_step, self.total_steps, self.steps_per_epoch)
-        except Exception as error:  # whatever lies in the run directory, training is worth more
+        except Exception as error:  # a broken file or rule must not stop training
             warn(f"the health rules are off: {one_line(error)}")
             return None
 
     def _findings(self, step: int, metrics: Mapping[str, float]) -> Sequence[Finding]:
-        """What the health rules have to say; a rule that fails costs the rules, and not the run."""
+        """Findings of the health rules; a rule that raises disables the rules, and the run continues."""
         try:
             return [] if self.health is None else self.health.note(step, metrics)
-        except Exception as error:  # whatever a rule stumbles over, training is worth more
+        except Exception as error:  # a broken rule must not stop training
             self.health = None
             warn(f"the health rules are off from step {step} on: {one_line(error)}")
             return []
 
     @property
     def stop_rule(self) -> str | None:
-        """The health rule that the recipe stops for and that has come to a warning or an alarm; None for none."""
+        """The rule of `health.stop_on` that has found a problem; None if there is none."""
         return None if self.health is None else self.health.stop_rule
 
     def log_epoch(self, kind: str, row: Mapping[str, float]) -> None:
-        """Write what an epoch came to; see `MetricsRecorder.log_epoch`."""
+        """Write a row of epoch metrics; see `MetricsRecorder.log_epoch`."""
         if self.is_main:
             self.recorder.log_epoch(kind, row)
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Write some samples for people to read."""
+        """Write some samples for readers."""
         if self.is_main and rows:
             self.recorder.log_samples(step, rows)
 
@@ -148,10 +151,10 @@ class Attempt:
         except UserError as lost:
             if error is None:
                 raise
-            warn(str(lost))  # what ended the attempt matters more
+            warn(str(lost))  # the error that ended training matters more
 
-    def _outcome(self, error: BaseException | None) -> tuple[str, str, int]:
-        """Status and reason for run.json, and the exit code that trackers are told."""
+    def _outcome(self, error: BaseException | None) -> tuple[EndStatus, str, int]:
+        """Status and reason for run.json, and the exit code for the trackers."""
         if error is None:
             return "finished", "all steps are done", 0
         if isinstance(error, Stop):
@@ -159,3 +162,37 @@ class Attempt:
         if isinstance(error, UserError):
             return "failed", str(error), USER_ERROR_EXIT_CODE
         return "failed", one_line(error), 1
+
+
+def watch_of(config: RunConfig, first_step: int, total_steps: int, steps_per_epoch: int) -> HealthWatch | None:
+    """The health rules with what earlier starts recorded; None with `health.enabled=false`.
+
+    Args:
+        config: the resolved configuration.
+        first_step: step from which this start resumes.
+        total_steps: of the run.
+        steps_per_epoch: optimizer steps in a pass over the data.
+    """
+    wanted, run_dir = config.health, config.trainer.run_dir
+    if not wanted.enabled:
+        return None
+    run = RunRecord(run_dir).read()
+    rules = all_rules(wanted.rules, "health.rules")
+    history, _ = replay(run_dir, run["attempts"], first_step, watched_by(rules))
+    checkpoints = partial(complete_steps, run_dir)
+    facts = Facts.of(as_dict(config), total_steps, steps_per_epoch, checkpoints, run["untrained_loss"])
+    reported = reported_levels(run_dir / EVENTS_FILE, first_step)
+    return HealthWatch(history, facts, wanted.limits, wanted.every, list(wanted.stop_on), reported, rules)
+
+
+def reported_levels(path: Path, step: int) -> dict[str, Level]:
+    """The last level of each rule in `events.jsonl` up to a step."""
+    found: dict[str, Level] = {}
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        try:
+            row = parse_json(line)
+            if row["step"] <= step:
+                found[row["name"]] = Level[row["level"].upper()]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # a crash can leave a torn line
+    return found

@@ -1,29 +1,65 @@
-"""What a GRPO run tells of its samples: figures over all ranks, and rows to read."""
+"""Metrics of GRPO's samples and updates, reduced over all ranks, and samples as rows for readers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from verl_ext.distributed import reduce_over_ranks
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.experience import Experience
-from verl_ext.grpo.figures import spreads
 from verl_ext.grpo.policy import Policy, Sample
 from verl_ext.grpo.update import Updated
-from verl_ext.metrics.records import SampleRow
+from verl_ext.metrics.jsonl import SampleRow
 
-_MOST_CHARACTERS = 300
+MAX_SHOWN_CHARACTERS = 300
 """Of a sample in a message."""
 
 
 @dataclass(frozen=True)
-class GRPOReport:
-    """Figures are collective, and the same on every rank.
+class Spread:
+    """Statistics of the values of all ranks; `std` is the population standard deviation."""
+
+    mean: float
+    std: float
+    min: float
+    max: float
+
+    def named(self, name: str, *statistics: str) -> dict[str, float]:
+        """Some of the statistics as metrics: `mean` as `NAME_mean`."""
+        return {f"{name}_{statistic}": getattr(self, statistic) for statistic in statistics}
+
+
+def spreads(columns: Mapping[str, Sequence[float]], device: str) -> dict[str, Spread]:
+    """The spread of every column that has a value on any rank; collective, with the same columns on every rank."""
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    for name, values in columns.items():
+        sums |= {f"{name} n": len(values), f"{name} x": math.fsum(values)}
+        maxima |= {
+            f"{name} max": max(values, default=-math.inf),
+            f"{name} min": max((-v for v in values), default=-math.inf),
+        }
+    found = reduce_over_ranks(sums=sums, maxima=maxima, device=device)
+    means = {name: found[f"{name} x"] / found[f"{name} n"] for name in columns if found[f"{name} n"]}
+    squares = {name: math.fsum((value - mean) ** 2 for value in columns[name]) for name, mean in means.items()}
+    squares = reduce_over_ranks(sums=squares, device=device)
+    return {
+        name: Spread(
+            means[name], math.sqrt(squares[name] / found[f"{name} n"]), -found[f"{name} min"], found[f"{name} max"]
+        )
+        for name in means
+    }
+
+
+@dataclass(frozen=True)
+class GRPOMetrics:
+    """Computes metrics that are the same on every rank; all but `rows` and `describe` are collective.
 
     Attributes:
         policy: measures samples.
-        environment: rewards them; its names and figures are told.
+        environment: names the rewards and their metrics.
         device: for reductions over ranks.
     """
 
@@ -31,8 +67,8 @@ class GRPOReport:
     environment: Environment
     device: str
 
-    def figures(self, kind: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, float]:
-        """Of rewards and lengths; `kind` is train or eval."""
+    def of_samples(self, kind: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, float]:
+        """Metrics of rewards and lengths; `kind` is train or eval."""
         columns = {
             name: [reward.parts[name] for reward in rewards if not reward.failures] for name in self.environment.names
         }
@@ -56,8 +92,8 @@ class GRPOReport:
         figures |= reduce_over_ranks(sums=counts, device=self.device)
         return {f"{kind}/{name}": value for name, value in figures.items()}
 
-    def update_figures(self, experience: Experience, updated: Updated) -> dict[str, float]:
-        """Of a step's groups and of the updates made from them."""
+    def of_update(self, experience: Experience, updated: Updated) -> dict[str, float]:
+        """Metrics of a step's groups and of the updates from them."""
         advantages = spreads({"adv": experience.advantages.values.tolist()}, self.device)["adv"]
         counts = {
             "train/groups_without_signal": experience.advantages.num_without_signal,
@@ -74,7 +110,7 @@ class GRPOReport:
         }
 
     def rows(self, experience: Experience, count: int) -> list[SampleRow]:
-        """Some of this rank's samples with their rewards and advantages: of every prompt one, then another."""
+        """Up to `count` samples of this rank with rewards and advantages: one of each prompt, then another."""
         every = list(zip(experience.samples, experience.rewards, experience.advantages.values.tolist()))
         return [
             {
@@ -92,4 +128,4 @@ class GRPOReport:
     def describe(self, sample: Sample) -> str:
         """A sample in a message, abbreviated."""
         shown = " | ".join(f"{column}: {text!r}" for column, text in self.policy.row(sample).items())
-        return f"sample {sample.number} of {sample.prompt.sample_id}, {shown[:_MOST_CHARACTERS]}"
+        return f"sample {sample.number} of {sample.prompt.sample_id}, {shown[:MAX_SHOWN_CHARACTERS]}"

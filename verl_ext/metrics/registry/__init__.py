@@ -1,1 +1,0 @@
-"""Every metric by name, a file for each group of them: unit, meaning, and how the ranks' values become one."""

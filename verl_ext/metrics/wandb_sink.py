@@ -1,0 +1,209 @@
+"""W&B runs that never prompt, work without a network, and continue over restarts."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from verl_ext.console import print_line, typed_path, warn
+from verl_ext.errors import STOPPED_EXIT_CODE, one_line
+from verl_ext.files import replace_file
+from verl_ext.metrics.jsonl import HealthEvent, MetricsRow, SampleRow
+from verl_ext.metrics.sinks import MetricsSink, epoch_tags
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+RUN_ID_FILE = "wandb_run_id.txt"
+
+# Seconds that W&B may wait for its server. Its defaults are 90 at the start and forever at the end, which would use up
+# the grace period of a preempted machine. What was not uploaded stays on disk for `wandb sync`.
+_INIT_TIMEOUT_S = 30.0
+_FINISH_TIMEOUT_S = 60.0
+
+_NO_NETWORK_MODES = ("offline", "disabled")
+Mode = Literal["online", "offline", "shared", "disabled"]
+
+
+class WandbSink(MetricsSink):
+    """An open W&B run.
+
+    Args:
+        run: from `open_wandb_run`.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def log_row(self, row: MetricsRow) -> None:
+        """Log the row with `global_step` and `attempt`; W&B's own step only counts rows."""
+        self._run.log({**row.metrics, "global_step": row.step, "attempt": row.attempt})
+
+    def log_epoch(self, split: str, row: Mapping[str, float]) -> None:
+        """Log an epoch; the x-axis of its charts is the epoch."""
+        tags = epoch_tags(split, row)
+        for tag in tags:
+            self._run.define_metric(tag, step_metric="epoch")
+        self._run.log({**tags, "epoch": int(row["epoch"])})
+
+    def log_event(self, event: HealthEvent) -> None:
+        """Send an alert, which W&B forwards by mail or chat, for warnings and alarms."""
+        from wandb.sdk.wandb_alerts import AlertLevel
+
+        levels = {"warning": AlertLevel.WARN, "alarm": AlertLevel.ERROR}
+        if event.level in levels:
+            self._run.alert(event.name, f"step {event.step}: {event.text}", levels[event.level])
+
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Log samples as the table `train/samples`."""
+        import wandb
+
+        columns = list(rows[0])
+        table = wandb.Table(columns=["step", *columns], data=[[step, *(row[name] for name in columns)] for row in rows])
+        self._run.log({"train/samples": table, "global_step": step})
+
+    def close(self, exit_code: int = 0) -> None:
+        """Finish the run: 0 shows as finished, `STOPPED_EXIT_CODE` as preempted, anything else as failed."""
+        if exit_code == STOPPED_EXIT_CODE:
+            self._run.mark_preempting()
+        self._run.finish(exit_code=exit_code)
+
+
+def open_wandb_run(
+    *,
+    project: str,
+    name: str,
+    directory: Path,
+    config: Mapping[str, Any],
+    run_id: str | None = None,
+    group: str | None = None,
+    job_type: str | None = None,
+) -> Run | None:
+    """Start or continue a W&B run: online if a key is configured, otherwise offline.
+
+    `WANDB_MODE` and W&B's settings files are respected. Log rows that contain `global_step`, without `step=`:
+    `global_step` is the x-axis of every chart, so a run that resumes at an earlier step loses no rows.
+
+    Args:
+        project: the W&B project.
+        name: the run's name in the project.
+        directory: W&B's files go to `directory/wandb`, which is created if it is missing.
+        config: shown as the run's configuration; `trainer.wandb_proxy` is used as HTTPS proxy, as in verl.
+        run_id: continues the run with this id if there is one; None starts a new one.
+        group: W&B shows the runs of a group together.
+        job_type: what the run does, such as `train` or `eval`.
+
+    Returns:
+        The run. If it cannot start online, it starts offline, with a warning. None, with a warning, if W&B is not
+        installed or cannot start at all.
+    """
+    settings = {"root_dir": str(directory), "run_group": group, "run_job_type": job_type, **_proxy(config)}
+    arguments = {"project": project, "name": name, "config": dict(config), "id": run_id, "resume": "allow"}
+    try:
+        Path(directory, "wandb").mkdir(parents=True, exist_ok=True)  # W&B writes to a temporary folder if it is missing
+        run = _start(settings, arguments)
+        run.define_metric("global_step")
+        run.define_metric("*", step_metric="global_step")
+        _announce(run, Path(directory))
+    except Exception as error:  # no failure of a tracker is a reason not to train
+        warn(f"W&B is off, because it cannot start: {one_line(error)}")
+        return None
+    return run
+
+
+def fill_wandb_run(run: Run | None, log: Callable[[Run], None], results_in: str | Path) -> None:
+    """Log results to a new W&B run and finish it; a failure is one warning.
+
+    Args:
+        run: from `open_wandb_run`; None does nothing.
+        log: logs the results.
+        results_in: where the results are if W&B cannot take them.
+    """
+    if run is None:
+        return
+    try:
+        with run:
+            log(run)
+    except Exception as error:  # W&B raises errors of many kinds, and the results are on disk already
+        warn(f"logging to W&B failed ({one_line(error)}); the results are in {results_in}")
+
+
+def persistent_run_id(run_dir: Path) -> str:
+    """The W&B id that all attempts of a run share; the first call chooses it and saves it in `wandb_run_id.txt`.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    path = Path(run_dir) / RUN_ID_FILE
+    run_id = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+    if not run_id:
+        run_id = secrets.token_hex(4)
+        replace_file(path, [run_id + "\n"])
+    return run_id
+
+
+def _start(settings: dict[str, Any], arguments: dict[str, Any]) -> Run:
+    import wandb
+
+    mode = _choose_mode()
+    try:
+        return _init(mode, settings, arguments)
+    except Exception as error:
+        if mode in _NO_NETWORK_MODES:
+            raise
+        warn(f"W&B cannot start online and runs offline instead: {one_line(error)}")
+        wandb.teardown()  # its service process keeps the id of the failed run as taken
+        return _init("offline", settings, arguments)
+
+
+def _choose_mode() -> Mode:
+    import wandb
+
+    requested = wandb.setup(settings=wandb.Settings(silent=True)).settings.mode
+    # dryrun and run are W&B's former names
+    configured = "offline" if requested == "dryrun" else "online" if requested == "run" else requested
+    if configured in _NO_NETWORK_MODES:
+        return configured
+    # Looks where `wandb.init` would (environment, netrc, settings), but does not prompt if it finds nothing.
+    return configured if _has_credentials() else "offline"
+
+
+def _has_credentials() -> bool:
+    import wandb
+
+    try:
+        return wandb.login(prompt=False, verify=False)
+    except wandb.Error as error:
+        warn(f"W&B runs offline, because its credentials are not usable: {one_line(error)}")
+        return False
+
+
+def _init(mode: Mode, settings: dict[str, Any], arguments: dict[str, Any]) -> Run:
+    import wandb
+
+    full = wandb.Settings(
+        silent=True,
+        init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", _INIT_TIMEOUT_S)),
+        finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", _FINISH_TIMEOUT_S)),
+        **{name: value for name, value in settings.items() if value is not None},
+    )
+    return wandb.init(mode=mode, settings=full, **arguments)
+
+
+def _announce(run: Run, directory: Path) -> None:
+    # W&B itself is silenced; this is all that users need of its output.
+    if run.offline:
+        runs = typed_path(directory / "wandb")
+        print_line(f"W&B run {run.id} is offline; upload it with: wandb sync {runs}/offline-run-*-{run.id}")
+    elif run.url:
+        print_line(f"W&B run {run.id}: {run.url}")
+
+
+def _proxy(config: Mapping[str, Any]) -> dict[str, Any]:
+    trainer = config.get("trainer")
+    return {"https_proxy": trainer.get("wandb_proxy")} if isinstance(trainer, Mapping) else {}

@@ -1,0 +1,127 @@
+"""Sharding with FSDP2: the model, and what stays gathered between the micro-batches of a step."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, cast
+
+import psutil
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from transformers import PreTrainedModel
+from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
+
+from verl_ext.errors import UserError
+from verl_ext.trainer.config import GATHERED_SHARE, FSDPConfig, GatheringFSDPConfig
+
+BYTES_OF_GRADIENT = 4
+
+
+def shard(
+    model: PreTrainedModel, config: FSDPConfig, device_mesh: DeviceMesh, precision: torch.dtype
+) -> PreTrainedModel:
+    """Shard in place with FSDP2 and send rank 0's weights to all ranks.
+
+    Args:
+        model: with rank 0's weights.
+        config: `model.fsdp_config`.
+        device_mesh: one-dimensional mesh over all ranks.
+        precision: number type of the forward pass; gradients are reduced in fp32.
+
+    Raises:
+        UserError: see `layer_classes`; on every rank.
+    """
+    offload = CPUOffloadPolicy(pin_memory=device_mesh.device_type != "cpu") if config.cpu_offload else None
+    arguments: dict[str, Any] = {"mesh": device_mesh, "reshard_after_forward": True}
+    if precision != torch.float32:
+        arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    if offload is not None:
+        arguments["offload_policy"] = offload
+    full_state = model.state_dict()
+    layers = layer_classes(model, config.wrap_policy.transformer_layer_cls_to_wrap)
+    apply_fsdp2(model, arguments, {"wrap_policy": {"transformer_layer_cls_to_wrap": layers}})
+    fsdp2_load_full_state_dict(model, full_state, device_mesh, offload)
+    return model
+
+
+def layer_classes(model: PreTrainedModel, configured: Any) -> list[str]:
+    """Names of the classes whose modules FSDP2 shards separately.
+
+    A module inside another module that is sharded belongs to the outer one: verl's `apply_fsdp2` shards the outer one
+    first, and FSDP2 accepts no parameter twice. The layers of Mamba have such modules.
+
+    Args:
+        model: before it is sharded.
+        configured: `wrap_policy.transformer_layer_cls_to_wrap`, a name or a list of names; None takes the model's own.
+
+    Raises:
+        UserError: the model has no such module.
+    """
+    key = "model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
+    names = [configured] if isinstance(configured, str) else list(configured or model._no_split_modules or ())
+    chosen = {name: type(module).__name__ for name, module in model.named_modules() if type(module).__name__ in names}
+    outermost = {kind for name, kind in chosen.items() if not any(name.startswith(f"{outer}.") for outer in chosen)}
+    missing = sorted({*names} - {*chosen.values()}) if configured else []
+    if missing or not outermost:
+        what = f"has no module of the class {missing[0]}" if missing else "does not name the layers to shard separately"
+        lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
+        guess = f", probably {type(max(lists, key=len)[0]).__name__}" if lists else ""
+        raise UserError(f"{type(model).__name__} {what}; set {key} to the class of its layers{guess}")
+    return sorted(outermost)
+
+
+class FSDPReshardPolicy:
+    """Gathers weights once a step and reduces gradients once, where memory allows.
+
+    Otherwise each micro-batch gathers every block twice and reduces its gradients.
+
+    Args:
+        model: sharded with FSDP2.
+        keeps_gathered: whether weights and gradients stay whole between micro-batches.
+    """
+
+    def __init__(self, model: FSDPModule, keeps_gathered: bool) -> None:
+        self._model, self.keeps_gathered = model, keeps_gathered
+        model.set_reshard_after_forward(not keeps_gathered)
+
+    def before_micro_batch(self, is_last: bool) -> None:
+        """Set what happens to weights and gradients after the next forward and backward pass.
+
+        Weights that forward passes gathered stay gathered until the last micro-batch's backward pass, or `reshard`.
+        """
+        if self.keeps_gathered:
+            self._model.set_reshard_after_forward(False)  # generation by the model itself leaves it at true
+            self._model.set_requires_gradient_sync(is_last)
+            self._model.set_reshard_after_backward(is_last)
+
+    def reshard(self) -> None:
+        """Shard the weights that forward passes without a backward pass have left gathered."""
+        for module in cast("torch.nn.Module", self._model).modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def keeps_gathered(
+    config: GatheringFSDPConfig, model: torch.nn.Module, precision: torch.dtype, device_name: str
+) -> bool:
+    """`model.fsdp_config.keep_gathered` with auto resolved: whether that takes a small part of the memory.
+
+    Args:
+        config: `model.fsdp_config`.
+        model: before or after it is sharded.
+        precision: of the forward pass, and so of gathered weights.
+        device_name: cuda, npu or cpu.
+    """
+    if config.keep_gathered != "auto":
+        return config.keep_gathered
+    weights = sum(parameter.numel() for parameter in model.parameters()) * precision.itemsize
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return weights + trained * BYTES_OF_GRADIENT <= GATHERED_SHARE * _memory_of_rank(device_name)
+
+
+def _memory_of_rank(device_name: str) -> float:
+    """Bytes that this rank may use, the same on all ranks of equal machines."""
+    if device_name == "cpu":
+        return psutil.virtual_memory().total / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return float(getattr(torch, device_name).get_device_properties(0).total_memory)

@@ -1,0 +1,184 @@
+"""The cross-entropy of a language model, computed in chunks without its full logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from verl_ext.data.batching import MicroBatch
+from verl_ext.memory_limits import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
+
+LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
+"""Largest accepted difference from the loss of the logits, which are rounded, in nat per token."""
+
+
+class FusedLinearCrossEntropy(nn.Linear):
+    """The output layer of a language model, which returns the loss instead of logits inside `computing_loss`.
+
+    It replaces the model's own layer, so that the weights are gathered, tied and saved as before. With
+    `model.use_liger` on a GPU, Liger's kernel computes the loss.
+
+    Args:
+        linear: the model's own layer, whose parameters this one shares.
+        by_liger: whether to use Liger's fused linear cross-entropy.
+    """
+
+    def __init__(self, linear: nn.Linear, by_liger: bool = False) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self._by_liger = by_liger
+        self._positions_and_labels: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @contextmanager
+    def computing_loss(self, positions: torch.Tensor, labels: torch.Tensor) -> Iterator[None]:
+        """Have forward passes return the summed cross-entropy, a scalar, in place of logits.
+
+        Args:
+            positions: indices into the flattened (batch, seq) whose next token is predicted, (num_loss_tokens,).
+            labels: the tokens to predict, (num_loss_tokens,).
+        """
+        self._positions_and_labels = positions, labels
+        try:
+            yield
+        finally:
+            self._positions_and_labels = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits (batch, seq, vocab), or the loss inside `computing_loss`."""
+        if self._positions_and_labels is None:
+            return super().forward(hidden)
+        positions, labels = self._positions_and_labels
+        selected = hidden.reshape(-1, hidden.shape[-1])[positions]  # (num_loss_tokens, hidden)
+        if self._by_liger:
+            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+            return LigerFusedLinearCrossEntropyLoss(reduction="sum")(self.weight, selected, labels, self.bias)
+        return _SummedCrossEntropy.apply(selected, self.weight, self.bias, labels, torch.is_grad_enabled())
+
+
+def install_fused_loss(model: PreTrainedModel, by_liger: bool) -> FusedLinearCrossEntropy | None:
+    """Replace the model's output layer by a `FusedLinearCrossEntropy`; None if it is no plain linear layer."""
+    linear = model.get_output_embeddings()
+    if type(linear) is not nn.Linear:
+        return None
+    layer = FusedLinearCrossEntropy(linear, by_liger)
+    model.set_output_embeddings(layer)
+    return layer
+
+
+@torch.no_grad()
+def fused_loss_error(
+    logits_of: Callable[[MicroBatch], torch.Tensor],
+    loss_of: Callable[[MicroBatch], torch.Tensor],
+    micro_batch: MicroBatch,
+) -> float:
+    """Difference per token between the fused loss and the cross-entropy of the logits, in nat; collective.
+
+    A model can scale or cap its logits after the output layer, which no list of architectures would tell.
+
+    Args:
+        logits_of: returns the logits (batch, seq, vocab) of a micro-batch.
+        loss_of: returns its summed loss.
+        micro_batch: one sample, every token of which counts in the loss.
+    """
+    logits, labels = logits_of(micro_batch)[0, :-1].float(), micro_batch["input_ids"][0, 1:]
+    plain = F.cross_entropy(logits, labels.to(logits.device), reduction="sum")
+    return float((loss_of(micro_batch).float() - plain).abs()) / len(labels)
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    """Sum over tokens of the cross-entropy of softmax(hidden weight^T + bias), chunk by chunk.
+
+    The forward pass computes the gradients as well, so that no chunk's logits are kept or computed twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        needs_grad: bool,
+    ) -> torch.Tensor:
+        needed = [needs_grad and each for each in ctx.needs_input_grad]
+        total = torch.zeros((), device=hidden.device)
+        grads = _Gradients(
+            torch.empty_like(hidden) if needed[0] else None,
+            torch.zeros(weight.shape, device=weight.device) if needed[1] else None,  # fp32, because it sums chunks
+            torch.zeros(bias.shape, device=bias.device) if bias is not None and needed[2] else None,
+        )
+        size = max(MIN_CHUNK_TOKENS, CHUNK_ELEMENTS // weight.shape[0])
+        for first in range(0, len(hidden), size):
+            part = slice(first, first + size)
+            total += grads.add(hidden[part], weight, bias, labels[part], part)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(grads.of_hidden, grads.of_weight, grads.of_bias)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_hidden, of_weight, of_bias = ctx.saved_tensors
+        return (
+            None if of_hidden is None else of_hidden.mul_(scale),
+            None if of_weight is None else of_weight.mul_(scale).to(ctx.dtypes[0]),
+            None if of_bias is None else of_bias.mul_(scale).to(ctx.dtypes[1]),
+            None,
+            None,
+        )
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Gradients summed over chunks; None for those that are not needed."""
+
+    of_hidden: torch.Tensor | None
+    of_weight: torch.Tensor | None
+    of_bias: torch.Tensor | None
+
+    def add(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        part: slice,
+    ) -> torch.Tensor:
+        """Return the loss of a chunk, and add its gradients.
+
+        With e = exp(logits - peak) and s its sum over the vocabulary, the gradient of the logits is (e - s at the
+        label) / s. Dividing the narrow factor of the products by s saves a pass over the wide e.
+        """
+        logits = F.linear(hidden, weight, bias).float()  # (tokens, vocab)
+        peak = logits.amax(-1, keepdim=True)
+        label_logits = logits.gather(1, labels[:, None]) - peak
+        wide = logits.sub_(peak).exp_()
+        sums = wide.sum(-1, keepdim=True)
+        loss = (sums.log() - label_logits).sum()
+        if self.of_hidden is None and self.of_weight is None and self.of_bias is None:
+            return loss
+        wide.scatter_add_(1, labels[:, None], -sums)
+        rounded = wide.to(weight.dtype)
+        if self.of_hidden is not None:
+            self.of_hidden[part] = (rounded @ weight) / sums
+        if self.of_weight is not None:
+            _add_product(self.of_weight, rounded.T, (hidden / sums).to(weight.dtype))
+        if self.of_bias is not None:
+            self.of_bias.add_((wide / sums).sum(0))
+        return loss
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, without a copy if the types allow it."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)

@@ -1,0 +1,453 @@
+"""The trainer of every stage: build, resume, then step, log, validate and save until done or asked to stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
+from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
+from verl.utils.torch_dtypes import PrecisionType
+
+from verl_ext.checkpoint.layout import step_of
+from verl_ext.checkpoint.manager import CheckpointManager
+from verl_ext.checkpoint.options import SaveOptions
+from verl_ext.checkpoint.resume import optimizer_name
+from verl_ext.checkpoint.stock import is_stock
+from verl_ext.config.run_config import config_digest
+from verl_ext.config.schema import as_dict
+from verl_ext.console import warn
+from verl_ext.data.batching import Prefetcher
+from verl_ext.data.dataset import SampleDataset, training_data_digest
+from verl_ext.data.packing import MicroBatchPlan
+from verl_ext.data.sampler import GlobalBatchSampler
+from verl_ext.distributed import COLLECTIVE_TIMEOUT, gather_results, on_every_rank, on_rank_zero
+from verl_ext.errors import Stop, UserError
+from verl_ext.files import GIB, free_bytes
+from verl_ext.metrics.timing import StepTimer, TraceFile, startup
+from verl_ext.trainer.device import settle_device, settle_precision
+from verl_ext.trainer.model import build_model
+from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
+from verl_ext.trainer.preemption import RankSignals, StopVote, ignore_stop_signals, known_deadline
+from verl_ext.trainer.resume import checkpoint_to_resume, contents_to_resume, data_state_after_verl
+from verl_ext.trainer.run_logger import RunLogger
+from verl_ext.trainer.stages import RunConfig, config_of
+from verl_ext.trainer.tokenizer import tokenizer_of_exports
+
+Metrics = dict[str, float]
+KEPT_METRICS = ("train/", "val/", "eval/")
+"""Prefixes of the metrics that a checkpoint's manifest keeps, for `best_metric`."""
+
+
+class PipelineTrainer(FSDPSFTTrainer, ABC):
+    """verl's SFT trainer as the base of every stage: exact resume, committed checkpoints, and a loop that can stop.
+
+    A stage defines `build_collator`, `training_step` and `validate`, and replaces other parts where it needs to.
+
+    verl's constructor does not run: it refuses `data.chat_template`, and it divides the batch size in the
+    configuration, which is recorded here. This one takes the same arguments. Of verl's methods, only
+    `_compute_loss_and_backward` is used, by `SFTTrainer` under Ulysses.
+
+    Args:
+        config: the configuration; a `DictConfig` with verl's keys is converted.
+        device_mesh: one-dimensional mesh over all ranks, for FSDP2.
+        ulysses_device_mesh: mesh with dimensions dp and sp.
+        tokenizer: with a chat template.
+        train_dataset: samples, each with its number as `row`.
+        val_dataset: the same, or None for a run without validation.
+        signals: what this rank is asked by signals; None if the process handles its signals itself.
+
+    Attributes:
+        precision: number type of the forward pass.
+        global_step: optimizer steps done.
+        saved_step: step of the last checkpoint.
+        total_training_steps: step at which the run is finished.
+        owes_validation: whether the run stopped before the validation of its current step.
+        data_digest: identifies the training data; empty if it cannot be computed.
+    """
+
+    config: RunConfig
+    checkpoint_manager: CheckpointManager
+    train_sampler: GlobalBatchSampler  # type: ignore[assignment]  # verl builds a DistributedSampler
+
+    def __init__(
+        self,
+        config: RunConfig | DictConfig,
+        device_mesh: DeviceMesh,
+        ulysses_device_mesh: DeviceMesh,
+        tokenizer: PreTrainedTokenizerBase,
+        train_dataset: SampleDataset,
+        val_dataset: SampleDataset | None,
+        signals: RankSignals | None = None,
+    ) -> None:
+        self.config = config_of(config) if isinstance(config, DictConfig) else config
+        self.device_name = settle_device(self.config)
+        self.precision = settle_precision(self.config, self.device_name)
+        self.device_mesh, self.ulysses_device_mesh = device_mesh, ulysses_device_mesh
+        self.dp_size, self.dp_rank = ulysses_device_mesh.size(0), ulysses_device_mesh.get_local_rank("dp")
+        self.is_main = device_mesh.get_rank() == 0
+        self.run_dir = self.config.trainer.run_dir
+        self.tokenizer, self.train_dataset, self.val_dataset = tokenizer, train_dataset, val_dataset
+
+        trace = self.trace = TraceFile(self.run_dir, device_mesh.get_rank()) if self.config.trainer.trace else None
+        self.timer = StepTimer(on_gpu=self.device_name == "cuda", on_part=None if trace is None else trace.span)
+        self.guard = NonFiniteGuard(self.config.trainer.max_nonfinite_steps, train_dataset.describe)
+        deadline = known_deadline(self.config.trainer.preemption, self.is_main)
+        self.stop_vote = StopVote(signals, deadline, list(self.config.health.stop_on))
+
+        self.build_batches()
+        self.model = self.fsdp_model = self.build_model()
+        self.model_config = self.model.config
+        self.optimizer = build_optimizer(self.model, self.config.optim)
+        self.lr_scheduler: Any = self.build_scheduler()
+        startup.mark("model")
+        self.checkpoint_manager = self.build_checkpoint_manager()
+        self.stop_vote.expected_save_s = self.checkpoint_manager.expected_save_s()
+        self.owes_validation = False
+        self.step_metrics: Metrics = {}
+        self.global_step = self.saved_step = self.load_checkpoint()
+
+    # What a stage defines
+
+    @abstractmethod
+    def build_collator(self) -> Callable[[list[Any]], Any]:
+        """What turns one rank's samples of a step, or the groups of them in `micro_batch_plan`, into its batch."""
+
+    @abstractmethod
+    def training_step(self, batch: Any) -> Metrics:
+        """Update the model once and return metrics that are reduced over all ranks.
+
+        Args:
+            batch: what `build_collator`'s collator returned, with the `rows` that are in it.
+        """
+
+    @abstractmethod
+    def validate(self) -> Metrics:
+        """Metrics of the model on the validation set; empty without one.
+
+        Calls `stop_vote.check` now and then, so that a long validation does not delay a stop.
+        """
+
+    def micro_batch_plan(self, dataset: SampleDataset) -> MicroBatchPlan | None:
+        """Which samples share a micro-batch and on which rank; None leaves that to the collator."""
+        return None
+
+    def build_model(self) -> PreTrainedModel:
+        """The model to train, sharded."""
+        return build_model(self.config, self.device_mesh, self.precision)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates in a step, each of which advances the learning-rate schedule."""
+        return 1
+
+    # Building
+
+    def build_batches(self) -> None:
+        """The sampler, the loader and the number of steps."""
+        data, trainer = self.config.data, self.config.trainer
+        self.collator = self.build_collator()
+        plan = self.micro_batch_plan(self.train_dataset)
+        self.train_sampler = GlobalBatchSampler(
+            len(self.train_dataset), data.train_batch_size, self.dp_rank, self.dp_size, trainer.seed, plan
+        )
+        loader = DataLoader(
+            self.train_dataset,
+            batch_sampler=self.train_sampler,
+            num_workers=data.num_workers,
+            collate_fn=self.collator,
+            worker_init_fn=ignore_stop_signals,
+            # Each iterator takes a seed. From the global generator, a resumed run would take one more.
+            generator=torch.Generator(),
+        )
+        self.train_dataloader = loader if data.num_workers else Prefetcher(loader)
+        self.steps_per_epoch = len(self.train_sampler)
+        self.total_training_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
+
+    def build_scheduler(self) -> LRScheduler:
+        """The learning-rate schedule.
+
+        As in verl it spans the epochs, so that a run ended early by `total_training_steps` can be prolonged.
+        """
+        steps = self.config.optim.total_training_steps
+        if steps <= 0:
+            steps = max(self.steps_per_epoch * self.config.trainer.total_epochs, self.total_training_steps)
+        return build_scheduler(self.optimizer, self.config.optim, steps * self.updates_per_step, self.updates_per_step)
+
+    def build_checkpoint_manager(self) -> CheckpointManager:
+        """verl's checkpoint manager with this run's model, optimizer and schedule."""
+        trainer = self.config.trainer
+        return CheckpointManager(
+            model=self.model,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            processing_class=self.processing_class,
+            checkpoint_config=OmegaConf.create(as_dict(trainer.checkpoint)),
+            options=SaveOptions.of(
+                trainer,
+                self.precision,
+                self.total_training_steps,
+                config_digest(as_dict(self.config)),
+                COLLECTIVE_TIMEOUT,
+                optimizer_name(self.config.optim),
+            ),
+            stream=self.dp_rank,
+            warn=warn,
+        )
+
+    @cached_property
+    def processing_class(self) -> ProcessorMixin | PreTrainedTokenizerBase:
+        """What exports contain besides the model."""
+        return on_every_rank(lambda: tokenizer_of_exports(self.config, self.tokenizer, self.is_main))
+
+    # The loop
+
+    def fit(self) -> None:
+        """Train from the resumed step to the last one; every step is recorded.
+
+        Raises:
+            Stop: the run was asked to stop; everything is saved.
+        """
+        self.stop_vote.arm()
+        self.logger = RunLogger(
+            self.config,
+            self.global_step,
+            self.total_training_steps,
+            self.steps_per_epoch,
+            dist.get_world_size(),
+            self.is_main,
+            PrecisionType.to_str(self.precision),
+        )
+        with self.logger:
+            try:
+                self.train()
+            except Stop:
+                if self.global_step > self.saved_step:
+                    self.save()
+                self.wait_for_save()
+                raise
+            except BaseException:
+                self.wait_for_save_after_failure()
+                raise
+            self.wait_for_save()
+
+    def train(self) -> None:
+        """Run the steps from the current one to the last, with what is due after each."""
+        trainer = self.config.trainer
+        self.stop_vote.check()
+        if self.owes_validation or (self.global_step == 0 and trainer.val_before_train):
+            self.run_validation()
+        for batch in self.batches():
+            self.step_metrics = {}
+            self.log(self.training_step(batch))
+            self.end_step_timing()
+            self.guard.check(self.global_step, batch.rows)
+            self.train_sampler.advance()
+            if self.due(trainer.test_freq):
+                self.run_validation()
+            if self.due(trainer.save_freq):
+                self.save()
+            self.stop_if_asked()
+
+    def batches(self) -> Iterator[Any]:
+        """Batches from the current position to the last step, epoch after epoch; increments `global_step`."""
+        while self.global_step < self.total_training_steps:
+            batches = iter(self.train_dataloader)
+            for _ in range(min(len(self.train_sampler) - self.train_sampler.batches_done, self.steps_left)):
+                self.step_start = time.perf_counter()
+                with self.timer.measure("data"):
+                    batch = next(batches)
+                self.global_step += 1
+                yield batch
+
+    @property
+    def steps_left(self) -> int:
+        """Steps until the run is finished."""
+        return self.total_training_steps - self.global_step
+
+    def due(self, frequency: int) -> bool:
+        """Whether something done every `frequency` steps, and at the last, is due now; -1 means only at the last."""
+        return self.steps_left == 0 or (frequency > 0 and self.global_step % frequency == 0)
+
+    def stop_if_asked(self) -> None:
+        """Stop if any rank was asked to, except after the last step; record a save that has ended; collective.
+
+        Raises:
+            Stop: on every rank.
+        """
+        self.stop_vote.failed_rule = self.logger.stop_rule
+        if self.steps_left and not self.stop_vote.check(self.checkpoint_manager.is_writing):
+            self.wait_for_save()
+
+    def run_validation(self) -> None:
+        """Validate; if a stop interrupts the validation, the next start runs it."""
+        self.owes_validation = True
+        metrics = self.validate()
+        self.owes_validation = False
+        self.log(metrics)
+
+    def log(self, metrics: Metrics) -> None:
+        """Record metrics of the current step, also in the checkpoint of this step."""
+        self.step_metrics.update(metrics)
+        self.logger.log(self.global_step, metrics)
+
+    def end_step_timing(self) -> None:
+        """Record the step in the trace, and how long it took for the deadline."""
+        end = time.perf_counter()
+        if self.trace is not None:
+            self.trace.span("step", self.step_start, end, step=self.global_step)
+        self.stop_vote.note(step_s=end - self.step_start)
+
+    def optimizer_step(self, loss: float | torch.Tensor) -> tuple[float, float]:
+        """Clip the gradient and update; skip the update and the schedule if loss or gradient is not finite.
+
+        Loss and gradient norm are read together: this is the only point of a step that waits for the GPU.
+
+        Args:
+            loss: of this step, the same on every rank.
+
+        Returns:
+            The loss, and the gradient's norm before clipping.
+        """
+        norm = fsdp2_clip_grad_norm_(self.model.parameters(), max_norm=self.config.optim.clip_grad)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        both = torch.stack([torch.as_tensor(loss, device=norm.device).double(), norm.double()]).tolist()
+        finite = all(map(math.isfinite, both))
+        if finite:
+            self.optimizer.step()
+            self.lr_scheduler.step()
+        self.optimizer.zero_grad()
+        self.guard.count(finite)
+        return both[0], both[1]
+
+    # Saving
+
+    def save(self) -> None:
+        """Save the current step and record how long training waited for it."""
+        start = time.perf_counter()
+        self.wait_for_save()
+        self.checkpoint_manager.step_metrics = {
+            name: value
+            for name, value in self.step_metrics.items()
+            if name.startswith(KEPT_METRICS) and math.isfinite(value)
+        }
+        self.save_checkpoint(self.global_step)
+        self.saved_step = self.global_step
+        self.log({"time/train/save_s": time.perf_counter() - start})
+
+    def save_checkpoint(self, step: int) -> None:
+        """Commit a checkpoint of this step, or begin to if it is written in the background; collective."""
+        self.checkpoint_manager.data_state = self.data_state()
+        self.checkpoint_manager.save_checkpoint(str(self.run_dir / f"global_step_{step}"), global_step=step)
+
+    def wait_for_save(self) -> None:
+        """Wait for the checkpoint that is being written, if any, and record how long it took."""
+        seconds = self.checkpoint_manager.wait()
+        if seconds is not None:
+            self.stop_vote.note(save_s=seconds)
+            free = free_bytes(self.run_dir) / GIB
+            self.logger.log(self.saved_step, {"time/checkpoint/write_s": seconds, "system/disk_free_gib": free})
+
+    def wait_for_save_after_failure(self) -> None:
+        """`wait_for_save` after training has failed: a failed save is only a warning."""
+        try:
+            self.wait_for_save()
+        except UserError as error:
+            warn(str(error))
+
+    # Resuming
+
+    def load_checkpoint(self) -> int:
+        """Load the checkpoint to resume from, and return its step; 0 if there is none.
+
+        Raises:
+            UserError: the checkpoint does not fit this run.
+        """
+        self.data_digest = on_rank_zero(lambda: training_data_digest(self.config.data))
+        path = checkpoint_to_resume(self.config)
+        if path is None:
+            return 0
+        self.checkpoint_manager.checkpoint_load_contents = contents_to_resume(path, self.config)
+        self.checkpoint_manager.load_checkpoint(str(path))
+        state = on_every_rank(lambda: self.saved_data_state(path))
+        self.load_data_state(state)
+        former = state.get("data_digest", "")  # older checkpoints have none
+        if self.is_main and former and self.data_digest and former != self.data_digest:
+            warn(
+                f"the training data are not those of {path.name}, although the number of samples is the same; the run "
+                "continues at the same position in the new data. Restore the previous data to resume exactly"
+            )
+        return step_of(path) or 0
+
+    def saved_data_state(self, checkpoint: Path) -> dict[str, Any]:
+        """What `data_state` returned when a checkpoint was saved, also for a checkpoint that verl wrote."""
+        state = self.checkpoint_manager.load_data_state(str(checkpoint))
+        if is_stock(checkpoint):
+            return data_state_after_verl(checkpoint, state, len(self.train_dataset), self.config)
+        return state
+
+    def data_state(self) -> dict[str, Any]:
+        """What a resumed run needs besides model, optimizer, schedule and random states."""
+        return {
+            **self.train_sampler.state_dict(),
+            "skipped_steps": self.guard.num_skipped,
+            "owes_validation": self.owes_validation,
+            "data_digest": self.data_digest,
+        }
+
+    def load_data_state(self, state: dict[str, Any]) -> None:
+        """Restore what `data_state` returned."""
+        self.guard.num_skipped = state.get("skipped_steps", 0)
+        self.owes_validation = state.get("owes_validation", False)
+        self.train_sampler.load_state_dict(state)
+
+
+class NonFiniteGuard:
+    """Counts consecutive steps without a finite loss and gradient, whose updates are skipped.
+
+    Args:
+        limit: consecutive steps after which the run stops.
+        describe: names samples by their numbers in the training set.
+    """
+
+    def __init__(self, limit: int, describe: Callable[[Sequence[int]], str]) -> None:
+        self.limit, self.describe = limit, describe
+        self.streak = 0
+        self.num_skipped = 0
+
+    def count(self, finite: bool) -> None:
+        """Count one step by whether its loss and gradient norm are finite; the same on every rank."""
+        self.streak = 0 if finite else self.streak + 1
+        self.num_skipped += not finite
+
+    def check(self, step: int, rows: Sequence[int]) -> None:
+        """Stop the run if the limit is reached; collective in that case.
+
+        Args:
+            step: the optimizer step, for the message.
+            rows: this rank's samples of the step.
+
+        Raises:
+            UserError: it names the step and every rank's rows.
+        """
+        if self.streak < self.limit:
+            return
+        all_rows = sorted({row for rows_of_rank in gather_results(lambda: list(rows)) for row in rows_of_rank})
+        raise UserError(
+            f"the loss or its gradient was not finite for {self.streak} steps in a row, the last at step {step}; lower "
+            f"optim.lr, check the model's weights, or look at the batch: {self.describe(all_rows)} "
+            "(no update was made on those steps, and the last checkpoint is intact)"
+        )
