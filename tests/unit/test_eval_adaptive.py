@@ -159,7 +159,7 @@ def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -
     statics = [configuration_of(each["configuration"], space) for each in content["statics"]]
     trained = ImageQuestionDataset({"tiny": QuestionSource(train=2, source=str(tiny / "data"))}, "train").samples
     budgets = content["budgets_ms"]
-    decided = [model.answer(each.opened(), each.question, ms).configuration for each in trained for ms in budgets]
+    decided = [model.answer(each.load_image(), each.question, ms).configuration for each in trained for ms in budgets]
     liked = Counter(replace(each, tier=0) for each in decided).most_common(MOST_CHOSEN)
     masks = important_blocks(space, load_importance(tiny / "importance.json", adapter))
     grid = static_configurations(space, masks, 5)
@@ -176,7 +176,7 @@ def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -
         low = model.executor.seen(sample, 0)
         encoding = told.predict(Workload(space.full, adapter.num_patches(low.inputs), 0, 0)).vision_ms
         for column, budget in enumerate((30.0, 45.0, 60.0)):
-            found = model.answer(sample.opened(), sample.question, budget)
+            found = model.answer(sample.load_image(), sample.question, budget)
             outcome = model.executor.run(sample, found.configuration)
             latency = told.predict(outcome.workload).total_ms + (encoding if found.configuration.tier else 0.0)
             assert arrays["controller_latency_ms"][place, column] == latency

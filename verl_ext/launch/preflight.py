@@ -24,8 +24,7 @@ from verl_ext.config.schema import as_dict
 from verl_ext.console import print_line
 from verl_ext.data.config import TextDataConfig, file_list
 from verl_ext.data.dataset import check_parquet
-from verl_ext.data.prepare import is_prepared, prepare
-from verl_ext.data.prepare.commands import parse_arguments
+from verl_ext.data.prepare import is_prepared, parse_arguments, prepare
 from verl_ext.data.training_templates import parse_chat_template, read_chat_template
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError, first_line_of
 from verl_ext.files import file_lock
