@@ -76,13 +76,18 @@ def sync_directory(directory: Path) -> None:
 def write_errors(path: Path) -> Iterator[None]:
     """Turn a failure of the file system into one sentence that names the file and the reason.
 
+    Args:
+        path: the file, for errors that do not name theirs.
+
     Raises:
         UserError: in place of an `OSError`.
     """
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}); make room or make the directory writable") from error
+        raise UserError(
+            f"cannot write {error.filename or path} ({error.strerror}); make room or make the directory writable"
+        ) from error
 
 
 # Documents that may be damaged or written by someone else

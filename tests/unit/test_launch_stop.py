@@ -16,7 +16,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from tests.helpers import ROOT
-from verl_ext.checkpoint.layout import TRACKER, Manifest
+from verl_ext.checkpoint.manifest import TRACKER, Manifest
 from verl_ext.cli import clean_exit
 from verl_ext.console import print_line
 from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UserError

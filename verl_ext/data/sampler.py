@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
+from verl_ext.console import print_line, warn
 from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.errors import UserError
 
@@ -166,3 +169,50 @@ def _batches_seen(loader_state: dict[str, Any], num_ranks: int) -> tuple[int, in
     except (KeyError, TypeError):  # there is no state, or it is from another version of torchdata
         return None
     return (batches, samples // batches * num_ranks) if batches and samples else None
+
+
+def data_state_after_verl(
+    checkpoint: Path,
+    loader_state: dict[str, Any],
+    *,
+    step: int,
+    num_samples: int,
+    global_batch_size: int,
+    num_saved_ranks: int,
+    seed: int,
+    show: bool,
+) -> dict[str, Any]:
+    """The position in the data of a checkpoint that verl wrote, in the form that this pipeline saves.
+
+    Args:
+        checkpoint: a `global_step_N`.
+        loader_state: its `data.pt`; empty if it has none.
+        step: optimizer steps done.
+        num_samples: size of the data set.
+        global_batch_size: of this run.
+        num_saved_ranks: data-parallel ranks that saved the checkpoint.
+        seed: of this run.
+        show: whether this rank prints where the run continues.
+
+    Raises:
+        UserError: this pipeline wrote the checkpoint, but its manifest and export plan are lost.
+    """
+    if "samples_seen" in loader_state:
+        raise UserError(f"{checkpoint} lost its manifest.json; restore it, or name another checkpoint to resume from")
+    position = position_after_verl(loader_state, step, num_samples, global_batch_size, num_saved_ranks)
+    if show:
+        print_line(
+            f"verl itself wrote {checkpoint.name}; this run continues in verl's order of the data, "
+            f"{position.samples_seen} of {num_samples} samples into epoch {position.epoch}, and removes none of verl's "
+            "checkpoints",
+            sys.__stdout__,
+        )
+        if position.doubt is not None:
+            warn(f"{checkpoint.name}: {position.doubt}")
+    return {
+        "epoch": position.epoch,
+        "samples_seen": position.samples_seen,
+        "num_samples": num_samples,
+        "seed": seed,
+        "order_seed": VERL_ORDER_SEED,
+    }

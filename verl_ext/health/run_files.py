@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from verl_ext.checkpoint.layout import complete_steps
+from verl_ext.checkpoint.manifest import committed_steps
 from verl_ext.errors import UserError, one_line
 from verl_ext.files import yaml_text
 from verl_ext.health.config import HealthLimits
@@ -74,7 +74,7 @@ class RunFiles:
         names = watched_by(rules)
         history, steps_per_epoch = replay(directory, run["attempts"], names=names)
         early, _ = replay(directory, run["attempts"], until=EARLY_STEPS, names=names)
-        checkpoints = partial(complete_steps, directory)
+        checkpoints = partial(committed_steps, directory)
         try:
             facts = Facts.of(config, run["total_steps"], steps_per_epoch, checkpoints, run["untrained_loss"])
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
