@@ -92,9 +92,7 @@ def test_leftovers_go_before_the_space_is_checked_and_a_save_that_cannot_fit_wri
     trainer.checkpoint_manager.wait()
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
     free_while_clean = 1000
-    with pytest.raises(
-        UserError, match=r"^global_step_2 cannot be saved: it takes .*, then run the same command"
-    ):
+    with pytest.raises(UserError, match=r"^global_step_2 cannot be saved: it takes .*, then run the same command"):
         trainer.save_checkpoint(2)
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
     assert why_incomplete(tmp_path / "global_step_1") is None
