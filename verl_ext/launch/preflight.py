@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.checkpoint.manifest import TRACKER
+from verl_ext.commands import missing_package, program
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import find_recipe
 from verl_ext.config.schema import as_dict
@@ -35,12 +36,14 @@ from verl_ext.launch.watcher import evaluation_environment
 from verl_ext.metrics.recorder import require_known_backends
 from verl_ext.metrics.registry import lookup_metric
 from verl_ext.model_files import check_model_files, require_chat_template
+from verl_ext.paths import base_directory
 from verl_ext.plugins import Plugin, is_module
 from verl_ext.processes import defer_gc, listed_gpus, visible_gpus
 from verl_ext.trainer.config import OptimConfig, TrainerConfig
 from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, SFTConfig, VLMSFTConfig
 
-PREPARE_LOCK = Path(__file__).resolve().parents[2] / ".prepare.lock"
+PREPARE_LOCK = ".prepare.lock"
+"""Held while inputs are prepared, in the directory in which `data/` is."""
 
 
 def prepare_inputs(config: RunConfig) -> None:
@@ -107,7 +110,7 @@ def needed_commands(config: RunConfig) -> list[str]:
 def run_prepare_commands(commands: Iterable[str]) -> None:
     """Run commands of `prepare`; another launch or node that runs the same one waits, and then finds it done."""
     for command in commands:
-        with file_lock(PREPARE_LOCK):
+        with file_lock(base_directory() / PREPARE_LOCK):
             if not is_prepared(_split(command)):
                 print_line(f"Preparing: {command}")
                 prepare(_split(command))
@@ -175,9 +178,7 @@ def check_settings(config: RunConfig) -> None:
 
         check_reward_settings(config.reward, config.data)
         if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-            raise UserError(
-                "rollout.engine=vllm needs vLLM, which is not installed; install it, or set rollout.engine=hf"
-            )
+            raise UserError(f"rollout.engine=vllm: {missing_package('vllm')}, or set rollout.engine=hf")
     elif isinstance(config, BudgetConfig) and config.model.adapter is not None:
         Plugin.parse(config.model.adapter, "model.adapter")
 
@@ -401,9 +402,9 @@ def check_budget_files(config: BudgetConfig, awaited: Sequence[Path] = ()) -> No
 
 def check_questions(config: BudgetConfig | VLMSFTConfig, splits: Sequence[str], awaited: Sequence[Path] = ()) -> None:
     """Each split has questions, and each of its data sets is known or has files; see `check_inputs` for `awaited`."""
-    from verl_ext.data.question_sources import QuestionSource, require_rows
+    from verl_ext.data.image_questions import require_rows
 
-    sources = {name: QuestionSource(**entry) for name, entry in config.data.datasets.items()}
+    sources = config.data.sources()
     for split in splits:
         if not any(source.size(split) for source in sources.values()):
             raise UserError(f"there is no question for {split}; give data.datasets.NAME.{split} a size, or -1 for all")
@@ -456,7 +457,7 @@ def require_free_gpus(devices: Sequence[str] | None, num_ranks: int) -> None:
     if devices is None and used:
         raise UserError(
             f"eval.watch=true needs GPUs that the {num_ranks} ranks leave free; name them with eval.devices, such "
-            "as eval.devices=7, or evaluate after the training with `bash eval_pipeline/run.sh watch`"
+            f"as eval.devices=7, or evaluate after the training with `{program('eval')} watch`"
         )
     for name in devices or ():
         if listed and not name.startswith("MIG-") and id_of(name) not in listed:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_ext.commands import program
 from verl_ext.data.dataset import ORIGIN_KEY
 from verl_ext.data.prepare.tables import Row, RowError
 from verl_ext.errors import UserError
@@ -114,7 +115,7 @@ def detect_layout(row: Row, keys: ChatColumns) -> ChatLayout:
     if prompt is None or response is None:
         raise RowError(
             f"no conversation is found in its columns {', '.join(sorted(row))}",
-            "name them with --messages-key, or with --prompt-key and --response-key (for run_sft.sh "
+            "name them with --messages-key, or with --prompt-key and --response-key (for SFT "
             "data.multiturn.messages_key, or data.prompt_key and data.response_key)",
         )
     if prompt == "instruction":
@@ -131,14 +132,14 @@ def _find_column(row: Row, named: str | None, usual: Sequence[str]) -> str | Non
     return named
 
 
-def to_conversation(row: Row, layout: ChatLayout, keys: ChatColumns, notes: Counter[str]) -> Row:
+def to_conversation(row: Row, number: int, notes: Counter[str], *, layout: ChatLayout | None, keys: ChatColumns) -> Row:
     """Convert one row to the `messages` format.
 
     Args:
         row: the decoded row.
-        layout: the layout of its file.
-        keys: the columns that hold the conversation.
         notes: counts the rows in which something was changed, by a description of the change.
+        layout: the layout of its file; None if no row has one.
+        keys: the columns that hold the conversation.
 
     Returns:
         The row with `messages` in place of the columns that held the conversation.
@@ -146,6 +147,7 @@ def to_conversation(row: Row, layout: ChatLayout, keys: ChatColumns, notes: Coun
     Raises:
         RowError: the row has another layout, a malformed turn, no assistant turn, or text that is in no turn.
     """
+    layout = layout or detect_layout(row, keys)
     _check_layout(row, layout, keys)
     messages = to_turns(_extract_turns(row, layout), notes)
     check_turns(messages)
@@ -249,8 +251,7 @@ def _refuse_lost_text(rest: Row, used: list[Any], messages: list[Row], metadata:
             continue
         raise RowError(
             f"its column {name!r} is not part of the conversation, so its text would not be trained on",
-            f"remove the column, or keep it with the option --metadata {name} of "
-            "`python -m verl_ext.data.prepare chat`",
+            f"remove the column, or keep it with the option --metadata {name} of `{program('prepare')} chat`",
         )
 
 

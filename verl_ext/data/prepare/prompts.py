@@ -6,6 +6,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,22 +59,19 @@ def prepare_prompts(arguments: argparse.Namespace) -> PrepareResult:
 def _read_prompts(arguments: argparse.Namespace, converter: RowConverter) -> Iterator[Row]:
     for name in arguments.input:
         path = Path(name)
-
-        def convert(row: Row, number: int, notes: Counter[str], stem: str = path.stem) -> Row:
-            return to_prompt_row(row, arguments.prompt_key, stem, number, notes)
-
-        yield from converter.convert(path, read_rows(path), convert)
+        to_row = partial(to_prompt_row, prompt_key=arguments.prompt_key, source=path.stem)
+        yield from converter.convert(path, read_rows(path), to_row)
 
 
-def to_prompt_row(row: Row, prompt_key: str, source: str, number: int, notes: Counter[str]) -> Row:
+def to_prompt_row(row: Row, number: int, notes: Counter[str], *, prompt_key: str, source: str) -> Row:
     """Convert one row to verl's RL format.
 
     Args:
         row: the decoded row.
+        number: its number in its file.
+        notes: counts the rows in which something was changed, by a description of the change.
         prompt_key: column of the prompt, a text or a list of turns.
         source: name of its file without the suffix.
-        number: its number in the file.
-        notes: counts the rows in which something was changed, by a description of the change.
 
     Returns:
         `prompt`, `data_source`, `reward_model` and `ability` if the row has them, and `extra_info` with all other
@@ -85,7 +83,7 @@ def to_prompt_row(row: Row, prompt_key: str, source: str, number: int, notes: Co
     if row.get(prompt_key) is None:
         raise RowError(
             f"it has no prompt in a column {prompt_key!r}; its columns are {', '.join(sorted(row))}",
-            "name the column with --prompt-key (for run_grpo.sh data.prompt_key)",
+            "name the column with --prompt-key (for GRPO data.prompt_key)",
         )
     if media := next((name for name in MEDIA_KEYS if row.get(name)), None):
         raise RowError(f"it has {media}, and only text can be trained on")
@@ -198,7 +196,7 @@ COMMAND = PrepareCommand(
     help="Turn prompts with their right answers or tests into train.parquet and val.parquet for GRPO.",
     example="prompts --input mine.jsonl --output data/mine",
     next_command=(
-        "bash run_grpo.sh 2 recipe=custom model.partial_pretrain=MODEL reward.functions=[{reward}] "
+        "grpo 2 recipe=custom model.partial_pretrain=MODEL reward.functions=[{reward}] "
         f"trainer.experiment_name=mine {RUN_FILES}"
     ),
     version=1,
