@@ -39,7 +39,7 @@ from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, SFTConf
 
 
 def prepare_inputs(config: RunConfig) -> None:
-    """Run the recipe's `prepare` commands whose output is needed and missing, if nothing else stands in the way.
+    """Refuse what can be refused already, then run the recipe's `prepare` commands whose output is needed and missing.
 
     Raises:
         UserError: the first thing that is wrong and how to fix it.

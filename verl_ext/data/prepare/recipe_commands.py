@@ -20,7 +20,7 @@ LOCK = REPOSITORY / ".prepare.lock"
 def used_commands(
     commands: Sequence[str], values: Mapping[str, Any], further_values: Callable[[], Mapping[str, Any]]
 ) -> list[str]:
-    """The commands whose output is, or holds, a path among some values; the user is told of the others.
+    """The commands whose output is, or contains, a path among some values; prints the missing ones among the others.
 
     A user who gives other data or another model does not need what the recipe would prepare for its own.
 
