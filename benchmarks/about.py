@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 
+from verl_ext.processes import cpu_name
+
 
 def about(*packages: str) -> dict[str, Any]:
     """Date, machine, and versions of Python and of some packages.
@@ -27,14 +29,8 @@ def machine() -> str:
     """The processors, their memory and the kernel; the GPUs where there are any."""
     gib = psutil.virtual_memory().total / 2**30
     kernel = f"{platform.system()} {platform.release()}"
-    return ", ".join([f"{os.cpu_count()} x {processor()}", f"{gib:.0f} GiB", kernel, *gpus()])
-
-
-def processor() -> str:
-    """Its architecture, with the name that Linux has for it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return " ".join([*names[:1], platform.machine()])
+    processor = f"{cpu_name()} {platform.machine()}".strip()
+    return ", ".join([f"{os.cpu_count()} x {processor}", f"{gib:.0f} GiB", kernel, *gpus()])
 
 
 def gpus() -> list[str]:

@@ -6,7 +6,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,13 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import apply_fsdp2
 
+from verl_ext.checkpoint.config import CheckpointConfig, Content
 from verl_ext.checkpoint.manager import CheckpointManager
-from verl_ext.checkpoint.options import SaveOptions
-from verl_ext.checkpoint.retention import Retention
+from verl_ext.checkpoint.resume import verify_on_all_ranks
 from verl_ext.console import progress_bar
 from verl_ext.files import GIB
-from verl_ext.trainer.resume import verify_together
 
-CONTENTS = ["model", "optimizer", "extra", "hf_model"]
+CONTENTS: list[Content] = ["model", "optimizer", "extra", "hf_model"]
 KINDS = ("verl", "sync", "async")
 
 
@@ -63,16 +61,17 @@ class Job:
 
     def managed_by(self, kind: str, tokenizer: AutoTokenizer) -> FSDPCheckpointManager:
         """The manager of one of the KINDS over this job."""
-        contents = OmegaConf.create({"save_contents": CONTENTS, "load_contents": CONTENTS})
+        contents = {"save_contents": CONTENTS, "load_contents": CONTENTS}
         arguments = {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": self.scheduler}
-        arguments |= {"processing_class": tokenizer, "checkpoint_config": contents}
+        arguments["processing_class"] = tokenizer
         if kind == "verl":
-            return FSDPCheckpointManager(**arguments)
-        options = SaveOptions(
-            export_dtype=torch.bfloat16, export_every=None, last_step=0, max_shard_gib=5, in_background=kind == "async",
-            retention=Retention(max_to_keep=1), config_digest="benchmark", seed=0, timeout=timedelta(minutes=10),
-        )  # fmt: skip
-        return CheckpointManager(options=options, stream=0, warn=print, **arguments)
+            return FSDPCheckpointManager(checkpoint_config=OmegaConf.create(contents), **arguments)
+        config = CheckpointConfig(
+            save_contents=CONTENTS, load_contents=CONTENTS, async_save=kind == "async", keep_best=0
+        )
+        return CheckpointManager(
+            config=config, compute_dtype=torch.bfloat16, last_step=0, seed=0, stream=0, **arguments
+        )
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -136,7 +135,7 @@ def measure_resume(kind: str, device: str, tokenizer: AutoTokenizer, checkpoint:
 
     def resume() -> None:
         if kind != "verl":
-            assert not verify_together(checkpoint)
+            assert not verify_on_all_ranks(checkpoint)
         manager.load_checkpoint(str(checkpoint))
         job.step()
 

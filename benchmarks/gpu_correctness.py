@@ -29,7 +29,7 @@ from benchmarks.gpu_check import Settings
 from benchmarks.gpu_trainer import build_trainer, free_port, gathered, parameters_of, sft_config, sft_words
 from benchmarks.running import ROOT, run
 from verl_ext.checkpoint.compare import compare
-from verl_ext.checkpoint.shards import MODEL, OPTIMIZER
+from verl_ext.checkpoint.manifest import MODEL, OPTIMIZER
 from verl_ext.errors import UserError
 from verl_ext.grpo.advantages import group_advantages
 from verl_ext.grpo.experience import Experience

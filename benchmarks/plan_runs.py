@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +14,9 @@ import pandas as pd
 import transformers
 
 from benchmarks.plan_settings import PLAIN, TARGET, Setting
-from benchmarks.running import ROOT, reason_of
+from benchmarks.running import run
 from verl_ext.config.schema import to_yaml
 from verl_ext.data.prepare import prepare
-from verl_ext.errors import UserError
 from verl_ext.plan.hardware import find_hardware
 from verl_ext.plan.links import Cluster
 from verl_ext.plan.plan import GIB, Plan, make_plan
@@ -102,10 +100,7 @@ class Bench:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.ranks}"]
         command += ["-m", "benchmarks.side", "plan_rank", str(self.scratch / "config.yaml"), str(output)]
         threads = str(max((os.cpu_count() or 1) // setting.ranks, 1))
-        environment = {**os.environ, **ALLOCATOR, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise UserError(f"the ranks failed: {reason_of(done)}")
+        run(command, OMP_NUM_THREADS=threads, **ALLOCATOR)
         return json.loads(output.read_text())
 
 

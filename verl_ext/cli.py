@@ -23,7 +23,7 @@ from verl_ext.suggestions import RANKS, meant_command, meant_key, meant_option
 
 FAILURES = {"2": "bad input; the message says how to fix it", "75": "stopped by a signal, such as Ctrl-C"}
 EXIT_CODES = {"0": "done", **FAILURES}
-"""Of a command that has no others to tell of."""
+"""Exit codes of a command without special ones."""
 _OPTION = re.compile(r"--?[^\W\d][^\s]*")
 """What looks like an option; no negative number, and no text with a space."""
 WIDTH = 110
@@ -133,7 +133,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def child_process_args(module: str, text: str, started_by: str, *names: str) -> list[str]:
-    """What a process was given that another command starts; somebody who types it is told so by --help.
+    """Arguments of a process that another command starts; `--help` says so to those who type it.
 
     Args:
         module: its own.
@@ -229,7 +229,7 @@ class IntArg:
     most: int | None = None
 
     def __call__(self, text: str) -> int:
-        """The number that was typed; argparse tells of an `ArgumentTypeError`."""
+        """The number that was typed; argparse reports an `ArgumentTypeError`."""
         value = int(text) if text.isascii() and text.removeprefix("-").isdigit() else None
         if value is None or value < self.least or (self.most is not None and value > self.most):
             bounds = f"of {self.least} or more" if self.most is None else f"from {self.least} to {self.most}"
@@ -252,7 +252,7 @@ class FloatArg:
     closed: bool = False
 
     def __call__(self, text: str) -> float:
-        """The number that was typed; argparse tells of an `ArgumentTypeError`."""
+        """The number that was typed; argparse reports an `ArgumentTypeError`."""
         try:
             value = float(text)
         except ValueError:
@@ -278,7 +278,7 @@ def output_file(text: str) -> Path:
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Fills paragraphs, leaves indented ones alone, and tells every default."""
+    """Fills paragraphs, keeps indented ones, and shows every default."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=_width())

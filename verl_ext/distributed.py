@@ -97,13 +97,9 @@ def reduce_over_ranks(
 
     Returns:
         The reduced values by name, the same on every rank.
-
-    Raises:
-        UserError: a name is in both `sums` and `maxima`.
     """
     sums, maxima = dict(sums or {}), dict(maxima or {})
-    if both := sorted(sums.keys() & maxima.keys()):
-        raise UserError(f"each name is either summed or maximised, not both: {', '.join(both)}")
+    assert not sums.keys() & maxima.keys(), "a name is either summed or maximized"
     return {**_reduce_sums(sums, device), **_reduce_maxima(maxima, device)}
 
 

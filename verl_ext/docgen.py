@@ -26,7 +26,7 @@ Refused are unknown keys, with the closest known one, and values of another type
 | stage | command | what it trains |
 | --- | --- | --- |
 | `sft` | `run_sft.sh` | a language model on chats |
-| `vlm_sft` | `run_sft.sh`, with `stage: vlm_sft` in the recipe | a vision-language model, parts of it left out |
+| `vlm_sft` | `run_sft.sh`, with `stage: vlm_sft` in the recipe | a vision-language model, with random parts skipped |
 | `grpo` | `run_grpo.sh` | a language model by rewards |
 | `budget` | `run_grpo.sh`, with `stage: budget` in the recipe | a budget controller by rewards |
 """

@@ -13,23 +13,23 @@ USER_ERROR_EXIT_CODE = 2
 STOPPED_EXIT_CODE = 75
 """EX_TEMPFAIL of <sysexits.h>: the run was asked to stop, and a scheduler may start the same command again."""
 UNHEALTHY_EXIT_CODE = 3
-"""The run was stopped by a health rule, and somebody should look before the same command goes on."""
+"""A health rule stopped the run; look at it before you start the same command again."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""What asks a launcher or a rank to save and stop."""
+"""Signals that make a launcher or a rank save and stop."""
 SAME_REQUEST_S = 1.0
-"""A SIGINT asks to stop immediately if another SIGINT arrived longer ago than this; other repeats change nothing."""
+"""A SIGINT requests an immediate stop if another SIGINT arrived longer ago than this; other repeats do nothing."""
 
 
 class UserError(Exception):
-    """Bad input. The message says in one sentence what is wrong and how to mend it."""
+    """Bad input. The message says in one sentence what is wrong and how to fix it."""
 
 
 class Stop(Exception):
     """All ranks agreed to stop here.
 
     Args:
-        reason: what asked for it.
-        exit_code: that the ranks leave with.
+        reason: the signal, deadline or health rule.
+        exit_code: of the ranks.
     """
 
     def __init__(self, reason: str, exit_code: int = STOPPED_EXIT_CODE) -> None:
@@ -38,13 +38,13 @@ class Stop(Exception):
 
 
 def first_line_of(error: Exception) -> str:
-    """What a library's exception says, without the pages some put behind it, the path that is told anyway, the stop."""
+    """First line of a library's message, without the full stop; of an `OSError`, only the reason."""
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return (said.strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def one_line(error: BaseException) -> str:
-    """Kind and message of an exception that anything may have raised, such as code of the user's own."""
+    """Type and message of any exception, such as one raised by user code."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

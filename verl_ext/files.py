@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomic replacement, append-only lines, locks and digests."""
+"""Files that survive a crash, and reading files that may be damaged: replacement, lines, locks and digests."""
 
 from __future__ import annotations
 
@@ -76,17 +76,28 @@ def sync_directory(directory: Path) -> None:
 def write_errors(path: Path) -> Iterator[None]:
     """Turn a failure of the file system into one sentence that names the file and the reason.
 
+    Args:
+        path: the file, for errors that do not name theirs.
+
     Raises:
         UserError: in place of an `OSError`.
     """
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}); make room or make the directory writable") from error
+        raise UserError(
+            f"cannot write {error.filename or path} ({error.strerror}); make room or make the directory writable"
+        ) from error
+
+
+# Documents that may be damaged or written by someone else
+
+MAX_YAML_VALUES = 100_000
+"""Values in a YAML file with aliases, where each alias counts as what it expands to."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON document that may be damaged.
+    """Parse a JSON document.
 
     Raises:
         ValueError: it is not JSON, or is nested too deeply.
@@ -95,6 +106,40 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def yaml_text(path: Path) -> str:
+    """The text of a YAML file whose aliases expand to a bounded number of values.
+
+    Ten lines of aliases of aliases can expand to billions of values, which a parser would build one by one.
+
+    Raises:
+        OSError: the file cannot be read.
+        UnicodeDecodeError: it is not UTF-8.
+        yaml.YAMLError: it is malformed, or its aliases expand to too many values.
+    """
+    import yaml  # here, because few users of this module read YAML
+
+    text = path.read_text(encoding="utf-8")
+    if "*" not in text or "&" not in text:
+        return text
+    num_values_by_node: dict[int, int] = {}
+
+    def num_values(node: yaml.Node | None) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if id(node) not in num_values_by_node:  # an alias is the same node as its anchor
+            pairs = node.value if isinstance(node, yaml.MappingNode) else [(item,) for item in node.value]
+            num_values_by_node[id(node)] = 1 + sum(num_values(item) for pair in pairs for item in pair)
+        return num_values_by_node[id(node)]
+
+    try:
+        total = num_values(yaml.compose(text, yaml.SafeLoader))
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply, or an alias contains itself") from None
+    if total > MAX_YAML_VALUES:
+        raise yaml.YAMLError(f"its aliases expand to more than {MAX_YAML_VALUES:,} values")
+    return text
 
 
 # Append-only files

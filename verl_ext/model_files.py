@@ -1,4 +1,4 @@
-"""A model's directory: checked, read whole, and written so that earlier transformers and vLLM can read it."""
+"""A model's directory: checked, loaded completely, and written so that earlier transformers and vLLM can read it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.files import parse_json
 from verl_ext.remote_code import require_no_remote_code_in
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ EARLIER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_f
 
 
 def load_whole(loader: Any, path: str, **arguments: Any) -> Any:
-    """`loader.from_pretrained(path)`. If weights are missing, transformers only warns, and fills them at random.
+    """`loader.from_pretrained(path)`, which only warns if weights are missing and initializes them randomly.
 
     Args:
         loader: an automatic class of transformers.
@@ -43,11 +44,11 @@ def load_whole(loader: Any, path: str, **arguments: Any) -> Any:
 def save_config(config: PreTrainedConfig, directory: Path) -> None:
     """Write `config.json` with rotary embeddings in both forms: `rope_parameters`, and `rope_theta` and the like.
 
-    transformers 4 ignores `rope_parameters`, and would silently take a default for each value.
+    transformers 4 ignores `rope_parameters` and would silently use defaults.
 
     Args:
         config: of the model.
-        directory: exists.
+        directory: must exist.
     """
     config.save_pretrained(directory)
     path = directory / "config.json"
@@ -57,7 +58,7 @@ def save_config(config: PreTrainedConfig, directory: Path) -> None:
 
 
 def _add_earlier_rope_keys(content: dict[str, Any], config: dict[str, Any]) -> None:
-    """Complete what is written of a configuration, and of its vision and text parts; defaults are not written."""
+    """Add the keys to a configuration and to its vision and text parts; transformers does not write defaults."""
     content |= {key: value for key, value in earlier_rope_keys(config).items() if content.get(key) is None}
     for name, part in config.items():
         if name.endswith("_config") and isinstance(content.get(name), dict):
@@ -65,7 +66,7 @@ def _add_earlier_rope_keys(content: dict[str, Any], config: dict[str, Any]) -> N
 
 
 def earlier_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """What transformers 4 reads in the place of `rope_parameters`; nothing for what it does not know.
+    """The keys that transformers 4 reads instead of `rope_parameters`; empty for types it does not know.
 
     Args:
         config: of a model, or of one of its parts.
@@ -87,14 +88,14 @@ def earlier_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, directory: Path) -> None:
-    """Write a tokenizer, or a processor with its own, and the files that transformers 5 no longer writes.
+    """Write a tokenizer or a processor, and the files that transformers 5 no longer writes.
 
-    These are `special_tokens_map.json`, `vocab.json`, `merges.txt` of a BPE, and `added_tokens.json` where the
-    vocabulary lacks some tokens. In `tokenizer_config.json` stand the names that transformers 4 knows as well.
+    These are `special_tokens_map.json`, `vocab.json`, `merges.txt` for BPE, and `added_tokens.json` if the vocabulary
+    lacks some tokens. `tokenizer_config.json` also gets the names that transformers 4 knows.
 
     Args:
         tokenizer: with its chat template.
-        directory: exists.
+        directory: must exist.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -119,7 +120,7 @@ def _rename_in_tokenizer_config(path: Path) -> None:
 
 
 def _write_vocabulary(tokenizer: dict[str, Any], directory: Path) -> None:
-    """Write what a `tokenizer.json` holds of vocabulary and merges into files of their own."""
+    """Write the vocabulary and merges of a `tokenizer.json` to separate files."""
     vocabulary = tokenizer["model"]["vocab"]
     if isinstance(vocabulary, list):  # Unigram: pieces and their scores
         vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
@@ -230,8 +231,8 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: it is not a JSON object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
         raise UserError(f"{path.absolute()} is not valid JSON ({first_line_of(error)}); restore the model") from error
     if not isinstance(content, dict):
         raise UserError(f"{path.absolute()} is not a JSON object; restore the model")

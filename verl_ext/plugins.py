@@ -1,7 +1,7 @@
 """User code that a recipe or a command names as `path.py:NAME` or `package.module:NAME`.
 
-It is loaded only because a recipe or command names it, never because it lies in a run or an export. A file is loaded on
-its own: what it imports must be installed or on PYTHONPATH.
+It is loaded only because a recipe or command names it, never because a run or an export contains it. A file is loaded
+by itself: what it imports must be installed or on PYTHONPATH.
 """
 
 from __future__ import annotations

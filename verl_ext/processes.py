@@ -149,7 +149,7 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; tells it apart from a later one with the same number.
+    """When a process started, in clock ticks since boot; distinguishes it from a later one with the same number.
 
     Returns:
         Field 22 of proc_pid_stat(5); None if there is no such process, or a zombie.
@@ -247,9 +247,18 @@ def quiet_stdout() -> Iterator[None]:
         os.close(kept)
 
 
-# GPUs, without torch, which imports slowly
+# Hardware, without torch, which imports slowly
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def cpu_name() -> str:
+    """The CPU's model name; empty if Linux does not know it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def listed_gpus() -> list[str]:

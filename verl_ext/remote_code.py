@@ -1,4 +1,4 @@
-"""Refuses model code that nobody asked for: it runs on request only, even if a library would run it unasked."""
+"""Refuses model code that the user did not enable, even where a library would run it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FIX = "remove that key from it, or set trust_remote_code=true if you trust whoe
 
 
 def require_no_remote_code(name: str, trusted: bool, local_files_only: bool = False) -> None:
-    """Refuse a model whose `config.json` would make transformers run code that nobody asked for.
+    """Refuse a model whose `config.json` would make transformers run code that the user did not enable.
 
     With `trust_remote_code=False`, transformers 4.57 ignored the model's own classes but not what these keys name:
     `trust_remote_code` in a configuration (CVE-2026-5241), and an attention function on the hub (CVE-2026-4372).
@@ -21,7 +21,7 @@ def require_no_remote_code(name: str, trusted: bool, local_files_only: bool = Fa
 
     Args:
         name: a directory, or a name on the hub.
-        trusted: whether the user asked for the model's code.
+        trusted: `trust_remote_code`.
         local_files_only: whether to stay off the hub.
 
     Raises:

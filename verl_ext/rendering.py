@@ -1,4 +1,4 @@
-"""Bounds what a chat template may do: it is a program that comes with a model, and may raise anything or never end."""
+"""Runs chat templates safely: a template is a program from a model's files, and may raise anything or never end."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from jinja2 import TemplateError
 from verl_ext.errors import UserError, one_line
 
 RENDER_S = 5.0
-"""Processor time for one rendering; a chat of 100,000 tokens takes some hundredths of a second."""
+"""Processor time allowed for one rendering; a chat of 100,000 tokens takes some hundredths of a second."""
 
 
 class EndlessTemplate(UserError):
-    """A rendering that took longer than `RENDER_S`."""
+    """A rendering exceeded `RENDER_S`."""
 
 
 class rendering:  # noqa: N801 - reads like a function, as contextlib's do; a generator would take longer than the timer
-    """Around one rendering of a chat template; adds about 2 µs.
+    """Limits the time and the exceptions of one rendering of a chat template; costs about 2 µs.
 
-    A timer bounds the main thread, since only that one handles signals; other threads do not render. It counts the
-    time of all threads, native ones of libraries too, so it is set again while this thread has used less.
+    The limit applies to the main thread, the only one that handles signals and the only one that renders. The timer
+    counts the time of all threads, including native ones of libraries, so it is restarted until this thread alone has
+    used its time.
 
     Raises:
-        EndlessTemplate: it took longer than `RENDER_S`.
-        TemplateError: the template refuses the chat, or fails on it with whatever exception.
+        EndlessTemplate: the rendering took longer than `RENDER_S`.
+        TemplateError: the template refuses the chat, or fails on it with any exception.
     """
 
     _has_handler = False
@@ -55,11 +56,11 @@ class rendering:  # noqa: N801 - reads like a function, as contextlib's do; a ge
 
 
 class _TimeUp(BaseException):
-    """No `Exception`, since Jinja's optimizer drops those that constant expressions raise."""
+    """Not an `Exception`, because Jinja's optimizer drops those that constant expressions raise."""
 
 
 def _raise_if_time_is_up(number: int, frame: FrameType | None) -> None:
     left = RENDER_S - (time.thread_time() - rendering._started)
     if left <= 0:
         raise _TimeUp
-    signal.setitimer(signal.ITIMER_VIRTUAL, max(left, 0.01))  # one of 0 s would never ring
+    signal.setitimer(signal.ITIMER_VIRTUAL, max(left, 0.01))  # 0 would disable the timer

@@ -1,4 +1,4 @@
-"""What a mistyped key, option or command was probably meant to be, also where it is another program's name for it."""
+"""Suggestions for mistyped keys, options and commands, including the names that other programs use for them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 
 RANKS = "trainer.n_gpus_per_node"
-"""The number of ranks, which is not set as a key but is the first word of a command."""
+"""The number of ranks, which is the first word of a command instead of a key."""
 _BATCH, _MICRO_BATCH = ("data.train_batch_size",), ("data.micro_batch_size_per_gpu",)
 _EPOCHS, _STEPS = ("trainer.total_epochs",), ("trainer.total_training_steps",)
 _EVAL_EVERY = ("data.eval_every_steps", "trainer.test_freq")
@@ -129,7 +129,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "world_size": _NUM_RANKS,
     "gpu": ("hardware",),
 }
-"""Names in TRL, the Hugging Face Trainer, torchrun and verl's PPO; the first key that a command has is meant."""
+"""Names in TRL, the HF Trainer, torchrun and verl's PPO, and the keys they mean; the first that a command has."""
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "config": ("recipe",),
     "c": ("recipe",),
@@ -155,7 +155,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "address": ("host",),
     "val_split": ("val-fraction",),
 }
-"""Options as other commands call them; the first that the command has is meant."""
+"""Names of options in other programs, and the options they mean; the first that the command has."""
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "list": ("ls", "status"),
     "show": ("ls", "status"),
@@ -194,17 +194,17 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "charts": ("plot",),
     "graph": ("plot",),
 }
-"""Commands as other programs call them; the first that the program has is meant."""
+"""Names of commands in other programs, and the commands they mean; the first that the program has."""
 CUTOFF = 0.7
-"""Likeness of two words, from 0 to 1, from which one is taken for the other mistyped."""
+"""Minimum similarity of two words, from 0 to 1, for one to be a typo of the other."""
 
 
 def meant_key(typed: str, known: Collection[str]) -> str | None:
-    """The configuration key that was probably meant; None where none is like it.
+    """The configuration key that was probably meant; None if none is similar.
 
     Args:
         typed: a key, or an option such as `--learning-rate`.
-        known: the keys that there are.
+        known: the existing keys.
     """
     name = _plain(typed)
     if typed in _SHORT_NUM_RANKS and RANKS in known:
@@ -223,16 +223,16 @@ def meant_key(typed: str, known: Collection[str]) -> str | None:
     if len(parts) == 1:
         names = {key.rpartition(".")[2]: key for key in known} | names
         names |= {other: key for other in KEYS if (key := _first(KEYS[other], known)) is not None}
-    begin_so = {names[each] for each in names if each.startswith(name) and len(name) > 2}
-    return begin_so.pop() if len(begin_so) == 1 else _nearest(name, names)
+    with_prefix = {names[each] for each in names if each.startswith(name) and len(name) > 2}
+    return with_prefix.pop() if len(with_prefix) == 1 else _nearest(name, names)
 
 
 def meant_option(typed: str, known: Iterable[str]) -> str | None:
-    """The option that was probably meant, with its dashes; None where none is like it.
+    """The option that was probably meant, with its dashes; None if none is similar.
 
     Args:
-        typed: what stands before its value.
-        known: the options that there are, with their dashes.
+        typed: the option, without its value.
+        known: the existing options, with their dashes.
     """
     options = {_plain(option): option for option in known if option.startswith("--")}
     other = _first([_plain(each) for each in OPTIONS.get(_plain(typed), ())], options)
@@ -240,12 +240,12 @@ def meant_option(typed: str, known: Iterable[str]) -> str | None:
 
 
 def meant_command(typed: str, known: Collection[str]) -> str | None:
-    """The command that was probably meant; None where none is like it."""
+    """The command that was probably meant; None if none is similar."""
     return _first(COMMANDS.get(typed.lower(), ()), known) or _nearest(typed.lower(), {name: name for name in known})
 
 
 def _plain(word: str) -> str:
-    """Without dashes in front, in lower case, words joined by underscores."""
+    """In lower case, without leading dashes, words joined by underscores."""
     return word.lstrip("-").replace("-", "_").lower()
 
 
@@ -254,7 +254,7 @@ def _first(wanted: Iterable[str], known: Collection[str]) -> str | None:
 
 
 def _nearest(word: str, names: Mapping[str, str]) -> str | None:
-    """What the name that is most like the word stands for."""
-    same_letters = [name for name in names if sorted(name) == sorted(word)]  # difflib sees no swapped letters
+    """The value of the most similar name."""
+    same_letters = [name for name in names if sorted(name) == sorted(word)]  # difflib misses swapped letters
     near = same_letters or difflib.get_close_matches(word, names, n=1, cutoff=CUTOFF)
     return names[near[0]] if near else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_ext.checkpoint.layout import EXPORT, list_steps, step_of, what_is_wrong
+from verl_ext.checkpoint.manifest import EXPORT, list_checkpoints, step_of, why_incomplete
 from verl_ext.config.run_config import read_config_file
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json
@@ -64,8 +64,8 @@ def find_controller(path: Path) -> ControllerSource:
         UserError: there is none.
     """
     path = path.resolve()
-    if step_of(path) is None and path.name != EXPORT and (steps := list_steps(path)):
-        complete = (step for step in steps if (step / EXPORT).is_dir() and what_is_wrong(step) is None)
+    if step_of(path) is None and path.name != EXPORT and (steps := list_checkpoints(path)):
+        complete = (step for step in steps if (step / EXPORT).is_dir() and why_incomplete(step) is None)
         path = next(complete, path)
     export = path / EXPORT if step_of(path) is not None else path
     if not _is_controller(export):

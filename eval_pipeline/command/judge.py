@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -139,10 +138,11 @@ def _read_answers(path: Path, problems: dict) -> list[tuple[str, str | None]]:
 
 def _answer(line: str, where: str, problems: dict) -> tuple[str, str | None]:
     from verl_ext.errors import UserError
+    from verl_ext.files import parse_json
 
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise UserError(f"{where} is not JSON ({error}); write one object per line") from error
     known = isinstance(row, dict) and {"problem_id", "answer"} <= row.keys()
     if not known or not isinstance(row["answer"], str | None):

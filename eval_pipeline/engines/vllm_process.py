@@ -28,10 +28,29 @@ def main(descriptor: int, owner: int) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a scheduler signals everybody; the owner decides when this one goes
     threading.Thread(target=_leave_with, args=(owner,), daemon=True).start()
+    serve_until_owner_leaves(Connection(descriptor))
+
+
+def serve_until_owner_leaves(connection: Connection) -> None:
+    """Load the model and answer until the owner closes the connection.
+
+    Raises:
+        Exception: whatever vLLM raises; the owner reads its traceback in the log.
+    """
     try:
-        _serve(Connection(descriptor))
+        _serve(connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the owner has closed the connection
+        if not _owner_has_left(connection):  # the pipes of vLLM's own processes break with the same errors
+            raise
+
+
+def _owner_has_left(connection: Connection) -> bool:
+    try:
+        while connection.poll():
+            connection.recv()
+    except (EOFError, OSError):
+        return True
+    return False
 
 
 def _leave_with(owner: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from eval_pipeline.figures.evaluated import EvaluatedModel, figures_with_intervals
 from eval_pipeline.figures.selection import Choice
 from eval_pipeline.figures.writing import write_json
-from verl_ext.checkpoint.layout import BEST
+from verl_ext.checkpoint.manifest import BEST
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json
 

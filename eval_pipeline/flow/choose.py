@@ -12,7 +12,7 @@ from eval_pipeline.figures.files import METRICS_FILE, read_evaluation
 from eval_pipeline.figures.selection import Choice, choose_best
 from eval_pipeline.flow.complete import settings_of
 from eval_pipeline.flow.session import Session
-from verl_ext.checkpoint.layout import BEST
+from verl_ext.checkpoint.manifest import BEST
 from verl_ext.console import warn
 from verl_ext.errors import UserError
 

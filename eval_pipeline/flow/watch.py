@@ -16,7 +16,7 @@ from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.models.discover import Discovery
 from eval_pipeline.models.run_config import read_run_config
 from eval_pipeline.work.driver import Task
-from verl_ext.checkpoint.layout import BEST
+from verl_ext.checkpoint.manifest import BEST
 from verl_ext.console import print_line, print_next, print_summary, typed_path, typed_script, warn
 from verl_ext.errors import UserError
 

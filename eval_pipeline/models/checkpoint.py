@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eval_pipeline.engines.model_card import ModelCard
 from eval_pipeline.models.export import check_export
-from verl_ext.checkpoint.layout import EXPORT, list_steps, step_of
+from verl_ext.checkpoint.manifest import EXPORT, list_checkpoints, step_of
 from verl_ext.errors import UserError
 
 MAX_LABEL = 120
@@ -76,7 +76,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
     if path.name == EXPORT and step_of(path.parent) is not None:
         path = path.parent
     checkpoint = _locate(path)
-    if checkpoint.step is None and not (path / "config.json").is_file() and (steps := list_steps(path)):
+    if checkpoint.step is None and not (path / "config.json").is_file() and (steps := list_checkpoints(path)):
         raise UserError(f"{path} is a run directory; name one of its checkpoints, such as {steps[0]}")
     check_export(checkpoint.own_export)
     return checkpoint

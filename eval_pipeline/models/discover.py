@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from eval_pipeline.models.checkpoint import Checkpoint, find_checkpoint
-from verl_ext.checkpoint.layout import EXPORT, list_steps, what_is_wrong
+from verl_ext.checkpoint.manifest import EXPORT, list_checkpoints, why_incomplete
 from verl_ext.console import warn
 from verl_ext.errors import UserError
 
@@ -24,11 +24,11 @@ class Discovery:
 
     def checkpoints(self) -> list[Checkpoint]:
         """All that can be evaluated and are there now, the oldest first."""
-        found = [self._look_at(path) for path in reversed(list_steps(self._run_dir))]
+        found = [self._look_at(path) for path in reversed(list_checkpoints(self._run_dir))]
         return [checkpoint for checkpoint in found if checkpoint is not None]
 
     def _look_at(self, path: Path) -> Checkpoint | None:
-        problem = what_is_wrong(path)
+        problem = why_incomplete(path)
         if problem is not None:
             self._refuse(path, problem)
             return None

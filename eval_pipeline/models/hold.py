@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from eval_pipeline.models.checkpoint import Checkpoint
-from verl_ext.checkpoint.lease import leased
+from verl_ext.checkpoint.lease import hold_lease
 from verl_ext.console import warn
 from verl_ext.errors import UserError
 
@@ -21,7 +21,7 @@ def held(checkpoint: Checkpoint) -> Iterator[None]:
     with ExitStack() as stack:
         if checkpoint.run_dir is not None:
             try:
-                stack.enter_context(leased(checkpoint.path))
+                stack.enter_context(hold_lease(checkpoint.path))
             except FileNotFoundError as error:
                 raise UserError(f"{checkpoint.path} has just been removed; name a newer checkpoint") from error
             except OSError as error:

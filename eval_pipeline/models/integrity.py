@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from eval_pipeline.models.checkpoint import Checkpoint
-from verl_ext.checkpoint.layout import MANIFEST, Manifest
-from verl_ext.checkpoint.verify import damaged_files
+from verl_ext.checkpoint.manifest import MANIFEST, Manifest, damaged_files
 from verl_ext.errors import UserError
 
 

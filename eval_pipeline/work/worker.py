@@ -18,7 +18,7 @@ from eval_pipeline.judge.submission import Submission
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.work.batch import Answered, Batch, Described, Event, Failed, Finished, Key, Verdicted, key_of
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, one_line
 
 Emit = Callable[[Event], None]
 
@@ -64,7 +64,7 @@ class Worker:
         except UserError as error:
             emit(Failed(batch.id, str(error)))
         except Exception as error:  # whatever it is, the driver has to know; the worker can go on with another batch
-            emit(Failed(batch.id, f"{type(error).__name__}: {error}"))
+            emit(Failed(batch.id, one_line(error)))
 
     def _work(self, batch: Batch, emit: Emit) -> Finished:
         judging = _Judging(self._judge, batch, emit)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from verl_ext.checkpoint.layout import TRACKER, Manifest, list_steps
+from verl_ext.checkpoint.config import CheckpointConfig
+from verl_ext.checkpoint.manifest import TRACKER, Manifest, list_checkpoints
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,7 @@ def save(run_dir: Path, step: int, **losses: float) -> Path:
     """Commit a checkpoint of four text files as the trainer does; `val=1.0` is its `val/loss`."""
     import xxhash
 
-    from verl_ext.checkpoint.commit import publish, write_manifest
+    from verl_ext.checkpoint.save import commit_directory
 
     temporary = run_dir / f"global_step_{step}.tmp"
     (temporary / "huggingface").mkdir(parents=True)
@@ -34,14 +35,19 @@ def save(run_dir: Path, step: int, **losses: float) -> Path:
         (temporary / name).write_bytes(content)
         files[name] = {"bytes": len(content), "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
     metrics = {f"{kind}/loss": value for kind, value in losses.items()}
-    write_manifest(temporary, Manifest(step, 2, "digest", files, metrics, time=time.time()))
-    publish(temporary, run_dir / f"global_step_{step}", step)
-    return run_dir / f"global_step_{step}"
+    final = run_dir / f"global_step_{step}"
+    commit_directory(temporary, final, Manifest(step, 2, "digest", files, metrics, time=time.time()))
+    return final
+
+
+def retention(max_to_keep: int | None, *, keep_best: int = 0, **settings: Any) -> tuple[int | None, CheckpointConfig]:
+    """The settings of rotation."""
+    return max_to_keep, CheckpointConfig(keep_best=keep_best, **settings)
 
 
 def kept(run_dir: Path) -> list[int]:
     """The steps of a run's checkpoints."""
-    return sorted(int(path.name.removeprefix("global_step_")) for path in list_steps(run_dir))
+    return sorted(int(path.name.removeprefix("global_step_")) for path in list_checkpoints(run_dir))
 
 
 def checkpoint_command(*words: str | Path | int, code: int = 0) -> str:
@@ -90,7 +96,7 @@ def commit(run_dir: Path, step: int, export: Path | None = None) -> Path:
     Returns:
         The checkpoint's directory.
     """
-    from verl_ext.checkpoint.writing import flush_and_digest
+    from verl_ext.checkpoint.save import sync_and_digest
 
     directory = run_dir / f"global_step_{step}.tmp"
     if export is None:
@@ -99,7 +105,7 @@ def commit(run_dir: Path, step: int, export: Path | None = None) -> Path:
     else:
         shutil.copytree(export, directory / "huggingface")
     paths = [path for path in directory.rglob("*") if path.is_file()]
-    files = {str(path.relative_to(directory)): flush_and_digest(path) for path in paths}
+    files = {str(path.relative_to(directory)): sync_and_digest(path) for path in paths}
     manifest = Manifest(step, world_size=1, config_digest="", files=files, time=time.time())
     (directory / "manifest.json").write_text(manifest.to_json())
     return directory.rename(run_dir / f"global_step_{step}")
@@ -142,10 +148,10 @@ def tensors_of(state: Any) -> list[torch.Tensor]:
     """The tensors in nested state, in order; of a sharded tensor, the part that the saving rank held."""
     import torch
 
-    from verl_ext.checkpoint.shards import local_part
+    from verl_ext.checkpoint.shards import to_local
 
     if isinstance(state, torch.Tensor):
-        return [local_part(state)]
+        return [to_local(state)]
     if isinstance(state, dict):
         return tensors_of(list(state.values()))
     return [tensor for item in state for tensor in tensors_of(item)] if isinstance(state, list | tuple) else []

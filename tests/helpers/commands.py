@@ -16,7 +16,7 @@ import psutil
 
 from tests.helpers import ROOT, warm
 from tests.helpers.processes import WAIT_S, family_of, ranks_of, wait_gone, wait_until
-from verl_ext.checkpoint.verify import damaged_files
+from verl_ext.checkpoint.manifest import damaged_files
 from verl_ext.metrics.jsonl import read_metrics
 
 NUM_STEPS = 6

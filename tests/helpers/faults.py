@@ -31,7 +31,7 @@ from verl_ext.errors import STOPPED_EXIT_CODE
 
 ANY: tuple[int, ...] = ()
 """One rank, chosen at random."""
-MANAGER, SAVE, COMMIT = (f"verl_ext.checkpoint.{name}" for name in ("manager", "save", "commit"))
+SAVE = "verl_ext.checkpoint.save"
 SHARDS = {f"{kind}_world_size_2_rank_{rank}.pt" for kind in ("model", "optim", "extra_state") for rank in (0, 1)}
 
 
@@ -44,31 +44,32 @@ class Point:
         names: the checkpoint directories at this point, without `global_step_`.
         tracker: the content of the tracker file at this point.
         overrides: of the recipe.
+        is_in_commit: whether rank 0 alone passes it.
     """
 
     hold: Hold
     names: set[str]
     tracker: str = "2"
     overrides: tuple[str, ...] = ()
+    is_in_commit: bool = False
 
 
 POINTS = {
-    "before staging": Point(Hold(MANAGER, "CheckpointManager._make_room", "global_step_4"), {"2"}),
-    "staging": Point(Hold("verl_ext.checkpoint.staging", "Stager.stage", call=2), {"2", "4.tmp"}),
-    "shard writes": Point(
-        Hold("verl_ext.checkpoint.writing", "DigestingFile.write", "4.tmp/optim", when="after", call=20), {"2", "4.tmp"}
-    ),
+    "before staging": Point(Hold(SAVE, "CheckpointWriter.prepare", "global_step_4"), {"2"}),
+    "staging": Point(Hold("verl_ext.checkpoint.manager", "CpuStager.stage", call=2), {"2", "4.tmp"}),
+    "shard writes": Point(Hold(SAVE, "DigestingFile.write", "4.tmp/optim", when="after", call=20), {"2", "4.tmp"}),
     "export": Point(
-        Hold("verl_ext.checkpoint.export", "ExportWriter.write_rows", "global_step_4.tmp", call=5), {"2", "4.tmp"}
+        Hold("verl_ext.checkpoint.hf_export", "ExportWriter.write_rows", "global_step_4.tmp", call=5), {"2", "4.tmp"}
     ),
-    "before the manifest": Point(Hold(SAVE, "write_manifest", "global_step_4.tmp"), {"2", "4.tmp"}),
-    "before the rename": Point(Hold(SAVE, "publish", "global_step_4.tmp"), {"2", "4.tmp"}),
-    "before the tracker": Point(Hold(COMMIT, "point_tracker", call=2), {"2", "4"}),
+    "before the manifest": Point(Hold(SAVE, "write_manifest", "global_step_4.tmp"), {"2", "4.tmp"}, is_in_commit=True),
+    "before the rename": Point(Hold(SAVE, "os.rename", "global_step_4.tmp"), {"2", "4.tmp"}, is_in_commit=True),
+    "before the tracker": Point(Hold(SAVE, "write_tracker", call=2), {"2", "4"}, is_in_commit=True),
     "rotation": Point(
-        Hold(COMMIT, "shutil.rmtree", "global_step_2.removing"),
+        Hold("verl_ext.checkpoint.retention", "shutil.rmtree", "global_step_2.removing"),
         {"2.removing", "4"},
         tracker="4",
         overrides=("trainer.max_ckpt_to_keep=1",),
+        is_in_commit=True,
     ),
 }
 
@@ -107,7 +108,7 @@ def kill_at(name: str, victims: tuple[int, ...], run: SFTRun, directory: Path) -
     point = POINTS[name]
     print(f"killed {name}: ranks {victims}")
     # Only rank 0 passes the points of the commit. It is held there, and its sibling may be the victim.
-    rank = 0 if point.hold.module in (SAVE, COMMIT) else victims[0]
+    rank = 0 if point.is_in_commit else victims[0]
     with run.held(replace(point.hold, rank=rank), directory) as held:
         ranks = held.ranks()
         assert_is_at(name, run, rank)
@@ -242,7 +243,7 @@ def assert_stop_loses_no_step(
 # ---- saves that the file system refuses ------------------------------------------------------------------------------
 
 KEEP_ONE = "trainer.max_ckpt_to_keep=1"
-IN_A_SHARD = Hold("verl_ext.checkpoint.writing", "DigestingFile.write", "global_step_4.tmp/optim", rank=1, call=5)
+IN_A_SHARD = Hold(SAVE, "DigestingFile.write", "global_step_4.tmp/optim", rank=1, call=5)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from verl_ext.checkpoint.layout import Manifest
+from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.config.schema import to_yaml
 from verl_ext.trainer.stages import load_config
 

@@ -118,7 +118,7 @@ def test_run_killed_in_an_epoch_resumes_exactly(budget_inputs: Path, budget_run:
 
     run, killed_at = budget_run_of(budget_inputs, tmp_path / "run"), STEPS_PER_EPOCH + 3
     (hold := tmp_path / "hold").mkdir()
-    before_the_save = Hold("verl_ext.checkpoint.manager", "CheckpointManager._make_room", f"global_step_{killed_at}")
+    before_the_save = Hold("verl_ext.checkpoint.save", "CheckpointWriter.prepare", f"global_step_{killed_at}")
     with run.held(before_the_save, hold, "trainer.save_freq=1") as held:
         kill_launcher(held.process)
     assert f"Found checkpoint: {run.run_dir}/global_step_{killed_at - 1}\n" in run.finish().stdout

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.checkpoints import copy_checkpoints, flip_byte, truncate
 from tests.helpers.commands import NUM_STEPS, SFTRun, assert_resumes
-from verl_ext.checkpoint.layout import TRACKER
+from verl_ext.checkpoint.manifest import TRACKER
 
 STEPS = (2, 3, 4)
 

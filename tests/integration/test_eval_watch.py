@@ -27,7 +27,7 @@ from tests.helpers.evaluation import (
 from tests.helpers.processes import family_of, wait_gone, wait_until
 from tests.helpers.watch import begin_run, finish_run, kills_change_nothing
 from verl_ext.checkpoint.lease import lease_holders
-from verl_ext.checkpoint.retention import read_choice
+from verl_ext.checkpoint.retention import read_best_file
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_rotation_knows_the_best_checkpoint(followed: Followed) -> None:
     assert (best["step"], best["metric"], best["value"]) == (20, "exec_success_rate", 0.5)
     assert best["interval"][0] < 0.5 < best["interval"][1]
     assert [entry["step"] for entry in best["checkpoints"]] == [10, 20, 30]
-    assert read_choice(followed.run_dir) == (followed.run_dir / "global_step_20", None)
+    assert read_best_file(followed.run_dir) == (followed.run_dir / "global_step_20", None)
 
 
 def test_a_checkpoint_is_leased_while_it_is_evaluated(followed: Followed) -> None:

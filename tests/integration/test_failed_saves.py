@@ -15,7 +15,7 @@ import pytest
 from tests.helpers import faults
 from tests.helpers.commands import Hold, SFTRun, assert_resumes
 
-BEFORE_THE_SAVE = Hold("verl_ext.checkpoint.manager", "CheckpointManager._make_room", "global_step_4")
+BEFORE_THE_SAVE = Hold("verl_ext.checkpoint.save", "CheckpointWriter.prepare", "global_step_4")
 
 
 @pytest.fixture

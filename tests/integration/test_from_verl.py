@@ -17,7 +17,7 @@ import pytest
 from tests.helpers import ROOT
 from tests.helpers.commands import environment, script_run
 from tests.helpers.processes import WAIT_S
-from verl_ext.checkpoint.layout import Manifest
+from verl_ext.checkpoint.manifest import Manifest
 
 VERL = Path(importlib.util.find_spec("verl").origin).parent  # without importing it
 WORDS = (

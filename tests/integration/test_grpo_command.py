@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.checkpoints import copy_checkpoints
 from tests.helpers.commands import GRPORun, Hold, RecipeRun, SFTRun, TrainingRun, end_of, kill_launcher
 from tests.helpers.judge import killing_judges
-from verl_ext.checkpoint.verify import damaged_files
+from verl_ext.checkpoint.manifest import damaged_files
 from verl_ext.errors import STOPPED_EXIT_CODE
 
 SPECIFIED = (
@@ -97,7 +97,7 @@ def test_killed_run_resumes_exactly(grpo_run: GRPORun, quickstart: Path, tmp_pat
     """
     run, hold = GRPORun(quickstart, tmp_path / "run"), tmp_path / "hold"
     hold.mkdir()
-    before_the_save = Hold("verl_ext.checkpoint.manager", "CheckpointManager._make_room", "global_step_4")
+    before_the_save = Hold("verl_ext.checkpoint.save", "CheckpointWriter.prepare", "global_step_4")
     with run.held(before_the_save, hold) as held:
         kill_launcher(held.process)
     assert run.tracker() == "2" and run.last_logged() == 4

@@ -35,7 +35,7 @@ def test_stop_loses_no_step(
 def test_repeated_signals_lose_no_step(quickstart: Path, tmp_path: Path) -> None:
     """As from a scheduler that signals the launcher, and all processes of the job some time later."""
     run = SFTRun(quickstart, tmp_path / "run", "trainer.save_freq=3")
-    with run.held(Hold("verl_ext.checkpoint.manager", "CheckpointManager._make_room"), tmp_path) as held:
+    with run.held(Hold("verl_ext.checkpoint.save", "CheckpointWriter.prepare"), tmp_path) as held:
         ranks = list(held.ranks().values())
         held.process.send_signal(signal.SIGTERM)
         assert not ends_within(1.2, held.process)

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers import commands
 from tests.helpers.checkpoints import copy_checkpoints, flip_byte
 from tests.helpers.commands import NUM_STEPS, SFTRun
-from verl_ext.checkpoint.layout import Manifest
+from verl_ext.checkpoint.manifest import Manifest
 
 SAVED_AT = 2
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from verl_ext.checkpoint.layout import TRACKER, Manifest
+from verl_ext.checkpoint.manifest import TRACKER, Manifest
 from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer.stages import read_config

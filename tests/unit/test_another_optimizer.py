@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.trainer import make_trainer, small_config
-from verl_ext.checkpoint.layout import Manifest
+from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import resume_candidate
 from verl_ext.trainer.stages import SFTConfig

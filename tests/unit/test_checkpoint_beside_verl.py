@@ -18,10 +18,10 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import get_fsdp_wrap_policy
 
 from tests.helpers.trainer import make_trainer, small_config
+from verl_ext.checkpoint.hf_tensors import read_plan
 from verl_ext.checkpoint.load import load_optimizer
+from verl_ext.checkpoint.manifest import OPTIMIZER, shard_name
 from verl_ext.checkpoint.rebuild import rebuild_export
-from verl_ext.checkpoint.shards import OPTIMIZER, shard_name
-from verl_ext.checkpoint.weights import read_plan
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.errors import UserError
 from verl_ext.trainer.sft import SFTTrainer
@@ -69,7 +69,7 @@ def test_verl_deletes_the_only_checkpoint_before_it_has_another(ours: SFTTrainer
     assert (ours.run_dir / "global_step_1/manifest.json").exists()
     (ours.run_dir / "global_step_2.tmp").unlink()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="no room"):
-        patch.setattr("verl_ext.checkpoint.manager.create_files", no_room)  # after the directory was made
+        patch.setattr("verl_ext.checkpoint.save.create_files", no_room)  # after the directory was made
         ours.save_checkpoint(2)
     assert not list(ours.run_dir.glob("*.tmp*"))
     ours.save_checkpoint(2)

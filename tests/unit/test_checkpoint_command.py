@@ -15,9 +15,9 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import NAMES, checkpoint_command, kept, save
-from verl_ext.checkpoint.commit import remove_tree
-from verl_ext.checkpoint.layout import Manifest
-from verl_ext.checkpoint.lease import leased
+from verl_ext.checkpoint.lease import hold_lease
+from verl_ext.checkpoint.manifest import Manifest
+from verl_ext.checkpoint.retention import remove_tree
 from verl_ext.files import hold_run_lock
 
 COMMAND = [sys.executable, "-m", "verl_ext.checkpoint"]
@@ -50,8 +50,8 @@ def test_ls_is_an_aligned_table_with_the_reasons(run_dir: Path) -> None:
         "the next start, save or prune removes it",
     ]
     assert "incomplete: it has no manifest.json, so it was never completed" in lines[0]
-    assert "a save that is going on or was cut short" in lines[1]
-    assert "a removal that is going on or was cut short" in lines[6]
+    assert "a save that is in progress or was interrupted" in lines[1]
+    assert "a removal that is in progress or was interrupted" in lines[6]
     assert lines[4][header.index("val/loss") :].split()[:2] == ["1.5", "0.75"]
 
 
@@ -104,7 +104,7 @@ def test_prune_by_the_configuration_and_by_options(run_dir: Path) -> None:
     output = checkpoint_command("prune", run_dir, "--dry-run")
     assert "global_step_10" in output and "global_step_30" in output and "This frees" in output
     assert kept(run_dir) == [10, 20, 30, 40]
-    assert "say --yes" in checkpoint_command("prune", run_dir, code=2)
+    assert "pass --yes" in checkpoint_command("prune", run_dir, code=2)
     assert kept(run_dir) == [10, 20, 30, 40]
     told = checkpoint_command("prune", run_dir, "--max-to-keep", 2, "--yes")
     assert "1 of 1 checkpoints and 1 leftover\n" in told
@@ -168,7 +168,7 @@ def test_prune_by_step_refuses_what_is_held_and_says_how_to_lift_it(run_dir: Pat
     assert f"delete {keep} first" in checkpoint_command("prune", run_dir, "--step", 30, 10, "--yes", code=2)
     assert f"is what {choice} names" in checkpoint_command("prune", run_dir, "--step", 20, "--yes", code=2)
     assert "would resume from" in checkpoint_command("prune", run_dir, "--step", 40, "--yes", code=2)
-    with leased(run_dir / "global_step_30"):
+    with hold_lease(run_dir / "global_step_30"):
         message = checkpoint_command("prune", run_dir, "--step", 30, "--yes", code=2)
     assert f"is read by process {os.getpid()}" in message
     assert kept(run_dir) == [10, 20, 30, 40]
@@ -225,7 +225,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(run_dir: Path, tmp_path_facto
         "holds no checkpoint": ("verify", empty),
         "is a checkpoint; name the directory of its run": ("prune", run_dir / "global_step_10"),
         "no checkpoint of step 11; there are 40, 30, 20, 10": ("verify", run_dir, "--step", 11),
-        "--step says by itself what goes": ("prune", run_dir, "--step", 10, "--keep-best", 1),
+        "--step names all that goes": ("prune", run_dir, "--step", 10, "--keep-best", 1),
         "'0' is not a whole number of 1 or more": ("prune", run_dir, "--max-to-keep", 0),
     }
     for message, words in cases.items():

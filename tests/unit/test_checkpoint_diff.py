@@ -10,8 +10,8 @@ import torch
 
 from tests.helpers.checkpoints import checkpoint_command
 from tests.helpers.trainer import make_trainer, small_config
-from verl_ext.checkpoint.command.diff import SHOWN
-from verl_ext.checkpoint.shards import shard_name
+from verl_ext.checkpoint.__main__ import SHOWN
+from verl_ext.checkpoint.manifest import shard_name
 
 SHARDS = "trainer.checkpoint.save_contents=[model,optimizer,extra]"
 
@@ -80,7 +80,7 @@ def test_tensors_that_are_missing_or_of_another_shape_come_first(copy: Path) -> 
 
 def test_a_damaged_shard_is_no_difference(copy: Path) -> None:
     (copy / "global_step_3" / shard_name("model", 1, 0)).write_bytes(b"")
-    assert "is damaged, or no file of torch.save" in checkpoint_command("diff", copy, 2, 3, code=2)
+    assert "is damaged, or not a file of torch.save" in checkpoint_command("diff", copy, 2, 3, code=2)
 
 
 def test_what_is_no_checkpoint_is_refused(run_dir: Path) -> None:

@@ -13,11 +13,9 @@ from safetensors.torch import load_file
 from verl.utils.torch_dtypes import PrecisionType
 
 from tests.helpers.trainer import make_trainer, small_config
-from verl_ext.checkpoint.command.export import run
-from verl_ext.checkpoint.commit import write_manifest
-from verl_ext.checkpoint.layout import Manifest
-from verl_ext.checkpoint.rebuild import export_dtype_of
-from verl_ext.checkpoint.stock import OURS
+from verl_ext.checkpoint.manifest import OURS, Manifest
+from verl_ext.checkpoint.rebuild import export, export_dtype_of
+from verl_ext.checkpoint.save import write_manifest
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 EVERYTHING = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
@@ -34,7 +32,7 @@ def test_adapters_are_merged_also_where_training_wrote_no_export(
     assert not list(tmp_path.glob("global_step_2/huggingface/*.safetensors"))
     target = tmp_path / "model"
     options = {"run_dir": tmp_path / "global_step_2", "step": None, "output": target}
-    assert run(Namespace(**options, dtype="fp32", max_shard_gib=1.0)) == 0
+    assert export(Namespace(**options, dtype="fp32", max_shard_gib=1.0)) == 0
     assert f"eval_pipeline/run.sh run --checkpoint {target}\n" in capsys.readouterr().out
     merged, base = load_file(target / "model.safetensors"), load_file(quickstart / "model/model.safetensors")
     assert merged.keys() == base.keys()
@@ -75,7 +73,7 @@ def test_an_export_made_later_has_the_number_type_of_the_runs_own(
     setting = f"trainer.checkpoint.export.dtype={dtype}"
     make_trainer(small_config(quickstart, tmp_path, SHARDS, setting, "model.mixed_precision=fp32")).save_checkpoint(1)
     target, options = tmp_path / "model", {"step": None, "max_shard_gib": 1.0}
-    assert run(Namespace(**options, run_dir=tmp_path, output=target, dtype=None)) == 0
+    assert export(Namespace(**options, run_dir=tmp_path, output=target, dtype=None)) == 0
     assert f"{expected}\n" in capsys.readouterr().out
     stored = {PrecisionType.to_str(tensor.dtype) for tensor in load_file(target / "model.safetensors").values()}
     named = json.loads((target / "config.json").read_text())["dtype"]
@@ -87,7 +85,7 @@ def test_an_export_made_by_hand_does_not_decide_the_next(quickstart: Path, tmp_p
     make_trainer(small_config(quickstart, tmp_path, EVERYTHING, setting)).save_checkpoint(1)
     options = {"run_dir": tmp_path, "step": None, "max_shard_gib": 1.0}
     for dtype, expected in (("fp32", "float32"), (None, "float16")):
-        assert run(Namespace(**options, output=None, dtype=dtype)) == 0
+        assert export(Namespace(**options, output=None, dtype=dtype)) == 0
         named = json.loads((tmp_path / "global_step_1/huggingface/config.json").read_text())["dtype"]
         assert named == expected
 

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.checkpoint.commit import publish, write_manifest
-from verl_ext.checkpoint.layout import TRACKER, Manifest, list_steps, what_is_wrong
+from tests.helpers.checkpoints import retention
+from verl_ext.checkpoint.manifest import TRACKER, Manifest, list_checkpoints, why_incomplete
 from verl_ext.checkpoint.resume import find_checkpoint
-from verl_ext.checkpoint.retention import Retention
-from verl_ext.checkpoint.rotation import rotate
-from verl_ext.checkpoint.writing import flush_and_digest
+from verl_ext.checkpoint.retention import rotate
+from verl_ext.checkpoint.save import commit_directory, sync_and_digest
 from verl_ext.errors import UserError
 
 
@@ -23,9 +22,9 @@ def commit(run_dir: Path, step: int, world_size: int = 2) -> Path:
     (temporary / "huggingface").mkdir(parents=True)
     for name in ("model.pt", "huggingface/config.json"):
         (temporary / name).write_text(f"{name} of step {step}")
-    files = {name: flush_and_digest(temporary / name) for name in ("model.pt", "huggingface/config.json")}
-    write_manifest(temporary, Manifest(step, world_size, "digest", files, time=time.time()))
-    publish(temporary, run_dir / f"global_step_{step}", step)
+    files = {name: sync_and_digest(temporary / name) for name in ("model.pt", "huggingface/config.json")}
+    manifest = Manifest(step, world_size, "digest", files, time=time.time())
+    commit_directory(temporary, run_dir / f"global_step_{step}", manifest)
     return run_dir / f"global_step_{step}"
 
 
@@ -36,7 +35,7 @@ def find(run_dir: Path, mode: str = "auto", path: str | None = None) -> tuple[Pa
 
 def test_a_committed_directory_is_complete_and_tracked(tmp_path: Path) -> None:
     checkpoint = commit(tmp_path, 10)
-    assert what_is_wrong(checkpoint) is None
+    assert why_incomplete(checkpoint) is None
     assert (tmp_path / TRACKER).read_text() == "10"  # a plain integer, as verl's own tools read it
     assert find(tmp_path) == (checkpoint, [])
     manifest = json.loads((checkpoint / "manifest.json").read_text())
@@ -51,8 +50,8 @@ def test_the_same_step_again_replaces_the_former(tmp_path: Path) -> None:
     first = commit(tmp_path, 10)
     (first / "extra").write_text("from the first time")
     assert not (commit(tmp_path, 10) / "extra").exists()
-    assert list_steps(tmp_path) == [tmp_path / "global_step_10"]
-    rotate(tmp_path, Retention(max_to_keep=None), 10, pytest.fail)
+    assert list_checkpoints(tmp_path) == [tmp_path / "global_step_10"]
+    rotate(tmp_path, *retention(None), 10, pytest.fail)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step_10"]
 
 
@@ -71,7 +70,7 @@ def test_a_held_checkpoint_makes_way_but_stays(tmp_path: Path) -> None:
     former = next(tmp_path.glob("global_step_10_formerly_*"))
     assert (former / "keep").exists()
     assert find(tmp_path) == (tmp_path / "global_step_10", [])
-    assert list_steps(tmp_path) == [tmp_path / "global_step_10"]
+    assert list_checkpoints(tmp_path) == [tmp_path / "global_step_10"]
 
 
 def test_a_crash_before_the_tracker_loses_nothing_and_a_tracker_set_back_by_hand_counts(tmp_path: Path) -> None:
@@ -155,7 +154,7 @@ def test_modes(tmp_path: Path) -> None:
 
 
 def kept(run_dir: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("global_step_")) for path in list_steps(run_dir))
+    return sorted(int(path.name.removeprefix("global_step_")) for path in list_checkpoints(run_dir))
 
 
 def test_rotation_keeps_the_newest_by_step_and_what_is_held(tmp_path: Path) -> None:
@@ -166,11 +165,11 @@ def test_rotation_keeps_the_newest_by_step_and_what_is_held(tmp_path: Path) -> N
     (tmp_path / "global_step_30").mkdir()  # not complete, so neither counted nor removed
     (tmp_path / "global_step_40.tmp").mkdir()
     (tmp_path / "global_step_41.removing").mkdir()
-    removed = rotate(tmp_path, Retention(2), 100, pytest.fail)
+    removed = rotate(tmp_path, *retention(2), 100, pytest.fail)
     assert [path.name for path in removed] == ["global_step_10"]
     assert kept(tmp_path) == [5, 9, 20, 30, 100]
     assert not list(tmp_path.glob("*.tmp")) + list(tmp_path.glob("*.removing"))
-    assert rotate(tmp_path, Retention(None), 100, pytest.fail) == []
+    assert rotate(tmp_path, *retention(None), 100, pytest.fail) == []
 
 
 def test_an_unreadable_choice_of_the_best_removes_nothing(tmp_path: Path) -> None:
@@ -178,7 +177,7 @@ def test_an_unreadable_choice_of_the_best_removes_nothing(tmp_path: Path) -> Non
         commit(tmp_path, step)
     (tmp_path / "best_checkpoint.json").write_text("{")
     warnings: list[str] = []
-    assert rotate(tmp_path, Retention(1), 3, warnings.append) == []
+    assert rotate(tmp_path, *retention(1), 3, warnings.append) == []
     assert "no checkpoint is removed" in warnings[0]
     assert kept(tmp_path) == [1, 2, 3]
 
@@ -187,6 +186,6 @@ def test_a_run_started_over_never_loses_what_it_just_saved(tmp_path: Path) -> No
     for step in (400, 600, 750):
         commit(tmp_path, step)
     commit(tmp_path, 200)
-    rotate(tmp_path, Retention(3), 200, pytest.fail)
+    rotate(tmp_path, *retention(3), 200, pytest.fail)
     assert kept(tmp_path) == [200, 600, 750]
     assert find(tmp_path) == (tmp_path / "global_step_200", [])

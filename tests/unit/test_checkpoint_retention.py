@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -18,21 +19,21 @@ import pytest
 from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.models.hold import held
 from tests.helpers import ROOT
-from tests.helpers.checkpoints import NAMES, OPTIMIZER, kept, save
+from tests.helpers.checkpoints import NAMES, OPTIMIZER, kept, retention, save
 from tests.helpers.processes import wait_until
 from verl_ext.checkpoint.config import CheckpointConfig
-from verl_ext.checkpoint.layout import Manifest, what_is_wrong
-from verl_ext.checkpoint.lease import DEFAULT_SECONDS, lease_holders, leased
-from verl_ext.checkpoint.retention import Retention, reasons_to_keep
-from verl_ext.checkpoint.rotation import carry_out, plan_rotation, rotate
-from verl_ext.checkpoint.verify import damaged_files
+from verl_ext.checkpoint.inspection import read_retention
+from verl_ext.checkpoint.lease import DEFAULT_SECONDS, hold_lease, lease_holders
+from verl_ext.checkpoint.manifest import Manifest, damaged_files, why_incomplete
+from verl_ext.checkpoint.retention import apply_plan, plan_rotation, reasons_to_keep, remove_tree, rotate
+from verl_ext.config.schema import to_yaml
 from verl_ext.errors import UserError
 from verl_ext.files import hold_run_lock
 from verl_ext.trainer.config import TrainerConfig
 
 
-def reasons(run_dir: Path, retention: Retention, step: int) -> dict[int, list[str]]:
-    found = reasons_to_keep(run_dir, retention, step)
+def reasons(run_dir: Path, max_to_keep: int | None, config: CheckpointConfig, step: int) -> dict[int, list[str]]:
+    found = reasons_to_keep(run_dir, max_to_keep, config, step)
     return {int(path.name.removeprefix("global_step_")): why for path, why in found.items()}
 
 
@@ -53,8 +54,8 @@ def test_every_reason_is_told_newest_first(tmp_path: Path) -> None:
         save(tmp_path, step, val=loss)
     (tmp_path / "global_step_2" / "keep").touch()
     (tmp_path / "best_checkpoint.json").write_text('{"step": 3}')
-    with leased(tmp_path / "global_step_5"):
-        found = reasons(tmp_path, Retention(1, keep_best=2), 6)
+    with hold_lease(tmp_path / "global_step_5"):
+        found = reasons(tmp_path, *retention(1, keep_best=2), 6)
     assert list(found) == [6, 5, 4, 3, 2, 1]
     assert found == {
         6: ["the newest"],
@@ -64,7 +65,7 @@ def test_every_reason_is_told_newest_first(tmp_path: Path) -> None:
         2: ["it holds a file 'keep'"],
         1: ["one of the 2 best by val/loss"],
     }
-    rotate(tmp_path, Retention(1, keep_best=2), 6, pytest.fail)
+    rotate(tmp_path, *retention(1, keep_best=2), 6, pytest.fail)
     assert kept(tmp_path) == [1, 2, 3, 4, 6]  # the lease has ended
 
 
@@ -76,41 +77,49 @@ def test_the_best_needs_a_finite_metric_and_the_newer_of_equals_wins(
     for step, loss in ((1, 1.0), (2, diverged), (3, 1.0), (4, 9.0), (5, 9.0)):
         save(tmp_path, step, val=loss)
     save(tmp_path, 6, train=0.0)
-    rotate(tmp_path, Retention(1, keep_best=1, best_mode=mode), 6, pytest.fail)
+    rotate(tmp_path, *retention(1, keep_best=1, best_mode=mode), 6, pytest.fail)
     assert kept(tmp_path) == expected
 
 
 def test_the_newest_may_be_the_best_and_uses_up_its_place(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, val=4.0 - step)
-    rotate(tmp_path, Retention(1, keep_best=1), 3, pytest.fail)
+    rotate(tmp_path, *retention(1, keep_best=1), 3, pytest.fail)
     assert kept(tmp_path) == [3]
 
 
-def test_retention_is_read_from_the_trainer_section_and_refuses_what_cannot_work() -> None:
+def test_retention_is_read_from_the_configuration_and_refuses_what_cannot_work(tmp_path: Path) -> None:
+    assert read_retention(tmp_path) == retention(None)
     section = CheckpointConfig(keep_best=2, best_metric="eval/x", best_mode="max", drop_optimizer_of_best=True)
-    assert Retention.of(TrainerConfig(max_ckpt_to_keep=3, checkpoint=section)) == Retention(3, 2, "eval/x", "max", True)
+    trainer = to_yaml(TrainerConfig(max_ckpt_to_keep=3, checkpoint=replace(section, load_contents=["model"])))
+    (tmp_path / "config.yaml").write_text("trainer:\n" + indent(trainer.replace("${", "{"), "  "))
+    assert read_retention(tmp_path) == (3, section)
     for values, message in [
-        ({"max_to_keep": 0}, "trainer.max_ckpt_to_keep is 0"),
-        ({"max_to_keep": "two"}, "trainer.max_ckpt_to_keep is 'two'"),
-        ({"keep_best": -1}, "trainer.checkpoint.keep_best is -1"),
-        ({"best_mode": "low"}, "best_mode is 'low'; take one of min, max"),
+        ("{max_ckpt_to_keep: 0}", "trainer.max_ckpt_to_keep is 0; it must be a whole number of at least 1"),
+        ("{max_ckpt_to_keep: two}", "trainer.max_ckpt_to_keep is 'two'"),
+        (
+            "{checkpoint: {keep_best: -1}}",
+            "checkpoint.keep_best is -1; it must be a whole number of at least 0",
+        ),
+        ("{checkpoint: {best_mode: low}}", "best_mode is 'low'; it must be min or max"),
+        ("{checkpoint: 3}", "checkpoint is 3"),
     ]:
-        with pytest.raises(UserError, match=message):
-            replace(Retention(1), **values)
+        (tmp_path / "config.yaml").write_text(f"trainer: {values}\n")
+        with pytest.raises(UserError, match=message) as refused:
+            read_retention(tmp_path)
+        assert "config.yaml" in str(refused.value)
 
 
 def test_the_optimizer_goes_only_from_a_checkpoint_kept_as_best_alone(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step, val=float(step))
     (tmp_path / "global_step_2" / "keep").touch()
-    retention = Retention(1, keep_best=2, drop_optimizer_of_best=True)
-    rotate(tmp_path, replace(retention, drop_optimizer_of_best=False), 4, pytest.fail)
+    rotate(tmp_path, *retention(1, keep_best=2), 4, pytest.fail)
     assert all((tmp_path / "global_step_1" / name).exists() for name in OPTIMIZER)
-    rotate(tmp_path, retention, 4, pytest.fail)
+    rotate(tmp_path, *retention(1, keep_best=2, drop_optimizer_of_best=True), 4, pytest.fail)
     assert kept(tmp_path) == [1, 2, 4]
     best = tmp_path / "global_step_1"
-    assert what_is_wrong(best) is None and damaged_files(best) == {}
+    assert why_incomplete(best) is None and damaged_files(best) == {}
     assert Manifest.read(best).dropped == ("optimizer",)
     assert not list(best.glob("optim_*"))
     for step in (2, 4):
@@ -122,13 +131,24 @@ def test_optimizer_files_that_a_crash_left_behind_go_at_the_next_rotation(tmp_pa
     for step in (1, 2):
         save(tmp_path, step, val=float(step))
     best = tmp_path / "global_step_1"
-    retention = Retention(1, keep_best=1, drop_optimizer_of_best=True)
-    rotate(tmp_path, retention, 2, pytest.fail)
+    settings = retention(1, keep_best=1, drop_optimizer_of_best=True)
+    rotate(tmp_path, *settings, 2, pytest.fail)
     (best / OPTIMIZER[0]).write_text("was not deleted yet")
     (best / "keep").touch()  # no longer as best alone, and still complete without its optimizer
-    rotate(tmp_path, retention, 2, pytest.fail)
+    rotate(tmp_path, *settings, 2, pytest.fail)
     assert not list(best.glob("optim_*"))
     assert Manifest.read(best).dropped == ("optimizer",)
+
+
+def test_a_checkpoint_that_vanished_after_the_plan_is_a_warning(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, val=float(step))
+    plan = plan_rotation(tmp_path, *retention(1, keep_best=1, drop_optimizer_of_best=True), 2)
+    assert plan.strip == [tmp_path / "global_step_1"]
+    remove_tree(tmp_path / "global_step_1")
+    warnings: list[str] = []
+    assert apply_plan(plan, warnings.append) == []
+    assert "it has no manifest.json" in warnings[0] and kept(tmp_path) == [2]
 
 
 def test_a_removal_that_fails_warns_and_the_others_go(tmp_path: Path) -> None:
@@ -136,7 +156,7 @@ def test_a_removal_that_fails_warns_and_the_others_go(tmp_path: Path) -> None:
         save(tmp_path, step)
     (tmp_path / "global_step_1.removing").write_text("a file where the directory is to be renamed to")
     warnings: list[str] = []
-    removed = rotate(tmp_path, Retention(1), 3, warnings.append)
+    removed = rotate(tmp_path, *retention(1), 3, warnings.append)
     assert [path.name for path in removed] == ["global_step_2"]
     assert kept(tmp_path) == [1, 3]
     assert any("global_step_1 could not be removed" in warning for warning in warnings)
@@ -147,7 +167,7 @@ def test_a_removal_that_was_cut_short_is_finished(tmp_path: Path) -> None:
         save(tmp_path, step)
     (tmp_path / "global_step_1.removing").mkdir()
     (tmp_path / "global_step_1.removing" / "model.pt").touch()
-    assert [path.name for path in rotate(tmp_path, Retention(1), 2, pytest.fail)] == ["global_step_1"]
+    assert [path.name for path in rotate(tmp_path, *retention(1), 2, pytest.fail)] == ["global_step_1"]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step_2"]
 
 
@@ -157,7 +177,7 @@ def test_a_choice_that_cannot_be_read_keeps_all_and_their_optimizers(tmp_path: P
         save(tmp_path, step, val=float(step))
     (tmp_path / "best_checkpoint.json").write_text(text)
     warnings: list[str] = []
-    assert rotate(tmp_path, Retention(1, 1, drop_optimizer_of_best=True), 3, warnings.append) == []
+    assert rotate(tmp_path, *retention(1, keep_best=1, drop_optimizer_of_best=True), 3, warnings.append) == []
     assert kept(tmp_path) == [1, 2, 3]
     assert "repair or delete it" in warnings[0]
     assert Manifest.read(tmp_path / "global_step_1").dropped == ()
@@ -172,14 +192,14 @@ def write_lease(checkpoint: Path, **changes: Any) -> Path:
 
 def test_a_lease_is_a_file_that_is_renewed_and_removed(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 1)
-    with leased(checkpoint, seconds=0.1):
+    with hold_lease(checkpoint, seconds=0.1):
         (path,) = checkpoint.glob("lease.*.json")
         assert path.name == f"lease.{socket.gethostname()}.{os.getpid()}.json"
         first = json.loads(path.read_text())
         assert {"host", "pid", "time", "expires"} <= first.keys()
         wait_until(lambda: json.loads(path.read_text())["expires"] > first["expires"])
     assert not list(checkpoint.glob("lease*"))
-    assert what_is_wrong(checkpoint) is None
+    assert why_incomplete(checkpoint) is None
 
 
 def test_a_lease_of_a_killed_process_of_this_machine_does_not_count(tmp_path: Path) -> None:
@@ -187,28 +207,28 @@ def test_a_lease_of_a_killed_process_of_this_machine_does_not_count(tmp_path: Pa
         save(tmp_path, step)
     checkpoint = tmp_path / "global_step_1"
     process = start_python(
-        "import sys, time\nfrom pathlib import Path\nfrom verl_ext.checkpoint.lease import leased\n"
-        f"with leased(Path({str(checkpoint)!r})):\n    print('held', flush=True)\n    time.sleep(1000)"
+        "import sys, time\nfrom pathlib import Path\nfrom verl_ext.checkpoint.lease import hold_lease\n"
+        f"with hold_lease(Path({str(checkpoint)!r})):\n    print('held', flush=True)\n    time.sleep(1000)"
     )
     try:
         assert lease_holders(checkpoint) == [f"process {process.pid} on {socket.gethostname()}"]
-        assert rotate(tmp_path, Retention(1), 2, pytest.fail) == []
+        assert rotate(tmp_path, *retention(1), 2, pytest.fail) == []
     finally:
         kill(process)
     assert list(checkpoint.glob("lease.*.json"))
     assert lease_holders(checkpoint) == []
-    assert rotate(tmp_path, Retention(1), 2, pytest.fail) == [checkpoint]
+    assert rotate(tmp_path, *retention(1), 2, pytest.fail) == [checkpoint]
 
 
 def test_a_lease_taken_after_the_plan_was_made_still_counts(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    plan = plan_rotation(tmp_path, Retention(1), 3)
+    plan = plan_rotation(tmp_path, *retention(1), 3)
     warnings: list[str] = []
-    with leased(tmp_path / "global_step_2"):
-        assert carry_out(plan, warnings.append) == [tmp_path / "global_step_1"]
+    with hold_lease(tmp_path / "global_step_2"):
+        assert apply_plan(plan, warnings.append) == [tmp_path / "global_step_1"]
     assert kept(tmp_path) == [2, 3]
-    assert f"stays for this time, since meanwhile leased by process {os.getpid()}" in warnings[0]
+    assert f"stays for now, because leased by process {os.getpid()}" in warnings[0]
 
 
 def test_what_counts_as_a_live_lease(tmp_path: Path) -> None:

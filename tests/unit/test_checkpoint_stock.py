@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.checkpoints import checkpoint_command, flip_byte, kept, save
-from verl_ext.checkpoint.commit import publish
-from verl_ext.checkpoint.layout import TRACKER, Manifest, list_steps, what_is_wrong
+from tests.helpers.checkpoints import checkpoint_command, flip_byte, kept, retention, save
+from verl_ext.checkpoint.manifest import TRACKER, Manifest, is_verl_checkpoint, list_checkpoints, why_incomplete
 from verl_ext.checkpoint.resume import find_checkpoint
-from verl_ext.checkpoint.retention import Retention
-from verl_ext.checkpoint.rotation import rotate
-from verl_ext.checkpoint.stock import is_stock
+from verl_ext.checkpoint.retention import rotate
+from verl_ext.checkpoint.save import commit_directory
 from verl_ext.errors import UserError
 
 EVERYTHING = ("model", "optim", "extra_state")
@@ -113,15 +111,15 @@ def test_a_save_that_the_tracker_does_not_name_yet_goes_before(tmp_path: Path) -
 def test_one_without_an_optimizer_is_taken_by_a_run_that_loads_none(tmp_path: Path) -> None:
     checkpoint = save_as_verl(tmp_path, 20, kinds=("model",))
     assert find(tmp_path, with_optimizer=False) == (checkpoint, [])
-    with pytest.raises(UserError, match=r"verl saved it without the optimizer; leave it out of .*load_contents"):
+    with pytest.raises(UserError, match=r"verl saved it without the optimizer; remove it from .*load_contents"):
         find(tmp_path)
 
 
 def test_one_of_this_pipeline_that_lost_its_manifest_is_not_taken_for_verls(tmp_path: Path) -> None:
     checkpoint = save_as_verl(tmp_path, 20)
     (checkpoint / "export_plan.json").write_text("{}")
-    assert not is_stock(checkpoint)
-    assert what_is_wrong(checkpoint) == "it has no manifest.json, so it was never completed"
+    assert not is_verl_checkpoint(checkpoint)
+    assert why_incomplete(checkpoint) == "it has no manifest.json, so it was never completed"
 
 
 def test_rotation_leaves_them_alone_and_does_not_count_them(tmp_path: Path) -> None:
@@ -130,7 +128,7 @@ def test_rotation_leaves_them_alone_and_does_not_count_them(tmp_path: Path) -> N
     before = {path: path.read_bytes() for each in stock for path in each.rglob("*") if path.is_file()}
     for step in (5, 15, 25):  # a run that was begun again from the start
         save(tmp_path, step, val=1.0)
-    removed = rotate(tmp_path, Retention(2, drop_optimizer_of_best=True), 25, pytest.fail)
+    removed = rotate(tmp_path, *retention(2, drop_optimizer_of_best=True), 25, pytest.fail)
     assert [path.name for path in removed] == ["global_step_5"]
     assert kept(tmp_path) == [10, 15, 20, 25, 30]
     assert before == {path: path.read_bytes() for path in before}
@@ -139,11 +137,11 @@ def test_rotation_leaves_them_alone_and_does_not_count_them(tmp_path: Path) -> N
 def test_one_whose_step_is_saved_once_more_makes_way_but_stays(tmp_path: Path) -> None:
     cut(save_as_verl(tmp_path, 20) / "data.pt", 0.5)
     ours = save(tmp_path / "ours", 20)
-    publish(ours, tmp_path / "global_step_20", 20)
-    rotate(tmp_path, Retention(1), 20, pytest.fail)
+    commit_directory(ours, tmp_path / "global_step_20", Manifest.read(ours))
+    rotate(tmp_path, *retention(1), 20, pytest.fail)
     former = next(tmp_path.glob("global_step_20_formerly_*"))
-    assert is_stock(former) and not is_stock(tmp_path / "global_step_20")
-    assert [path.name for path in list_steps(tmp_path)] == ["global_step_20"]
+    assert is_verl_checkpoint(former) and not is_verl_checkpoint(tmp_path / "global_step_20")
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["global_step_20"]
 
 
 def test_the_commands_show_them_for_what_they_are(tmp_path: Path) -> None:

@@ -25,14 +25,14 @@ from transformers import (
 )
 from transformers.core_model_loading import Chunk, Concatenate, Interleave, Transpose, WeightConverter
 
-from verl_ext.checkpoint.export import ExportWriter, create_files, export_from_shards, layout_of, write_own_rows
-from verl_ext.checkpoint.layout import PLAN
+from verl_ext.checkpoint.hf_export import ExportedWeights, create_files, layout_of
+from verl_ext.checkpoint.hf_tensors import ExportedTensor, exported_tensors, plain_name, plan_to_json
 from verl_ext.checkpoint.load import load_model
-from verl_ext.checkpoint.shards import MODEL, ShardFiles, local_part, shard_name, shard_rows
-from verl_ext.checkpoint.space import bytes_of, require_space, warn_if_next_will_not_fit
-from verl_ext.checkpoint.staging import Stager
-from verl_ext.checkpoint.weights import Weight, exported_weights, plain_name, plan_to_json
-from verl_ext.checkpoint.writing import FileWriter, flush_and_digest
+from verl_ext.checkpoint.manager import CpuStager
+from verl_ext.checkpoint.manifest import MODEL, PLAN, shard_name
+from verl_ext.checkpoint.rebuild import export_from_shards
+from verl_ext.checkpoint.save import FileWriter, bytes_of, require_space, sync_and_digest, warn_if_next_will_not_fit
+from verl_ext.checkpoint.shards import ShardFiles, shard_rows, to_local
 from verl_ext.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_rank")  # without which a mesh cannot be made
@@ -68,7 +68,7 @@ def test_any_rows_of_any_number_of_shards(num_ranks: int, num_readers: int, stat
             parts.append(torch.full((end - start, *tensor.shape[1:]), torch.nan))
             files.tensor(name).copy_rows(start, end, parts[-1])
         assert torch.equal(torch.cat(parts), tensor)
-        assert torch.equal(files.tensor(name).whole(), tensor)
+        assert torch.equal(files.tensor(name).full(), tensor)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +96,12 @@ def test_missing_shards_are_named(state: dict, tmp_path: Path) -> None:
 @pytest.mark.parametrize("max_shard_gib", [1, 60 / 2**30])
 def test_ranks_write_one_export_together(max_shard_gib: float, state: dict, tmp_path: Path) -> None:
     state["counts"] = torch.arange(3)  # not sharded, not of floating point
-    weights = [Weight(name, name) for name in state]
+    weights = [ExportedTensor(name, name) for name in state]
     layout = layout_of(weights, state, torch.bfloat16, max_shard_gib)
     create_files(tmp_path, layout)
     for rank in (1, 0):  # in any order
         own = {name: shard(tensor, 2, rank) if name != "counts" else tensor for name, tensor in state.items()}
-        write_own_rows(ExportWriter(tmp_path, layout), weights, own, {}, rank)
+        ExportedWeights(weights, layout, {}).write_local_rows(tmp_path, own, rank)
     loaded = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
     assert loaded.keys() == state.keys()
     for name, tensor in state.items():
@@ -114,14 +114,14 @@ def test_ranks_write_one_export_together(max_shard_gib: float, state: dict, tmp_
 
 
 def test_a_staged_copy_does_not_follow_and_ties_stay(state: dict) -> None:
-    stager, sharded = Stager(), shard(state["wide"], 2, 0)
+    stager, sharded = CpuStager(), shard(state["wide"], 2, 0)
     tied = {"a": state["wide"], "b": state["wide"], "sharded": sharded, "list": [state["short"], 3, "x"]}
-    before = [state["wide"].clone(), local_part(sharded).clone(), state["short"].clone()]
+    before = [state["wide"].clone(), to_local(sharded).clone(), state["short"].clone()]
     copy = stager.stage(tied)
-    for tensor in (state["wide"], local_part(sharded), state["short"]):
+    for tensor in (state["wide"], to_local(sharded), state["short"]):
         tensor.zero_()
     assert torch.equal(copy["a"], before[0])
-    assert torch.equal(local_part(copy["sharded"]), before[1])
+    assert torch.equal(to_local(copy["sharded"]), before[1])
     assert copy["sharded"].shape == (7, 3)
     assert torch.equal(copy["list"][0], before[2])
     assert copy["list"][1:] == [3, "x"]
@@ -140,7 +140,7 @@ def model_of(kind: str) -> PreTrainedModel:
 
 def assert_exported_as_saved(model: PreTrainedModel, directory: Path) -> set[str]:
     """Written by three ranks, and from their shards, the export has what `save_pretrained` writes; its names."""
-    weights, state = exported_weights(model), model.state_dict()
+    weights, state = exported_tensors(model), model.state_dict()
     layout = layout_of(weights, state, torch.float32, 1)
     ranks, rebuilt, saved = (directory / name for name in ("ranks", "rebuilt", "saved"))
     for made in (ranks, rebuilt):
@@ -148,7 +148,7 @@ def assert_exported_as_saved(model: PreTrainedModel, directory: Path) -> set[str
     create_files(ranks, layout)
     for rank in range(3):
         own = {name: shard(tensor, 3, rank) for name, tensor in state.items()}
-        write_own_rows(ExportWriter(ranks, layout), weights, own, {}, rank)
+        ExportedWeights(weights, layout, {}).write_local_rows(ranks, own, rank)
         torch.save(own, directory / shard_name(MODEL, 3, rank))
     (directory / PLAN).write_text(plan_to_json(weights))
     export_from_shards(directory, rebuilt, torch.float32, 1, lambda _: None)
@@ -190,7 +190,7 @@ def test_what_cannot_be_cut_out_keeps_its_name() -> None:
         WeightConverter("mixed.weight", "down_proj.weight", [Interleave(1)]),
         WeightConverter("turned.weight", "o_proj.weight", [Transpose(0, 1)]),
     ]
-    assert [weight.name for weight in exported_weights(model)] == list(model.state_dict())
+    assert [weight.name for weight in exported_tensors(model)] == list(model.state_dict())
 
 
 def test_a_part_outside_of_its_tensor_is_refused(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_part_outside_of_its_tensor_is_refused(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / shard_name(MODEL, 1, 0))
     (tmp_path / "export").mkdir()
     for old, new in (('"offset": 48', '"offset": 49'), ('"row": 4', '"row": -1'), ('"row": 4', '"row": 5')):
-        (tmp_path / PLAN).write_text(plan_to_json(exported_weights(model)).replace(old, new))
+        (tmp_path / PLAN).write_text(plan_to_json(exported_tensors(model)).replace(old, new))
         with pytest.raises(UserError, match=r"export_plan.json cannot be read \(.*is not inside of"):
             export_from_shards(tmp_path, tmp_path / "export", torch.float32, 1, lambda _: None)
 
@@ -233,7 +233,7 @@ def lora_model(kind: str) -> peft.PeftModel:
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "experts", "turned experts"])
 def test_adapters_are_merged_row_by_row_as_peft_merges_them(kind: str, tmp_path: Path) -> None:
     model = lora_model(kind)
-    weights, state = exported_weights(model), model.state_dict()
+    weights, state = exported_tensors(model), model.state_dict()
     layout = layout_of(weights, state, torch.float32, 1)
     ranks, rebuilt, saved = (tmp_path / name for name in ("ranks", "rebuilt", "saved"))
     for made in (ranks, rebuilt):
@@ -241,7 +241,7 @@ def test_adapters_are_merged_row_by_row_as_peft_merges_them(kind: str, tmp_path:
     create_files(ranks, layout)
     for rank in (0, 1, 2):
         own = {name: shard(tensor, 3, rank) for name, tensor in state.items()}
-        write_own_rows(ExportWriter(ranks, layout), weights, own, state, rank)
+        ExportedWeights(weights, layout, state).write_local_rows(ranks, own, rank)
         torch.save(own, tmp_path / shard_name(MODEL, 3, rank))
     (tmp_path / PLAN).write_text(plan_to_json(weights))
     export_from_shards(tmp_path, rebuilt, torch.float32, 1, lambda _: None)
@@ -266,7 +266,7 @@ def test_adapters_that_cannot_be_merged_are_refused() -> None:
     base = lora_model("qwen2").unload()
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
     with pytest.raises(UserError, match="lora_magnitude_vector"):
-        exported_weights(model)
+        exported_tensors(model)
 
 
 def test_a_trained_head_that_is_tied_is_refused() -> None:
@@ -274,7 +274,7 @@ def test_a_trained_head_that_is_tied_is_refused() -> None:
     base = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["lm_head"]))
     with pytest.raises(UserError, match=r"lm_head.weight is trained by itself but tied"):
-        exported_weights(model)
+        exported_tensors(model)
 
 
 def test_what_is_written_is_digested_as_it_is_read(state: dict, tmp_path: Path) -> None:
@@ -283,19 +283,18 @@ def test_what_is_written_is_digested_as_it_is_read(state: dict, tmp_path: Path) 
             "state.pt": files.write_object(tmp_path / "state.pt", state),
             "text": files.write_bytes(tmp_path / "text", b"one"),
         }
-    assert entries == {name: flush_and_digest(tmp_path / name) for name in entries}
+    assert entries == {name: sync_and_digest(tmp_path / name) for name in entries}
     assert all(torch.equal(torch.load(tmp_path / "state.pt")[name], tensor) for name, tensor in state.items())
-    with pytest.raises(UserError, match=r"nowhere/text: No such file"), FileWriter() as files:
+    with pytest.raises(UserError, match=r"nowhere/text \(No such file"), FileWriter() as files:
         files.write_bytes(tmp_path / "nowhere/text", b"")
 
 
-def test_room_on_the_disk(state: dict, tmp_path: Path) -> None:
+def test_room_on_the_disk(state: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bytes_of({"a": [state["wide"], "text"], "b": shard(state["wide"], 2, 1)}) == 84 + 36
-    require_space(tmp_path, 1, step=3)
-    with pytest.raises(UserError, match=r"global_step_3 cannot be saved: it takes 1073741824.00 GiB"):
-        require_space(tmp_path, 2**60, step=3)
-    warnings: list[str] = []
-    warn_if_next_will_not_fit(tmp_path, 1, warnings.append)
-    assert warnings == []
-    warn_if_next_will_not_fit(tmp_path, 2**60, warnings.append)
-    assert "it will fail" in warnings[0]
+    require_space(tmp_path, 1)
+    with pytest.raises(UserError, match=r"it takes 1073741824.00 GiB"):
+        require_space(tmp_path, 2**60)
+    warn_if_next_will_not_fit(tmp_path, 1)
+    assert capsys.readouterr().err == ""
+    warn_if_next_will_not_fit(tmp_path, 2**60)
+    assert "it will fail" in capsys.readouterr().err

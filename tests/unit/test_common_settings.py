@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import timedelta
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,11 @@ import torch
 from tests.helpers.checkpoints import NAMES, save
 from tests.helpers.data import write_questions
 from tests.helpers.trainer import make_trainer, small_config
-from verl_ext.checkpoint.options import SaveOptions
-from verl_ext.checkpoint.retention import Retention
+from verl_ext.checkpoint.config import CheckpointConfig
+from verl_ext.checkpoint.manifest import Manifest
+from verl_ext.checkpoint.resume import agree_on_checkpoint
 from verl_ext.data.load import load_datasets, load_questions
 from verl_ext.metrics.registry import lookup_metric
-from verl_ext.trainer.resume import checkpoint_to_resume
 from verl_ext.trainer.run_logger import RunLogger
 from verl_ext.trainer.stages import STAGES, load_config
 from verl_ext.trainer.tokenizer import load_tokenizer
@@ -28,23 +28,39 @@ data: {{train_batch_size: 2, datasets: {{tiny: {{source: {folder}}}}}}}
 """
 
 
-def test_how_a_run_saves() -> None:
-    export = {"dtype": "fp16", "every": 100, "max_shard_gib": 2.5}
+@pytest.mark.usefixtures("one_rank")
+def test_how_a_run_saves(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export = {"dtype": "fp16", "every": 2, "max_shard_gib": 0.001}
     best = {"keep_best": 3, "best_metric": "train/loss", "best_mode": "max", "drop_optimizer_of_best": True}
     words = [f"trainer.checkpoint.{name}={value}" for name, value in {**best, "async_save": True}.items()]
     words += [f"trainer.checkpoint.export.{name}={value}" for name, value in export.items()]
-    trainer = load_config(
-        "sft", [*words, "trainer.save_freq=50", "trainer.max_ckpt_to_keep=4", "trainer.seed=5"]
-    ).trainer
-    retention = Retention(4, 3, "train/loss", "max", True)
-    expected = SaveOptions(torch.float16, 100, 750, 2.5, True, retention, "digest", 5, timedelta(1))
-    assert SaveOptions.of(trainer, torch.bfloat16, 750, "digest", timedelta(1)) == expected
+    words += ["trainer.save_freq=1", "trainer.max_ckpt_to_keep=4", "trainer.total_training_steps=3"]
+    trainer = make_trainer(small_config(quickstart, tmp_path, *words))
+    rotations: list[tuple[object, ...]] = []
+    threads: set[tuple[str, bool]] = set()
+
+    def rotate(run_dir: Path, max_to_keep: int, config: CheckpointConfig, step: int, warn: object) -> None:
+        kept = (config.keep_best, config.best_metric, config.best_mode, config.drop_optimizer_of_best)
+        rotations.append((max_to_keep, *kept, step))
+        threads.add((threading.current_thread().name, threading.current_thread().daemon))
+
+    monkeypatch.setattr("verl_ext.checkpoint.save.rotate", rotate)
+    for step in (1, 2, 3):
+        trainer.save_checkpoint(step)
+    assert trainer.checkpoint_manager.wait() is not None
+    assert rotations == [(4, 3, "train/loss", "max", True, step) for step in (1, 2, 3)]
+    assert threads == {("checkpoint", True)}  # a daemon, so that it does not keep a rank alive that crashed
+    num_files = [len(list(tmp_path.glob(f"global_step_{step}/huggingface/*.safetensors"))) for step in (1, 2, 3)]
+    assert num_files[0] == 0 and num_files[1] > 1 and num_files[2] > 1  # the last step is always exported
+    assert Manifest.read(tmp_path / "global_step_2").export_dtype == "fp16"
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_an_export_in_what_the_training_computes_in(precision: torch.dtype) -> None:
-    trainer = load_config("sft", ["trainer.checkpoint.export.dtype=auto"]).trainer
-    assert SaveOptions.of(trainer, precision, 750, "digest", timedelta(1)).export_dtype == precision
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_export_in_what_the_training_computes_in(precision: str, quickstart: Path, tmp_path: Path) -> None:
+    words = ["trainer.checkpoint.export.dtype=auto", f"model.mixed_precision={precision}"]
+    make_trainer(small_config(quickstart, tmp_path, *words)).save_checkpoint(1)
+    assert Manifest.read(tmp_path / "global_step_1").export_dtype == precision
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -78,8 +94,9 @@ def test_digests_are_compared_where_they_are_wanted(tmp_path: Path, capfd: pytes
         newest = save(tmp_path, step)
     (newest / NAMES[0]).write_bytes(b"X" * (newest / NAMES[0]).stat().st_size)  # of the same size
     words = [f"trainer.default_local_dir={tmp_path}", "trainer.checkpoint.verify="]
-    assert checkpoint_to_resume(load_config("sft", [words[0], f"{words[1]}false"])) == newest
-    assert checkpoint_to_resume(load_config("sft", [words[0], f"{words[1]}true"])) == tmp_path / "global_step_1"
+    for verifies, expected in (("false", newest), ("true", tmp_path / "global_step_1")):
+        trainer = load_config("sft", [words[0], f"{words[1]}{verifies}"]).trainer
+        assert agree_on_checkpoint(trainer, "torch.optim.AdamW") == expected
     assert "has the digest" in capfd.readouterr().err
 
 

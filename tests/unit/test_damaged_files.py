@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.checkpoints import checkpoint_command, kept, save
+from tests.helpers.checkpoints import checkpoint_command, kept, retention, save
 from tests.helpers.health_curves import write_run
-from verl_ext.checkpoint.layout import TRACKER, Manifest, complete_steps, read_all_complete
 from verl_ext.checkpoint.lease import DEFAULT_SECONDS, lease_holders
+from verl_ext.checkpoint.manifest import TRACKER, Manifest, committed_steps, complete_checkpoints
 from verl_ext.checkpoint.resume import find_checkpoint
-from verl_ext.checkpoint.retention import Retention
-from verl_ext.checkpoint.rotation import rotate
+from verl_ext.checkpoint.retention import rotate
 from verl_ext.config.run_config import read_config_file
 from verl_ext.console import printable
 from verl_ext.errors import UserError
@@ -116,7 +115,7 @@ def test_a_damaged_manifest_is_passed_over_with_a_warning(
     warnings: list[str] = []
     assert find_checkpoint(run_dir, "auto", None, warnings.append) == run_dir / "global_step_200"
     assert len(warnings) == 1 and warnings[0].startswith("global_step_300 cannot be resumed: ")
-    assert [path.name for path in read_all_complete(run_dir)] == ["global_step_200", "global_step_100"]
+    assert [path.name for path in complete_checkpoints(run_dir)] == ["global_step_200", "global_step_100"]
     assert last_checkpoint(run_dir) is None
     entries = {entry["step"]: entry for entry in json.loads(checkpoint_command("ls", run_dir, "--json"))}
     assert [entries[step]["complete"] for step in (300, 200, 100)] == [False, True, True]
@@ -127,8 +126,8 @@ def test_a_damaged_manifest_is_passed_over_with_a_warning(
     assert "global_step_300: it" in capsys.readouterr().out
     checkpoint_command("prune", run_dir, "--max-to-keep", 1, "--keep-best", 0, "--yes")
     assert kept(run_dir) == [200, 300]
-    assert rotate(run_dir, Retention(1), 300, pytest.fail) == []
-    assert complete_steps(run_dir) == [300, 200]
+    assert rotate(run_dir, *retention(1), 300, pytest.fail) == []
+    assert committed_steps(run_dir) == [300, 200]
 
 
 TRACKERS = ["1" * 300, HUGE, "\0", "\N{ARABIC-INDIC DIGIT THREE}00", "-300", "3e2"]
@@ -164,7 +163,7 @@ CHOICES = [DEEP, '{"step": ' + DEEP, f'{{"step": {HUGE}}}', '{"step": true}', '{
 def test_a_damaged_choice_of_the_best_keeps_everything(text: str, run_dir: Path) -> None:
     (run_dir / "best_checkpoint.json").write_text(text)
     warnings: list[str] = []
-    assert rotate(run_dir, Retention(1), 300, warnings.append) == []
+    assert rotate(run_dir, *retention(1), 300, warnings.append) == []
     assert len(warnings) == 1 and "best_checkpoint.json" in warnings[0]
     entries = json.loads(checkpoint_command("ls", run_dir, "--json"))
     assert all("best_checkpoint.json" in entry["kept_because"][-1] for entry in entries)
@@ -306,7 +305,7 @@ def test_a_damaged_file_of_an_export_is_one_sentence(name: str, text: str, tmp_p
     files = {path.name: {"bytes": path.stat().st_size} for path in checkpoint.glob("*.pt")}
     (checkpoint / name).write_text(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verl_ext.checkpoint.rebuild.require_sound_shards", lambda *_: None)  # no digests here
+        patch.setattr("verl_ext.checkpoint.rebuild.require_undamaged_shards", lambda *_: None)  # no digests here
         (checkpoint / "manifest.json").write_text(Manifest(1, 1, "", files).to_json())
         error = checkpoint_command("export", tmp_path, code=2)
     assert name in error and error.count("\n") == 1

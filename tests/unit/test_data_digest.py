@@ -12,8 +12,8 @@ import torch
 
 from tests.helpers.data import write_questions
 from tests.helpers.trainer import make_trainer, small_config
-from verl_ext.checkpoint.layout import Manifest
-from verl_ext.checkpoint.writing import flush_and_digest
+from verl_ext.checkpoint.manifest import Manifest
+from verl_ext.checkpoint.save import sync_and_digest
 from verl_ext.data import dataset
 from verl_ext.data.config import ChatDataConfig, QuestionDataConfig
 from verl_ext.data.dataset import files_digest
@@ -100,8 +100,8 @@ def test_a_resume_with_other_data_of_as_many_rows_warns(
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     "name",
-    ["trainer.trainer.training_data_digest", "trainer.trainer.is_stock", "trainer.resume.damaged_files"]
-    + ["checkpoint.manager.load_optimizer", "checkpoint.exporter.companion_files"],
+    ["trainer.trainer.training_data_digest", "trainer.trainer.is_verl_checkpoint", "checkpoint.resume.damaged_files"]
+    + ["checkpoint.manager.load_optimizer", "checkpoint.hf_export.config_and_tokenizer_files"],
 )
 def test_no_rank_of_a_resume_fails_alone(
     name: str, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -126,5 +126,5 @@ def forget_the_digest(checkpoint: Path) -> None:
     del content["data_digest"]
     torch.save(content, checkpoint / "data.pt")
     manifest = Manifest.read(checkpoint)
-    files = {**manifest.files, "data.pt": flush_and_digest(checkpoint / "data.pt")}
+    files = {**manifest.files, "data.pt": sync_and_digest(checkpoint / "data.pt")}
     (checkpoint / "manifest.json").write_text(manifest.with_files(files).to_json())

@@ -12,7 +12,7 @@ import pytest
 from eval_pipeline.__main__ import parse as parse_evaluation
 from tests.helpers import ROOT
 from tests.helpers.docs import PAGES
-from verl_ext.data.prepare.commands import parse_arguments as parse_preparation
+from verl_ext.data.prepare import parse_arguments as parse_preparation
 from verl_ext.launch.__main__ import parse_arguments
 from verl_ext.trainer.stages import load_config
 

@@ -28,7 +28,7 @@ from tests.helpers import vlms
 from tests.helpers.data import question
 from tests.helpers.vlms import TIERS, write_controller
 from tests.helpers.wandb_files import read_history, read_records, values_of
-from verl_ext.checkpoint.layout import Manifest
+from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.block_importance import Importance, cheapest, load_importance
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace

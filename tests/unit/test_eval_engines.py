@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import pytest
 
 from eval_pipeline.__main__ import main
 from eval_pipeline.config import EngineConfig, SamplingConfig
-from eval_pipeline.engines import openai_chat
+from eval_pipeline.engines import openai_chat, vllm_process
 from eval_pipeline.engines.answer import Answer, Request
 from eval_pipeline.engines.engine import EngineDied, open_engine
+from eval_pipeline.engines.messages import Load
 from eval_pipeline.engines.openai_chat import ORDINARY
 from eval_pipeline.engines.openai_server import ask_for_card
 from eval_pipeline.engines.seeds import seed_of
@@ -430,3 +432,20 @@ def test_a_child_that_is_ended_while_it_is_read_from_is_ended_once() -> None:
     for thread in threads:
         thread.join(60)
     assert not failures and not psutil.pid_exists(child.pid)
+
+
+@pytest.mark.parametrize("error", [EOFError, BrokenPipeError, ConnectionResetError])
+def test_a_broken_pipe_inside_vllm_is_not_taken_for_the_end_of_the_owner(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> None:
+        raise error("a worker of vLLM died")
+
+    monkeypatch.setattr(vllm_process, "VllmModel", load)
+    owner, connection = Pipe()
+    owner.send(Load(EngineConfig(), "model"))
+    with pytest.raises(error, match="a worker of vLLM died"):
+        vllm_process.serve_until_owner_leaves(connection)
+    owner.send(Load(EngineConfig(), "model"))
+    owner.close()
+    vllm_process.serve_until_owner_leaves(connection)

@@ -30,7 +30,7 @@ from eval_pipeline.figures.table import format_table
 from eval_pipeline.figures.verdict_files import read_outcomes, write_verdicts
 from eval_pipeline.judge.verdict import ERROR_TYPES, ErrorType, Verdict
 from eval_pipeline.problems.problem import Problem, ReferenceAnswer
-from verl_ext.checkpoint.retention import read_choice
+from verl_ext.checkpoint.retention import read_best_file
 from verl_ext.errors import UserError
 
 SURROGATE = "写 \ud800"
@@ -254,7 +254,7 @@ def test_the_best_is_named_to_rotation(tmp_path: Path) -> None:
     choice = choose_best(evaluated, X)
     assert choice is not None and (choice.best.step, choice.value) == (20, 0.8)
     write_best_checkpoint(tmp_path, choice, evaluated)
-    assert read_choice(tmp_path) == (tmp_path / "global_step_20", None)
+    assert read_best_file(tmp_path) == (tmp_path / "global_step_20", None)
     content = json.loads((tmp_path / "best_checkpoint.json").read_text())
     assert content["checkpoint"] == "global_step_20" and content["export"].endswith("global_step_20/huggingface")
     assert (content["metric"], content["mode"], content["datasets"]) == ("exec_success_rate", "max", ["x"])

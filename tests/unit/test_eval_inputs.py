@@ -21,9 +21,9 @@ from eval_pipeline.models.run_config import RunSettings, read_run_config
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.work.digests import digests_of, identity_of
 from tests.helpers.checkpoints import commit, flip_byte, make_export
-from verl_ext.checkpoint.layout import Manifest
 from verl_ext.checkpoint.lease import lease_holders
-from verl_ext.checkpoint.writing import flush_and_digest
+from verl_ext.checkpoint.manifest import Manifest
+from verl_ext.checkpoint.save import sync_and_digest
 from verl_ext.errors import UserError
 
 
@@ -146,7 +146,7 @@ def test_the_manifest_tells_a_checkpoint_from_a_later_one_of_the_same_step(tmp_p
     flip_byte(tmp_path / "copy" / "global_step_3" / "huggingface" / "model.safetensors")
     manifest = Manifest.read(tmp_path / "copy" / "global_step_3")
     name = "huggingface/model.safetensors"
-    files = {**manifest.files, name: flush_and_digest(tmp_path / "copy" / "global_step_3" / name)}
+    files = {**manifest.files, name: sync_and_digest(tmp_path / "copy" / "global_step_3" / name)}
     (tmp_path / "copy" / "global_step_3" / "manifest.json").write_text(manifest.with_files(files).to_json())
     assert identity_of(find_checkpoint(tmp_path / "copy" / "global_step_3")) != first
 
@@ -173,7 +173,7 @@ def test_discovery_finds_complete_checkpoints_and_says_once_what_is_wrong_with_o
     (commit(tmp_path, 30) / "model.pt").unlink()
     without_export = commit(tmp_path, 50)
     shutil.rmtree(without_export / "huggingface")
-    files = {"model.pt": flush_and_digest(without_export / "model.pt")}
+    files = {"model.pt": sync_and_digest(without_export / "model.pt")}
     (without_export / "manifest.json").write_text(Manifest(50, 1, "", files).to_json())
     discovery = Discovery(tmp_path)
     for _ in range(2):

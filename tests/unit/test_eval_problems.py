@@ -20,7 +20,7 @@ from eval_pipeline.problems.dataset import load_problems, problems_digest
 from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer
 from eval_pipeline.problems.tolerance import stated_tolerance
 from eval_pipeline.problems.verl_rl import ground_truth_of, read_tests
-from verl_ext.data.prepare.quickstart.flawed_families import FLAWED_FAMILIES
+from verl_ext.data.prepare.quickstart_families import BUGGY_FAMILIES
 from verl_ext.errors import UserError
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -143,8 +143,8 @@ def test_a_sample_is_spread_across_the_file_and_the_same_every_time(quickstart: 
     assert len(samples[60]) == 60 and samples[1000] == problems
     assert samples[60] == [problem for problem in problems if problem in samples[60]]
     assert all(problem in samples[60] for problem in samples[20])
-    flawed = {family.name for family in FLAWED_FAMILIES}
-    shares = [sum(each.family in flawed for each in some) / len(some) for some in (problems, samples[60])]
+    buggy = {family.name for family in BUGGY_FAMILIES}
+    shares = [sum(each.family in buggy for each in some) / len(some) for some in (problems, samples[60])]
     assert shares == pytest.approx([1 / 3, 1 / 3], abs=0.1)
     first = load_problems(replace(source, limit=60))
     assert first == problems[:60]

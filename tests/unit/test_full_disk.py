@@ -11,8 +11,8 @@ import pytest
 
 from tests.helpers.checkpoints import checkpoint_command, kept, save
 from tests.helpers.faults import fill, small_disk
-from verl_ext.checkpoint.layout import Manifest
-from verl_ext.checkpoint.rotation import find_leftovers
+from verl_ext.checkpoint.manifest import Manifest
+from verl_ext.checkpoint.retention import find_leftovers
 from verl_ext.errors import UserError
 from verl_ext.files import RUN_LOCK, hold_run_lock, replace_file, replacing
 from verl_ext.launch.__main__ import parse_arguments

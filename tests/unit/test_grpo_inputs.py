@@ -19,8 +19,8 @@ from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.verl_rl import read_tests
 from tests.helpers import ROOT
 from tests.helpers.models import cache_as_hub
-from verl_ext.checkpoint.layout import Manifest
 from verl_ext.checkpoint.lease import lease_holders
+from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import RECIPES
 from verl_ext.data.prepare import prepare

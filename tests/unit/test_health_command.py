@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from tests.helpers.health_curves import write_checkpoint, write_run
 from tests.helpers.processes import wait_until
-from verl_ext.checkpoint.layout import Manifest
+from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.health.__main__ import main
 from verl_ext.health.wandb_state import wandb_end
 from verl_ext.metrics.wandb_sink import open_wandb_run

@@ -16,10 +16,9 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from tests.helpers import ROOT
-from verl_ext.checkpoint.layout import TRACKER, Manifest
+from verl_ext.checkpoint.manifest import TRACKER, Manifest
 from verl_ext.cli import clean_exit
 from verl_ext.console import print_line
-from verl_ext.deadline import ENVIRONMENT, deadline_from_environment, parse_deadline
 from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UserError
 from verl_ext.launch.__main__ import parse_arguments
 from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped, classify_outcome, is_crash, run_with_restarts
@@ -27,7 +26,8 @@ from verl_ext.launch.ranks import rendezvous_failure
 from verl_ext.launch.run import last_checkpoint
 from verl_ext.launch.watcher import EvalWatcher
 from verl_ext.processes import StopRequest, StopSignals
-from verl_ext.trainer.config import PreemptionConfig
+from verl_ext.trainer.config import PreemptionConfig, parse_deadline
+from verl_ext.trainer.preemption import DEADLINE_VARIABLES, deadline_from_environment
 from verl_ext.trainer.stages import load_config
 
 TERM = Request(signal.SIGTERM)
@@ -320,19 +320,19 @@ def preemption_of(*words: str) -> PreemptionConfig:
 
 def test_the_environment_names_deadlines_too(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
-    for name in ENVIRONMENT:
+    for name in DEADLINE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert deadline_from_environment(warnings.append) is None
     now = int(time.time())
-    monkeypatch.setenv(ENVIRONMENT[0], str(now + 2000))
-    monkeypatch.setenv(ENVIRONMENT[1], str(now + 1000))
+    monkeypatch.setenv(DEADLINE_VARIABLES[0], str(now + 2000))
+    monkeypatch.setenv(DEADLINE_VARIABLES[1], str(now + 1000))
     assert deadline_from_environment(warnings.append) == now + 1000
-    monkeypatch.setenv(ENVIRONMENT[1], str(now - 1000))  # of a capacity block that was
+    monkeypatch.setenv(DEADLINE_VARIABLES[1], str(now - 1000))  # of a capacity block that was
     assert deadline_from_environment(warnings.append) == now + 2000
     assert not warnings
-    monkeypatch.setenv(ENVIRONMENT[0], "soon")
+    monkeypatch.setenv(DEADLINE_VARIABLES[0], "soon")
     assert deadline_from_environment(warnings.append) is None
-    assert warnings == [f"{ENVIRONMENT[0]} is 'soon' instead of seconds since 1970, so this run does not heed it"]
+    assert warnings == [f"{DEADLINE_VARIABLES[0]} is 'soon' instead of seconds since 1970, so this run ignores it"]
 
 
 @pytest.mark.parametrize("num_nodes, advice", [(1, ""), (2, "; start the command on every node, with one MASTER_ADDR")])

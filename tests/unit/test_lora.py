@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.trainer import make_trainer, small_config
-from verl_ext.checkpoint.shards import whole
+from verl_ext.checkpoint.shards import to_full
 from verl_ext.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -33,7 +33,7 @@ def adapters(quickstart: Path, tmp_path: Path) -> Path:
 def test_given_adapters_are_trained_and_nothing_else_is(adapters: Path, quickstart: Path, tmp_path: Path) -> None:
     overrides = (f"model.lora_adapter_path={adapters}", "optim.lr=1e-2")
     trainer = make_trainer(small_config(quickstart, tmp_path / "run", *overrides))
-    before = {name: whole(tensor).detach().clone() for name, tensor in trainer.model.named_parameters()}
+    before = {name: to_full(tensor).detach().clone() for name, tensor in trainer.model.named_parameters()}
     kept = AutoModelForCausalLM.from_pretrained(quickstart / "model")
     kept.load_adapter(str(adapters))
     given = {name: tensor for name, tensor in kept.named_parameters() if ".lora_" in name}
@@ -42,7 +42,7 @@ def test_given_adapters_are_trained_and_nothing_else_is(adapters: Path, quicksta
     assert all(torch.equal(before[found[name]], given[name]) for name in given)
     for _, batch in zip(range(2), trainer.batches(), strict=False):  # the learning rate begins at 0
         trainer.training_step(batch)
-    after = {name: whole(tensor).detach().clone() for name, tensor in trainer.model.named_parameters()}
+    after = {name: to_full(tensor).detach().clone() for name, tensor in trainer.model.named_parameters()}
     assert {name for name in after if not torch.equal(after[name], before[name])} == set(found.values())
 
 

@@ -35,7 +35,7 @@ def test_a_world_of_one_gets_its_own_values():
     assert reduce_over_ranks(sums={"a": 1}, maxima={"b": -2.0}) == {"a": 1.0, "b": -2.0}
     assert math.isnan(reduce_over_ranks(maxima={"b": math.nan})["b"])
     assert reduce_over_ranks() == {}
-    with pytest.raises(UserError, match="a"):
+    with pytest.raises(AssertionError):
         reduce_over_ranks(sums={"a": 1}, maxima={"a": 1})
 
 

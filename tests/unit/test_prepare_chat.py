@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from transformers import AutoTokenizer
 
 from tests.helpers.data import dataset_of
 from verl_ext.data.prepare import prepare
-from verl_ext.data.prepare.files import read_parquet, write_jsonl, write_parquet
-from verl_ext.data.prepare.lengths import count_chars, length_percentiles
+from verl_ext.data.prepare.chat import count_chars, length_percentiles
+from verl_ext.data.prepare.tables import read_parquet, write_jsonl, write_parquet
 from verl_ext.errors import UserError
 
 Row = dict[str, Any]
@@ -91,6 +92,7 @@ def test_exclusion_without_ids_is_refused(tmp_path: Path) -> None:
         ("\n \n", "holds no id; remove the option"),
         ('{"id": 3}\n', "line 1 is no JSON object with 'problem_id'"),
         ("7\n{broken\n", "line 2 is no JSON object"),
+        pytest.param('{"a":' * 100_000, "line 1 is no JSON object", id="nested"),
     ],
 )
 def test_a_list_of_ids_that_says_nothing_is_refused(tmp_path: Path, content: str | None, reason: str) -> None:
@@ -278,7 +280,7 @@ def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     write_parquet(path, [{"messages": chat(f"q{index}")} for index in range(4)])
     before = path.read_bytes()
-    with pytest.raises(UserError, match="would be replaced"):
+    with pytest.raises(UserError, match="would be overwritten"):
         prepare(["chat", "--input", str(path), "--output", str(tmp_path)])
     assert path.read_bytes() == before
 
@@ -464,6 +466,15 @@ def test_one_row_is_not_split(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="data.val_files=null"):
         run_chat(tmp_path, [PAIR])
     assert len(converted(tmp_path, "in.jsonl", json.dumps(PAIR))) == 1
+
+
+def test_a_column_that_becomes_text_may_hold_dates(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "dated.parquet", [{**PAIR, "meta": {"created": datetime(2024, 1, 2)}}])
+    write_jsonl(tmp_path / "in.jsonl", [{**PAIR, "prompt": "q", "meta": {}}])
+    files = [str(tmp_path / name) for name in ("dated.parquet", "in.jsonl")]
+    prepare(["chat", "--input", *files, "--output", str(tmp_path / "out"), "--val-fraction", "0"])
+    rows = [row for _, row in read_parquet(tmp_path / "out/train.parquet")]
+    assert [row["meta"] for row in rows] == ['{"created": "2024-01-02 00:00:00"}', "{}"]
 
 
 def test_further_columns_may_mix_types_and_be_empty(tmp_path: Path) -> None:

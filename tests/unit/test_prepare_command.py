@@ -6,14 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from verl_ext.data.prepare import is_prepared, prepare
-from verl_ext.data.prepare.commands import COMMANDS
-from verl_ext.data.prepare.files import atomic_path, file_state
-from verl_ext.data.prepare.stamp import STAMP_NAME
+from tests.helpers.faults import fill, small_disk
+from verl_ext.data.prepare import COMMANDS, is_prepared, prepare
+from verl_ext.data.prepare.output import STAMP_NAME, file_state, staged_file
 from verl_ext.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def test_prepared_only_with_the_same_arguments_version_and_files(
     assert is_prepared([*arguments, "--val-fraction", "0.02"]), "a default that is written out changes nothing"
     assert not is_prepared([*arguments, "--seed", "1"])
     with monkeypatch.context() as patch:
-        patch.setattr("verl_ext.data.prepare.chat.VERSION", 99)
+        patch.setitem(COMMANDS, "chat", replace(COMMANDS["chat"], version=99))
         assert not is_prepared(arguments)
     (tmp_path / "out" / "val.parquet").unlink()
     assert not is_prepared(arguments)
@@ -156,7 +156,7 @@ def test_a_stamp_cut_short_is_no_stamp(arguments: list[str], tmp_path: Path) -> 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "file"
     target.write_text("old")
-    with pytest.raises(KeyboardInterrupt), atomic_path(target) as temporary:
+    with pytest.raises(KeyboardInterrupt), staged_file(target) as temporary:
         temporary.write_text("half")
         raise KeyboardInterrupt
     assert target.read_text() == "old"
@@ -165,8 +165,17 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 def test_an_output_below_a_file_is_a_user_error(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(UserError, match="cannot make the directory"):
+    with pytest.raises(UserError, match="cannot create the directory"):
         prepare(arguments)
+
+
+def test_a_full_disk_is_a_user_error(arguments: list[str], tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        (disk / "out").mkdir()
+        fill(disk)
+        with pytest.raises(UserError, match=r"cannot write into .*disk/out \(.*No space left on device\)"):
+            prepare([*arguments[:-1], str(disk / "out")])
+        assert list((disk / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -201,7 +210,8 @@ def test_is_prepared_imports_nothing_heavy() -> None:
     code = (
         "import sys; from verl_ext.data.prepare import is_prepared\n"
         "is_prepared(['quickstart', '--output', 'nowhere'])\n"
-        "print([name for name in ('torch', 'transformers', 'pandas', 'datasets', 'pyarrow') if name in sys.modules])"
+        "heavy = 'torch transformers pandas datasets pyarrow numpy PIL jinja2 eval_pipeline'.split()\n"
+        "print([name for name in heavy if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

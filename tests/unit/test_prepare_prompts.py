@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from verl_ext.data.prepare import prepare
-from verl_ext.data.prepare.files import read_parquet
+from verl_ext.data.prepare.tables import read_parquet, write_parquet
 from verl_ext.errors import UserError
 
 Row = dict[str, Any]
@@ -69,6 +70,14 @@ def test_prompts_without_an_answer_and_columns_of_every_kind(tmp_path: Path) -> 
     assert all(row.get("reward_model") is None for row in found)
     assert [row["extra_info"]["a"] for row in found] == ["{}", '{"d": 1}']
     assert [row["extra_info"]["c"] for row in found] == [None, 0.5]
+
+
+def test_an_object_with_a_date_is_kept_as_text(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "mine.parquet", [{"prompt": "q", "meta": {"created": datetime(2024, 1, 2)}}])
+    words = ["--input", str(tmp_path / "mine.parquet"), "--output", str(tmp_path / "out"), "--val-fraction", "0"]
+    prepare(["prompts", *words])
+    [(_, row)] = read_parquet(tmp_path / "out/train.parquet")
+    assert row["extra_info"]["meta"] == '{"created": "2024-01-02 00:00:00"}'
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
-from verl_ext.data.prepare.files import Row
-from verl_ext.data.prepare.quickstart.family import Family
-from verl_ext.data.prepare.quickstart.flawed_families import FLAWED_FAMILIES
-from verl_ext.data.prepare.quickstart.model import build_model
-from verl_ext.data.prepare.quickstart.problems import problem_id, to_problem
-from verl_ext.data.prepare.quickstart.sampling import FAMILIES, Dataset, sample_dataset
-from verl_ext.data.prepare.quickstart.tokenizer import train_tokenizer
+from verl_ext.data.prepare.quickstart import (
+    QuickstartData,
+    build_model,
+    problem_id,
+    sample_quickstart,
+    to_problem,
+    train_tokenizer,
+)
+from verl_ext.data.prepare.quickstart_families import BUGGY_FAMILIES, FAMILIES, FunctionFamily
+from verl_ext.data.prepare.tables import Row
 
 # What each family means, worked out by hand: parameters, an expression, its value.
 BY_HAND = {
@@ -51,8 +54,8 @@ BY_HAND = {
 
 
 @pytest.fixture(scope="module")
-def dataset() -> Dataset:
-    return sample_dataset(1500, seed=3)
+def dataset() -> QuickstartData:
+    return sample_quickstart(1500, seed=3)
 
 
 def num_failed(code: str, tests: list[str]) -> int:
@@ -69,7 +72,7 @@ def num_failed(code: str, tests: list[str]) -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_the_solution_does_what_was_worked_out_by_hand(family: Family) -> None:
+def test_the_solution_does_what_was_worked_out_by_hand(family: FunctionFamily) -> None:
     parameters, expression, value = BY_HAND[family.name]
     namespace: dict[str, Any] = {}
     exec(family.solution(parameters), namespace)
@@ -77,10 +80,10 @@ def test_the_solution_does_what_was_worked_out_by_hand(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_tests_accept_the_solution_and_find_the_mistake(family: Family) -> None:
+def test_tests_accept_the_solution_and_find_the_mistake(family: FunctionFamily) -> None:
     generator = random.Random(0)
     for _ in range(40):
-        parameters = family.draw(generator)
+        parameters = family.sample(generator)
         problem = to_problem(family, parameters)
         assert 3 <= len(problem["tests"]) <= 6
         assert num_failed(problem["canonical_solution"], problem["tests"]) == 0
@@ -88,15 +91,15 @@ def test_tests_accept_the_solution_and_find_the_mistake(family: Family) -> None:
         assert buggy is None or num_failed(buggy, problem["tests"]) > 0
 
 
-@pytest.mark.parametrize("family", FLAWED_FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", BUGGY_FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("bound", [2, 998, 999])
-def test_the_mistake_runs_at_the_bounds_of_the_parameters(family: Family, bound: int) -> None:
-    parameters = {"a": 2, "b": 99} if "b" in family.draw(random.Random(0)) else {"k": bound}
+def test_the_mistake_runs_at_the_bounds_of_the_parameters(family: FunctionFamily, bound: int) -> None:
+    parameters = {"a": 2, "b": 99} if "b" in family.sample(random.Random(0)) else {"k": bound}
     problem = to_problem(family, parameters)
     assert num_failed(family.buggy_solution(parameters) or "", problem["tests"]) > 0
 
 
-def test_no_problem_is_on_two_sides(dataset: Dataset) -> None:
+def test_no_problem_is_on_two_sides(dataset: QuickstartData) -> None:
     held_ids = {problem_id(family, parameters) for family, parameters in dataset.held_out}
     held_prompts = {family.prompt(parameters) for family, parameters in dataset.held_out}
     assert len(held_ids) == len(held_prompts) == len(dataset.held_out) == 180
@@ -106,13 +109,13 @@ def test_no_problem_is_on_two_sides(dataset: Dataset) -> None:
     assert not held_prompts & {row["messages"][0]["content"] for row in dataset.train + dataset.val}
 
 
-def test_sizes_and_the_share_of_mistakes(dataset: Dataset) -> None:
+def test_sizes_and_the_share_of_mistakes(dataset: QuickstartData) -> None:
     assert (len(dataset.train), len(dataset.val)) == (1500, 30)
-    flawed = {family.name for family in FLAWED_FAMILIES}
-    answers = [row for row in dataset.train if row["family"] in flawed]
+    buggy = {family.name for family in BUGGY_FAMILIES}
+    answers = [row for row in dataset.train if row["family"] in buggy]
     assert len(answers) == 500
     assert 0.68 < sum(map(has_mistake, answers)) / len(answers) < 0.82
-    assert not any(has_mistake(row) for row in dataset.train if row["family"] not in flawed)
+    assert not any(has_mistake(row) for row in dataset.train if row["family"] not in buggy)
 
 
 def has_mistake(row: Row) -> bool:
@@ -122,12 +125,12 @@ def has_mistake(row: Row) -> bool:
     return row["messages"][1]["content"] != family.solution(parameters)
 
 
-def test_the_same_seed_gives_the_same_data(dataset: Dataset) -> None:
-    assert sample_dataset(1500, seed=3).train == dataset.train
-    assert sample_dataset(1500, seed=4).train != dataset.train
+def test_the_same_seed_gives_the_same_data(dataset: QuickstartData) -> None:
+    assert sample_quickstart(1500, seed=3).train == dataset.train
+    assert sample_quickstart(1500, seed=4).train != dataset.train
 
 
-def test_the_tokenizer_splits_digits_and_ends_turns(dataset: Dataset) -> None:
+def test_the_tokenizer_splits_digits_and_ends_turns(dataset: QuickstartData) -> None:
     tokenizer = train_tokenizer([row["messages"] for row in dataset.train])
     assert tokenizer.tokenize("add_8375") == [*tokenizer.tokenize("add_"), "8", "3", "7", "5"]
     text = "def f(x):\n    return x + 12  # ä"
@@ -140,7 +143,7 @@ def test_the_tokenizer_splits_digits_and_ends_turns(dataset: Dataset) -> None:
     assert len(tokenizer) <= 1000
 
 
-def test_the_model_fits_the_tokenizer_and_its_seed(dataset: Dataset) -> None:
+def test_the_model_fits_the_tokenizer_and_its_seed(dataset: QuickstartData) -> None:
     tokenizer = train_tokenizer([row["messages"] for row in dataset.train])
     first, again, other = (build_model(tokenizer, seed) for seed in (0, 0, 1))
     assert 1_500_000 < first.num_parameters() < 2_500_000

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from verl_ext.data.prepare import prepare
-from verl_ext.data.prepare.files import read_parquet, write_jsonl
-from verl_ext.data.prepare.functions import documented_functions
 from verl_ext.data.prepare.smollm2 import PACKAGE, find_gguf
-from verl_ext.data.prepare.split import choose_val_groups
+from verl_ext.data.prepare.stdlib import documented_functions
+from verl_ext.data.prepare.tables import choose_val_groups, read_parquet, write_jsonl
 from verl_ext.errors import UserError
 
 SOURCE = b'''
@@ -74,6 +74,7 @@ def test_stdlib_splits_by_file_skips_tests_and_counts(tmp_path: Path) -> None:
     (tree / "tests").mkdir(parents=True)
     (tree / "tests" / "test_x.py").write_bytes(SOURCE)
     (tree / "broken.py").write_text("def f(:\n")
+    (tree / "nested.py").write_text("x = " + "a." * 100_000 + "b\n")
     (tree / "twin.py").write_bytes(SOURCE)
     for index in range(4):
         (tree / f"m{index}.py").write_bytes(SOURCE.replace(b"double", b"double%d" % index))
@@ -82,7 +83,7 @@ def test_stdlib_splits_by_file_skips_tests_and_counts(tmp_path: Path) -> None:
     counts = json.loads((tmp_path / "out" / "prepared.json").read_text())["counts"]
     # get() is the same in every file and kept once: 5 different double() and it.
     assert counts == {
-        "files": 6, "files_not_parsed": 1, "functions": 10, "duplicate": 4, "train": len(train), "val": len(val)
+        "files": 7, "files_not_parsed": 2, "functions": 10, "duplicate": 4, "train": len(train), "val": len(val)
     }  # fmt: skip
     assert len(train + val) == 6
     assert not {row["source"] for row in train} & {row["source"] for row in val}
@@ -124,6 +125,27 @@ def test_gsm8k_names_a_sample_without_final_number(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", [*SAMPLES, {"question": "q", "answer": "no number"}])
     with pytest.raises(UserError, match="sample 3 of the train split"):
         prepare(["gsm8k", "--source", str(tmp_path), "--output", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize("sample", [{"question": "q", "answer": 3}, {"question": None, "answer": "#### 3"}])
+def test_gsm8k_refuses_what_is_not_text(tmp_path: Path, sample: dict[str, object]) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [sample])
+    with pytest.raises(UserError, match="sample 1 of the train split has no question and answer"):
+        prepare(["gsm8k", "--source", str(tmp_path), "--output", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize(("task", "script"), [("sft", "run_sft.sh"), ("rl", "run_grpo.sh")])
+def test_gsm8k_names_the_training_of_its_task(
+    tmp_path: Path, task: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("train", "test"):
+        write_jsonl(tmp_path / f"{name}.jsonl", SAMPLES)
+    output = tmp_path / "with space"
+    words = ["gsm8k", "--source", str(tmp_path), "--task", task, "--output", str(output)]
+    prepare(words, is_typed=True)
+    next_words = shlex.split(capsys.readouterr().out.rpartition("Next: ")[2])
+    files = [f"data.{key}_files={output}/{key}.parquet" for key in ("train", "val")]
+    assert next_words == ["bash", script, "8", "recipe=gsm8k", *files]
 
 
 def test_smollm2_says_what_to_install() -> None:

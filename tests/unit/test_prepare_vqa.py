@@ -18,16 +18,27 @@ from transformers import AutoModelForImageTextToText
 
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.data.image_chats import ImageChatDataset
-from verl_ext.data.prepare.vqa import command
-from verl_ext.data.prepare.vqa.cards import GLYPHS, QUESTIONS, SIDE, Card, draw_card, paint, rows_of_card
-from verl_ext.data.prepare.vqa.command import LESSON, lessons, questions
-from verl_ext.data.prepare.vqa.model import build_model, build_processor
+from verl_ext.data.prepare import vqa
+from verl_ext.data.prepare.vqa import (
+    GLYPHS,
+    LESSON_KINDS,
+    QUESTIONS,
+    SIDE,
+    Card,
+    build_processor,
+    build_vlm,
+    paint_card,
+    question_rows,
+    sample_card,
+    sample_lessons,
+    sample_questions,
+)
 from verl_ext.data.questions import question_of
 from verl_ext.trainer.stages import load_config
 
 
 def pixels(ink: float, digits: tuple[int, int], side: int = SIDE) -> np.ndarray:
-    image = paint(Card("blue", digits, ink), random.Random(5))
+    image = paint_card(Card("blue", digits, ink), random.Random(5))
     return np.asarray(image.resize((side, side), Image.Resampling.BICUBIC), dtype=float)
 
 
@@ -45,7 +56,7 @@ def test_every_digit_has_a_shape_of_its_own() -> None:
 def test_answers_are_those_of_the_card() -> None:
     card = Card("red", (3, 4), 0.0)
     assert {kind: card.answer(kind) for kind in QUESTIONS} == {"colour": "red", "digit": "3", "sum": "3+4=7;7-4=3"}
-    rows = rows_of_card(8, card, ["sum", "colour"], random.Random(0))
+    rows = question_rows(8, card, ["sum", "colour"], random.Random(0))
     assert [row["question"] for row in rows] == ["Sum of the digits?", "Which colour?"]
     assert rows[0]["image"]["bytes"] == rows[1]["image"]["bytes"] and rows[0]["print"] == "fine"
     assert Image.open(io.BytesIO(rows[0]["image"]["bytes"])).size == (SIDE, SIDE)
@@ -53,30 +64,30 @@ def test_answers_are_those_of_the_card() -> None:
 
 def test_prints_and_kinds_are_as_frequent_as_they_should_be() -> None:
     rng = random.Random(1)
-    inks = [draw_card(rng, faded_share=0.5).ink for _ in range(2000)]
+    inks = [sample_card(rng, faded_fraction=0.5).ink for _ in range(2000)]
     assert abs(inks.count(1.0) / 2000 - 0.5) < 0.05 and abs(inks.count(0.0) / 2000 - 0.25) < 0.05
-    asked = Counter((row["kind"], row["print"]) for row in questions(600, rng))
+    asked = Counter((row["kind"], row["print"]) for row in sample_questions(600, rng))
     assert asked.keys() == {("sum", "bold"), *itertools.product(("colour", "digit"), ("bold", "fine"))}
     assert 150 < asked.pop(("sum", "bold")) < 250 and all(60 < count < 140 for count in asked.values())
-    rows = list(lessons(40, rng, 0.5))
+    rows = list(sample_lessons(40, rng, 0.5))
     assert len(rows) == 160 and {row["print"] for row in rows} == {"bold", "fine", "faded"}
-    assert {row["kind"] for row in rows} == {*LESSON}
+    assert {row["kind"] for row in rows} == {*LESSON_KINDS}
 
 
-@pytest.mark.parametrize("make", [lessons, questions])
+@pytest.mark.parametrize("make", [sample_lessons, sample_questions])
 def test_a_seed_gives_the_same_cards(make) -> None:  # type: ignore[no-untyped-def]
     assert list(make(5, random.Random(7))) == list(make(5, random.Random(7))) != list(make(5, random.Random(8)))
 
 
 def test_the_model_reads_cards_under_the_recipes_configurations() -> None:
     processor = build_processor()
-    model = build_model(processor, seed=0)
-    again = build_model(processor, seed=0)
+    model = build_vlm(processor, seed=0)
+    again = build_vlm(processor, seed=0)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     section = load_config("sft", ["recipe=budget_vlm"]).configurations
     adapter = adapter_of(model.eval(), processor, tuple(section.tier_sizes))
     space = adapter.space(section.min_active, len(adapter.blocks), list(section.topk_choices))
-    rows = rows_of_card(0, draw_card(random.Random(0)), ["colour", "sum"], random.Random(0))
+    rows = question_rows(0, sample_card(random.Random(0)), ["colour", "sum"], random.Random(0))
     asked = [question_of("cards", number, row, "", None) for number, row in enumerate(rows)]
     assert len(ImageChatDataset(asked, 4)) == 1
     for tier, patches in enumerate((36, 144, 324)):
@@ -91,10 +102,10 @@ def test_the_model_reads_cards_under_the_recipes_configurations() -> None:
 
 def test_the_command_writes_questions_and_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, number in (("NUM_LESSONS", 3), ("NUM_QUESTIONS", 5), ("NUM_VAL", 2)):
-        monkeypatch.setattr(command, name, number)
-    made = command.run(argparse.Namespace(output=str(tmp_path), seed=0))
+        monkeypatch.setattr(vqa, name, number)
+    made = vqa.prepare_vqa(argparse.Namespace(output=str(tmp_path), seed=0))
     assert all((tmp_path / file).is_file() for file in made.files)
-    per_lesson = command.QUESTIONS_PER_LESSON
+    per_lesson = vqa.QUESTIONS_PER_LESSON
     expected = {
         "lessons/train": 3 * per_lesson, "lessons/val": 2 * per_lesson, "questions/train": 5, "questions/val": 2,
     }  # fmt: skip

@@ -14,7 +14,7 @@ import verl_ext.plan.__main__
 from eval_pipeline.recipe.load import load_recipe
 from verl_ext.cli import CommandParser
 from verl_ext.config.schema import keys
-from verl_ext.data.prepare.commands import build_parser as build_prepare_parser
+from verl_ext.data.prepare import build_parser as build_prepare_parser
 from verl_ext.errors import UserError
 from verl_ext.launch.__main__ import make_parser, parse_arguments
 from verl_ext.plan.options import OWN, known_words, read_words

@@ -22,10 +22,10 @@ from eval_pipeline.models.export import check_export
 from eval_pipeline.models.run_config import read_run_config
 from eval_pipeline.recipe.choose import choose_recipe, recipe_of
 from tests.helpers.vlms import TIERS, write_controller, write_model
-from verl_ext.checkpoint.command.settings import read_retention
-from verl_ext.checkpoint.layout import Manifest, what_is_wrong
-from verl_ext.checkpoint.rebuild import copy_companions, write_weights
-from verl_ext.checkpoint.shards import EXTRA, MODEL, OPTIMIZER, ShardFiles, shard_name
+from verl_ext.checkpoint.inspection import read_retention
+from verl_ext.checkpoint.manifest import EXTRA, MODEL, OPTIMIZER, Manifest, shard_name, why_incomplete
+from verl_ext.checkpoint.rebuild import copy_small_files, write_weights
+from verl_ext.checkpoint.shards import ShardFiles
 from verl_ext.controller.controlled import ControlledModel, load_controller
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import best_export
@@ -69,7 +69,7 @@ def write_code(directory: Path, marker: Path, **config: Any) -> Path:
 @pytest.mark.parametrize("kind", [MODEL, OPTIMIZER, EXTRA])
 def test_shards_run_no_code(kind: str, tmp_path: Path, marker: Path) -> None:
     torch.save({"state": {0: Bomb(marker)}}, tmp_path / shard_name(kind, 1, 0))
-    with pytest.raises(UserError, match=r"is not loaded, for it names posix.mkdir, which may run code"):
+    with pytest.raises(UserError, match=r"is not loaded, because it names posix.mkdir, which may run code"):
         ShardFiles(tmp_path, kind).content(0)
     assert not marker.exists()
     torch.load(tmp_path / shard_name(kind, 1, 0), weights_only=False)
@@ -93,7 +93,7 @@ def test_a_manifest_names_files_of_the_checkpoint_alone(file: str, tmp_path: Pat
     checkpoint.mkdir()
     text = Manifest(1, 1, "", {file: {"bytes": 1}}).to_json()
     (checkpoint / "manifest.json").write_text(text)
-    assert "which is not in the checkpoint" in (what_is_wrong(checkpoint) or "")
+    assert "which is not in the checkpoint" in (why_incomplete(checkpoint) or "")
 
 
 def test_an_index_names_files_beside_it_alone(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_an_export_takes_no_file_from_outside_along(tmp_path: Path, capsys: pyte
     (source / "merges.txt").write_text("a b")
     (source / "vocab.json").symlink_to("merges.txt")
     (tmp_path / "out").mkdir()
-    copy_companions(source, tmp_path / "out")
+    copy_small_files(source, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"merges.txt", "vocab.json"}
     assert "tokenizer.json is a link to something outside" in capsys.readouterr().err
     (source / "config.json").symlink_to(secret)

@@ -35,9 +35,9 @@ UNUSED_OF_THE_TRAINER = {
     "_load_dataloader_state", "_determine_resume_path", "_find_latest_checkpoint",
 }  # fmt: skip
 OF_THE_MANAGER = {
-    "__init__", "checkpoint_save_contents", "get_rng_state", "load_checkpoint", "load_rng_state", "lr_scheduler",
-    "model", "optimizer", "processing_class", "rank", "save_checkpoint", "should_load_extra", "should_load_model",
-    "should_load_optimizer", "should_save_extra", "should_save_model", "should_save_optimizer", "world_size",
+    "__init__", "get_rng_state", "load_checkpoint", "load_rng_state", "lr_scheduler", "model", "optimizer",
+    "processing_class", "rank", "save_checkpoint", "should_load_extra", "should_load_model", "should_load_optimizer",
+    "should_save_extra", "should_save_hf_model", "should_save_model", "should_save_optimizer", "world_size",
 }  # fmt: skip
 
 

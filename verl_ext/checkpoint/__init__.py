@@ -1,1 +1,1 @@
-"""Checkpoints that are complete or are not there: written aside, listed in a manifest, then renamed into place."""
+"""Crash-safe checkpoints: written to a temporary directory, listed in a manifest, then renamed into place."""

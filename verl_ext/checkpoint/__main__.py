@@ -1,16 +1,20 @@
-"""`python -m verl_ext.checkpoint COMMAND RUN_DIR`: look at a run's checkpoints, check, export, remove, compare them."""
+"""`python -m verl_ext.checkpoint COMMAND RUN_DIR`: list, verify, export, remove and compare a run's checkpoints."""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from verl_ext.checkpoint.command import diff, export, ls, prune, verify
-from verl_ext.cli import FAILURES, CommandParser, add_commands, clean_exit
+from verl_ext.checkpoint.inspection import ls, verify
+from verl_ext.checkpoint.prune import prune
+from verl_ext.cli import FAILURES, CommandParser, Commands, FloatArg, IntArg, add_command, add_commands, clean_exit
 from verl_ext.errors import UserError
 
-COMMANDS = (ls, verify, export, prune, diff)
-"""Each has `register(commands)`, which adds its parser and names the function to run."""
+SHOWN = 20
+"""Number of differences that `diff` lists without --all."""
 
 
 def build_parser() -> CommandParser:
@@ -22,22 +26,128 @@ def build_parser() -> CommandParser:
         exit_codes={"0": "done", "1": "something is damaged, differs or was not removed", **FAILURES},
     )
     commands = add_commands(parser)
-    for command in COMMANDS:
-        command.register(commands)
+    add_ls(commands)
+    add_verify(commands)
+    add_export(commands)
+    add_prune(commands)
+    add_diff(commands)
     return parser
+
+
+def add_run_command(
+    commands: Commands, name: str, text: str, run: Callable[[argparse.Namespace], int], example: str, **settings: Any
+) -> CommandParser:
+    """Add a command with the argument RUN_DIR.
+
+    Args:
+        commands: where to add it.
+        name: what the user types.
+        text: what it does; the first sentence is its line in the list of commands.
+        run: called with the arguments; returns the exit code.
+        example: arguments after RUN_DIR in the example.
+        settings: others of the parser.
+
+    Returns:
+        Its parser, for further arguments.
+    """
+    words = f"python -m verl_ext.checkpoint {name} checkpoints/rlvr_coding_model/sft_quickstart {example}".rstrip()
+    parser = add_command(commands, name, text, examples=[words], **settings)
+    parser.usage = f"{parser.prog} RUN_DIR [options]"  # an option that takes several numbers would swallow RUN_DIR
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory that holds global_step_N directories")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_ls(commands: Commands) -> None:
+    """Add `ls`."""
+    text = (
+        "List the checkpoints of a run. Shows for each, the newest first, its size, the number of ranks that wrote it, "
+        "whether it is complete, its metrics, and why rotation by the run's config.yaml would keep it or not."
+    )
+    parser = add_run_command(commands, "ls", text, ls, "")
+    parser.add_argument("--json", action="store_true", help="print a JSON list for scripts")
+
+
+def add_verify(commands: Commands) -> None:
+    """Add `verify`."""
+    text = (
+        "Compare every file of a run's checkpoints with its digest. Reads all of them or those of the steps named, "
+        "lists the damaged files, and exits with 1 if a checkpoint is damaged or incomplete."
+    )
+    exit_codes = {"0": "every checkpoint is complete", "1": "one is damaged or incomplete", **FAILURES}
+    parser = add_run_command(commands, "verify", text, verify, "--step 600 750", exit_codes=exit_codes)
+    parser.add_argument("--step", type=IntArg(0), nargs="+", help="only the checkpoints of these steps")
+
+
+def add_export(commands: Commands) -> None:
+    """Add `export`."""
+    text = (
+        "Make the Hugging Face model of a checkpoint from its shards. Needs no GPU and no process group, merges LoRA "
+        "adapters, and keeps one tensor in memory at a time; shards that verl itself wrote serve too. RUN_DIR may also "
+        "be a checkpoint, a global_step_N directory."
+    )
+
+    def run(arguments: argparse.Namespace) -> int:
+        from verl_ext.checkpoint.rebuild import export  # here, because torch takes seconds to import
+
+        return export(arguments)
+
+    parser = add_run_command(commands, "export", text, run, "--step 750 --output models/mine")
+    parser.add_argument("--step", type=IntArg(0), help="the checkpoint (default: the newest complete one)")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="number type (default: that of the run's own exports)"
+    )
+    parser.add_argument("--max-shard-gib", type=FloatArg(), default=5.0, metavar="G", help="of one file (default: 5)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="a new directory (default: into the checkpoint)")
+
+
+def add_prune(commands: Commands) -> None:
+    """Add `prune`."""
+    text = (
+        "Remove checkpoints of a run that is not training. Without --step, removes the checkpoints that the rotation "
+        "settings in the run's config.yaml do not keep, and what interrupted saves and removals left behind. Lists "
+        "what will be removed and how much space that frees, and asks for confirmation."
+    )
+    exit_codes = {"0": "done", "1": "something that was to go is still there", **FAILURES}
+    parser = add_run_command(commands, "prune", text, prune, "--dry-run", exit_codes=exit_codes)
+    parser.add_argument("--step", type=IntArg(0), nargs="+", help="the checkpoints of these steps, no others")
+    parser.add_argument("--max-to-keep", type=IntArg(), metavar="K", help="in place of trainer.max_ckpt_to_keep")
+    parser.add_argument("--keep-best", type=IntArg(0), metavar="K", help="in place of trainer.checkpoint.keep_best")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def add_diff(commands: Commands) -> None:
+    """Add `diff`."""
+    text = (
+        "Compare two checkpoints tensor by tensor. They may be of different runs and numbers of ranks; one tensor of "
+        "each is in memory at a time. Exits with 1 if anything differs, as diff does."
+    )
+    exit_codes = {"0": "nothing differs", "1": "a tensor differs", **FAILURES}
+
+    def run(arguments: argparse.Namespace) -> int:
+        from verl_ext.checkpoint.compare import diff  # here, because torch takes seconds to import
+
+        return diff(arguments, SHOWN)
+
+    parser = add_run_command(commands, "diff", text, run, "600 750", exit_codes=exit_codes)
+    parser.usage = f"{parser.prog} RUN_DIR A B [options]"
+    parser.add_argument("pair", nargs=2, metavar="A B", help="steps of the run, or global_step_N directories")
+    parser.add_argument("--optimizer", action="store_true", help="compare the optimizer's state too")
+    parser.add_argument("--all", action="store_true", help=f"list every difference, not the {SHOWN} largest")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: arguments without the program's name; None takes the process's own.
+        argv: arguments without the program's name; None takes those of the process.
 
     Returns:
         The exit code.
 
     Raises:
-        SystemExit: with code 2 after bad input and 75 after a stop, each explained on standard error.
+        SystemExit: with code 2 after bad input and 75 after a stop signal, each explained on standard error.
     """
     with clean_exit():
         arguments = build_parser().parse_args(argv)

@@ -1,7 +1,8 @@
-"""Compares the tensors of two checkpoints, whatever the number of ranks that wrote each."""
+"""`diff`: compares the tensors of two checkpoints, whatever the number of ranks that wrote each."""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,18 +11,22 @@ from typing import Any
 
 import torch
 
-from verl_ext.checkpoint.shards import MODEL, SavedTensor, ShardFiles
+from verl_ext.checkpoint.inspection import require_steps
+from verl_ext.checkpoint.manifest import MODEL, OPTIMIZER, step_of
+from verl_ext.checkpoint.shards import SavedTensor, ShardFiles
+from verl_ext.console import print_line, progress_bar, text_table
+from verl_ext.errors import UserError
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What came of comparing one tensor.
+    """Result of comparing one tensor.
 
     Attributes:
-        name: of the tensor; optimizer state is `optim.<parameter's number>.<entry>`.
+        name: of the tensor; optimizer state is `optim.<index of the parameter>.<entry>`.
         largest: largest absolute difference of two elements.
-        relative: `largest` over the largest absolute element of the first.
-        what: how they differ, in words; empty when they are equal.
+        relative: `largest` divided by the largest absolute element of the first tensor.
+        what: how they differ, in words; empty if they are equal bit for bit.
     """
 
     name: str
@@ -31,36 +36,56 @@ class Difference:
 
     @property
     def is_equal(self) -> bool:
-        """Whether they are the same bit for bit."""
+        """Whether they are equal bit for bit."""
         return not self.what
 
-    @property
-    def size(self) -> float:
-        """What to sort by; tensors that cannot be compared come first."""
-        return self.relative if math.isfinite(self.relative) else math.inf
+
+def diff(arguments: argparse.Namespace, max_shown: int) -> int:
+    """Print the differences, the largest first and without --all at most `max_shown`; returns 1 if there are any."""
+    first, second = (_resolve(arguments.run_dir, word) for word in arguments.pair)
+    kinds = (MODEL, OPTIMIZER) if arguments.optimizer else (MODEL,)
+    total = sum(tensor.num_bytes for kind in kinds for tensor in _tensors(first, kind).values())
+    with progress_bar(total=total, desc="comparing", unit="B") as bar:
+        differences = list(compare(first, second, kinds, bar.update))
+    unequal = [each for each in differences if not each.is_equal]
+    unequal.sort(key=lambda each: -each.relative if math.isfinite(each.relative) else -math.inf)
+    shown = unequal if arguments.all else unequal[:max_shown]
+    if shown:
+        header = ("tensor", "largest |A-B|", "relative", "what")
+        print_line(text_table([header, *((e.name, f"{e.largest:.3g}", f"{e.relative:.3g}", e.what) for e in shown)]))
+    if len(shown) < len(unequal):
+        print_line(f"... and {len(unequal) - len(shown)} more; --all lists them")
+    print_line(f"{len(differences) - len(unequal)} of {len(differences)} tensors are equal bit for bit")
+    return 1 if unequal else 0
+
+
+def _resolve(run_dir: Path, word: str) -> Path:
+    if word.isdecimal():
+        if not run_dir.is_dir():
+            raise UserError(f"{run_dir} is not a directory; name the directory of a run")
+        return require_steps(run_dir, [int(word)])[0]
+    path = Path(word)
+    if not path.is_dir() or step_of(path.resolve()) is None:
+        raise UserError(f"'{word}' is neither a step of {run_dir} nor a global_step_N directory; `ls` shows the steps")
+    return path
 
 
 def compare(first: Path, second: Path, kinds: Sequence[str], progress: Callable[[int], None]) -> Iterator[Difference]:
-    """Compare all tensors of two checkpoints, one of each in memory at a time.
+    """Compare the tensors of two checkpoints, with one of each in memory at a time.
 
     Args:
-        first: a `global_step_N`.
-        second: another.
-        kinds: MODEL, OPTIMIZER.
-        progress: receives the number of bytes of the first that were compared.
-
-    Raises:
-        UserError: shards are missing.
+        kinds: of shards, MODEL and OPTIMIZER.
+        progress: called with the number of bytes of the first checkpoint that were compared.
     """
     for kind in kinds:
-        one, other = tensors(first, kind), tensors(second, kind)
+        one, other = _tensors(first, kind), _tensors(second, kind)
         for name in [*one, *(name for name in other if name not in one)]:
-            yield difference(name, one.get(name), other.get(name))
-            progress(size_of(one[name]) if name in one else 0)
+            yield _compare_tensors(name, one.get(name), other.get(name))
+            progress(one[name].num_bytes if name in one else 0)
 
 
-def tensors(checkpoint: Path, kind: str) -> dict[str, SavedTensor]:
-    """Every tensor of one kind of shard by a name for people."""
+def _tensors(checkpoint: Path, kind: str) -> dict[str, SavedTensor]:
+    """Every tensor of one kind of shard by a readable name."""
     files = ShardFiles(checkpoint, kind)
     content: dict[Any, Any] = files.content(0)
     if kind == MODEL:
@@ -73,36 +98,17 @@ def tensors(checkpoint: Path, kind: str) -> dict[str, SavedTensor]:
     }
 
 
-def difference(name: str, first: SavedTensor | None, second: SavedTensor | None) -> Difference:
-    """How two tensors differ; None for one that is not there."""
+def _compare_tensors(name: str, first: SavedTensor | None, second: SavedTensor | None) -> Difference:
+    """How two tensors differ; None stands for a missing one."""
     if first is None or second is None:
         return Difference(name, math.inf, math.inf, f"only in {'B' if first is None else 'A'}")
     if first.shape != second.shape:
         return Difference(name, math.inf, math.inf, f"{tuple(first.shape)} against {tuple(second.shape)}")
-    one, other = first.whole(), second.whole()
-    if one.dtype == other.dtype and torch.equal(_bits(one), _bits(other)):
+    one, other = first.full(), second.full()
+    bits, other_bits = (tensor.reshape(-1).view(torch.uint8) for tensor in (one, other))  # in which NaN equals NaN
+    if one.dtype == other.dtype and torch.equal(bits, other_bits):
         return Difference(name)
-    return measured(name, one, other)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes, in which NaN equals NaN."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def measured(name: str, one: torch.Tensor, other: torch.Tensor) -> Difference:
-    """The difference of two tensors of one shape that are not the same."""
     gap = (one.double() - other.double()).abs().max().item()
     scale = one.double().abs().max().item()
     what = f"{one.dtype} against {other.dtype}" if one.dtype != other.dtype else "values"
     return Difference(name, gap, gap / scale if scale else math.inf, what)
-
-
-def size_of(tensor: SavedTensor) -> int:
-    """Of the whole tensor."""
-    return tensor.shape.numel() * tensor.dtype.itemsize
-
-
-def num_bytes(checkpoint: Path, kinds: Sequence[str]) -> int:
-    """Of all tensors of these kinds."""
-    return sum(size_of(tensor) for kind in kinds for tensor in tensors(checkpoint, kind).values())

@@ -1,4 +1,4 @@
-"""A reader's hold on a checkpoint, which rotation respects and which ends by itself. Standard library only."""
+"""A reader's lease on a checkpoint, which rotation respects and which expires by itself. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from verl_ext.files import LATEST, parse_json, replace_file
 from verl_ext.processes import is_alive, pid_namespace
 
 DEFAULT_SECONDS = 900.0
-"""How long a lease outlives a holder on another machine that died; renewed three times in that span."""
+"""How long a lease outlives a holder that died on another machine. It is renewed three times as often."""
 
 
 @contextmanager
-def leased(checkpoint: Path, seconds: float = DEFAULT_SECONDS) -> Iterator[None]:
-    """Keep a checkpoint from being removed while it is read; one lease per process and checkpoint.
+def hold_lease(checkpoint: Path, seconds: float = DEFAULT_SECONDS) -> Iterator[None]:
+    """Keep a checkpoint from being removed while this process reads it; one lease per process and checkpoint.
 
     Args:
         checkpoint: an existing `global_step_N` directory.
-        seconds: the lease expires so long after it was last renewed; a background thread renews it until the end.
+        seconds: the lease expires this long after the last renewal; a background thread renews it until the end.
 
     Raises:
-        OSError: no file can be written into the directory; `FileNotFoundError` when the checkpoint has gone.
+        OSError: no file can be written into the directory; `FileNotFoundError` if the checkpoint is gone.
     """
     path = checkpoint / f"lease.{socket.gethostname()}.{os.getpid()}.json"
     _write(path, seconds)
@@ -45,10 +45,10 @@ def leased(checkpoint: Path, seconds: float = DEFAULT_SECONDS) -> Iterator[None]
 
 
 def lease_holders(checkpoint: Path) -> list[str]:
-    """Who reads a checkpoint now, in words such as `process 12 on host0`.
+    """The processes that read a checkpoint now, each as text such as `process 12 on host0`.
 
-    Leases that have expired do not count, nor those of a process of this machine that has died. A file that cannot be
-    read as a lease counts until it is as old as a lease may be.
+    Expired leases do not count, nor do those of a dead process of this machine. A file that cannot be read as a lease
+    counts until it is older than `DEFAULT_SECONDS`.
     """
     holders = (_live_holder(path) for path in sorted(checkpoint.glob("lease.*.json")))
     return [holder for holder in holders if holder is not None]
@@ -77,7 +77,7 @@ def _renew(path: Path, seconds: float, ended: threading.Event) -> None:
 def _release(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
-    except OSError as error:  # what was read is worth more than a tidy directory
+    except OSError as error:  # no reason to fail after the work is done
         warn(f"{path} could not be deleted ({error.strerror}); it expires by itself")
 
 
@@ -88,7 +88,7 @@ def _live_holder(path: Path) -> str | None:
         if not 0 <= expires < LATEST:
             raise ValueError("a lease must end")
         same_machine = host == socket.gethostname() and lease.get("pid_namespace", pid_namespace()) == pid_namespace()
-    except FileNotFoundError:  # released meanwhile
+    except FileNotFoundError:  # released in the meantime
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return f"{path.name}, which cannot be read" if time.time() < _mtime(path) + DEFAULT_SECONDS else None

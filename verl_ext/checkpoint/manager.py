@@ -1,35 +1,30 @@
-"""verl's checkpoint manager with a commit, saving in the background, and loading on any number of ranks."""
+"""verl's checkpoint manager with crash-safe saves, saving in the background, and loading on any number of ranks."""
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
+from torch.distributed.tensor import DTensor
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.device import get_device_name
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_ext.checkpoint.background import Background
-from verl_ext.checkpoint.export import create_files
-from verl_ext.checkpoint.exporter import Export, Exporter
-from verl_ext.checkpoint.layout import EXPORT, Manifest
-from verl_ext.checkpoint.load import load_model, load_optimizer, seed_anew
-from verl_ext.checkpoint.options import SaveOptions
-from verl_ext.checkpoint.rotation import remove_leftovers
-from verl_ext.checkpoint.save import Save, discard, temporary_of
-from verl_ext.checkpoint.shards import EXTRA, MODEL, OPTIMIZER, ShardFiles
-from verl_ext.checkpoint.space import bytes_of, require_space
-from verl_ext.checkpoint.staging import Stager
-from verl_ext.checkpoint.stock import DATA_STATE, FSDP_CONFIG
-from verl_ext.checkpoint.writing import save_errors
-from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero
-from verl_ext.errors import UserError
+from verl_ext.checkpoint.config import CheckpointConfig
+from verl_ext.checkpoint.hf_export import ExportedWeights, HuggingFaceExport
+from verl_ext.checkpoint.load import load_model, load_optimizer, reseed
+from verl_ext.checkpoint.manifest import DATA_STATE, EXTRA, FSDP_CONFIG, MODEL, OPTIMIZER, Manifest
+from verl_ext.checkpoint.save import CheckpointWriter, bytes_of
+from verl_ext.checkpoint.shards import ShardFiles
+from verl_ext.distributed import COLLECTIVE_TIMEOUT, on_every_rank
 from verl_ext.processes import quiet_stdout
 
 EXPECTED_BYTES_PER_S = 0.5e9
@@ -37,27 +32,61 @@ EXPECTED_BYTES_PER_S = 0.5e9
 
 
 class CheckpointManager(FSDPCheckpointManager):
-    """Saves into `global_step_N.tmp`, then lists, renames and rotates; loads what any number of ranks wrote.
+    """Saves by the protocol of `verl_ext.checkpoint.save`, and loads what any number of ranks wrote.
 
-    Args:
-        options: how this run saves.
-        stream: which random numbers this rank draws; ranks that share a sequence share it.
-        warn: receives one sentence for what went wrong without stopping the run.
-        kwargs: as in verl's manager.
+    Attributes:
+        data_state: position in the data, saved with the next checkpoint.
+        step_metrics: metrics of the step, saved with the next checkpoint.
     """
 
-    def __init__(self, *, options: SaveOptions, stream: int, warn: Callable[[str], None], **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.options, self.stream, self.warn = options, stream, warn
+    def __init__(
+        self,
+        *,
+        config: CheckpointConfig,
+        compute_dtype: torch.dtype,
+        last_step: int,
+        seed: int,
+        stream: int,
+        config_digest: str = "",
+        optimizer_name: str = "",
+        **kwargs: Any,
+    ) -> None:
+        """Prepare exports and a process group for saves; collective.
+
+        Args:
+            config: the section `trainer.checkpoint`.
+            compute_dtype: number type of the forward pass, for exports with `export.dtype=auto`.
+            last_step: of the run, which always has an export.
+            seed: the run's `trainer.seed`.
+            stream: identifies this rank's random numbers; ranks that share a sequence have the same.
+            config_digest: for the manifest.
+            optimizer_name: for the manifest, see `verl_ext.checkpoint.resume.optimizer_name`.
+            kwargs: `model`, `optimizer`, `lr_scheduler` and `processing_class`, as in verl's manager.
+
+        Raises:
+            UserError: see `HuggingFaceExport`.
+        """
+        contents = {"save_contents": list(config.save_contents), "load_contents": list(config.load_contents)}
+        super().__init__(checkpoint_config=OmegaConf.create(contents), **kwargs)
+        self.config, self.seed, self.stream = config, seed, stream
+        self.config_digest, self.optimizer_name = config_digest, optimizer_name
         self.data_state: dict[str, Any] = {}
         self.step_metrics: dict[str, float] = {}
-        exports_weights = "hf_model" in self.checkpoint_save_contents
-        self._exporter = Exporter(self.model, self.processing_class, options, exports_weights, self.rank == 0)
-        self._stager = Stager()
-        # Of its own, so that saving in the background and training never wait for each other's collectives.
+        is_auto = config.export.dtype == "auto"
+        self._export = HuggingFaceExport(
+            self.model,
+            self.processing_class,
+            config.export,
+            dtype=compute_dtype if is_auto else PrecisionType.to_dtype(config.export.dtype),
+            last_step=last_step,
+            with_weights=self.should_save_hf_model,
+            is_main=self.rank == 0,
+        )
+        self._stager = CpuStager()
+        # a group for saves alone, so that saves in the background and training never wait for each other's collectives
         with quiet_stdout():
-            self._group = dist.new_group(backend="gloo", timeout=options.timeout)
-        self._background: Background[float] | None = None
+            self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        self._background: Future[float] | None = None
 
     # Saving
 
@@ -68,73 +97,72 @@ class CheckpointManager(FSDPCheckpointManager):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Write one checkpoint, or begin to, and remove those that it makes superfluous; collective.
+        """Save a checkpoint, or start to, and then remove those that it makes superfluous; collective.
 
         Args:
             local_path: the final directory, `.../global_step_N`.
             hdfs_path: unused, as in verl.
             global_step: N.
-            max_ckpt_to_keep: newest checkpoints to keep; None leaves it to the options.
+            max_ckpt_to_keep: number of newest checkpoints to keep; None keeps all.
 
         Raises:
-            UserError: it could not be written, now or, when saving in the background, the one before.
+            UserError: it could not be saved; in the background, the previous one could not.
         """
         self.wait()
-        retention = self.options.retention
-        if max_ckpt_to_keep is not None:
-            retention = replace(retention, max_to_keep=max_ckpt_to_keep)
         state = self._state()
-        export = self._exporter.at(global_step, state[MODEL])
-        final = Path(local_path)
-        self._make_room(final, bytes_of(state), export, global_step)
-        save = Save(
-            final=final,
+        weights = self._export.at(global_step, state[MODEL])
+        writer = CheckpointWriter(
+            final=Path(local_path),
             rank=self.rank,
             manifest=Manifest(
                 global_step,
                 self.world_size,
-                self.options.config_digest,
+                self.config_digest,
                 {},
                 dict(self.step_metrics),
                 time=time.time(),
-                optimizer=self.options.optimizer if self.should_save_optimizer else "",
-                export_dtype=PrecisionType.to_str(self.options.export_dtype),
+                optimizer=self.optimizer_name if self.should_save_optimizer else "",
+                export_dtype=PrecisionType.to_str(self._export.dtype),
             ),
-            state=self._stager.stage(state) if self.options.in_background else state,
-            export=export,
-            shared_files=self._shared_files(export) if self.rank == 0 else {},
-            retention=retention,
+            weights=weights,
+            shared_files=self._shared_files(weights) if self.rank == 0 else {},
+            max_to_keep=max_ckpt_to_keep,
+            config=self.config,
             group=self._group,
-            warn=self.warn,
         )
-        written = None if self.options.in_background else save.write()
-        # Deleting takes as long as a good part of writing, and nothing waits for it.
-        self._background = Background(lambda: save.finish(written))
+        writer.prepare(state)
+        if self.config.async_save:
+            staged = self._stager.stage(state)
+            self._background = _start(lambda: _finish(writer, writer.write(staged)))
+        else:
+            seconds = writer.write(state)
+            # rotation takes as long as a good part of writing, and nothing has to wait for it
+            self._background = _start(lambda: _finish(writer, seconds))
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save, or the rotation after it, has not ended yet on this rank."""
-        return self._background is not None and not self._background.is_done
+        """Whether a save, or the rotation after it, is in progress on this rank."""
+        return self._background is not None and not self._background.done()
 
     def wait(self) -> float | None:
-        """Wait for the last save to be on the disk and for the rotation after it.
+        """Wait for the last save and the rotation after it.
 
         Returns:
-            Seconds that its writing took; None when there was none since the last call.
+            Seconds that writing took; None if nothing was saved since the last call.
 
         Raises:
-            UserError: it failed; the same on every rank.
+            UserError: it failed; raised on every rank.
         """
         background, self._background = self._background, None
         return None if background is None else background.result()
 
     def expected_save_s(self) -> float:
-        """A guess at how long the first save takes, in seconds: AdamW's two moments, an export of half the size."""
+        """Estimated seconds of the first save: the model, AdamW's two moments, and an export of half the size."""
         own_bytes = bytes_of(self.model.state_dict())
         return 3.5 * own_bytes * self.world_size / EXPECTED_BYTES_PER_S
 
     def _state(self) -> dict[str, Any]:
-        """What this rank saves, by kind of shard; the tensors are those that train on."""
+        """What this rank saves, by kind of shard; the tensors are those of the training."""
         state: dict[str, Any] = {}
         if self.should_save_model:
             state[MODEL] = self.model.state_dict()
@@ -144,30 +172,10 @@ class CheckpointManager(FSDPCheckpointManager):
             state[EXTRA] = {"lr_scheduler": self.lr_scheduler.state_dict(), "rng": self.get_rng_state()}
         return state
 
-    def _make_room(self, final: Path, own_bytes: int, export: Export | None, step: int) -> None:
-        """Remove what an interrupted save left, see that the disk has room, and make the directory; collective."""
-        shards = sum(gather_results(lambda: own_bytes, self._group))
-        total = shards + (export.layout.num_bytes if export else 0)
-
-        def prepare() -> None:
-            remove_leftovers(final.parent, self.warn)
-            try:
-                with save_errors(temporary_of(final)):
-                    final.parent.mkdir(parents=True, exist_ok=True)
-                    require_space(final.parent, total, step)
-                    (temporary_of(final) / EXPORT).mkdir(parents=True)
-                if export is not None:
-                    create_files(temporary_of(final) / EXPORT, export.layout)
-            except UserError:
-                discard(temporary_of(final), self.warn)
-                raise
-
-        on_rank_zero(prepare, self._group)
-
-    def _shared_files(self, export: Export | None) -> dict[str, Any]:
-        """Content by relative path of what a checkpoint has once."""
+    def _shared_files(self, weights: ExportedWeights | None) -> dict[str, Any]:
+        """Content by relative path of the files that rank 0 writes for all."""
         return {
-            **self._exporter.small_files(export),
+            **self._export.small_files(weights),
             FSDP_CONFIG: json.dumps({"FSDP_version": 2, "world_size": self.world_size}).encode(),
             DATA_STATE: dict(self.data_state),
         }
@@ -182,7 +190,7 @@ class CheckpointManager(FSDPCheckpointManager):
         Args:
             local_path: a complete `global_step_N`.
             hdfs_path: unused, as in verl.
-            del_local_after_load: unused: nothing is copied before it is loaded.
+            del_local_after_load: unused, because nothing is copied before it is loaded.
 
         Raises:
             UserError: it does not fit this run.
@@ -190,7 +198,7 @@ class CheckpointManager(FSDPCheckpointManager):
         on_every_rank(lambda: self._load(Path(local_path)))
 
     def _load(self, checkpoint: Path) -> None:
-        """This rank's part of it, which it reads without the others."""
+        """Load this rank's part, independently of the other ranks."""
         if self.should_load_model:
             load_model(self.model, checkpoint)
         if self.should_load_optimizer:
@@ -199,20 +207,87 @@ class CheckpointManager(FSDPCheckpointManager):
             self._load_extra(checkpoint)
 
     def _load_extra(self, checkpoint: Path) -> None:
-        """The schedule, and the random states if ranks and device are the same; otherwise `seed_anew` seeds them."""
+        """Load the schedule, and the random states if ranks and device are the same; otherwise `reseed`."""
         files = ShardFiles(checkpoint, EXTRA)
         same_ranks = files.world_size == self.world_size
         extra = files.content(self.rank if same_ranks else 0)
         self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
-        if not self.should_load_optimizer:  # a new one, which has the rate of the first step
+        if not self.should_load_optimizer:  # a new optimizer, which has the learning rate of the first step
             for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr()):
                 group["lr"] = rate
-        if same_ranks and get_device_name() in extra["rng"]:  # one of a GPU has that of the CPU too
+        if same_ranks and get_device_name() in extra["rng"]:  # states of a GPU include that of the CPU
             self.load_rng_state(extra["rng"])
         else:
-            seed_anew(self.options.seed, Manifest.read(checkpoint).step, self.stream)
+            reseed(self.seed, Manifest.read(checkpoint).step, self.stream)
 
     def load_data_state(self, local_path: str) -> dict[str, Any]:
-        """The position in the data that was saved with a checkpoint; nothing where verl had no time to write it."""
+        """The position in the data that was saved with a checkpoint; empty if verl was killed before it wrote it."""
         path = Path(local_path) / DATA_STATE
         return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
+
+
+def _finish(writer: CheckpointWriter, seconds: float) -> float:
+    writer.rotate()
+    return seconds
+
+
+def _start(work: Callable[[], float]) -> Future[float]:
+    """Run `work` in a daemon thread: a rank that crashes must not stay alive for a thread that waits for other ranks.
+
+    The threads of an executor are no daemons.
+    """
+    future: Future[float] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+class CpuStager:
+    """Copies nested state into CPU memory, which the next copy reuses, so that training can go on during a save."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._seen: dict[tuple[int, torch.Size], torch.Tensor] = {}
+
+    @torch.no_grad()
+    def stage(self, state: Any) -> Any:
+        """A copy of `state` with tensors in CPU memory; it overwrites the previous copy.
+
+        Args:
+            state: nested dictionaries, lists and tuples; only tensors are copied.
+        """
+        self._seen.clear()
+        copy = self._copy(state, ())
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # copies from the device are asynchronous
+        return copy
+
+    def _copy(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, DTensor):
+            # the constructor, because from_local would move the copy back to the mesh's device
+            return DTensor(self._copy_tensor(value._local_tensor, path), value._spec, requires_grad=False)
+        if isinstance(value, torch.Tensor):
+            return self._copy_tensor(value, path)
+        if isinstance(value, dict):
+            return {key: self._copy(item, (*path, key)) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._copy(item, (*path, index)) for index, item in enumerate(value))
+        return value
+
+    def _copy_tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
+        source = (tensor.data_ptr(), tensor.shape)
+        if source in self._seen:  # tied weights stay one tensor
+            return self._seen[source]
+        buffer = self._buffers.get(path)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[path] = buffer
+        if tensor.numel():
+            self._seen[source] = buffer
+        return buffer.copy_(tensor, non_blocking=tensor.is_cuda)

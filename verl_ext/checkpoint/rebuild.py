@@ -1,113 +1,143 @@
-"""Makes the export of a checkpoint after the fact, and enters it into the manifest."""
+"""`export`: writes the Hugging Face model of a checkpoint from its shards, and lists it in the manifest."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 
+import torch
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_ext.checkpoint.export import export_from_shards
-from verl_ext.checkpoint.layout import EXPORT, MANIFEST, Manifest
-from verl_ext.checkpoint.lease import leased
-from verl_ext.checkpoint.safetensors_layout import INDEX
-from verl_ext.checkpoint.shards import MODEL
-from verl_ext.checkpoint.stock import is_stock
-from verl_ext.checkpoint.verify import damaged_files
-from verl_ext.checkpoint.writing import FileWriter, flush_and_digest, save_errors
-from verl_ext.console import warn
+from verl_ext.checkpoint.hf_export import INDEX, ExportWriter, SafetensorsLayout, create_files, layout_of
+from verl_ext.checkpoint.hf_tensors import merge_rows, read_plan
+from verl_ext.checkpoint.inspection import newest_resumable, require_steps
+from verl_ext.checkpoint.lease import hold_lease
+from verl_ext.checkpoint.manifest import (
+    EXPORT,
+    MANIFEST,
+    MODEL,
+    Manifest,
+    damaged_files,
+    is_verl_checkpoint,
+    shards_of,
+    step_of,
+)
+from verl_ext.checkpoint.save import FileWriter, sync_and_digest
+from verl_ext.checkpoint.shards import ShardFiles
+from verl_ext.console import print_summary, progress_bar, typed_path, typed_script, warn
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.files import ignore_progress, parse_json, replace_file, sync_directory
+from verl_ext.files import ignore_progress, parse_json, replace_file, sync_directory, write_errors
 
 Progress = Callable[[int], None]
-"""Told how many more bytes of the shards were read; each is read once for its digest and once for its weights."""
-
-
+"""Called with the number of bytes of shards that were read; each is read once for its digest and once to export it."""
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """Number types by their names in a model's configuration."""
 
 
+# The command
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Write the export and print where it is."""
+    checkpoint = _choose(arguments.run_dir, arguments.step)
+    dtype = arguments.dtype or export_dtype_of(checkpoint)
+    with progress_bar(total=_bytes_to_read(checkpoint), desc="exporting", unit="B") as bar:
+        target = rebuild_export(checkpoint, arguments.output, dtype, arguments.max_shard_gib, bar.update)
+    then = [*typed_script("eval_pipeline/run.sh"), "run", "--checkpoint", typed_path(target)]
+    print_summary(f"Exported: {checkpoint.name}", {"model": target, "number type": dtype}, then)
+    return 0
+
+
+def _choose(run_dir: Path, step: int | None) -> Path:
+    if step_of(run_dir.resolve()) is not None and step is None:
+        return run_dir.resolve()
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir} is not a directory; name the directory of a run or a global_step_N in it")
+    if step is not None:
+        return require_steps(run_dir, [step])[0]
+    newest = newest_resumable(run_dir)
+    if newest is None:
+        raise UserError(f"{run_dir} holds no complete checkpoint; name one whose model shards are whole with --step N")
+    return newest
+
+
 def export_dtype_of(checkpoint: Path) -> str:
-    """The number type of the run's own exports, which every save notes in the manifest.
+    """The number type of the run's own exports, which every save records in the manifest.
 
-    In a checkpoint of an earlier version only `huggingface/config.json` names it, until an export by hand changes that.
-
-    Args:
-        checkpoint: a `global_step_N`.
-
-    Returns:
-        bf16, fp16 or fp32; bf16 for a checkpoint that verl wrote, or one that has neither.
+    A checkpoint of an earlier version has it only in `huggingface/config.json`, until a manual export changes that. The
+    number type is bf16 if the checkpoint has neither, or verl wrote it.
     """
-    if is_stock(checkpoint):
+    if is_verl_checkpoint(checkpoint):
         return "bf16"
     try:
-        noted = Manifest.read(checkpoint).export_dtype
-    except ValueError:  # `require_sound_shards` says what is wrong with it
-        noted = ""
-    if noted in DTYPES.values():
-        return noted
+        recorded = Manifest.read(checkpoint).export_dtype
+    except ValueError:  # `require_undamaged_shards` reports it
+        recorded = ""
+    if recorded in DTYPES.values():
+        return recorded
     path = checkpoint / EXPORT / "config.json"
-    if leads_out(path, checkpoint):
+    if _leads_out(path, checkpoint):
         return "bf16"
     try:
         return DTYPES[parse_json(path.read_bytes())["dtype"]]
-    except (OSError, ValueError, LookupError, TypeError):  # `write_weights` says what is wrong with the file
+    except (OSError, ValueError, LookupError, TypeError):  # `write_weights` reports it
         return "bf16"
+
+
+# The export
 
 
 def rebuild_export(
     checkpoint: Path, output: Path | None, dtype: str, max_shard_gib: float, progress: Progress = ignore_progress
 ) -> Path:
-    """Write the Hugging Face model of a checkpoint.
+    """Write the Hugging Face model of a checkpoint, and return its directory.
 
     Args:
         checkpoint: a `global_step_N`.
         output: a directory that does not exist yet; None puts the weights into the checkpoint's own `huggingface/`.
         dtype: bf16, fp16 or fp32.
         max_shard_gib: largest size of one file, GiB.
-        progress: told the number of bytes of each piece that was read; `bytes_to_read` is their sum.
-
-    Returns:
-        The directory of the model.
+        progress: see `Progress`.
 
     Raises:
-        UserError: the shards are damaged or not all there, or a file cannot be written.
+        UserError: the shards are damaged or incomplete, or a file cannot be written.
     """
     if output is not None and output.exists():
         raise UserError(f"{output} exists already; name a new directory")
-    with leased(checkpoint):
-        require_sound_shards(checkpoint, progress)
+    with hold_lease(checkpoint):
+        require_undamaged_shards(checkpoint, progress)
         target = output or checkpoint / EXPORT
         partial = target.with_name(f"{target.name}.partial")
-        with save_errors(partial, "the export could not be written"):
+        with write_errors(partial):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             write_weights(checkpoint, partial, dtype, max_shard_gib, progress)
             if output is not None:
-                copy_companions(checkpoint / EXPORT, partial)
+                copy_small_files(checkpoint / EXPORT, partial)
                 os.rename(partial, output)
             else:
-                enter_into_checkpoint(checkpoint, partial)
+                _move_into_checkpoint(checkpoint, partial)
     return target
 
 
-def bytes_to_read(checkpoint: Path) -> int:
-    """About how many bytes of shards an export of this checkpoint reads."""
-    num_bytes = sum(path.stat().st_size for path in checkpoint.glob(f"{MODEL}_world_size_*.pt"))
-    return num_bytes * 2 if can_be_checked(checkpoint) else num_bytes
+def _bytes_to_read(checkpoint: Path) -> int:
+    """About how many bytes of shards an export reads."""
+    num_bytes = sum(path.stat().st_size for path in shards_of(checkpoint, MODEL))
+    return num_bytes * 2 if _can_be_checked(checkpoint) else num_bytes
 
 
-def can_be_checked(checkpoint: Path) -> bool:
-    """Whether damage to the shards would be seen: by the manifest's digests, or by the checksums in verl's files."""
-    return (checkpoint / MANIFEST).exists() or is_stock(checkpoint)
+def _can_be_checked(checkpoint: Path) -> bool:
+    """Whether damage can be detected: by the manifest's digests, or by the checksums in verl's files."""
+    return (checkpoint / MANIFEST).exists() or is_verl_checkpoint(checkpoint)
 
 
-def require_sound_shards(checkpoint: Path, progress: Progress) -> None:
-    """Refuse to export from shards that are not what was saved."""
-    if not can_be_checked(checkpoint):
+def require_undamaged_shards(checkpoint: Path, progress: Progress) -> None:
+    if not _can_be_checked(checkpoint):
         warn(f"{checkpoint} has no {MANIFEST}, so its shards cannot be checked")
         return
     try:
@@ -120,10 +150,10 @@ def require_sound_shards(checkpoint: Path, progress: Progress) -> None:
 
 
 def write_weights(checkpoint: Path, directory: Path, dtype: str, max_shard_gib: float, progress: Progress) -> None:
-    """The safetensors files, their index, and the configuration with the new number type."""
+    """Write the safetensors files, their index, and the configuration with the new number type."""
     torch_dtype = PrecisionType.to_dtype(dtype)
     own = checkpoint / EXPORT / "config.json"
-    if leads_out(own, checkpoint):
+    if _leads_out(own, checkpoint):
         raise UserError(f"{own} is a link to something outside of the checkpoint; put the file itself there")
     try:
         config = parse_json(own.read_bytes())
@@ -131,11 +161,12 @@ def write_weights(checkpoint: Path, directory: Path, dtype: str, max_shard_gib: 
             raise ValueError("it is not a JSON object")
     except FileNotFoundError:
         raise UserError(
-            f"{checkpoint} has no {EXPORT}/config.json; copy it there, and the tokenizer, from the model it began from"
+            f"{checkpoint} has no {EXPORT}/config.json; copy it there, and the tokenizer, from the model that the run "
+            "started from"
         ) from None
     except ValueError as error:
         raise UserError(
-            f"{own} cannot be read ({first_line_of(error)}); copy it there from the model that the run began from"
+            f"{own} cannot be read ({first_line_of(error)}); copy it there from the model that the run started from"
         ) from error
     layout = export_from_shards(checkpoint, directory, torch_dtype, max_shard_gib, progress)
     config["dtype"] = str(torch_dtype).removeprefix("torch.")
@@ -145,36 +176,61 @@ def write_weights(checkpoint: Path, directory: Path, dtype: str, max_shard_gib: 
         files.write_bytes(directory / "config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 
-def copy_companions(source: Path, target: Path) -> None:
-    """Tokenizer and the like, for an export elsewhere; what the target has already stays.
+def export_from_shards(
+    checkpoint: Path, directory: Path, dtype: torch.dtype, max_shard_gib: float, progress: Progress
+) -> SafetensorsLayout:
+    """Write the weights of an export into a directory, in one process and with one tensor in memory."""
+    files = ShardFiles(checkpoint, MODEL)
+    state = files.content(0)
+    tensors = read_plan(checkpoint, state)
+    layout = layout_of(tensors, state, dtype, max_shard_gib)
+    create_files(directory, layout)
+    with ExportWriter(directory, layout) as writer:
+        for source, of_source in groupby(tensors, key=lambda tensor: tensor.source):
+            full, parts = files.tensor(source).full(), list(of_source)
+            adapter = parts[0].adapter
+            factors = {name: files.tensor(name).full() for name in ((adapter.down, adapter.up) if adapter else ())}
+            rows = merge_rows(adapter, full, factors, 0, full.shape[0] if full.dim() else 1)
+            for tensor in parts:
+                writer.write_rows(tensor.name, *tensor.of_rows(rows, 0))
+            progress(full.nbytes)
+    return layout
 
-    A link that leads out of the checkpoint is left: an export is made to be given away, and such a file may not be.
+
+def copy_small_files(source: Path, target: Path) -> None:
+    """Copy the tokenizer and the like to an export elsewhere; files that the target has already stay.
+
+    A link that leads out of the checkpoint is skipped: exports are made to be shared, and such a file may be private.
     """
     for path in source.rglob("*"):
-        if leads_out(path, source.parent):
-            warn(f"{path} is a link to something outside of the checkpoint and is left out")
+        if _leads_out(path, source.parent):
+            warn(f"{path} is a link to something outside of the checkpoint and is skipped")
             continue
-        place = target / path.relative_to(source)
-        if path.is_file() and not place.exists() and not is_weights(path.name):
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, place)
+        copy = target / path.relative_to(source)
+        if path.is_file() and not copy.exists() and not _is_weights(path.name):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
 
 
-def leads_out(path: Path, checkpoint: Path) -> bool:
+def _leads_out(path: Path, checkpoint: Path) -> bool:
     """Whether a path in a checkpoint is a link to something outside of it."""
     return not path.resolve().is_relative_to(checkpoint.resolve())
 
 
-def enter_into_checkpoint(checkpoint: Path, partial: Path) -> None:
-    """Move new weights into `huggingface/`; after a crash in between the checkpoint is complete, without an export."""
+def _move_into_checkpoint(checkpoint: Path, partial: Path) -> None:
+    """Move new weights into `huggingface/`; after a crash in between, the checkpoint is complete without an export."""
     target = checkpoint / EXPORT
-    entries = {f"{EXPORT}/{path.name}": flush_and_digest(path) for path in sorted(partial.iterdir())}
+    entries = {f"{EXPORT}/{path.name}": sync_and_digest(path) for path in sorted(partial.iterdir())}
     manifest = Manifest.read(checkpoint) if (checkpoint / MANIFEST).exists() else None
     if manifest is not None:
-        rest = {name: e for name, e in manifest.files.items() if name not in entries and not is_exported(name)}
+        rest = {
+            name: entry
+            for name, entry in manifest.files.items()
+            if name not in entries and not (name.startswith(f"{EXPORT}/") and _is_weights(Path(name).name))
+        }
         replace_file(checkpoint / MANIFEST, [manifest.with_files(rest).to_json()])
     for path in target.iterdir():
-        if is_weights(path.name):
+        if _is_weights(path.name):
             path.unlink()
     for path in partial.iterdir():
         os.replace(path, target / path.name)
@@ -184,11 +240,6 @@ def enter_into_checkpoint(checkpoint: Path, partial: Path) -> None:
         replace_file(checkpoint / MANIFEST, [manifest.with_files({**rest, **entries}).to_json()])
 
 
-def is_exported(name: str) -> bool:
-    """Whether a file of the manifest belongs to the weights of the export."""
-    return name.startswith(f"{EXPORT}/") and is_weights(Path(name).name)
-
-
-def is_weights(name: str) -> bool:
-    """Whether a file of `huggingface/` holds weights or says where they lie."""
+def _is_weights(name: str) -> bool:
+    """Whether a file of `huggingface/` holds weights or their index."""
     return name.endswith(".safetensors") or name == INDEX

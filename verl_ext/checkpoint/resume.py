@@ -1,27 +1,144 @@
-"""Which checkpoint a run goes on from. Standard library only, so that the launcher can ask before torchrun starts."""
+"""Which checkpoint a run resumes from, and what it loads of it.
+
+Importing this needs no torch, because the launcher looks for the checkpoint before torchrun starts.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
-from verl_ext.checkpoint.layout import (
+from verl_ext.checkpoint.config import CheckpointConfig
+from verl_ext.checkpoint.manifest import (
+    DROPPED_OPTIMIZER,
+    EXPORT,
+    KINDS,
     TRACKER,
     Manifest,
-    list_steps,
+    damaged_files,
+    is_verl_checkpoint,
+    list_checkpoints,
     read_complete,
     read_tracker,
     step_of,
-    what_is_wrong,
+    why_incomplete,
+    write_tracker,
 )
-from verl_ext.checkpoint.stock import KINDS, is_stock
+from verl_ext.console import print_line, warn
 from verl_ext.errors import UserError
 
 CONTENTS = ("model", "optimizer", "extra")
-"""What `load_contents` calls the `KINDS` of shards."""
+"""Names of the `KINDS` of shards in `load_contents`."""
 Warn = Callable[[str], None]
+
+
+class ResumeConfig(Protocol):
+    """The keys of the section `trainer` that decide where a run resumes; properties, so that any subtype fits."""
+
+    @property
+    def run_dir(self) -> Path: ...
+    @property
+    def resume_mode(self) -> str: ...
+    @property
+    def resume_from_path(self) -> str | None: ...
+    @property
+    def checkpoint(self) -> CheckpointConfig: ...
+
+
+# All ranks together
+
+
+def agree_on_checkpoint(config: ResumeConfig, optimizer: str) -> Path | None:
+    """Choose the newest checkpoint whose files are what was saved, and print it in verl's words; collective.
+
+    Raises:
+        UserError: see `find_checkpoint` and `require_same_optimizer`.
+    """
+    from verl_ext.distributed import on_rank_zero
+
+    with_optimizer = "optimizer" in config.checkpoint.load_contents
+    damaged: dict[Path, str] = {}
+    warn_once = cache(warn)  # after each damaged checkpoint, the search meets the same problems again
+
+    def find() -> Path | None:
+        return find_checkpoint(
+            config.run_dir,
+            config.resume_mode,
+            config.resume_from_path,
+            warn_once,
+            with_optimizer=with_optimizer,
+            damaged=damaged,
+        )
+
+    while (path := on_rank_zero(find)) is not None and config.checkpoint.verify:
+        problems = verify_on_all_ranks(path)
+        if not problems:
+            break
+        damaged[path] = next(f"its file {name} {problem}" for name, problem in sorted(problems.items()))
+    if path is None:
+        return None
+
+    def accept() -> None:
+        if with_optimizer:
+            require_same_optimizer(path, optimizer)
+        _catch_up_tracker(path, config.run_dir)
+        print_line(f"Found checkpoint: {path.absolute()}", sys.__stdout__)
+
+    on_rank_zero(accept)
+    return path
+
+
+def agree_on_contents(checkpoint: Path, config: ResumeConfig, optimizer: str) -> list[str]:
+    """What to load of a checkpoint, see `contents_to_load`; rank 0 prints deviations from the default; collective."""
+    from verl_ext.distributed import on_rank_zero
+
+    def choose() -> list[str]:
+        asked = list(config.checkpoint.load_contents)
+        contents = contents_to_load(checkpoint, config, optimizer)
+        loaded = ", ".join(name for name in CONTENTS if name in contents)
+        if contents != asked:
+            print_line(
+                f"Loading {loaded} from {checkpoint.name}, which this run saved; to load only "
+                f"trainer.checkpoint.load_contents=[{','.join(asked)}] of it, name it in trainer.resume_from_path",
+                sys.__stdout__,
+            )
+        elif not set(CONTENTS) <= set(asked):
+            print_line(
+                f"Loading only {loaded} from {checkpoint.name} (trainer.checkpoint.load_contents)", sys.__stdout__
+            )
+        return contents
+
+    return on_rank_zero(choose)
+
+
+def verify_on_all_ranks(checkpoint: Path) -> dict[str, str]:
+    """What is wrong by relative path, of the files that a resume loads; each rank reads some of them; collective."""
+    import torch.distributed as dist
+
+    from verl_ext.distributed import gather_results
+
+    def own_damaged_files() -> dict[str, str]:
+        files = Manifest.read(checkpoint).files
+        names = [name for name in files if not name.startswith(f"{EXPORT}/")]
+        names.sort(key=lambda name: -files[name]["bytes"])
+        return damaged_files(checkpoint, names[dist.get_rank() :: dist.get_world_size()])
+
+    found = gather_results(own_damaged_files)
+    return {name: problem for problems in found for name, problem in problems.items()}
+
+
+def _catch_up_tracker(checkpoint: Path, run_dir: Path) -> None:
+    """Point the tracker to a newer checkpoint; if it is the run's last one, no later save would do it."""
+    tracked, step = read_tracker(run_dir)[0], step_of(checkpoint) or 0
+    if checkpoint.parent == run_dir and (tracked is None or (step_of(tracked) or 0) < step):
+        write_tracker(run_dir, step)
+
+
+# The choice of the checkpoint
 
 
 def find_checkpoint(
@@ -38,17 +155,17 @@ def find_checkpoint(
     Args:
         run_dir: holds `global_step_N` directories.
         resume_mode: auto, disable or resume_path, as in verl.
-        resume_from_path: a `global_step_N` directory to begin from; in mode auto a newer one of the run itself goes
-            before it.
-        warn: receives a sentence when the newest checkpoint or the tracker is not what it should be.
-        with_optimizer: whether the optimizer's state is wanted too.
-        damaged: what is already known to be wrong, by checkpoint.
+        resume_from_path: a `global_step_N` directory to start from; in mode auto, a newer one of the run itself takes
+            precedence.
+        warn: called with a sentence if the newest checkpoint cannot be resumed or the tracker is wrong.
+        with_optimizer: whether to load the optimizer's state too.
+        damaged: checkpoints that are known to be damaged, and why.
 
     Returns:
-        The directory of a complete checkpoint, or None to start at step 0.
+        A complete checkpoint, or None to start at step 0.
 
     Raises:
-        UserError: `resume_from_path` is no complete checkpoint, or there are checkpoints of which none is complete.
+        UserError: `resume_from_path` is not a complete checkpoint, or no checkpoint of the run is complete.
     """
     if resume_mode == "disable":
         return None
@@ -60,88 +177,34 @@ def find_checkpoint(
             manifest = read_complete(path)
         except ValueError as error:
             return str(error)
-        return optimizer_is_missing(path, manifest) if with_optimizer else None
+        return _why_no_optimizer(path, manifest) if with_optimizer else None
 
     if resume_from_path is not None:
         path = Path(resume_from_path)
         if problem := why_not(path):
             raise UserError(f"trainer.resume_from_path {path} cannot be resumed: {problem}; name another checkpoint")
-        own = newest_complete(run_dir, warn, why_not) if resume_mode == "auto" else None
-        # A restart must not throw away what the run has done since it began from that path.
+        own = _newest_complete(run_dir, warn, why_not) if resume_mode == "auto" else None
+        # a restart must not lose what the run has done since it started from that path
         return own if own is not None and (step_of(own) or 0) > (step_of(path) or 0) else path
-    return newest_complete(run_dir, warn, why_not)
+    return _newest_complete(run_dir, warn, why_not)
 
 
-def optimizer_is_missing(path: Path, manifest: Manifest) -> str | None:
-    """Why a complete checkpoint lacks its optimizer, None when it has it."""
-    if "optimizer" not in manifest.dropped:
+def _why_no_optimizer(path: Path, manifest: Manifest) -> str | None:
+    """Why a complete checkpoint lacks its optimizer; None if it has it."""
+    if DROPPED_OPTIMIZER not in manifest.dropped:
         return None
-    if is_stock(path):
-        return (
-            "verl saved it without the optimizer; leave it out of trainer.checkpoint.load_contents to begin a new one"
-        )
+    if is_verl_checkpoint(path):
+        return "verl saved it without the optimizer; remove it from trainer.checkpoint.load_contents to start a new one"
     return "its optimizer shards were dropped when it was kept as best (trainer.checkpoint.drop_optimizer_of_best)"
 
 
-def optimizer_name(optim: Any) -> str:
-    """The class of the optimizer that the section `optim` of a configuration names."""
-    return f"{optim.optimizer_impl}.{optim.optimizer}"
-
-
-def require_same_optimizer(checkpoint: Path, optimizer: str) -> None:
-    """Refuse to load the state of one optimizer into another.
-
-    Args:
-        checkpoint: a complete `global_step_N`; of an older one, which does not name its optimizer, the shards tell.
-        optimizer: this run's, see `optimizer_name`.
-
-    Raises:
-        UserError: it was another.
-    """
-    saved = Manifest.read(checkpoint).optimizer
-    if saved and saved != optimizer:
-        raise another_optimizer(checkpoint, f"of {saved}, but this run uses {optimizer}")
-
-
-def contents_to_load(checkpoint: Path, trainer: Any, optimizer: str) -> list[str]:
-    """What is loaded of a checkpoint.
-
-    `load_contents` is for the checkpoint that a run begins from. A requeue repeats it, and must not drop the optimizer
-    state that the run has saved since. So what the run itself saved with this optimizer is loaded whole, unless
-    `resume_from_path` names it.
-
-    Args:
-        checkpoint: as `find_checkpoint` gave it.
-        trainer: the section of the configuration.
-        optimizer: this run's, see `optimizer_name`.
-
-    Raises:
-        ValueError: its manifest cannot be read.
-    """
-    asked, manifest = list(trainer.checkpoint.load_contents), Manifest.read(checkpoint)
-    is_named = trainer.resume_from_path is not None and checkpoint == Path(trainer.resume_from_path)
-    if is_named or manifest.optimizer != optimizer or "optimizer" in manifest.dropped:
-        return asked
-    saved = {name.partition("_world_size_")[0] for name in manifest.files}
-    return asked + [name for name, kind in zip(CONTENTS, KINDS) if kind in saved and name not in asked]
-
-
-def another_optimizer(checkpoint: Path, how: str) -> UserError:
-    """Why the state of an optimizer cannot be loaded, and how to continue."""
-    return UserError(
-        f"{checkpoint} holds the optimizer state {how}; restore the optim section of the configuration, or set "
-        "trainer.checkpoint.load_contents=[model] to load only the weights and start a new optimizer and schedule, "
-        "which later starts resume"
-    )
-
-
-def newest_complete(run_dir: Path, warn: Warn, why_not: Callable[[Path], str | None]) -> Path | None:
-    """The tracker's checkpoint if it can be resumed, else the newest that can; see `find_checkpoint`."""
-    candidates = list_steps(run_dir)
+def _newest_complete(run_dir: Path, warn: Warn, why_not: Callable[[Path], str | None]) -> Path | None:
+    """The tracker's checkpoint if it can be resumed, otherwise the newest that can; see `find_checkpoint`."""
+    candidates = list_checkpoints(run_dir)
     if not candidates:
         return None
     problems = []
-    for path in in_order_of_trust(run_dir, candidates, warn):
+    for path in _by_preference(run_dir, candidates, warn):
         problem = why_not(path)
         if problem is None:
             return path
@@ -153,25 +216,74 @@ def newest_complete(run_dir: Path, warn: Warn, why_not: Callable[[Path], str | N
     )
 
 
-def in_order_of_trust(run_dir: Path, candidates: list[Path], warn: Warn) -> list[Path]:
-    """What was completed after the tracker was last written, then the tracker's, then the others, newest first."""
+def _by_preference(run_dir: Path, candidates: list[Path], warn: Warn) -> list[Path]:
+    """Those completed after the tracker was last written, then the tracker's, then the others, the newest first."""
     tracked, tracker_problem = read_tracker(run_dir)
     if tracker_problem:
         warn(f"the tracker file {tracker_problem}; looking for the newest complete checkpoint instead")
     if tracked is None:
         return candidates
-    # A crash between renaming a checkpoint and replacing the tracker. A tracker that was set back by hand is younger
-    # than every checkpoint, and so are those of a former run in the same directory older than the tracker.
+    # A crash can happen between renaming a checkpoint and replacing the tracker. A tracker that was edited by hand is
+    # younger than every checkpoint, and so is the tracker of a later run in the same directory.
     written = (run_dir / TRACKER).stat().st_mtime
-    later = [path for path in candidates if (step_of(path) or 0) > (step_of(tracked) or 0) and saved_at(path) > written]
-    if later and what_is_wrong(later[0]) is None:
+    later = [p for p in candidates if (step_of(p) or 0) > (step_of(tracked) or 0) and _time_of_save(p) > written]
+    if later and why_incomplete(later[0]) is None:
         warn(f"the tracker names {tracked.name}, but {later[0].name} was completed after it; resuming from that")
     return [*later, tracked, *(path for path in candidates if path != tracked and path not in later)]
 
 
-def saved_at(path: Path) -> float:
-    """When a checkpoint was saved, in seconds since 1970; 0 for one without a readable manifest."""
+def _time_of_save(path: Path) -> float:
+    """When a checkpoint was saved, in seconds since 1970; 0 without a readable manifest."""
     try:
         return Manifest.read(path).time
     except ValueError:
         return 0.0
+
+
+# The contents
+
+
+def contents_to_load(checkpoint: Path, config: ResumeConfig, optimizer: str) -> list[str]:
+    """What to load of a checkpoint.
+
+    `load_contents` is for the checkpoint that a run starts from. A requeued run has the same setting, but must not drop
+    the optimizer state that it has saved since. Therefore everything is loaded of a checkpoint that the run itself
+    saved with this optimizer, unless `resume_from_path` names it.
+
+    Raises:
+        ValueError: its manifest cannot be read.
+    """
+    asked: list[str] = [*config.checkpoint.load_contents]
+    manifest = Manifest.read(checkpoint)
+    is_named = config.resume_from_path is not None and checkpoint == Path(config.resume_from_path)
+    if is_named or manifest.optimizer != optimizer or DROPPED_OPTIMIZER in manifest.dropped:
+        return asked
+    saved = {name.partition("_world_size_")[0] for name in manifest.files}
+    return [*asked, *(name for name, kind in zip(CONTENTS, KINDS) if kind in saved and name not in asked)]
+
+
+def optimizer_name(optim: Any) -> str:
+    """The class of the optimizer that the section `optim` of a configuration names."""
+    return f"{optim.optimizer_impl}.{optim.optimizer}"
+
+
+def require_same_optimizer(checkpoint: Path, optimizer: str) -> None:
+    """Refuse to load the state of one optimizer into another.
+
+    Older checkpoints do not name their optimizer; `load_optimizer` compares their hyperparameters.
+
+    Raises:
+        UserError: another optimizer saved the checkpoint.
+    """
+    saved = Manifest.read(checkpoint).optimizer
+    if saved and saved != optimizer:
+        raise another_optimizer(checkpoint, f"of {saved}, but this run uses {optimizer}")
+
+
+def another_optimizer(checkpoint: Path, how: str) -> UserError:
+    """Why the state of an optimizer cannot be loaded, and how to continue."""
+    return UserError(
+        f"{checkpoint} holds the optimizer state {how}; restore the optim section of the configuration, or set "
+        "trainer.checkpoint.load_contents=[model] to load only the weights and start a new optimizer and schedule, "
+        "which later starts resume"
+    )

@@ -1,133 +1,371 @@
-"""One save, from a rank's state to a committed checkpoint."""
+"""Saving a checkpoint: `CheckpointWriter` and `commit_directory` are the crash-safety protocol.
+
+1.  Rank 0 removes leftovers, checks the free space, and creates `global_step_N.tmp`.
+2.  Every rank writes its files there. Digests are computed from the data in memory, so they also reveal what the disk
+    changed. Every file is on disk before the rank reports.
+3.  Rank 0 writes the manifest, which makes the directory complete, and flushes the directories.
+4.  A checkpoint that has the name `global_step_N` already is renamed.
+5.  `global_step_N.tmp` is renamed to `global_step_N`. This is the commit.
+6.  The tracker names the checkpoint.
+7.  Rotation removes what is no longer kept.
+
+A failure before the commit leaves all earlier checkpoints as they were, and is raised on every rank.
+"""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import torch
+import xxhash
 from torch.distributed import ProcessGroup
+from torch.utils.serialization import config as torch_config
 
-from verl_ext.checkpoint.commit import publish, remove_tree, write_manifest
-from verl_ext.checkpoint.export import ExportWriter, write_own_rows
-from verl_ext.checkpoint.exporter import Export
-from verl_ext.checkpoint.layout import EXPORT, Manifest
-from verl_ext.checkpoint.retention import Retention
-from verl_ext.checkpoint.rotation import rotate
-from verl_ext.checkpoint.shards import MODEL, shard_name
-from verl_ext.checkpoint.space import warn_if_next_will_not_fit
-from verl_ext.checkpoint.writing import Entry, FileWriter, flush_and_digest, save_errors
+from verl_ext.checkpoint.config import CheckpointConfig
+from verl_ext.checkpoint.hf_export import ExportedWeights, create_files
+from verl_ext.checkpoint.manifest import (
+    BEST,
+    CHUNK_BYTES,
+    EXPORT,
+    MANIFEST,
+    MODEL,
+    FileEntry,
+    Manifest,
+    is_verl_checkpoint,
+    shard_name,
+    write_tracker,
+)
+from verl_ext.checkpoint.retention import read_best_file, removal_name, remove_leftovers, remove_tree, rotate, why_held
+from verl_ext.checkpoint.shards import to_local
+from verl_ext.console import warn
 from verl_ext.distributed import gather_results, on_rank_zero
 from verl_ext.errors import UserError
-from verl_ext.files import TEMPORARY
+from verl_ext.files import (
+    GIB,
+    TEMPORARY,
+    file_digest,
+    free_bytes,
+    replace_file,
+    sync_directory,
+    write_errors,
+)
+
+MARGIN = 1.05
+"""Room for small files, and for what others write to the same disk in the meantime."""
 
 
 @dataclass
-class Save:
-    """Everything that a save needs and training no longer touches.
+class CheckpointWriter:
+    """One save. The order of the steps is the crash-safety protocol; do not reorder them.
 
     Attributes:
         final: `.../global_step_N`.
-        rank: this rank.
-        manifest: with everything but the list of files.
-        state: what this rank writes, by kind of shard.
-        export: the weights of `huggingface/`, None when there are none this time.
-        shared_files: content by relative path of what there is once, for rank 0; bytes as they are, all else by
-            `torch.save`.
-        retention: what stays on the disk afterwards.
-        group: the ranks, for this save alone.
-        warn: receives what went wrong without stopping the run.
+        rank: of this process.
+        manifest: complete except for the files.
+        weights: of `huggingface/`; None without an export.
+        shared_files: content by relative path of the files that rank 0 writes for all; bytes as they are, anything else
+            with `torch.save`.
+        max_to_keep: number of newest checkpoints that rotation keeps; None keeps all.
+        config: which others rotation keeps.
+        group: all ranks; only saves use it.
     """
 
     final: Path
     rank: int
     manifest: Manifest
-    state: dict[str, Any]
-    export: Export | None
+    weights: ExportedWeights | None
     shared_files: dict[str, Any]
-    retention: Retention
+    max_to_keep: int | None
+    config: CheckpointConfig
     group: ProcessGroup
-    warn: Callable[[str], None]
 
     @property
     def temporary(self) -> Path:
         """Where the checkpoint is until it is complete."""
-        return temporary_of(self.final)
+        return self.final.with_name(f"{self.final.name}{TEMPORARY}")
 
-    def write(self) -> float:
-        """Write and commit; collective.
-
-        Returns:
-            Seconds it took.
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Make room to save the state and create the directory; collective.
 
         Raises:
-            UserError: a file could not be written; nothing of the checkpoint is left and all others are as they were.
+            UserError: there is not enough space, or the directory cannot be created.
+        """
+        num_bytes = sum(gather_results(lambda: bytes_of(state), self.group))
+        num_bytes += self.weights.layout.num_bytes if self.weights else 0
+
+        def create_directory() -> None:  # step 1
+            run_dir = self.final.parent
+            remove_leftovers(run_dir, warn)
+            with write_errors(self.temporary):
+                run_dir.mkdir(parents=True, exist_ok=True)
+                require_space(run_dir, num_bytes)
+                (self.temporary / EXPORT).mkdir(parents=True)  # fails if the leftovers could not be removed
+            if self.weights is not None:
+                create_files(self.temporary / EXPORT, self.weights.layout)
+
+        try:
+            on_rank_zero(create_directory, self.group)
+        except UserError as error:
+            raise self._aborted(error) from error
+
+    def write(self, state: dict[str, Any]) -> float:
+        """Write what this rank saves, by kind of shard, and commit; collective.
+
+        Returns:
+            Seconds that it took.
+
+        Raises:
+            UserError: a file could not be written; the unfinished checkpoint has been removed.
         """
         start = time.perf_counter()
         try:
-            written = gather_results(self.write_own_files, self.group)
-            on_rank_zero(lambda: self.commit(written), self.group)
-        except UserError:
-            on_rank_zero(lambda: discard(self.temporary, self.warn), self.group)
-            raise
+            written = gather_results(lambda: self._write_own_files(state), self.group)  # step 2, and a barrier
+            on_rank_zero(lambda: self._commit(written), self.group)  # steps 3 to 6
+        except UserError as error:  # raised on every rank, so all of them are alive
+            raise self._aborted(error) from error
         return time.perf_counter() - start
 
-    def finish(self, seconds: float | None) -> float:
-        """Write if that was not done yet, and rotate; returns the seconds that the writing took."""
-        if seconds is None:
-            seconds = self.write()
-        self.rotate()
-        return seconds
+    def rotate(self) -> None:  # step 7
+        """Remove the checkpoints that nothing keeps any longer, and warn if the next one will not fit."""
+        if self.rank > 0:
+            return
+        run_dir = self.final.parent
+        try:
+            rotate(run_dir, self.max_to_keep, self.config, self.manifest.step, warn)
+            warn_if_next_will_not_fit(run_dir, Manifest.read(self.final).num_bytes)
+        except (OSError, ValueError) as error:  # the checkpoint is safe, and the next rotation tries again
+            warn(f"superfluous checkpoints of {run_dir} could not be removed ({error}); they stay on the disk")
 
-    def write_own_files(self) -> dict[str, Entry]:
-        """This rank's shards, its rows of the export and, on rank 0, what there is once; entries by relative path."""
+    def _write_own_files(self, state: dict[str, Any]) -> dict[str, FileEntry]:
+        """This rank's shards, its rows of the export and, on rank 0, the shared files; entries by relative path."""
         entries = {}
         with FileWriter() as files:
-            for kind, content in self.state.items():
+            for kind, content in state.items():
                 name = shard_name(kind, self.manifest.world_size, self.rank)
                 entries[name] = files.write_object(self.temporary / name, content)
             for name, content in self.shared_files.items():
                 write = files.write_bytes if isinstance(content, bytes) else files.write_object
                 entries[name] = write(self.temporary / name, content)
-            if self.export is not None:
-                writer = ExportWriter(self.temporary / EXPORT, self.export.layout)
-                write_own_rows(writer, self.export.weights, self.state[MODEL], self.export.factors, self.rank)
+            if self.weights is not None:
+                self.weights.write_local_rows(self.temporary / EXPORT, state[MODEL], self.rank)
         return entries
 
-    def commit(self, written: list[dict[str, Entry]]) -> None:
-        """List what all ranks wrote and make it a checkpoint; rank 0 alone."""
+    def _commit(self, written: list[dict[str, FileEntry]]) -> None:
+        """Make the files of all ranks a checkpoint; on rank 0."""
         files = {name: entry for entries in written for name, entry in entries.items()}
-        if self.export is not None:
-            for name in self.export.layout.headers:
-                files[f"{EXPORT}/{name}"] = flush_and_digest(self.temporary / EXPORT / name)
-        manifest = self.manifest.with_files(files)
-        with save_errors(self.temporary):
-            write_manifest(self.temporary, manifest)
-            publish(self.temporary, self.final, manifest.step)
+        for name in self.weights.layout.headers if self.weights else ():  # several ranks wrote them
+            files[f"{EXPORT}/{name}"] = sync_and_digest(self.temporary / EXPORT / name)
+        with write_errors(self.temporary):
+            commit_directory(self.temporary, self.final, self.manifest.with_files(files))
 
-    def rotate(self) -> None:
-        """Remove the checkpoints that this one makes superfluous, and see whether the next one will fit."""
-        if self.rank > 0:
-            return
-        run_dir = self.final.parent
+    def _aborted(self, error: UserError) -> UserError:
+        """Remove the unfinished directory, to free its space; collective.
+
+        Returns:
+            The error to raise.
+        """
+
+        def discard() -> None:
+            try:
+                if self.temporary.is_dir():
+                    remove_tree(self.temporary)
+            except OSError as failure:
+                warn(f"{self.temporary} could not be removed ({failure.strerror}); it is not a checkpoint, delete it")
+
+        on_rank_zero(discard, self.group)
+        return UserError(
+            f"{self.final.name} cannot be saved: {error}, then run the same command again, which resumes from the last "
+            "complete checkpoint"
+        )
+
+
+# The commit
+
+
+def commit_directory(temporary: Path, final: Path, manifest: Manifest) -> None:
+    """Make a directory, whose files are all on disk, the checkpoint `final`.
+
+    A checkpoint of an earlier run that has the name makes way: one that is held or that verl wrote is renamed to
+    `..._formerly_TIME`, any other is left for rotation to delete.
+
+    Raises:
+        OSError: before the rename; a checkpoint that made way then has its name again. Or after it, if the tracker
+            cannot be replaced.
+    """
+    write_manifest(temporary, manifest)  # step 3
+    former = _set_former_aside(final) if final.exists() else None  # step 4
+    try:
+        os.rename(temporary, final)  # step 5
+    except OSError:
+        if former is not None:
+            os.rename(former, final)
+        raise
+    sync_directory(final.parent)
+    write_tracker(final.parent, manifest.step)  # step 6
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the list of a checkpoint's files, which makes it complete, and flush its directories to disk."""
+    replace_file(directory / MANIFEST, [manifest.to_json()])
+    for path in [directory, *(child for child in directory.rglob("*") if child.is_dir())]:
+        sync_directory(path)
+
+
+def _set_former_aside(final: Path) -> Path:
+    """Rename the checkpoint that has a name already; returns its new name."""
+    is_kept = is_verl_checkpoint(final) or bool(why_held(final))
+    former = _former_name(final) if is_kept else removal_name(final)
+    if read_best_file(final.parent)[0] == final:  # otherwise it would name the new one, which nobody chose
+        os.rename(final.parent / BEST, _former_name(final.parent / BEST))
+    os.rename(final, former)
+    return former
+
+
+def _former_name(path: Path) -> Path:
+    return path.with_name(f"{path.stem}_formerly_{time.time_ns()}{path.suffix}")
+
+
+# Space
+
+
+def bytes_of(state: Any) -> int:
+    """Bytes of the tensors in nested state that this rank holds; tied ones count once, as they are saved once."""
+    sizes = {(part.data_ptr(), part.shape): part.numel() * part.element_size() for part in _local_tensors(state)}
+    return sum(sizes.values())
+
+
+def _local_tensors(state: Any) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield to_local(state)
+    elif isinstance(state, dict | list | tuple):
+        for item in state.values() if isinstance(state, dict) else state:
+            yield from _local_tensors(item)
+
+
+def require_space(directory: Path, num_bytes: int) -> None:
+    """Refuse a save of so many bytes if it cannot fit."""
+    free = free_bytes(directory)
+    if free < num_bytes:
+        raise UserError(
+            f"it takes {num_bytes / GIB:.2f} GiB and {directory} has {free / GIB:.2f} GiB free; make room or lower "
+            "trainer.max_ckpt_to_keep"
+        )
+
+
+def warn_if_next_will_not_fit(directory: Path, num_bytes: int) -> None:
+    """Warn one save ahead if there is no room for another checkpoint of this size."""
+    free = free_bytes(directory)
+    if free < num_bytes * MARGIN:
+        warn(
+            f"the next checkpoint takes about {num_bytes / GIB:.2f} GiB and {directory} has {free / GIB:.2f} GiB free, "
+            "so it will fail; make room before it is due"
+        )
+
+
+# Files
+
+
+class DigestingFile:
+    """A new file that is written front to back; the digest is that of the data, not of what the disk made of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb", buffering=0)
+        self._digest = xxhash.xxh3_128()
+        self._num_bytes = self._num_started = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Append anything with a buffer; torch calls this for every tensor."""
+        view = memoryview(data).cast("B")
+        self._digest.update(view)
+        self._num_bytes += len(view)
         try:
-            rotate(run_dir, self.retention, self.manifest.step, self.warn)
-            warn_if_next_will_not_fit(run_dir, Manifest.read(self.final).num_bytes, self.warn)
-        except (OSError, ValueError) as error:  # the checkpoint is safe; what is left over is removed next time
-            self.warn(f"superfluous checkpoints of {run_dir} could not be removed ({error}); they stay on the disk")
-
-
-def temporary_of(final: Path) -> Path:
-    """Where a checkpoint is written before it has its name."""
-    return final.with_name(f"{final.name}{TEMPORARY}")
-
-
-def discard(temporary: Path, warn: Callable[[str], None]) -> None:
-    """Give the space of an unfinished checkpoint back, so that what comes next has room."""
-    if temporary.is_dir():
-        try:
-            remove_tree(temporary)
+            rest = view
+            while rest:
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
-            warn(f"{temporary} could not be removed ({error.strerror}); it is no checkpoint, delete it")
+            self.error = error  # torch reports a failed write as a corrupt position; this is the reason
+            raise
+        if self._num_bytes - self._num_started >= CHUNK_BYTES:
+            self._start_writeback()
+        return len(view)
+
+    def _start_writeback(self) -> None:
+        """Have the kernel start to write to the disk now, so that little is left for the end."""
+        count = self._num_bytes - self._num_started
+        os.posix_fadvise(self._file.fileno(), self._num_started, count, os.POSIX_FADV_DONTNEED)
+        self._num_started = self._num_bytes
+
+    def flush(self) -> None:
+        """Do nothing; there is no buffer."""
+
+    @property
+    def entry(self) -> FileEntry:
+        """Size and digest of what was written so far."""
+        return {"bytes": self._num_bytes, "xxh3_128": self._digest.hexdigest()}
+
+    def close(self, sync: bool) -> None:
+        """Close the file, with `sync` when all of it is on disk."""
+        with self._file:
+            if sync:
+                os.fsync(self._file.fileno())
+
+
+class FileWriter:
+    """Writes files, and flushes each to disk while the next ones are written; leaving the context waits for all.
+
+    Raises:
+        UserError: on writing a file or on leaving; names the file and the reason.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(thread_name_prefix="fsync")
+        self._synced: list[tuple[Path, Future[None]]] = []
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._pool.shutdown()
+        for path, synced in self._synced if error is None else []:
+            with write_errors(path):
+                synced.result()
+
+    def write_bytes(self, path: Path, content: bytes) -> FileEntry:
+        """Write a file."""
+        return self._write(path, lambda file: file.write(content))
+
+    def write_object(self, path: Path, content: Any) -> FileEntry:
+        """Write a file with `torch.save`, in one pass and without torch's own slow checksum."""
+        with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # torch adds it at run time
+            # torch's type is a complete IO, but it uses only `write` and `flush`
+            return self._write(path, lambda file: torch.save(content, file))  # type: ignore[arg-type]
+
+    def _write(self, path: Path, fill: Callable[[DigestingFile], object]) -> FileEntry:
+        with write_errors(path):
+            file = DigestingFile(path)
+            try:
+                fill(file)
+            except Exception:
+                file.close(sync=False)
+                if file.error is not None:
+                    raise file.error from None
+                raise
+        self._synced.append((path, self._pool.submit(file.close, sync=True)))
+        return file.entry
+
+
+def sync_and_digest(path: Path) -> FileEntry:
+    """Flush a file that several ranks wrote to disk, and read it for its digest."""
+    with write_errors(path), path.open("rb") as file:
+        os.fsync(file.fileno())
+        return {"bytes": os.fstat(file.fileno()).st_size, "xxh3_128": file_digest(path)}

@@ -1,35 +1,91 @@
-"""Reads the shards that any number of ranks wrote: memory-mapped, row by row, without a process group."""
+"""Reads the shards that any number of ranks wrote: memory-mapped, row by row, without a process group.
+
+A checkpoint may come from somebody else, so no code in a shard is run.
+"""
 
 from __future__ import annotations
 
-import re
+import logging
+import pickle
+import typing
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
+from omegaconf import DictConfig, ListConfig
+from omegaconf.base import ContainerMetadata, Metadata
+from omegaconf.nodes import AnyNode
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from verl_ext.checkpoint.safe_load import load_shard
-from verl_ext.checkpoint.stock import KINDS
+from verl_ext.checkpoint.manifest import shard_name, shards_of
 from verl_ext.errors import UserError
 
-MODEL, OPTIMIZER, EXTRA = KINDS
+# Untrusted files
+
+_RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]
+"""What unpickles an array; its module has another name in NumPy 2."""
+ALLOWED = (
+    # random states
+    *((_RECONSTRUCT, "numpy.core.multiarray._reconstruct"), (_RECONSTRUCT, "numpy._core.multiarray._reconstruct")),
+    *(np.ndarray, np.dtype, type(np.dtype(np.uint32))),
+    # optimizers: verl passes betas to them as the containers of OmegaConf
+    *(DictConfig, ListConfig, AnyNode, Metadata, ContainerMetadata, defaultdict, dict, list, int),
+    (typing.Any, "typing.Any"),
+)
+"""What verl's shards contain besides tensors and plain values; creating any of it has no side effects."""
 
 
-def shard_name(kind: str, world_size: int, rank: int) -> str:
-    """verl's name for what one rank saves."""
-    return f"{kind}_world_size_{world_size}_rank_{rank}.pt"
+def load_shard(path: Path) -> Any:
+    """Load what one rank saved; its tensors are mapped into memory and read on access.
+
+    Raises:
+        UserError: it contains anything that could run code, or is not a file of `torch.save`.
+    """
+    with safe_globals(list(ALLOWED)), _without_mesh_warnings():
+        try:
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except (EOFError, RuntimeError) as error:  # raised for an empty or truncated file
+            raise UserError(f"{path} cannot be read; it is damaged, or not a file of torch.save") from error
+        except pickle.UnpicklingError as error:
+            unsafe = get_unsafe_globals_in_checkpoint(path)
+            if not unsafe:
+                raise UserError(f"{path} cannot be read; it is damaged, or not a file of torch.save") from error
+            raise UserError(
+                f"{path} is not loaded, because it names {', '.join(sorted(unsafe))}, which may run code; take another "
+                "checkpoint, or, if you trust this one, allow them with torch.serialization.add_safe_globals in the "
+                "module that model.external_lib names"
+            ) from error
+
+
+@contextmanager
+def _without_mesh_warnings() -> Iterator[None]:
+    """Silence torch's warning for each process group that a shard names and this process does not have."""
+    logger = logging.getLogger("torch.distributed.device_mesh")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+# Tensors sharded with FSDP2
 
 
 def shard_rows(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """First row, and the one behind the last, of a rank's part of a tensor that FSDP2 sharded along its first axis."""
+    """First row, and the one after the last, of a rank's part of a tensor that FSDP2 sharded along its first axis."""
     chunk = -(-num_rows // num_ranks)
     return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
 
 
-def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The rows of a DTensor that this rank holds; all of them for a plain tensor."""
+def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
+    """First row, and the one after the last, that this rank holds of a tensor."""
     num_rows = tensor.shape[0] if tensor.dim() else 1
     if not is_sharded(tensor):
         return 0, num_rows
@@ -39,10 +95,10 @@ def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether each rank holds some rows of it.
+    """Whether each rank holds some rows of a tensor.
 
     Raises:
-        UserError: it is sharded in another way than FSDP2 does by itself.
+        UserError: it is sharded along another axis than FSDP2 does by default.
     """
     if not isinstance(tensor, DTensor) or tensor.placements == (Replicate(),):
         return False
@@ -51,33 +107,28 @@ def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return True
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of it, as a plain tensor that shares its memory."""
-    with torch.no_grad():  # else to_local is a view that autograd tracks
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor, as a plain tensor that shares its memory."""
+    with torch.no_grad():  # otherwise to_local is a view that autograd tracks
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def to_full(tensor: torch.Tensor) -> torch.Tensor:
     """All of a sharded tensor, on every rank; collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+# Shard files
+
+
 class ShardFiles:
-    """The files of one kind in a checkpoint, each opened when it is first needed.
-
-    Args:
-        directory: a `global_step_N`.
-        kind: MODEL, OPTIMIZER or EXTRA.
-
-    Raises:
-        UserError: there are none, or not those of one world size.
-    """
+    """The shards of one kind in a checkpoint, each opened when it is first needed."""
 
     def __init__(self, directory: Path, kind: str) -> None:
+        """Find the shards of a kind (MODEL, OPTIMIZER or EXTRA); refuse a checkpoint without all of them."""
         self.directory, self.kind = directory, kind
-        pattern = re.compile(rf"{kind}_world_size_(\d+)_rank_(\d+)\.pt")
-        found = [match for path in directory.iterdir() if (match := pattern.fullmatch(path.name))]
-        sizes = {int(match.group(1)) for match in found}
+        found = shards_of(directory, kind).values()
+        sizes = {world_size for _, world_size, _ in found}
         if not found:
             raise UserError(f"{directory} holds no {kind} shards; trainer.checkpoint.load_contents says what is loaded")
         if len(sizes) != 1 or len(found) != max(sizes):
@@ -88,24 +139,18 @@ class ShardFiles:
         self._contents: dict[int, Any] = {}
 
     def content(self, rank: int) -> Any:
-        """What one rank saved, its tensors mapped into memory and read on access."""
+        """What one rank saved; see `load_shard`."""
         if rank not in self._contents:
-            path = self.directory / shard_name(self.kind, self.world_size, rank)
-            self._contents[rank] = load_shard(path)
+            self._contents[rank] = load_shard(self.directory / shard_name(self.kind, self.world_size, rank))
         return self._contents[rank]
 
     def tensor(self, *keys: Any) -> SavedTensor:
-        """The tensor under nested keys, all its shards together."""
+        """The tensor under nested keys, over the shards of all ranks."""
         return SavedTensor(self, keys)
 
 
 class SavedTensor:
-    """One tensor over the shard files of all ranks.
-
-    Args:
-        files: where it lies.
-        keys: its place in each file, from the outside in.
-    """
+    """One tensor over the shards of all ranks; `keys` are its nested keys in each of them."""
 
     def __init__(self, files: ShardFiles, keys: tuple[Any, ...]) -> None:
         self.files, self.keys = files, keys
@@ -119,21 +164,26 @@ class SavedTensor:
 
     @cached_property
     def sharded(self) -> bool:
-        """Whether each rank saved some rows; else rank 0's is taken."""
+        """Whether each rank saved some rows; otherwise rank 0's copy is read."""
         return is_sharded(self.piece(0))
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return self.piece(0).shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """As saved."""
+        """Number type on the disk."""
         return self.piece(0).dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
     def copy_rows(self, start: int, end: int, target: torch.Tensor) -> None:
-        """Copy rows from `start` to before `end` into `target` (end - start, ...); no other is read."""
+        """Copy rows from `start` to before `end` into `target` (end - start, ...); no other rows are read."""
         if not self.sharded:
             source = self.piece(0)
             target.copy_(source[start:end] if source.dim() else source)
@@ -142,9 +192,9 @@ class SavedTensor:
             first, last = shard_rows(self.shape[0], self.files.world_size, rank)
             low, high = max(start, first), min(end, last)
             if low < high:
-                target[low - start : high - start].copy_(local_part(self.piece(rank))[low - first : high - first])
+                target[low - start : high - start].copy_(to_local(self.piece(rank))[low - first : high - first])
 
-    def whole(self) -> torch.Tensor:
+    def full(self) -> torch.Tensor:
         """All of it, in new memory."""
         target = torch.empty(self.shape, dtype=self.dtype)
         self.copy_rows(0, self.shape[0] if target.dim() else 1, target)

@@ -17,8 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_ext.config.schema import Key, as_dict, build, keys
 from verl_ext.config.secrets import masked, require_no_secrets
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.files import yaml_text
 from verl_ext.suggestions import RANKS, meant_key
-from verl_ext.yaml_text import yaml_text
 
 COMMAND_LINE = "the command line"
 _PATH = re.compile(

@@ -13,13 +13,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.yaml_text import yaml_text
+from verl_ext.files import yaml_text
 
 NOT_IDENTITY = (
     "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.device", "trainer.log_every", "data.num_workers",
     "trainer.preemption", "trainer.checkpoint.async_save", "trainer.checkpoint.verify", "eval", "health",
 )  # fmt: skip
-"""Where, on how many processes and how monitored a run happens does not change what it is."""
+"""Where a run happens, on how many processes, and how it is monitored does not change its identity."""
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

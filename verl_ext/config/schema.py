@@ -1,6 +1,6 @@
 """Typed configuration: a dataclass field gives a key its default, type, limits, choices and description.
 
-A component's dataclass is beside the code that reads it, and a stage's root is composed of components
+A component's dataclass is next to the code that reads it, and a stage's root is composed of components
 (`verl_ext.trainer.stages`). Everything else follows from the fields: errors, suggestions, `--print-config` and
 `docs/recipes.md`. This module imports no component.
 """
@@ -41,8 +41,8 @@ class Setting:
         nonempty: whether empty text is refused.
         path: whether `~` is expanded.
         quoted: whether text that looks like a number must be in quotes.
-        hidden: whether messages leave out the value, which may be a key.
-        unused: whether the key exists for verl's recipes alone, so that no other value than the default is valid.
+        hidden: whether messages omit the value, which may be a key.
+        unused: whether the key exists only for verl's recipes, so that only the default is valid.
     """
 
     doc: str
@@ -105,7 +105,7 @@ def unused(default: Any, instead: str) -> Any:
 
 
 def section(component: type[T], **defaults: Any) -> T:
-    """A component inside another one; `defaults` replace some of its own."""
+    """A component inside another one; `defaults` replace some of the component's."""
     return field(default_factory=lambda: component(**copy.deepcopy(defaults)))
 
 

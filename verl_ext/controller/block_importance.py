@@ -19,6 +19,7 @@ from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.loading import fingerprint, is_of_model
 from verl_ext.data.questions import ImageQuestion
 from verl_ext.errors import UserError
+from verl_ext.files import parse_json
 
 KEYS = ("importance_scores", "merged_scores", "train_scores")
 """Under which a file may have its scores; a file of nothing else is read too."""
@@ -51,10 +52,10 @@ def load_importance(path: Path, adapter: VLMAdapter) -> Importance:
         UserError: there is no such file, it has no scores, or they are another model's.
     """
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(path.read_text())
         found = next((content[key] for key in KEYS if key in content), content)
         scores = {int(block): float(score) for block, score in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} has no importance of blocks ({error}); make it by `python -m verl_ext.controller.importance`"
         ) from error

@@ -7,7 +7,6 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from verl_ext.controller.latency_model import PERCENTILES, LatencyModel, explain
 from verl_ext.controller.loading import fingerprint
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.data.questions import ImageQuestion
+from verl_ext.processes import cpu_name
 
 GOOD_R2 = 0.95
 """From which on a latency model tells configurations apart well."""
@@ -151,17 +151,8 @@ def machine_name(adapter: VLMAdapter) -> str:
     """What latencies hold for: the GPU, or the CPU with torch's number of threads."""
     if adapter.model.device.type == "cuda":
         return torch.cuda.get_device_name(adapter.model.device)
-    parts = [f"{torch.get_num_threads()} threads", platform.machine(), processor_name()]
+    parts = [f"{torch.get_num_threads()} threads", platform.machine(), cpu_name()]
     return ", ".join(part for part in parts if part)
-
-
-def processor_name() -> str:
-    """The CPU as Linux names it; empty where it does not."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def other_machine(model: LatencyModel, adapter: VLMAdapter) -> str | None:

@@ -13,6 +13,7 @@ from scipy.optimize import nnls
 from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.latency import Latency
 from verl_ext.errors import UserError
+from verl_ext.files import parse_json
 
 PERCENTILES = (50, 75, 90, 95)
 """Of single runs around what the model says."""
@@ -106,12 +107,12 @@ class LatencyModel:
             UserError: there is no such file, or it is another kind of file.
         """
         try:
-            found = cls(**json.loads(path.read_text()))
+            found = cls(**parse_json(path.read_text()))
             if {part: tuple(names) for part, names in found.coefficients.items()} != FEATURES:
                 raise ValueError("its coefficients have other names")
             if not isinstance(found.machine, str):
                 raise TypeError("its machine is not text")
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{path} is no latency model ({error}); make one by `python -m verl_ext.controller.calibrate`"
             ) from error

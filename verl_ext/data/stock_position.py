@@ -7,8 +7,13 @@ ranks: what `GlobalBatchSampler` yields for that seed. Both leave out the last i
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from verl_ext.console import print_line, warn
+from verl_ext.errors import UserError
 
 VERLS_SEED = 0
 """Of the order of the data; verl's `trainer.seed` has no effect on it."""
@@ -63,3 +68,50 @@ def _seen(loader_state: dict[str, Any], num_ranks: int) -> tuple[int, int] | Non
     except (KeyError, TypeError):  # there is no state, or that of another version of torchdata
         return None
     return (batches, samples // batches * num_ranks) if batches and samples else None
+
+
+def data_state_after_verl(
+    checkpoint: Path,
+    loader_state: dict[str, Any],
+    *,
+    step: int,
+    num_samples: int,
+    global_batch_size: int,
+    num_saved_ranks: int,
+    seed: int,
+    show: bool,
+) -> dict[str, Any]:
+    """The position in the data of a checkpoint that verl wrote, in the form that this pipeline saves.
+
+    Args:
+        checkpoint: a `global_step_N`.
+        loader_state: its `data.pt`; empty if it has none.
+        step: optimizer steps done.
+        num_samples: of the data set.
+        global_batch_size: of this run.
+        num_saved_ranks: data-parallel ranks that the checkpoint was saved by.
+        seed: of this run.
+        show: whether this rank prints where the run continues.
+
+    Raises:
+        UserError: this pipeline wrote the checkpoint, but its manifest and export plan are lost.
+    """
+    if "samples_seen" in loader_state:
+        raise UserError(f"{checkpoint} lost its manifest.json; restore it, or name another checkpoint to resume from")
+    position = stock_position(loader_state, step, num_samples, global_batch_size, num_saved_ranks)
+    if show:
+        print_line(
+            f"verl itself wrote {checkpoint.name}; this run continues in verl's order of the data, "
+            f"{position.samples_seen} of {num_samples} samples into epoch {position.epoch}, and removes none of verl's "
+            "checkpoints",
+            sys.__stdout__,
+        )
+        if position.doubt is not None:
+            warn(f"{checkpoint.name}: {position.doubt}")
+    return {
+        "epoch": position.epoch,
+        "samples_seen": position.samples_seen,
+        "num_samples": num_samples,
+        "seed": seed,
+        "order_seed": VERLS_SEED,
+    }

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from verl_ext.checkpoint.layout import EXPORT
+from verl_ext.checkpoint.manifest import EXPORT
 from verl_ext.health import saved
 from verl_ext.health.facts import LANGUAGE
 from verl_ext.health.findings import Level, Seen, alarm, notice, ok, warning

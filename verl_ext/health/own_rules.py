@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, one_line
 from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Seen, notice
@@ -53,6 +53,6 @@ def guarded(rule: Rule) -> Rule:
         try:
             return rule.check(history, facts, limits)
         except Exception as error:  # whatever the user's code raises
-            return notice(f"the rule itself failed ({type(error).__name__}: {error})")
+            return notice(f"the rule itself failed ({one_line(error)})")
 
     return replace(rule, check=check)

@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
-from verl_ext.checkpoint.layout import complete_steps
+from verl_ext.checkpoint.manifest import committed_steps
 from verl_ext.errors import UserError, one_line
+from verl_ext.files import yaml_text
 from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Finding
@@ -21,7 +22,6 @@ from verl_ext.health.rule import Rule
 from verl_ext.health.rules import RULES, watched_by
 from verl_ext.metrics.jsonl import METRICS_FILE
 from verl_ext.metrics.run_record import RUN_FILE, load_run
-from verl_ext.yaml_text import yaml_text
 
 EARLY_STEPS = 100
 """After how many steps the first checklist is gone through."""
@@ -74,7 +74,7 @@ class RunFiles:
         names = watched_by(rules)
         history, steps_per_epoch = replay(directory, run["attempts"], names=names)
         early, _ = replay(directory, run["attempts"], until=EARLY_STEPS, names=names)
-        checkpoints = partial(complete_steps, directory)
+        checkpoints = partial(committed_steps, directory)
         try:
             facts = Facts.of(config, run["total_steps"], steps_per_epoch, checkpoints, run["untrained_loss"])
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:

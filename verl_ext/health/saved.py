@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from verl_ext.checkpoint.layout import EXPORT, list_steps, read_all_complete, read_tracker, step_of, what_is_wrong
+from verl_ext.checkpoint.manifest import (
+    EXPORT,
+    complete_checkpoints,
+    list_checkpoints,
+    read_tracker,
+    step_of,
+    why_incomplete,
+)
 from verl_ext.files import GIB
 from verl_ext.health.findings import Seen, alarm, notice, ok, warning
 from verl_ext.health.run_files import RunFiles
@@ -13,10 +20,10 @@ SIZE_MARGIN = 0.2
 
 def exports(files: RunFiles) -> Seen | None:
     """Whether every checkpoint is complete, and how many have an export; None without any."""
-    paths = list_steps(files.directory)
+    paths = list_checkpoints(files.directory)
     if not paths:
         return None
-    problems = {path: reason for path in paths if (reason := what_is_wrong(path)) is not None}
+    problems = {path: reason for path in paths if (reason := why_incomplete(path)) is not None}
     wrong = [f"{path.name}: {reason}" for path, reason in problems.items() if path.exists()]  # else rotation removed it
     exported = [path for path in paths if any((path / EXPORT).glob("*.safetensors"))]
     if wrong:
@@ -26,7 +33,7 @@ def exports(files: RunFiles) -> Seen | None:
 
 def sizes(files: RunFiles) -> Seen | None:
     """Whether the complete checkpoints are of one size; None without any."""
-    found = [manifest.num_bytes for manifest in read_all_complete(files.directory).values()]
+    found = [manifest.num_bytes for manifest in complete_checkpoints(files.directory).values()]
     if not found:
         return None
     told = f"{min(found) / GIB:.2f} to {max(found) / GIB:.2f} GiB"
@@ -36,7 +43,7 @@ def sizes(files: RunFiles) -> Seen | None:
 
 def tracker(files: RunFiles) -> Seen | None:
     """Whether `latest_checkpointed_iteration.txt` names the newest; None without a complete checkpoint."""
-    steps = [manifest.step for manifest in read_all_complete(files.directory).values()]
+    steps = [manifest.step for manifest in complete_checkpoints(files.directory).values()]
     if not steps:
         return None
     tracked, wrong = read_tracker(files.directory)
@@ -58,7 +65,7 @@ def expected(files: RunFiles) -> Seen | None:
         due = (due - 1) // every * every  # the one that is due now may be under way
     if due <= 0:
         return None
-    there = [manifest.step for manifest in read_all_complete(files.directory).values()]
+    there = [manifest.step for manifest in complete_checkpoints(files.directory).values()]
     if not any(step >= due for step in there):
         return alarm(
             f"global_step_{due} was due and is not there; the last complete one is {max(there, default='none')}"

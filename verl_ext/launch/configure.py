@@ -10,9 +10,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from verl_ext.checkpoint.layout import BEST, EXPORT, list_steps, read_all_complete, step_of
+from verl_ext.checkpoint.manifest import (
+    BEST,
+    EXPORT,
+    complete_checkpoints,
+    is_verl_checkpoint,
+    list_checkpoints,
+    step_of,
+)
 from verl_ext.checkpoint.resume import find_checkpoint, optimizer_name, require_same_optimizer
-from verl_ext.checkpoint.stock import is_stock
 from verl_ext.config.recipes import default_recipe
 from verl_ext.config.run_config import read_config_file
 from verl_ext.config.schema import set_at, value_at
@@ -125,7 +131,7 @@ def was_begun_by_verl(run_dir: Path, resume_from_path: str | None) -> bool:
         if RunRecord(run_dir).read()["recipe"] == VERL:
             return True
     named = [Path(resume_from_path)] if resume_from_path is not None else []
-    return any(is_stock(path) for path in [*list_steps(run_dir), *named])
+    return any(is_verl_checkpoint(path) for path in [*list_checkpoints(run_dir), *named])
 
 
 def with_paths_of_caller(config: RunConfig) -> RunConfig:
@@ -245,7 +251,7 @@ def _initial_model_of_run(config: RunConfig, sft_run: Path) -> str | None:
     """The model that this run began from, even if another is the best by now; None if there is nothing to resume."""
     run_dir = config.trainer.run_dir
     path = run_dir / "config.yaml"
-    if config.trainer.resume_mode == "disable" or not path.is_file() or not list_steps(run_dir):
+    if config.trainer.resume_mode == "disable" or not path.is_file() or not list_checkpoints(run_dir):
         return None
     former = read_config_file(path).get("model")
     if not isinstance(former, dict):
@@ -292,7 +298,7 @@ def newest_export(run_dir: Path, num_ranks: int) -> Path:
     Raises:
         UserError: there is none; the message has the command that makes it, on `num_ranks` ranks.
     """
-    complete = list(read_all_complete(run_dir))
+    complete = list(complete_checkpoints(run_dir))
     for checkpoint in complete:
         if has_export(checkpoint):
             return checkpoint / EXPORT

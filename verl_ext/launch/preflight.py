@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_ext.checkpoint.layout import TRACKER
+from verl_ext.checkpoint.manifest import TRACKER
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import find_recipe
 from verl_ext.config.schema import as_dict

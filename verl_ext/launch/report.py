@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from signal import Signals
 
-from verl_ext.checkpoint.layout import EXPORT, read_tracker, step_of
+from verl_ext.checkpoint.manifest import EXPORT, read_tracker, step_of
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import RECIPES, default_recipe
 from verl_ext.console import (

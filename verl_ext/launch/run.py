@@ -11,9 +11,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from verl_ext.checkpoint.layout import EXPORT, read_complete, read_tracker, step_of, what_is_wrong
-from verl_ext.checkpoint.lease import leased
-from verl_ext.checkpoint.rotation import find_leftovers, find_temporary_files, remove_leftovers
+from verl_ext.checkpoint.lease import hold_lease
+from verl_ext.checkpoint.manifest import EXPORT, read_complete, read_tracker, step_of, why_incomplete
+from verl_ext.checkpoint.retention import find_leftovers, find_temporary_files, remove_leftovers
 from verl_ext.config.run_config import NOT_IDENTITY, config_digest
 from verl_ext.config.schema import as_dict, flat
 from verl_ext.console import print_line, typed_path, warn
@@ -182,7 +182,7 @@ def hold_model(config: RunConfig) -> Iterator[None]:
     with ExitStack() as stack:
         if is_export and isinstance(config, GRPOConfig | BudgetConfig):
             try:
-                stack.enter_context(leased(export.parent))
+                stack.enter_context(hold_lease(export.parent))
             except OSError as error:  # it belongs to another user, for example
                 print_line(
                     f"{export.parent} cannot be kept from being removed ({error.strerror}); a resume will need it"
@@ -264,7 +264,7 @@ def has_finished(config: RunConfig, record: RunRecord) -> bool:
         return False  # rank 0 replaces a damaged record, with a warning
     resumes = config.trainer.resume_mode == "auto" and config.trainer.resume_from_path is None
     tracked, _ = read_tracker(config.trainer.run_dir)
-    return resumes and run["status"] == "finished" and tracked is not None and what_is_wrong(tracked) is None
+    return resumes and run["status"] == "finished" and tracked is not None and why_incomplete(tracked) is None
 
 
 def refuse_other_settings(config: RunConfig, record: RunRecord) -> None:

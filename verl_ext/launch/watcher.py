@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_ext.checkpoint.retention import read_choice
+from verl_ext.checkpoint.retention import read_best_file
 from verl_ext.console import print_line, print_next, typed_path, typed_script, warn
 from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from verl_ext.files import write_errors
@@ -80,7 +80,7 @@ class EvalWatcher:
         if self._exit_code:
             self._report_failure()
         else:
-            best, _ = read_choice(self._run_dir)
+            best, _ = read_best_file(self._run_dir)
             results = typed_path(self._log_path.parent)
             print_line(
                 f"Evaluation finished: results are in {results}" + (f", the best is {best.name}" if best else "")

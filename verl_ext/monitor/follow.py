@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+from verl_ext.errors import one_line
 from verl_ext.monitor.store.database import open_database
 from verl_ext.monitor.store.ingest import Ingest
 
@@ -38,7 +39,7 @@ class Follower(threading.Thread):
                 if time.monotonic() - looked > FIND_EVERY_S:  # what does not run may still have changed
                     runs, looked = {*self._ingest.find_runs()}, time.monotonic()
             except Exception as error:  # a full disk, a locked database: it may pass, and pages wait for this thread
-                self._ingest.tell_once(f"runs cannot be looked for: {type(error).__name__}: {error}")
+                self._ingest.tell_once(f"runs cannot be looked for: {one_line(error)}")
                 runs = set()
             behind = {run for run in runs if self._take(run)}
             if not behind:
@@ -49,7 +50,7 @@ class Follower(threading.Thread):
         try:
             return self._ingest.take(run)
         except Exception as error:  # files of any kind may lie there, and people look at the other runs
-            self._ingest.tell_once(f"run {run} cannot be followed: {type(error).__name__}: {error}")
+            self._ingest.tell_once(f"run {run} cannot be followed: {one_line(error)}")
             return False
 
     def stop(self) -> None:

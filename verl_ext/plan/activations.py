@@ -8,9 +8,9 @@ and attention that keeps no scores. A test compares the count with what autograd
 
 from __future__ import annotations
 
-from verl_ext.memory_limits import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
 from verl_ext.plan.shape import ModelShape
 from verl_ext.plan.workload import Workload
+from verl_ext.trainer.config import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
 
 FP32 = 4
 

@@ -12,8 +12,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from verl_ext.checkpoint.shards import whole
-from verl_ext.checkpoint.writing import FileWriter, save_errors
+from verl_ext.checkpoint.save import FileWriter
+from verl_ext.checkpoint.shards import to_full
 from verl_ext.console import print_line, warn
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.block_importance import Importance, cheapest, load_importance
@@ -33,7 +33,7 @@ from verl_ext.data.prompts import PromptBatch
 from verl_ext.data.questions import ImageQuestion, QuestionDataset
 from verl_ext.distributed import on_every_rank, on_rank_zero, reduce_over_ranks
 from verl_ext.errors import UserError
-from verl_ext.files import replacing
+from verl_ext.files import replacing, write_errors
 from verl_ext.metrics.csv_tables import EpochSums
 from verl_ext.plugins import Plugin
 from verl_ext.trainer.device import pick_precision
@@ -360,10 +360,10 @@ def write_controllers(paths: Sequence[Path], weights: Mapping[str, torch.Tensor]
         UserError: the disk refuses a file.
     """
     for path in paths:
-        with save_errors(path), replacing(path) as temporary, FileWriter() as writer:
+        with write_errors(path), replacing(path) as temporary, FileWriter() as writer:
             writer.write_object(temporary, {STATE: dict(weights), **about})
 
 
 def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The state of a sharded model on the CPU; collective."""
-    return {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}
+    return {name: to_full(tensor).cpu() for name, tensor in model.state_dict().items()}

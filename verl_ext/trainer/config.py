@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from verl_ext.checkpoint.config import CheckpointConfig, ExportConfig
 from verl_ext.config.recipes import default_recipe
 from verl_ext.config.schema import section, setting, unused
-from verl_ext.deadline import parse_deadline
 from verl_ext.errors import UserError
 
 _DEVICE = re.compile(r"\d+|(GPU|MIG)-[\w/-]+", re.ASCII)
@@ -20,6 +21,10 @@ Device = Literal["auto", "cuda", "npu", "cpu"]
 Schedule = Literal["cosine", "wsd", "constant"]
 GATHERED_SHARE = 0.15
 """Of a rank's memory, the most that `keep_gathered=auto` lets whole weights and gradients take."""
+CHUNK_ELEMENTS = 1 << 24
+"""Logits that the fused loss holds at a time: 64 MiB of fp32, or 110 tokens of a vocabulary of 152,000."""
+MIN_CHUNK_TOKENS = 128
+"""Minimum tokens per chunk of logits; matrix products of fewer rows are slow."""
 
 
 @dataclass(kw_only=True)
@@ -237,6 +242,49 @@ class PreemptionConfig:
             )
 
 
+def parse_deadline(value: object) -> float | None:
+    """Read a value of `trainer.preemption.deadline`.
+
+    Args:
+        value: None, seconds since 1970 (a number, or text of one), or ISO 8601 text with a time zone.
+
+    Returns:
+        Seconds since 1970, None for None.
+
+    Raises:
+        UserError: it is anything else.
+    """
+    if value is None:
+        return None
+    seconds = to_seconds(value)
+    if seconds is None:
+        raise UserError(
+            f"trainer.preemption.deadline is {value!r}; give seconds since 1970, or a time with its zone such as "
+            "2030-01-31T18:00:00+01:00"
+        )
+    return seconds
+
+
+def to_seconds(value: object) -> float | None:
+    """Seconds since 1970 of a number, its text, or ISO 8601 text with a time zone; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        seconds = float(value)
+        return seconds if math.isfinite(seconds) else None
+    except ValueError:
+        return _seconds_of_iso(str(value).strip())
+
+
+def _seconds_of_iso(text: str) -> float | None:
+    """Seconds since 1970 of ISO 8601 text; None if it is malformed or has no time zone."""
+    try:
+        moment = datetime.fromisoformat(text.upper())  # which reads Z, but not z
+    except ValueError:
+        return None
+    return moment.timestamp() if moment.tzinfo is not None else None
+
+
 @dataclass(kw_only=True)
 class TrainerConfig:
     """`trainer`: the run itself."""
@@ -257,8 +305,8 @@ class TrainerConfig:
         ["console", "wandb"], "Trackers: console, tensorboard, wandb and the others of verl's Tracking"
     )
     seed: int = setting(42, "Seed of the initialization, dropout and the order of the data", ge=0, le=2**31 - 1)
-    save_freq: int = setting(-1, "Steps between two checkpoints; -1 for the last step alone. A stop saves too")
-    test_freq: int = setting(-1, "Steps between two validations; -1 for the last step alone")
+    save_freq: int = setting(-1, "Steps between two checkpoints; -1 for the last step only. A stop saves too")
+    test_freq: int = setting(-1, "Steps between two validations; -1 for the last step only")
     nnodes: int = setting(1, "Machines; the launcher sets it from NNODES")
     n_gpus_per_node: int = setting(8, "Ranks on each machine; the launcher sets it from the first word of the command")
     max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep", ge=1, null="all")

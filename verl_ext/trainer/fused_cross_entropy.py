@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from verl_ext.data.batching import MicroBatch
-from verl_ext.memory_limits import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
+from verl_ext.trainer.config import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
 
 LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
 """Largest accepted difference from the loss of the logits, which are rounded, in nat per token."""

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 from verl_ext.console import warn
-from verl_ext.deadline import deadline_from_environment, parse_deadline
 from verl_ext.errors import STOP_SIGNALS, UNHEALTHY_EXIT_CODE, Stop
-from verl_ext.trainer.config import PreemptionConfig
+from verl_ext.trainer.config import PreemptionConfig, parse_deadline, to_seconds
 
 SLACK = 1.25
 """Factor on the longest step and save so far when another one of each is expected."""
 SLACK_S = 5.0
 """Seconds for closing the trackers and exiting."""
+DEADLINE_VARIABLES = (
+    "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+    "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+)
+"""Those that verl's `should_save_ckpt_esi` knows: Volcano Engine's machine learning platform, and SageMaker."""
 
 
 class RankSignals:
@@ -130,3 +135,23 @@ def known_deadline(config: PreemptionConfig, warns: bool) -> float | None:
     from_environment = deadline_from_environment(warn if warns else lambda sentence: None)
     known = [parse_deadline(config.deadline), from_environment]
     return min((moment for moment in known if moment is not None), default=None)
+
+
+def deadline_from_environment(warn: Callable[[str], None]) -> float | None:
+    """The earliest future time in `DEADLINE_VARIABLES` at which the cloud takes this machine back.
+
+    Args:
+        warn: receives a sentence for each variable that cannot be read.
+
+    Returns:
+        Seconds since 1970; None if no variable has a future time.
+    """
+    times = []
+    for name in DEADLINE_VARIABLES:
+        text = os.environ.get(name, "")
+        seconds = to_seconds(text)
+        if text and seconds is None:
+            warn(f"{name} is '{text}' instead of seconds since 1970, so this run ignores it")
+        if seconds is not None and seconds > time.time():
+            times.append(seconds)
+    return min(times, default=None)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from verl_ext.checkpoint.layout import complete_steps
+from verl_ext.checkpoint.manifest import committed_steps
 from verl_ext.config.schema import as_dict, to_yaml
 from verl_ext.console import warn
 from verl_ext.distributed import on_rank_zero
@@ -179,7 +179,7 @@ def watch_of(config: RunConfig, first_step: int, total_steps: int, steps_per_epo
     run = RunRecord(run_dir).read()
     rules = all_rules(wanted.rules, "health.rules")
     history, _ = replay(run_dir, run["attempts"], first_step, watched_by(rules))
-    checkpoints = partial(complete_steps, run_dir)
+    checkpoints = partial(committed_steps, run_dir)
     facts = Facts.of(as_dict(config), total_steps, steps_per_epoch, checkpoints, run["untrained_loss"])
     reported = reported_levels(run_dir / EVENTS_FILE, first_step)
     return HealthWatch(history, facts, wanted.limits, wanted.every, list(wanted.stop_on), reported, rules)

@@ -465,7 +465,7 @@ def known_keys(command: str, words: Iterable[str]) -> list[str]:
     """The keys that have an effect in the stage of the recipe that `words` name, for suggestions."""
     try:
         *_, stage = chosen_recipe(command, words)
-    except UserError:  # a mistake of its own, which is not the one that a suggestion is wanted for
+    except UserError:  # another mistake than the one that needs a suggestion
         stage = stages_of(command)[0]
     return [name for name, key in keys(STAGES[stage].root).items() if not key.setting.unused]
 

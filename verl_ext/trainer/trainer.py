@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -22,11 +22,9 @@ from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_ext.checkpoint.layout import step_of
 from verl_ext.checkpoint.manager import CheckpointManager
-from verl_ext.checkpoint.options import SaveOptions
-from verl_ext.checkpoint.resume import optimizer_name
-from verl_ext.checkpoint.stock import is_stock
+from verl_ext.checkpoint.manifest import Manifest, is_verl_checkpoint, step_of
+from verl_ext.checkpoint.resume import agree_on_checkpoint, agree_on_contents, optimizer_name
 from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
 from verl_ext.console import warn
@@ -36,7 +34,8 @@ from verl_ext.data.load import training_data_digest
 from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.prefetch import Prefetcher
 from verl_ext.data.sampler import GlobalBatchSampler
-from verl_ext.distributed import COLLECTIVE_TIMEOUT, gather_results, on_every_rank, on_rank_zero
+from verl_ext.data.stock_position import data_state_after_verl
+from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero
 from verl_ext.errors import Stop, UserError
 from verl_ext.files import GIB, free_bytes
 from verl_ext.metrics.timing import StepTimer, TraceFile, startup
@@ -44,7 +43,6 @@ from verl_ext.trainer.device import settle_device, settle_precision
 from verl_ext.trainer.model import build_model
 from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
 from verl_ext.trainer.preemption import RankSignals, StopVote, ignore_stop_signals, known_deadline
-from verl_ext.trainer.resume import checkpoint_to_resume, contents_to_resume, data_state_after_verl
 from verl_ext.trainer.run_logger import RunLogger
 from verl_ext.trainer.stages import RunConfig, config_of
 from verl_ext.trainer.tokenizer import tokenizer_of_exports
@@ -197,17 +195,13 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             processing_class=self.processing_class,
-            checkpoint_config=OmegaConf.create(as_dict(trainer.checkpoint)),
-            options=SaveOptions.of(
-                trainer,
-                self.precision,
-                self.total_training_steps,
-                config_digest(as_dict(self.config)),
-                COLLECTIVE_TIMEOUT,
-                optimizer_name(self.config.optim),
-            ),
+            config=trainer.checkpoint,
+            compute_dtype=self.precision,
+            last_step=self.total_training_steps,
+            seed=trainer.seed,
             stream=self.dp_rank,
-            warn=warn,
+            config_digest=config_digest(as_dict(self.config)),
+            optimizer_name=optimizer_name(self.config.optim),
         )
 
     @cached_property
@@ -353,7 +347,11 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
     def save_checkpoint(self, step: int) -> None:
         """Commit a checkpoint of this step, or begin to if it is written in the background; collective."""
         self.checkpoint_manager.data_state = self.data_state()
-        self.checkpoint_manager.save_checkpoint(str(self.run_dir / f"global_step_{step}"), global_step=step)
+        self.checkpoint_manager.save_checkpoint(
+            str(self.run_dir / f"global_step_{step}"),
+            global_step=step,
+            max_ckpt_to_keep=self.config.trainer.max_ckpt_to_keep,
+        )
 
     def wait_for_save(self) -> None:
         """Wait for the checkpoint that is being written, if any, and record how long it took."""
@@ -379,10 +377,11 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             UserError: the checkpoint does not fit this run.
         """
         self.data_digest = on_rank_zero(lambda: training_data_digest(self.config.data))
-        path = checkpoint_to_resume(self.config)
+        trainer, optimizer = self.config.trainer, optimizer_name(self.config.optim)
+        path = agree_on_checkpoint(trainer, optimizer)
         if path is None:
             return 0
-        self.checkpoint_manager.checkpoint_load_contents = contents_to_resume(path, self.config)
+        self.checkpoint_manager.checkpoint_load_contents = agree_on_contents(path, trainer, optimizer)
         self.checkpoint_manager.load_checkpoint(str(path))
         state = on_every_rank(lambda: self.saved_data_state(path))
         self.load_data_state(state)
@@ -397,8 +396,18 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
     def saved_data_state(self, checkpoint: Path) -> dict[str, Any]:
         """What `data_state` returned when a checkpoint was saved, also for a checkpoint that verl wrote."""
         state = self.checkpoint_manager.load_data_state(str(checkpoint))
-        if is_stock(checkpoint):
-            return data_state_after_verl(checkpoint, state, len(self.train_dataset), self.config)
+        if is_verl_checkpoint(checkpoint):
+            manifest = Manifest.read(checkpoint)
+            return data_state_after_verl(
+                checkpoint,
+                state,
+                step=manifest.step,
+                num_samples=len(self.train_dataset),
+                global_batch_size=self.config.data.train_batch_size,
+                num_saved_ranks=max(manifest.world_size // self.config.sequence_parallel_size, 1),
+                seed=self.config.trainer.seed,
+                show=self.is_main,
+            )
         return state
 
     def data_state(self) -> dict[str, Any]:

@@ -46,10 +46,8 @@ class NamespacePlace:
 
     def end_all(self, first: int) -> int:
         """End every process here but this one; returns the exit status of the first, negative for a signal."""
-        try:
+        with suppress(ProcessLookupError):  # there is no other process
             os.kill(-1, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         return _Reaper(first).wait_for_all()
 
     def too_large(self, file_mb: int) -> bool:

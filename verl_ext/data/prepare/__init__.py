@@ -8,65 +8,102 @@ The launcher prepares what a recipe names before training starts, with the words
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from verl_ext.cli import CommandParser, add_command, add_commands
 from verl_ext.console import print_line, print_summary
-from verl_ext.data.prepare import stamp
-from verl_ext.data.prepare.commands import COMMANDS, parse_arguments
-from verl_ext.data.prepare.files import make_directory
+from verl_ext.data.prepare import chat, gsm8k, problems, prompts, quickstart, smollm2, stdlib, vqa
+from verl_ext.data.prepare.command import PrepareCommand
+from verl_ext.data.prepare.output import changed_inputs, input_states, make_directory, remove_stamp, write_stamp
 
-__all__ = ["is_prepared", "prepare"]
-
-
-def is_prepared(arguments: list[str]) -> bool:
-    """Tell whether an earlier run with the same arguments finished and its files are still there.
-
-    Imports nothing heavy, so it may run before every training.
-
-    Args:
-        arguments: the command's name and options, as on the command line.
-
-    Raises:
-        UserError: the arguments do not parse.
-    """
-    parsed = parse_arguments(arguments)
-    return stamp.is_current(parsed, COMMANDS[parsed.command].VERSION)
+PROGRAM = "python -m verl_ext.data.prepare"
+COMMANDS: dict[str, PrepareCommand] = {
+    module.COMMAND.name: module.COMMAND for module in (chat, stdlib, gsm8k, problems, prompts, quickstart, smollm2, vqa)
+}
 
 
-def prepare(arguments: list[str], *, is_typed: bool = False) -> None:
-    """Run one preparation command, unless its output is already there, and print what it made.
+def build_parser(words: Sequence[str] = tuple(COMMANDS)) -> CommandParser:
+    """Parser of the command line.
 
     Args:
-        arguments: the command's name and options, as on the command line; `--force` runs it in any case.
-        is_typed: whether somebody typed it and will want to know what comes next.
+        words: the command line; only commands that it mentions get their options, which may be slow to describe.
+    """
+    parser = CommandParser(
+        prog=PROGRAM,
+        description="Prepare training data or a small model. Running a finished command again does nothing.",
+        examples=[f"{PROGRAM} quickstart --output data/quickstart"],
+    )
+    commands = add_commands(parser)
+    for name, command in COMMANDS.items():
+        subparser = add_command(commands, name, command.help, examples=[f"{PROGRAM} {command.example}"])
+        if name in words:
+            subparser.add_argument("--output", required=True, metavar="DIR", help="directory to write into")
+            subparser.add_argument("--force", action="store_true", help="prepare again even if nothing changed")
+            command.add_arguments(subparser)
+    return parser
+
+
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Parse a preparation command line: the command's name and options.
+
+    Returns:
+        A namespace with `command`, `output`, `force` and the command's own options.
 
     Raises:
-        UserError: the arguments do not parse, or an input is missing or malformed.
+        UserError: a word is unknown, missing or malformed.
     """
-    parsed = parse_arguments(arguments)
-    command = COMMANDS[parsed.command]
-    changed = None if parsed.force else stamp.changed_inputs(parsed, command.VERSION)
+    return build_parser(words).parse_args(words)
+
+
+def is_prepared(words: Sequence[str]) -> bool:
+    """Whether an earlier run with the same arguments finished, its files still exist, and its inputs are the same.
+
+    Imports nothing heavy, so that it can run before every training.
+
+    Args:
+        words: the command's name and options, as on the command line.
+
+    Raises:
+        UserError: the words do not parse, or an input cannot be read.
+    """
+    arguments = parse_arguments(words)
+    return changed_inputs(COMMANDS[arguments.command], arguments) == []
+
+
+def prepare(words: Sequence[str], *, is_typed: bool = False) -> None:
+    """Run one preparation command, unless its output is up to date, and print a summary.
+
+    Args:
+        words: the command's name and options, as on the command line; `--force` runs it in any case.
+        is_typed: whether a user typed the command and needs to know the next one.
+
+    Raises:
+        UserError: the words do not parse, or an input is missing or malformed.
+    """
+    arguments = parse_arguments(words)
+    command, output = COMMANDS[arguments.command], Path(arguments.output)
+    changed = None if arguments.force else changed_inputs(command, arguments)
     if changed == []:
-        print_line(f"Nothing to do: {parsed.output} is prepared already; --force prepares it again.")
+        print_line(f"Nothing to do: {output} is prepared already; --force prepares it again.")
         return
     if changed:
-        print_line(f"{', '.join(changed)} changed since {parsed.output} was prepared; preparing it again.")
-    # Before the work, so that an output that cannot be written to does not show itself only after it.
-    output = Path(parsed.output)
+        print_line(f"{', '.join(changed)} changed since {output} was prepared; preparing it again.")
     is_new = not output.exists()
-    make_directory(output)
-    stamp.remove(parsed.output)
+    make_directory(output)  # before the work, so that an output that is not writable is refused at once
+    remove_stamp(output)
     try:
-        inputs = stamp.input_states(parsed)  # before they are read: one that changes meanwhile is read again next time
-        prepared = command.run(parsed)
+        inputs = input_states(arguments)  # before they are read, so that a change during the run is noticed next time
+        result = command.run(arguments)
     except BaseException:
         if is_new:
-            with suppress(OSError):  # something is in it by now
+            with suppress(OSError):  # it is not empty
                 output.rmdir()
         raise
-    stamp.write(parsed, command.VERSION, prepared, inputs)
-    files = dict.fromkeys(name.partition("/")[0] + "/" * ("/" in name) for name in prepared.files)
-    rows = {**prepared.counts, "files": ", ".join(files)}
-    then = command.NEXT.format(output=Path(parsed.output).absolute(), **prepared.fields) if is_typed else ""
-    print_summary(f"Prepared: {parsed.output}", rows, then.split())
+    write_stamp(command, arguments, result, inputs)
+    entries = dict.fromkeys(name.partition("/")[0] + "/" * ("/" in name) for name in result.files)
+    rows = {**result.counts, "files": ", ".join(entries)}
+    next_words = command.next_words(str(output.absolute()), result) if is_typed else []
+    print_summary(f"Prepared: {arguments.output}", rows, next_words)

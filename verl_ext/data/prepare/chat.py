@@ -5,42 +5,37 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from verl_ext.console import print_line, progress_bar
 from verl_ext.data.dataset import ORIGIN_KEY
-from verl_ext.data.prepare.columns import encode_unfaithful_columns
-from verl_ext.data.prepare.conversation import (
-    COMMAND,
-    ColumnKeys,
-    Layout,
-    detect_layout,
+from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
+from verl_ext.data.prepare.conversation import ChatColumns, ChatLayout, detect_layout, to_conversation
+from verl_ext.data.prepare.tables import (
+    INPUT_HELP,
+    RUN_FILES,
+    NumberedRows,
+    Row,
+    RowConverter,
+    RowError,
+    add_split_arguments,
+    encode_mixed_columns,
+    read_rows,
+    refuse_overwritten_inputs,
     require_object,
-    to_conversation,
+    write_split,
 )
-from verl_ext.data.prepare.exclusion import read_excluded_ids
-from verl_ext.data.prepare.files import INPUTS, Row, read_rows
-from verl_ext.data.prepare.lengths import count_chars, length_percentiles, token_counter
-from verl_ext.data.prepare.split import FILES_OF_A_RUN, TRAIN_NAME, VAL_NAME, add_split_arguments, write_split
-from verl_ext.data.prepare.stamp import Prepared
-from verl_ext.data.prepare.turns import BadRow
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
+from verl_ext.remote_code import require_no_remote_code
 
-HELP = (
-    "Turn conversations in the OpenAI, ShareGPT, Alpaca, prompt/response or prompt/completion layout into "
-    "train.parquet and val.parquet with a `messages` column. The layout of each file is found by its first row."
-)
-EXAMPLE = "chat --input mine.jsonl --exclude data/quickstart/problems.jsonl --output data/mine"
-NEXT = "bash run_sft.sh 2 recipe=smollm2_135m trainer.experiment_name=mine " + FILES_OF_A_RUN
-VERSION = 2
+PERCENTILES = (50, 90, 99)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `chat`."""
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=INPUTS)
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=INPUT_HELP)
     parser.add_argument("--messages-key", metavar="COLUMN", help="column of the turns (default: found)")
     parser.add_argument("--prompt-key", metavar="COLUMN", help="column of the user's text (default: found)")
     parser.add_argument("--response-key", metavar="COLUMN", help="column of the answer's text (default: found)")
@@ -48,109 +43,203 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--metadata", nargs="+", default=[], metavar="COLUMN", help="columns of text to keep and not to train on"
     )
     parser.add_argument("--id-key", default="problem_id", metavar="COLUMN", help="column of ids")
-    parser.add_argument("--exclude", metavar="FILE", help="ids to leave out: one a line, or JSONL with --id-key")
+    parser.add_argument("--exclude", metavar="FILE", help="ids to exclude: one per line, or JSONL with --id-key")
     parser.add_argument("--skip-bad", action="store_true", help="count malformed rows instead of stopping")
     parser.add_argument("--tokenizer", metavar="DIR", help="measure lengths in this tokenizer's tokens")
     add_split_arguments(parser)
 
 
-def run(arguments: argparse.Namespace) -> Prepared:
+def prepare_chats(arguments: argparse.Namespace) -> PrepareResult:
     """Write both files.
 
     Raises:
         UserError: a file or row is malformed, `--exclude` cannot match anything, or nothing is left to split.
     """
-    _require_apart(arguments)
+    refuse_overwritten_inputs(arguments.output, filter(None, [*arguments.input, arguments.exclude]))
     counts: Counter[str] = Counter(read=0, bad=0, excluded=0, duplicate=0)
-    unit, count = (
-        ("chars", count_chars) if arguments.tokenizer is None else ("tokens", token_counter(arguments.tokenizer))
-    )
-    rows = _keep(list(_read_conversations(arguments, counts)), arguments, counts)
-    rows, lengths = _measure(rows, count, arguments, counts)
-    # Answers to one problem stay on one side of the split: otherwise validation would measure memory.
+    converter = RowConverter("chat", arguments.skip_bad, counts)
+    measures_chars = arguments.tokenizer is None
+    measure = count_chars if measures_chars else token_counter(arguments.tokenizer)
+    excluded = set() if arguments.exclude is None else _read_excluded_ids(arguments.exclude, arguments.id_key)
+    rows = list(_read_conversations(arguments, converter))
+    rows = _without_excluded(rows, excluded, arguments.id_key, counts)
+    rows = _without_duplicates(rows, counts)
+    rows, lengths = _measure_lengths(rows, measure, converter)
+    # Answers to one problem stay on one side of the split; otherwise, validation would measure memorization.
     groups = [_group(row.get(arguments.id_key), index) for index, row in enumerate(rows)]
-    rows = encode_unfaithful_columns(rows)
+    rows = encode_mixed_columns(rows, keep="messages")
     written = write_split(Path(arguments.output), rows, groups, arguments.val_fraction, arguments.seed)
-    return Prepared([f"{name}.parquet" for name in written], {**counts, **written, **length_percentiles(lengths, unit)})
-
-
-def _require_apart(arguments: argparse.Namespace) -> None:
-    written = {(Path(arguments.output) / name).resolve() for name in (TRAIN_NAME, VAL_NAME)}
-    for name in [*arguments.input, *([arguments.exclude] if arguments.exclude else [])]:
-        if Path(name).resolve() in written:
-            raise UserError(f"{name} is read, and would be replaced by what is made of it; name another --output")
+    percentiles = length_percentiles(lengths, "chars" if measures_chars else "tokens")
+    return PrepareResult([f"{name}.parquet" for name in written], {**counts, **written, **percentiles})
 
 
 def _group(problem_id: object, index: int) -> str:
     return f"row {index}" if problem_id is None else f"id {problem_id}"
 
 
-def _read_conversations(arguments: argparse.Namespace, counts: Counter[str]) -> Iterator[Row]:
-    keys = ColumnKeys(arguments.messages_key, arguments.prompt_key, arguments.response_key, tuple(arguments.metadata))
+# Reading
+
+
+def _read_conversations(arguments: argparse.Namespace, converter: RowConverter) -> Iterator[Row]:
+    keys = ChatColumns(arguments.messages_key, arguments.prompt_key, arguments.response_key, tuple(arguments.metadata))
     for name in arguments.input:
-        path, notes = Path(name), Counter[str]()
-        layout, numbered = _find_layout(path, keys)
-        for number, value in progress_bar(numbered, desc=f"reading {path.name}", unit="rows"):
-            counts["read"] += 1
-            try:
-                row = require_object(value)
-                conversation = to_conversation(row, layout or detect_layout(row, keys), keys, notes)
-            except BadRow as error:
-                _skip(error, f"{path} row {number}", arguments, counts)
-                continue
-            yield {**conversation, ORIGIN_KEY: f"{path.name} row {number}"}
-        for note, count in notes.items():
-            print_line(f"{path}: {note} in {count} rows")
+        path = Path(name)
+        layout, rows = _find_layout(path, keys)
+
+        def convert(row: Row, number: int, notes: Counter[str], layout: ChatLayout | None = layout) -> Row:
+            return to_conversation(row, layout or detect_layout(row, keys), keys, notes)
+
+        yield from converter.convert(path, rows, convert)
 
 
-def _skip(error: BadRow, place: str, arguments: argparse.Namespace, counts: Counter[str]) -> None:
-    """Count a bad row with `--skip-bad`; otherwise raise a `UserError` that names it."""
-    if not arguments.skip_bad:
-        fix = error.fix or f"correct it, or skip such rows with the option --skip-bad of `{COMMAND}`"
-        raise UserError(f"{place}: {error}; {fix}") from error
-    counts["bad"] += 1
+def _find_layout(path: Path, keys: ChatColumns) -> tuple[ChatLayout | None, NumberedRows]:
+    """The layout of the first row that has one, and all rows of the file."""
+    seen, rows = [], read_rows(path)
+    for item in rows:
+        seen.append(item)
+        try:
+            row = require_object(item[1])
+            layout = detect_layout(row, keys)
+        except RowError:
+            continue
+        print_line(f"{path}: {layout.describe(row)}")
+        return layout, chain(seen, rows)
+    return None, iter(seen)
 
 
-def _measure(
-    rows: list[Row], count: Callable[[Row], int], arguments: argparse.Namespace, counts: Counter[str]
+# Dropping
+
+
+def _read_excluded_ids(name: str, id_key: str) -> set[str]:
+    """Ids, as text, from a file with one per line, or from JSONL whose objects have them as `id_key`.
+
+    Raises:
+        UserError: the file cannot be read, holds no id, or an object lacks the key.
+    """
+    try:
+        lines = Path(name).read_text(encoding="utf-8-sig").split("\n")  # a text may hold other line breaks
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read --exclude {name} ({first_line_of(error)}); check its path and format") from error
+    ids = {_parse_id(line.strip(), id_key, f"{name} line {n}") for n, line in enumerate(lines, start=1) if line.strip()}
+    if not ids:
+        raise UserError(f"--exclude {name} holds no id; remove the option or give a file with one id per line")
+    return ids
+
+
+def _parse_id(line: str, id_key: str, where: str) -> str:
+    if not line.startswith("{"):
+        return line
+    try:
+        return str(json.loads(line)[id_key])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise UserError(f"{where} is no JSON object with {id_key!r}; fix it or name the key with --id-key") from error
+
+
+def _without_excluded(rows: list[Row], excluded: set[str], id_key: str, counts: Counter[str]) -> list[Row]:
+    if excluded and not any(id_key in row for row in rows):
+        raise UserError(f"no row has the column {id_key!r}, so --exclude cannot work; name it with --id-key")
+    kept = [row for row in rows if str(row.get(id_key)) not in excluded]
+    counts["excluded"] = len(rows) - len(kept)
+    return kept
+
+
+def _without_duplicates(rows: list[Row], counts: Counter[str]) -> list[Row]:
+    unique: dict[str, Row] = {}
+    for row in rows:
+        unique.setdefault(json.dumps([row["messages"], row.get("tools")], sort_keys=True, default=str), row)
+    counts["duplicate"] = len(rows) - len(unique)
+    return list(unique.values())
+
+
+# Lengths
+
+
+def _measure_lengths(
+    rows: list[Row], measure: Callable[[Row], int], converter: RowConverter
 ) -> tuple[list[Row], list[int]]:
     """The rows that can be measured, and their lengths."""
     kept, lengths = [], []
     for row in progress_bar(rows, desc="measuring lengths", unit="rows"):
         try:
-            lengths.append(count(row))
-        except BadRow as error:
-            _skip(error, row[ORIGIN_KEY], arguments, counts)
+            lengths.append(measure(row))
+        except RowError as error:
+            converter.reject(error, row[ORIGIN_KEY])
         else:
             kept.append(row)
     return kept, lengths
 
 
-def _find_layout(path: Path, keys: ColumnKeys) -> tuple[Layout | None, Iterator[tuple[int, Any]]]:
-    """Tell the layout of a file by its first row that has one; returns it with all rows."""
-    seen, numbered = [], read_rows(path)
-    for item in numbered:
-        seen.append(item)
+def length_percentiles(lengths: Sequence[int], unit: str) -> dict[str, float]:
+    """The 50th, 90th and 99th percentile and the maximum, to choose `data.max_length` by; empty without lengths."""
+    if not lengths:
+        return {}
+    import numpy as np  # here, so that --help does not wait for it
+
+    found = np.percentile(lengths, PERCENTILES, method="inverted_cdf")  # only lengths that occur
+    named = {f"{unit}_p{percent}": int(length) for percent, length in zip(PERCENTILES, found)}
+    return {**named, f"{unit}_max": max(lengths)}
+
+
+def count_chars(row: Row) -> int:
+    """Number of characters of all turns."""
+    return sum(len(message.get("content") or "") for message in row["messages"])
+
+
+def token_counter(directory: str) -> Callable[[Row], int]:
+    """A function that counts the tokens of a row with `messages` and perhaps `tools`, rendered as for training.
+
+    The function raises `RowError` for a row that the chat template refuses.
+
+    Args:
+        directory: a tokenizer with a chat template.
+
+    Raises:
+        UserError: the tokenizer is missing or has no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    from verl_ext.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, check_messages
+    from verl_ext.rendering import EndlessTemplate
+
+    if not Path(directory).is_dir():
+        raise UserError(f"--tokenizer {directory} is not a directory; give one with tokenizer.json in it")
+    require_no_remote_code(directory, trusted=False, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # each kind of missing or damaged file raises a different exception
+        raise UserError(
+            f"--tokenizer {directory} holds no tokenizer that loads ({first_line_of(error)}); give a model's directory"
+        ) from error
+    if tokenizer.chat_template is None:
+        raise UserError(f"the tokenizer in {directory} has no chat template; choose a chat model's directory")
+    template = ChatTemplate(tokenizer, {})
+
+    def count_tokens(row: Row) -> int:
+        columns = {"tools": row["tools"]} if row.get("tools") else {}
         try:
-            row = require_object(item[1])
-            layout = detect_layout(row, keys)
-        except BadRow:
-            continue
-        print_line(f"{path}: {layout.describe(row)}")
-        return layout, chain(seen, numbered)
-    return None, iter(seen)
+            text = template.render(check_messages(row["messages"]), **columns)
+        except EndlessTemplate:  # every other row would take as long
+            raise
+        except (UserError, *TEMPLATE_ERRORS) as error:
+            raise RowError(
+                f"the chat template in {directory} refuses it ({first_line_of(error)})",
+                "correct it, skip such rows with the option --skip-bad, or drop --tokenizer",
+            ) from error
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return count_tokens
 
 
-def _keep(rows: list[Row], arguments: argparse.Namespace, counts: Counter[str]) -> list[Row]:
-    excluded = read_excluded_ids(arguments.exclude, arguments.id_key)
-    if excluded and not any(arguments.id_key in row for row in rows):
-        raise UserError(f"no row has the column {arguments.id_key!r}, so --exclude cannot work; name it by --id-key")
-    kept: dict[str, Row] = {}
-    for row in rows:
-        if str(row.get(arguments.id_key)) in excluded:
-            counts["excluded"] += 1
-            continue
-        content = json.dumps([row["messages"], row.get("tools")], sort_keys=True, default=str)
-        counts["duplicate"] += content in kept
-        kept.setdefault(content, row)
-    return list(kept.values())
+COMMAND = PrepareCommand(
+    name="chat",
+    help=(
+        "Turn conversations in the OpenAI, ShareGPT, Alpaca, prompt/response or prompt/completion layout into "
+        "train.parquet and val.parquet with a `messages` column. The layout of each file is detected from its first "
+        "row."
+    ),
+    example="chat --input mine.jsonl --exclude data/quickstart/problems.jsonl --output data/mine",
+    next_command=f"bash run_sft.sh 2 recipe=smollm2_135m trainer.experiment_name=mine {RUN_FILES}",
+    version=2,
+    add_arguments=add_arguments,
+    run=prepare_chats,
+)

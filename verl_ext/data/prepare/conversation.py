@@ -1,7 +1,13 @@
-"""One input row becomes one checked conversation: a `messages` list plus the row's other columns."""
+"""One input row becomes one checked conversation: a `messages` list plus the row's other columns.
+
+Conversations come in OpenAI's layout (`role` and `content`), in ShareGPT's (`from` and `value`), or as a pair of
+columns, such as Alpaca's `instruction` and `output`. The converted turns have OpenAI's form with text for content. If
+any text of a row would be lost, the row is refused.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -9,20 +15,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.data.dataset import ORIGIN_KEY
-from verl_ext.data.prepare.files import Row
-from verl_ext.data.prepare.turns import BadRow, from_json, is_sharegpt, to_turns
+from verl_ext.data.prepare.tables import Row, RowError
+from verl_ext.errors import UserError
 
 MESSAGES_KEYS = ("messages", "conversation", "conversations")
+PROMPT_KEYS = ("prompt", "instruction", "question", "query", "input")
 INPUT_KEYS = ("input", "context")
 """Columns that continue an `instruction`."""
-PROMPT_KEYS = ("prompt", "instruction", "question", "query", "input")
 RESPONSE_KEYS = ("response", "completion", "answer", "output")
 SYSTEM_KEYS = ("system", "system_prompt")
 HISTORY_KEY = "history"
 TOOLS_KEY = "tools"
-COMMAND = "python -m verl_ext.data.prepare chat"
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
-METADATA = re.compile(
+METADATA_KEYS = re.compile(
     r"(.*_)?(id|ids|idx|index|uuid|uid|hash|url|uri|link|date|time|timestamp|created|created_at|source|sources|dataset|"
     r"origin|split|category|categories|topic|topics|subject|domain|field|task|type|kind|family|level|difficulty|grade|"
     r"language|lang|locale|license|tag|tags|keywords|label|labels|name|file|filename|path|version|model|generator|"
@@ -30,11 +35,24 @@ METADATA = re.compile(
     re.IGNORECASE,
 )
 """Columns of text that describe a conversation and are not part of it."""
+ROLES = ("system", "user", "assistant", "tool")
+DEVELOPER = "developer"
+FUNCTION_CALL = "function_call"
+SHAREGPT_ROLES = {
+    **{role: role for role in (*ROLES, DEVELOPER, FUNCTION_CALL)},
+    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant"},
+    **{"observation": "tool", "function_response": "tool"},
+}
+TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "id", "index")
+"""Keys of a turn. Other keys that are not null are refused: they hold text, or exclude the turn from training."""
+
+
+# Columns
 
 
 @dataclass(frozen=True)
-class ColumnKeys:
-    """Names of the columns to read; a name that is None is found among the usual ones.
+class ChatColumns:
+    """Names of the columns to read; for None, the usual names are tried.
 
     Attributes:
         messages: column of the turns.
@@ -50,11 +68,11 @@ class ColumnKeys:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ChatLayout:
     """How the rows of a file hold conversations.
 
     Attributes:
-        name: for people.
+        name: the layout's name, for messages.
         messages: column of the turns; None for a pair of columns.
         prompt: column of the user's text or turns.
         response: column of the assistant's text or turns.
@@ -69,172 +87,154 @@ class Layout:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Those that a row must have."""
+        """Columns that every row must have."""
         return (self.prompt, self.response) if self.messages is None else (self.messages,)
 
     def describe(self, row: Row) -> str:
-        """Name and columns, as the first row of a file has them."""
+        """The layout's name and the columns of it that a row has."""
         present = [name for name in (self.columns[0], *self.optional, *self.columns[1:]) if name in row]
         return f"{self.name} layout ({', '.join(present)})"
 
 
-def detect_layout(row: Row, keys: ColumnKeys) -> Layout:
+def detect_layout(row: Row, keys: ChatColumns) -> ChatLayout:
     """Detect how a row holds its conversation.
 
     Raises:
-        BadRow: a named column is missing, or no usual ones are there.
+        RowError: a named column is missing, or no usual column is present.
     """
     named_pair = keys.prompt is not None or keys.response is not None
-    messages = None if named_pair else _find(row, keys.messages, MESSAGES_KEYS)
+    messages = None if named_pair else _find_column(row, keys.messages, MESSAGES_KEYS)
     if messages is not None:
-        turns = from_json(row[messages]) if isinstance(row[messages], str) else row[messages]
-        name = "ShareGPT" if is_sharegpt(turns) else "OpenAI"
-        return Layout(name, messages=messages, optional=(*SYSTEM_KEYS, TOOLS_KEY))
-    prompt = _find(row, keys.prompt, PROMPT_KEYS)
+        name = "ShareGPT" if _is_sharegpt(from_json_text(row[messages])) else "OpenAI"
+        return ChatLayout(name, messages=messages, optional=(*SYSTEM_KEYS, TOOLS_KEY))
+    prompt = _find_column(row, keys.prompt, PROMPT_KEYS)
     if prompt == "prompt" and keys.prompt is None and row.get("instruction") is not None:
-        raise BadRow("it has both 'prompt' and 'instruction'", "name the one to use by --prompt-key")
-    response = _find(row, keys.response, [key for key in RESPONSE_KEYS if key != prompt])
+        raise RowError("it has both 'prompt' and 'instruction'", "name the one to use with --prompt-key")
+    response = _find_column(row, keys.response, [key for key in RESPONSE_KEYS if key != prompt])
     if prompt is None or response is None:
-        raise BadRow(
+        raise RowError(
             f"no conversation is found in its columns {', '.join(sorted(row))}",
-            "name them by --messages-key, or by --prompt-key and --response-key (for run_sft.sh "
+            "name them with --messages-key, or with --prompt-key and --response-key (for run_sft.sh "
             "data.multiturn.messages_key, or data.prompt_key and data.response_key)",
         )
     if prompt == "instruction":
         inputs = tuple(key for key in INPUT_KEYS if key != response)
-        return Layout("Alpaca", None, prompt, response, (*inputs, *SYSTEM_KEYS, HISTORY_KEY, TOOLS_KEY))
-    return Layout(f"{prompt}/{response}", None, prompt, response, (*SYSTEM_KEYS, HISTORY_KEY, TOOLS_KEY))
+        return ChatLayout("Alpaca", None, prompt, response, (*inputs, *SYSTEM_KEYS, HISTORY_KEY, TOOLS_KEY))
+    return ChatLayout(f"{prompt}/{response}", None, prompt, response, (*SYSTEM_KEYS, HISTORY_KEY, TOOLS_KEY))
 
 
-def to_conversation(row: Row, layout: Layout, keys: ColumnKeys, notes: Counter[str]) -> Row:
-    """Check one row and bring it to the `messages` format.
+def _find_column(row: Row, named: str | None, usual: Sequence[str]) -> str | None:
+    if named is None:
+        return next((key for key in usual if row.get(key) is not None), None)
+    if row.get(named) is None:
+        raise RowError(f"its column {named!r} is missing or null; its columns are {', '.join(sorted(row))}")
+    return named
+
+
+def to_conversation(row: Row, layout: ChatLayout, keys: ChatColumns, notes: Counter[str]) -> Row:
+    """Convert one row to the `messages` format.
 
     Args:
         row: the decoded row.
-        layout: of its file.
+        layout: the layout of its file.
         keys: the columns that hold the conversation.
-        notes: counts the rows in which something was changed, by a description of it.
+        notes: counts the rows in which something was changed, by a description of the change.
 
     Returns:
         The row with `messages` in place of the columns that held the conversation.
 
     Raises:
-        BadRow: the row has another layout, a malformed turn, no assistant turn, or text that is in no turn.
+        RowError: the row has another layout, a malformed turn, no assistant turn, or text that is in no turn.
     """
     _check_layout(row, layout, keys)
-    messages = to_turns(_extract(row, layout), notes)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BadRow("it has no assistant turn")
-    if messages[0]["role"] == "assistant":
-        raise BadRow("it begins with the assistant", "put a user or system turn before it")
+    messages = to_turns(_extract_turns(row, layout), notes)
+    check_turns(messages)
     used = (*layout.columns, *layout.optional)
     rest = {name: value for name, value in row.items() if name not in used}
     rest.pop(ORIGIN_KEY, None)
     _refuse_lost_text(rest, [row.get(name) for name in used], messages, keys.metadata)
     tools = _tools(row.get(TOOLS_KEY))
-    rest.pop("messages", None)  # named as metadata; its place is taken
+    rest.pop("messages", None)  # named as metadata; the conversation takes its place
     return {"messages": messages, **rest, **({} if tools is None else {TOOLS_KEY: tools})}
 
 
-def require_object(value: Any) -> Row:
-    """A row as it was read.
-
-    Raises:
-        BadRow: it could not be read, or is no object.
-    """
-    if isinstance(value, ValueError):
-        raise BadRow(str(value))
-    if not isinstance(value, dict):
-        raise BadRow(f"it is a {type(value).__name__}, not an object")
-    return value
-
-
-def _find(row: Row, named: str | None, usual: Sequence[str]) -> str | None:
-    if named is None:
-        return next((key for key in usual if row.get(key) is not None), None)
-    if row.get(named) is None:
-        raise BadRow(f"its column {named!r} is missing or null; its columns are {', '.join(sorted(row))}")
-    return named
-
-
-def _check_layout(row: Row, layout: Layout, keys: ColumnKeys) -> None:
+def _check_layout(row: Row, layout: ChatLayout, keys: ChatColumns) -> None:
     missing = [name for name in layout.columns if row.get(name) is None]
     try:
         found = detect_layout(row, keys) if missing or layout.messages is not None else layout
-    except BadRow:
+    except RowError:
         found = layout
     if found != layout:
-        raise BadRow(
+        raise RowError(
             f"it has the {found.describe(row)}, unlike the rows before it ({layout.name})",
             "put such rows into a file of their own",
         )
     if missing:
-        raise BadRow(f"its column {missing[0]!r} is missing or null")
+        raise RowError(f"its column {missing[0]!r} is missing or null")
 
 
-def _extract(row: Row, layout: Layout) -> list[Any]:
+def _extract_turns(row: Row, layout: ChatLayout) -> list[Any]:
     if layout.messages is not None:
-        turns = from_json(row[layout.messages]) if isinstance(row[layout.messages], str) else row[layout.messages]
+        turns = from_json_text(row[layout.messages])
         if not isinstance(turns, list):
-            raise BadRow(f"its column {layout.messages!r} is not a list of turns")
+            raise RowError(f"its column {layout.messages!r} is not a list of turns")
     else:
-        turns = [*_history(row.get(HISTORY_KEY)), *_prompt(row, layout), *_turns(row[layout.response], "assistant")]
+        response = _column_turns(row[layout.response], "assistant")
+        turns = [*_history(row.get(HISTORY_KEY)), *_prompt_turns(row, layout), *response]
     system = [name for name in SYSTEM_KEYS if row.get(name)]
     if not all(isinstance(row[name], str) for name in system):
-        raise BadRow(f"its column {system[0]!r} is not text")
+        raise RowError(f"its column {system[0]!r} is not text")
     texts = {row[name] for name in system if row[name].strip()}
-    if not texts or _begins_with(turns, texts):
+    if not texts or _begins_with_system(turns, texts):
         return turns
-    if len(texts) > 1 or any(
-        isinstance(turn, dict) and turn.get("role", turn.get("from")) == "system" for turn in turns
-    ):
-        raise BadRow(f"its column {system[0]!r} differs from its other system prompt; keep one")
+    roles = [turn.get("role", turn.get("from")) for turn in turns if isinstance(turn, dict)]
+    if len(texts) > 1 or "system" in roles:
+        raise RowError(f"its column {system[0]!r} differs from its other system prompt; keep one")
     return [{"role": "system", "content": texts.pop()}, *turns]
 
 
-def _begins_with(turns: list[Any], texts: set[str]) -> bool:
+def _begins_with_system(turns: list[Any], texts: set[str]) -> bool:
     first = turns[0] if turns and isinstance(turns[0], dict) else {}
     return first.get("role", first.get("from")) == "system" and {first.get("content", first.get("value"))} == texts
 
 
-def _prompt(row: Row, layout: Layout) -> list[Any]:
-    """The user's turns; instruction and input are joined by a blank line."""
+def _prompt_turns(row: Row, layout: ChatLayout) -> list[Any]:
+    """The user's turns; an instruction and its input are joined by an empty line."""
     further = [name for name in INPUT_KEYS if name in layout.optional and _has_text(row.get(name))]
     prompt = row[layout.prompt]
     if not further:
-        return _turns(prompt, "user")
+        return _column_turns(prompt, "user")
     texts = [prompt, *(row[name] for name in further)]
     if not all(isinstance(text, str) for text in texts):
-        raise BadRow(f"its columns {', '.join([layout.prompt, *further])} are not all text")
-    return _turns("\n\n".join(text for text in texts if text.strip()), "user")
+        raise RowError(f"its columns {', '.join([layout.prompt, *further])} are not all text")
+    return _column_turns("\n\n".join(text for text in texts if text.strip()), "user")
 
 
 def _history(value: Any) -> Iterator[Row]:
     """Earlier rounds, as LLaMA-Factory's Alpaca files hold them: pairs of a prompt and an answer."""
-    rounds = from_json(value) if isinstance(value, str) else value
+    rounds = from_json_text(value)
     if rounds is None or rounds == "":
         return
-    pairs = isinstance(rounds, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in rounds)
-    if not pairs:
-        raise BadRow(f"its column {HISTORY_KEY!r} is not a list of pairs of a prompt and an answer")
+    if not (isinstance(rounds, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in rounds)):
+        raise RowError(f"its column {HISTORY_KEY!r} is not a list of pairs of a prompt and an answer")
     for prompt, answer in rounds:
         yield {"role": "user", "content": prompt}
         yield {"role": "assistant", "content": answer}
 
 
-def _turns(value: Any, role: str) -> list[Any]:
+def _column_turns(value: Any, role: str) -> list[Any]:
     """A column as turns: text, or in TRL's conversational form a list of them."""
-    turns = from_json(value) if isinstance(value, str) and value.startswith("[{") else value
+    turns = from_json_text(value) if isinstance(value, str) and value.startswith("[{") else value
     is_list = isinstance(turns, list) and any(isinstance(turn, dict) and "role" in turn for turn in turns)
     return turns if is_list else [{"role": role, "content": value}]
 
 
 def _tools(value: Any) -> list[Any] | None:
-    tools = from_json(value) if isinstance(value, str) else value
+    tools = from_json_text(value)
     if tools is None or tools == "" or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow(f"its column {TOOLS_KEY!r} is not a list of tools, or JSON text of one")
+        raise RowError(f"its column {TOOLS_KEY!r} is not a list of tools, or JSON text of one")
     return tools
 
 
@@ -242,14 +242,15 @@ def _refuse_lost_text(rest: Row, used: list[Any], messages: list[Row], metadata:
     """Refuse columns of text that is in no turn, unless they are metadata."""
     for name, value in rest.items():
         if name in MEDIA_KEYS and value:
-            raise BadRow(f"it has {name}, and only text can be trained on", "remove the column, or leave out such rows")
+            raise RowError(f"it has {name}, and only text can be trained on", "remove the column, or drop such rows")
         if name in metadata or not _has_text(value):
             continue
-        if METADATA.fullmatch(name) or _is_repeated(value, used, messages):
+        if METADATA_KEYS.fullmatch(name) or _is_repeated(value, used, messages):
             continue
-        raise BadRow(
+        raise RowError(
             f"its column {name!r} is not part of the conversation, so its text would not be trained on",
-            f"remove the column, or keep it with the option --metadata {name} of `{COMMAND}`",
+            f"remove the column, or keep it with the option --metadata {name} of "
+            "`python -m verl_ext.data.prepare chat`",
         )
 
 
@@ -269,3 +270,147 @@ def _is_repeated(value: Any, used: list[Any], messages: list[Row]) -> bool:
     parts = [part.strip() for part in used if isinstance(part, str)]
     whole = parts if parts else contents
     return any(value.strip() in content for content in contents) or all(part in value for part in whole)
+
+
+# Turns
+
+
+def to_turns(value: Any, notes: Counter[str]) -> list[Row]:
+    """Convert the turns of a chat to OpenAI's form; `check_turns` checks the chat as a whole.
+
+    Args:
+        value: a list of turns in OpenAI's or ShareGPT's form, or JSON text of one.
+        notes: counts the rows in which something was changed, by a description of the change.
+
+    Returns:
+        The turns with `role` and `content`; content parts are joined, and arguments of tool calls are JSON text.
+
+    Raises:
+        RowError: it is no such list, or some of its text would be lost.
+    """
+    turns = from_json_text(value)
+    if not isinstance(turns, list) or not turns:
+        raise RowError("it is not a list of turns, or is empty")
+    checked = [_to_turn(turn, f"turn {position}") for position, turn in enumerate(turns, start=1)]
+    roles = {turn["role"] for turn in checked}
+    if DEVELOPER in roles:
+        if "system" in roles:
+            raise RowError("it has both system and developer turns", "merge them into one system turn")
+        # Chat templates do not know the role: Qwen's drop such a turn, ChatML's show a role that the model never saw.
+        notes["developer turns became system turns"] += 1
+        checked = [{**turn, "role": "system"} if turn["role"] == DEVELOPER else turn for turn in checked]
+    return checked
+
+
+def check_turns(messages: list[Row], *, is_prompt: bool = False) -> None:
+    """Check converted turns the way training does, so that whatever is prepared can be trained on.
+
+    Args:
+        messages: turns of `to_turns`.
+        is_prompt: whether the model answers the chat; otherwise it is trained on the assistant's turns.
+
+    Raises:
+        RowError: there is no turn to train on or to answer.
+    """
+    from verl_ext.data.chat_template import check_messages  # here, because its libraries slow down every launch
+
+    try:
+        check_messages(messages, is_prompt=is_prompt)
+    except UserError as error:
+        reason, _, fix = str(error).partition("; ")
+        raise RowError(reason, fix) from error
+
+
+def from_json_text(value: Any) -> Any:
+    """The value of JSON text, as CSV files hold lists; anything else is returned unchanged."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _is_sharegpt(turns: Any) -> bool:
+    first = turns[0] if isinstance(turns, list) and turns else None
+    return isinstance(first, dict) and {"from", "value"} <= first.keys()
+
+
+def _to_turn(turn: Any, where: str) -> Row:
+    if not isinstance(turn, dict):
+        raise RowError(f"{where} is not an object with role and content")
+    turn = {name: value for name, value in turn.items() if value is not None or name == "content"}
+    if "from" in turn and "role" not in turn:
+        turn = _from_sharegpt(turn, where)
+    if turn.get("role") not in (*ROLES, DEVELOPER):
+        raise RowError(f"{where} has the role {turn.get('role')!r}, not one of {', '.join((*ROLES, DEVELOPER))}")
+    if turn.get("weight") in (1, True):
+        del turn["weight"]
+    if "weight" in turn:
+        raise RowError(
+            f"{where} has the weight {turn['weight']!r}, and training would ignore 'weight'",
+            "drop the row, or end its chat before this turn",
+        )
+    unknown = [name for name in turn if name not in TURN_KEYS]
+    if unknown:
+        raise RowError(f"{where} has the key {unknown[0]!r}, which training would ignore", "remove the key or the row")
+    turn["content"] = _join_text_parts(turn.get("content"), where)
+    if "tool_calls" in turn:
+        calls = turn["tool_calls"]
+        turn["tool_calls"] = [_to_tool_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
+    _check_content(turn, where)
+    return turn
+
+
+def _from_sharegpt(turn: Row, where: str) -> Row:
+    role = SHAREGPT_ROLES.get(str(turn["from"]))
+    if role is None:
+        raise RowError(f"{where} is from {turn['from']!r}, not one of {', '.join(SHAREGPT_ROLES)}")
+    rest = {name: value for name, value in turn.items() if name not in ("from", "value", "content")}
+    if turn.get("content") is not None:
+        raise RowError(f"{where} has both 'value' and 'content'", "remove one")
+    value = turn.get("value")
+    if role != FUNCTION_CALL:
+        return {**rest, "role": role, "content": value}
+    calls = from_json_text(value)
+    return {**rest, "role": "assistant", "content": "", "tool_calls": [calls] if isinstance(calls, dict) else calls}
+
+
+def _join_text_parts(content: Any, where: str) -> Any:
+    """Content with its text parts joined; what is not a list of parts is returned unchanged.
+
+    Raises:
+        RowError: a part is not text, such as an image.
+    """
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise RowError(f"{where} has a content part of type {kind!r}, and only text can be trained on")
+    return "".join(part["text"] for part in content)
+
+
+def _to_tool_call(call: Any, where: str) -> Row:
+    """A tool call with its arguments as JSON text: parquet would give all calls of a file the same arguments."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if isinstance(arguments, str):
+        arguments = from_json_text(arguments) if arguments.strip() else {}
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise RowError(f"{where} has a tool call that is not an object with name and arguments")
+    named = {"id": call["id"]} if call.get("id") is not None else {}
+    text = json.dumps(arguments, ensure_ascii=False)
+    return {**named, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def _check_content(turn: Row, where: str) -> None:
+    content, has_calls = turn["content"], bool(turn.get("tool_calls"))
+    if has_calls and turn["role"] != "assistant":
+        raise RowError(f"{where} has tool_calls but the role {turn['role']!r}, not assistant")
+    if content is None and has_calls:
+        return
+    if not isinstance(content, str):
+        fix = "put it in quotes" if isinstance(content, (int, float)) else None
+        raise RowError(f"{where} has content of type {type(content).__name__}, not text", fix)
+    if turn["role"] == "assistant" and not content.strip() and not has_calls:
+        raise RowError(f"{where} is an empty assistant turn")

@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.console import progress_bar
-from verl_ext.data.prepare.files import Row, read_jsonl, write_parquet
-from verl_ext.data.prepare.split import FILES_OF_A_RUN, TRAIN_NAME, VAL_NAME
-from verl_ext.data.prepare.stamp import Prepared
+from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
+from verl_ext.data.prepare.tables import (
+    RUN_FILES,
+    TRAIN_NAME,
+    VAL_NAME,
+    Row,
+    read_jsonl,
+    rl_prompt_row,
+    write_parquet,
+)
 from verl_ext.errors import UserError, first_line_of
 
-HELP = "Turn GSM8K into train.parquet (its train split) and val.parquet (its test split)."
-EXAMPLE = "gsm8k --source openai/gsm8k --style think --output data/gsm8k"
-NEXT = "bash run_sft.sh 8 recipe=gsm8k " + FILES_OF_A_RUN
-VERSION = 2
 STYLES = ("plain", "think")
-TASKS = ("sft", "rl")
-OUTPUT_OF_SPLIT = {"train": TRAIN_NAME, "test": VAL_NAME}
-# Fields of a sample as published: the solution, with calculator calls <<48/2=24>>, then "#### " and the number.
+SCRIPTS = {"sft": "run_sft.sh", "rl": "run_grpo.sh"}
+"""Tasks, and the scripts that train on their files."""
+SPLIT_FILES = {"train": TRAIN_NAME, "test": VAL_NAME}
+# A sample as published: the solution, with calculator calls such as <<48/2=24>>, then "#### " and the number.
 CALCULATOR_CALL = re.compile(r"<<[^<>]*>>")
 FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
 THINK_INSTRUCTION = (
@@ -46,32 +50,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--task",
-        choices=TASKS,
+        choices=tuple(SCRIPTS),
         default="sft",
         help="sft: chats with the solution; rl: prompts with the number, in verl's RL format",
     )
 
 
-def run(arguments: argparse.Namespace) -> Prepared:
+def prepare_gsm8k(arguments: argparse.Namespace) -> PrepareResult:
     """Write both files with the columns `messages`, `answer` and `problem_id`, or those of verl's RL format.
 
-    `answer` is the final number as text without thousands separators. Calculator calls are taken out of the
-    solutions, since no calculator answers them when the model is used.
+    `answer` is the final number as text without thousands separators. Calculator calls are removed from the solutions,
+    since no calculator answers them when the model is used.
 
     Raises:
         UserError: the source cannot be loaded, or a sample is not in the published format.
     """
     counts: dict[str, float] = {}
-    for split, name in OUTPUT_OF_SPLIT.items():
-        rows = list(_convert(_read(arguments.source, arguments.config, split), split, arguments.style))
+    for split, name in SPLIT_FILES.items():
+        rows = list(_convert(_read_split(arguments.source, arguments.config, split), split, arguments.style))
         if arguments.task == "rl":
-            rows = [_to_prompt(row, split) for row in rows]
+            rows = [_to_rl_row(row, split) for row in rows]
         write_parquet(Path(arguments.output) / name, rows)
         counts[name.removesuffix(".parquet")] = len(rows)
-    return Prepared(list(OUTPUT_OF_SPLIT.values()), counts)
+    return PrepareResult(list(SPLIT_FILES.values()), counts, {"script": SCRIPTS[arguments.task]})
 
 
-def _read(source: str, config: str, split: str) -> Iterable[Any]:
+def _read_split(source: str, config: str, split: str) -> Iterable[Any]:
     if Path(source).is_dir():
         return (value for _, value in read_jsonl(Path(source) / f"{split}.jsonl"))
     import datasets
@@ -87,25 +91,16 @@ def _read(source: str, config: str, split: str) -> Iterable[Any]:
 
 def _convert(samples: Iterable[Any], split: str, style: str) -> Iterator[Row]:
     for index, sample in enumerate(progress_bar(samples, desc=f"converting {split}", unit="rows")):
-        if not (isinstance(sample, dict) and {"question", "answer"} <= sample.keys()):
+        question, worked = map(sample.get, ("question", "answer")) if isinstance(sample, dict) else (None, None)
+        if not isinstance(question, str) or not isinstance(worked, str):
             raise UserError(f"sample {index + 1} of the {split} split has no question and answer; check --source")
-        final = FINAL_ANSWER.search(sample["answer"])
+        final = FINAL_ANSWER.search(worked)
         if final is None:
             raise UserError(f"sample {index + 1} of the {split} split does not end in '#### number'; check --source")
-        solution = CALCULATOR_CALL.sub("", sample["answer"][: final.start()]).strip()
+        solution = CALCULATOR_CALL.sub("", worked[: final.start()]).strip()
         number = final.group(1).replace(",", "")
-        messages = _messages(sample["question"].strip(), solution, number, style)
+        messages = _messages(question.strip(), solution, number, style)
         yield {"messages": messages, "answer": number, "problem_id": f"gsm8k/{split}/{index}"}
-
-
-def _to_prompt(row: Row, split: str) -> Row:
-    return {
-        "data_source": "openai/gsm8k",
-        "prompt": row["messages"][:-1],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": row["answer"]},
-        "extra_info": {"problem_id": row["problem_id"], "split": split},
-    }
 
 
 def _messages(question: str, solution: str, number: str, style: str) -> list[dict[str, str]]:
@@ -115,3 +110,19 @@ def _messages(question: str, solution: str, number: str, style: str) -> list[dic
         prompt = f"{question}\n{THINK_INSTRUCTION}"
         answer = f"<think>{solution}</think>\n<answer>{number}</answer>"
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def _to_rl_row(row: Row, split: str) -> Row:
+    info = {"problem_id": row["problem_id"], "split": split}
+    return rl_prompt_row("openai/gsm8k", row["messages"][0]["content"], "math", row["answer"], info)
+
+
+COMMAND = PrepareCommand(
+    name="gsm8k",
+    help="Turn GSM8K into train.parquet (its train split) and val.parquet (its test split).",
+    example="gsm8k --source openai/gsm8k --style think --output data/gsm8k",
+    next_command="bash {script} 8 recipe=gsm8k " + RUN_FILES,
+    version=2,
+    add_arguments=add_arguments,
+    run=prepare_gsm8k,
+)

@@ -9,88 +9,95 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eval_pipeline.problems.problem import ReferenceAnswer
-from eval_pipeline.problems.reference import number_of
-from eval_pipeline.problems.verl_rl import read_tests
-from verl_ext.console import print_line, progress_bar
 from verl_ext.data.dataset import ORIGIN_KEY
-from verl_ext.data.prepare.conversation import MEDIA_KEYS, SYSTEM_KEYS, require_object
-from verl_ext.data.prepare.files import INPUTS, Row, read_rows
-from verl_ext.data.prepare.split import FILES_OF_A_RUN, TRAIN_NAME, VAL_NAME, add_split_arguments, write_split
-from verl_ext.data.prepare.stamp import Prepared
-from verl_ext.data.prepare.turns import BadRow, from_json, to_turns
+from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
+from verl_ext.data.prepare.conversation import MEDIA_KEYS, SYSTEM_KEYS, check_turns, from_json_text, to_turns
+from verl_ext.data.prepare.tables import (
+    INPUT_HELP,
+    RUN_FILES,
+    Row,
+    RowConverter,
+    RowError,
+    add_split_arguments,
+    read_rows,
+    refuse_overwritten_inputs,
+    write_split,
+)
 from verl_ext.errors import UserError
 
-HELP = "Turn prompts with their right answers or tests into train.parquet and val.parquet for GRPO."
-EXAMPLE = "prompts --input mine.jsonl --output data/mine"
-NEXT = (
-    "bash run_grpo.sh 2 recipe=custom model.partial_pretrain=MODEL reward.functions=[{reward}] "
-    "trainer.experiment_name=mine " + FILES_OF_A_RUN
-)
-VERSION = 1
-COMMAND = "python -m verl_ext.data.prepare prompts"
 ANSWER_KEYS = ("ground_truth", "answer")
-"""Columns that stand for `reward_model.ground_truth`, the first that a row has."""
-KEPT = ("data_source", "ability", "reward_model", "extra_info")
+"""Columns in place of `reward_model.ground_truth`; the first that a row has is used."""
+OUTPUT_KEYS = ("data_source", "ability", "reward_model", "extra_info")
+"""Columns of verl's RL format other than `prompt`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `prompts`."""
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=INPUTS)
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=INPUT_HELP)
     parser.add_argument("--prompt-key", default="prompt", metavar="COLUMN", help="column of the prompt")
     parser.add_argument("--skip-bad", action="store_true", help="count malformed rows instead of stopping")
     add_split_arguments(parser)
 
 
-def run(arguments: argparse.Namespace) -> Prepared:
+def prepare_prompts(arguments: argparse.Namespace) -> PrepareResult:
     """Write both files.
 
     Raises:
         UserError: a file or row is malformed, or nothing is left to split.
     """
-    _require_apart(arguments)
+    refuse_overwritten_inputs(arguments.output, arguments.input)
     counts: Counter[str] = Counter(read=0, bad=0)
-    rows = list(_read_prompts(arguments, counts))
-    # The same prompt on both sides of the split would measure memory.
+    rows = list(_read_prompts(arguments, RowConverter("prompts", arguments.skip_bad, counts)))
+    # The same prompt on both sides of the split would measure memorization.
     groups = [json.dumps(row["prompt"], sort_keys=True) for row in rows]
-    written = write_split(Path(arguments.output), _unified(rows), groups, arguments.val_fraction, arguments.seed)
-    fields = {"reward": _fitting_reward([row.get("reward_model", {}).get("ground_truth") for row in rows])}
-    return Prepared([f"{name}.parquet" for name in written], {**counts, **written}, fields)
+    written = write_split(Path(arguments.output), _with_one_type(rows), groups, arguments.val_fraction, arguments.seed)
+    reward = _fitting_reward([row.get("reward_model", {}).get("ground_truth") for row in rows])
+    return PrepareResult([f"{name}.parquet" for name in written], {**counts, **written}, {"reward": reward})
 
 
-def to_prompt(row: Row, prompt_key: str, source: str, number: int, notes: Counter[str]) -> Row:
-    """Bring one row to verl's RL format.
+def _read_prompts(arguments: argparse.Namespace, converter: RowConverter) -> Iterator[Row]:
+    for name in arguments.input:
+        path = Path(name)
+
+        def convert(row: Row, number: int, notes: Counter[str], stem: str = path.stem) -> Row:
+            return to_prompt_row(row, arguments.prompt_key, stem, number, notes)
+
+        yield from converter.convert(path, read_rows(path), convert)
+
+
+def to_prompt_row(row: Row, prompt_key: str, source: str, number: int, notes: Counter[str]) -> Row:
+    """Convert one row to verl's RL format.
 
     Args:
         row: the decoded row.
         prompt_key: column of the prompt, a text or a list of turns.
-        source: name of its file without the ending.
-        number: of the row in it.
-        notes: counts the rows in which something was changed, by a description of it.
+        source: name of its file without the suffix.
+        number: its number in the file.
+        notes: counts the rows in which something was changed, by a description of the change.
 
     Returns:
-        `prompt`, `data_source`, `reward_model` where the row has a right answer, `ability` where it has one, and
-        `extra_info` with all other columns.
+        `prompt`, `data_source`, `reward_model` and `ability` if the row has them, and `extra_info` with all other
+        columns.
 
     Raises:
-        BadRow: there is no prompt, a turn is malformed, or a column has a value of the wrong kind.
+        RowError: there is no prompt, a turn is malformed, or a column has a value of the wrong kind.
     """
     if row.get(prompt_key) is None:
-        raise BadRow(
+        raise RowError(
             f"it has no prompt in a column {prompt_key!r}; its columns are {', '.join(sorted(row))}",
-            "name the column by --prompt-key (for run_grpo.sh data.prompt_key)",
+            "name the column with --prompt-key (for run_grpo.sh data.prompt_key)",
         )
     if media := next((name for name in MEDIA_KEYS if row.get(name)), None):
-        raise BadRow(f"it has {media}, and only text can be trained on")
-    answer_key = None if row.get("reward_model") is not None else _first(row, ANSWER_KEYS)
-    system_key = _first(row, SYSTEM_KEYS)
+        raise RowError(f"it has {media}, and only text can be trained on")
+    answer_key = None if row.get("reward_model") is not None else _first_filled(row, ANSWER_KEYS)
+    system_key = _first_filled(row, SYSTEM_KEYS)
     reward_model = _object(row, "reward_model") or ({} if answer_key is None else {"ground_truth": row[answer_key]})
     if reward_model and reward_model.get("ground_truth") is None:
-        raise BadRow("its reward_model has no ground_truth", "give the right answer or tests, or no reward_model")
+        raise RowError("its reward_model has no ground_truth", "give the right answer or tests, or no reward_model")
     found: Row = {
         "data_source": str(row.get("data_source") or source),
-        "prompt": _turns(row[prompt_key], None if system_key is None else row[system_key], notes),
-        "extra_info": _extra_info(row, {prompt_key, answer_key, system_key, *KEPT}, f"{source}/{number}"),
+        "prompt": _prompt_turns(row[prompt_key], None if system_key is None else row[system_key], notes),
+        "extra_info": _extra_info(row, {prompt_key, answer_key, system_key, *OUTPUT_KEYS}, f"{source}/{number}"),
     }
     if row.get("ability") is not None:
         found["ability"] = str(row["ability"])
@@ -99,100 +106,60 @@ def to_prompt(row: Row, prompt_key: str, source: str, number: int, notes: Counte
     return found
 
 
-def _fitting_reward(truths: list[Any]) -> str:
-    """The reward to try first with these ground truths: by tests, by a number, or by a function of the user's own."""
-    try:
-        tests = [read_tests(truth, "") for truth in truths]
-    except UserError:  # some are missing, or in a form that only the user's own function reads
-        return "path.py:function"
-    if not any(isinstance(each, ReferenceAnswer) for each in tests):
-        return "code_tests"
-    numbers = all(isinstance(each, ReferenceAnswer) and number_of(each.answer) is not None for each in tests)
-    return "reward_correct" if numbers else "path.py:function"
-
-
-def _require_apart(arguments: argparse.Namespace) -> None:
-    written = {(Path(arguments.output) / name).resolve() for name in (TRAIN_NAME, VAL_NAME)}
-    for name in arguments.input:
-        if Path(name).resolve() in written:
-            raise UserError(f"{name} would be overwritten by what is made of it; name another --output")
-
-
-def _read_prompts(arguments: argparse.Namespace, counts: Counter[str]) -> Iterator[Row]:
-    for name in arguments.input:
-        path, notes = Path(name), Counter[str]()
-        for number, value in progress_bar(read_rows(path), desc=f"reading {path.name}", unit="rows"):
-            counts["read"] += 1
-            try:
-                row = to_prompt(require_object(value), arguments.prompt_key, path.stem, number, notes)
-            except BadRow as error:
-                if not arguments.skip_bad:
-                    fix = error.fix or f"correct it, or skip such rows with the option --skip-bad of `{COMMAND}`"
-                    raise UserError(f"{path} row {number}: {error}; {fix}") from error
-                counts["bad"] += 1
-                continue
-            yield {**row, ORIGIN_KEY: f"{path.name} row {number}"}
-        for note, count in notes.items():
-            print_line(f"{path}: {note} in {count} rows")
-
-
-def _first(row: Row, names: tuple[str, ...]) -> str | None:
+def _first_filled(row: Row, names: tuple[str, ...]) -> str | None:
     return next((name for name in names if row.get(name) not in (None, "")), None)
 
 
-def _turns(prompt: Any, system: Any, notes: Counter[str]) -> list[Row]:
-    is_list = isinstance(prompt, list) or (isinstance(prompt, str) and prompt.startswith("[{"))
-    turns = from_json(prompt) if is_list and isinstance(prompt, str) else prompt
+def _prompt_turns(prompt: Any, system: Any, notes: Counter[str]) -> list[Row]:
+    is_json = isinstance(prompt, str) and prompt.startswith("[{")
+    turns = from_json_text(prompt) if is_json else prompt
     messages = to_turns(turns if isinstance(turns, list) else [{"role": "user", "content": prompt}], notes)
-    if messages[-1]["role"] == "assistant":
-        raise BadRow("its last turn is the assistant's", "end the prompt with the user's turn")
+    check_turns(messages, is_prompt=True)
     if not any(message["content"].strip() for message in messages if message["role"] == "user"):
-        raise BadRow("its prompt is empty")
+        raise RowError("its prompt is empty")
     if system is None:
         return messages
     if messages[0]["role"] == "system":
-        raise BadRow("it has a system turn and a system column", "keep one of them")
+        raise RowError("it has a system turn and a system column", "keep one of them")
     return [*to_turns([{"role": "system", "content": system}], notes), *messages]
 
 
 def _extra_info(row: Row, used: set[str | None], problem_id: str) -> Row:
-    """`extra_info` with the columns that have no place of their own, and a name for the prompt."""
+    """`extra_info` with the columns that verl's format has no place for, and an id for the prompt."""
     info = _object(row, "extra_info")
     rest = {name: value for name, value in row.items() if name not in used and name != ORIGIN_KEY and value is not None}
-    if twice := sorted(info.keys() & rest.keys()):
-        raise BadRow(f"{twice[0]!r} is both a column and in extra_info", "remove one")
+    if repeated := sorted(info.keys() & rest.keys()):
+        raise RowError(f"{repeated[0]!r} is both a column and in extra_info", "remove one")
     return {"problem_id": problem_id, **rest, **info}
 
 
 def _object(row: Row, name: str) -> Row:
-    value = row.get(name)
-    value = from_json(value) if isinstance(value, str) else value
+    value = from_json_text(row.get(name))
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise BadRow(f"its column {name!r} is not an object")
+        raise RowError(f"its column {name!r} is not an object")
     return {key: item for key, item in value.items() if item is not None}
 
 
-def _unified(rows: list[Row]) -> list[Row]:
+def _with_one_type(rows: list[Row]) -> list[Row]:
     """The rows with one type for all right answers, and for each member of `extra_info`, as parquet requires."""
     members = dict.fromkeys(name for row in rows for name in row["extra_info"])
     as_text = {name for name in members if not _is_uniform([row["extra_info"].get(name) for row in rows])}
     answers_as_text = not _is_uniform([row.get("reward_model", {}).get("ground_truth") for row in rows])
     unified = []
     for row in rows:
-        info = {key: to_text(item) if key in as_text else item for key, item in row["extra_info"].items()}
+        info = {key: _to_text(item) if key in as_text else item for key, item in row["extra_info"].items()}
         changed: Row = {**row, "extra_info": info}
         if "reward_model" in row and answers_as_text:
             reward_model = row["reward_model"]
-            changed["reward_model"] = {**reward_model, "ground_truth": to_text(reward_model["ground_truth"])}
+            changed["reward_model"] = {**reward_model, "ground_truth": _to_text(reward_model["ground_truth"])}
         unified.append(changed)
     return unified
 
 
-def to_text(value: Any) -> str:
-    """Text as it is, anything else as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _to_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _is_uniform(values: list[Any]) -> bool:
@@ -208,3 +175,33 @@ def _kind(value: Any) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return "number"
     return "object" if isinstance(value, dict) or value is None else type(value).__name__
+
+
+def _fitting_reward(truths: list[Any]) -> str:
+    """The reward to try first with these ground truths: by tests, by a number, or by the user's function."""
+    from eval_pipeline.problems.problem import ReferenceAnswer
+    from eval_pipeline.problems.reference import number_of
+    from eval_pipeline.problems.verl_rl import read_tests
+
+    try:
+        tests = [read_tests(truth, "") for truth in truths]
+    except UserError:  # some are missing, or in a form that only the user's own function reads
+        return "path.py:function"
+    if not any(isinstance(each, ReferenceAnswer) for each in tests):
+        return "code_tests"
+    numbers = all(isinstance(each, ReferenceAnswer) and number_of(each.answer) is not None for each in tests)
+    return "reward_correct" if numbers else "path.py:function"
+
+
+COMMAND = PrepareCommand(
+    name="prompts",
+    help="Turn prompts with their right answers or tests into train.parquet and val.parquet for GRPO.",
+    example="prompts --input mine.jsonl --output data/mine",
+    next_command=(
+        "bash run_grpo.sh 2 recipe=custom model.partial_pretrain=MODEL reward.functions=[{reward}] "
+        f"trainer.experiment_name=mine {RUN_FILES}"
+    ),
+    version=1,
+    add_arguments=add_arguments,
+    run=prepare_prompts,
+)

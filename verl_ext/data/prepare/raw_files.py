@@ -10,10 +10,9 @@ import shlex
 from pathlib import Path
 
 from verl_ext.data.config import ChatDataConfig, PromptDataConfig, file_list, is_raw
-from verl_ext.data.prepare.commands import COMMANDS
-from verl_ext.data.prepare.files import file_state
-from verl_ext.data.prepare.split import TRAIN_NAME, VAL_NAME
-from verl_ext.data.prepare.stamp import STAMP_NAME, trust
+from verl_ext.data.prepare import COMMANDS
+from verl_ext.data.prepare.output import STAMP_NAME, file_state, trust_stamp
+from verl_ext.data.prepare.tables import TRAIN_NAME, VAL_NAME
 from verl_ext.errors import UserError
 
 VAL_FRACTION = 0.02
@@ -87,8 +86,8 @@ class Conversion:
         name = "chat" if isinstance(data, ChatDataConfig) else "prompts"
         stem = re.sub(r"[^A-Za-z0-9_.-]+", "_", paths[0].stem)[:60]
         for earlier in Path("data").glob(f"{stem}-*/{STAMP_NAME}"):
-            trust(earlier)
-        settings = json.dumps([name, COMMANDS[name].VERSION, *options, *(path.name for path in paths)])
+            trust_stamp(earlier)
+        settings = json.dumps([name, COMMANDS[name].version, *options, *(path.name for path in paths)])
         digest = hashlib.sha256(settings.encode())
         for path in paths:
             digest.update(bytes.fromhex(file_state(path).digest))

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.console import REPOSITORY, print_line
-from verl_ext.data.prepare import is_prepared, prepare
-from verl_ext.data.prepare.commands import parse_arguments
+from verl_ext.data.prepare import is_prepared, parse_arguments, prepare
 from verl_ext.errors import UserError
 from verl_ext.files import file_lock
 

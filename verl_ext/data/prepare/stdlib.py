@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import io
 import sysconfig
+import textwrap
+import tokenize
+import warnings
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from verl_ext.console import progress_bar
-from verl_ext.data.prepare.files import Row
-from verl_ext.data.prepare.functions import DocumentedFunction, documented_functions
-from verl_ext.data.prepare.split import FILES_OF_A_RUN, add_split_arguments, write_split
-from verl_ext.data.prepare.stamp import Prepared
-from verl_ext.errors import UserError
+from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
+from verl_ext.data.prepare.tables import RUN_FILES, Row, add_split_arguments, write_split
+from verl_ext.errors import UserError, first_line_of
 
-HELP = "Make (signature and docstring -> function) samples from the installed Python's standard library."
-EXAMPLE = "stdlib --output data/stdlib"
-NEXT = "bash run_sft.sh 2 recipe=smollm2_135m " + FILES_OF_A_RUN
-VERSION = 1
 SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 INSTRUCTION = "Complete this Python function. Answer with the whole function, without its docstring."
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,32 +30,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_split_arguments(parser)
 
 
-def run(arguments: argparse.Namespace) -> Prepared:
+def prepare_stdlib(arguments: argparse.Namespace) -> PrepareResult:
     """Write both files, split by source file, in the order of the file names.
 
-    The assistant's turn is the whole function without its docstring, in a python fence: it can be run as it stands,
-    and a model that has learned to repeat the signature answers prompts in the style of HumanEval.
+    The assistant's turn is the whole function without its docstring, in a python fence: it runs as it is, and a model
+    that has learned to repeat the signature answers prompts in the style of HumanEval.
 
     Raises:
-        UserError: `--source` is no directory, or holds too few documented functions to split.
+        UserError: `--source` is not a directory, or holds too few documented functions to split.
     """
     root = Path(arguments.source or sysconfig.get_path("stdlib"))
     if not root.is_dir():
-        raise UserError(f"{root} is not a directory; give the root of a Python source tree by --source")
+        raise UserError(f"{root} is not a directory; give the root of a Python source tree with --source")
     counts: Counter[str] = Counter(files=0, files_not_parsed=0, functions=0, duplicate=0)
-    rows = _collect(root, counts)
+    rows = _collect_rows(root, counts)
     groups = [row["source"] for row in rows]
     written = write_split(Path(arguments.output), rows, groups, arguments.val_fraction, arguments.seed)
-    return Prepared([f"{name}.parquet" for name in written], {**counts, **written})
+    return PrepareResult([f"{name}.parquet" for name in written], {**counts, **written})
 
 
-def _collect(root: Path, counts: Counter[str]) -> list[Row]:
+def _collect_rows(root: Path, counts: Counter[str]) -> list[Row]:
     unique: dict[str, Row] = {}
     for path in progress_bar(_source_files(root), desc="reading sources", unit="files"):
         counts["files"] += 1
         try:
             functions = documented_functions(path.read_bytes())
-        except (SyntaxError, ValueError):
+        except OSError as error:
+            raise UserError(f"cannot read {path} ({first_line_of(error)}); make it readable or remove it") from error
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: nested too deeply
             counts["files_not_parsed"] += 1
             continue
         for function in functions:
@@ -74,3 +78,81 @@ def _to_row(function: DocumentedFunction, source: str) -> Row:
         {"role": "assistant", "content": f"```python\n{function.code}\n```"},
     ]
     return {"messages": messages, "source": source, "name": function.name}
+
+
+@dataclass(frozen=True)
+class DocumentedFunction:
+    """A function or method, dedented; `stub` ends with the docstring and `code` has none."""
+
+    name: str
+    stub: str
+    code: str
+
+
+def documented_functions(source: bytes) -> list[DocumentedFunction]:
+    """Find the functions and methods that have a docstring and code after it, in the order of the file.
+
+    Functions inside functions are skipped, since they mean little without their surroundings. So are functions whose
+    text cannot be cut line by line without changing its meaning.
+
+    Args:
+        source: content of a Python file, in the encoding that it declares.
+
+    Raises:
+        SyntaxError: the file does not parse.
+        ValueError: the file holds null bytes.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # old files have escapes that newer Pythons warn about
+        tree = ast.parse(source)
+        # Split lines as the parser does: ast's line numbers count \n, \r\n and \r, but no form feed.
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+        lines = list(io.StringIO(source.decode(encoding), newline=None))
+        functions = (_cut_function(node, lines) for node in _function_nodes(tree))
+        return [function for function in functions if function is not None]
+
+
+def _function_nodes(tree: ast.Module | ast.ClassDef) -> Iterator[FunctionNode]:
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield from _function_nodes(node)
+        elif isinstance(node, FunctionNode) and ast.get_docstring(node) and len(node.body) > 1:
+            yield node
+
+
+def _cut_function(node: FunctionNode, lines: list[str]) -> DocumentedFunction | None:
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    docstring = node.body[0]
+    signature = lines[first - 1 : docstring.lineno - 1]
+    body = lines[docstring.end_lineno : node.end_lineno]
+    code = _dedent(signature + body)
+    stub = _dedent(lines[first - 1 : docstring.end_lineno])
+    return DocumentedFunction(node.name, stub, code) if _means_the_same(code, node) else None
+
+
+def _dedent(lines: list[str]) -> str:
+    return textwrap.dedent("".join(lines)).strip("\n")
+
+
+def _means_the_same(code: str, node: FunctionNode) -> bool:
+    """Compare syntax trees: cutting fails if the docstring shares its line, or a string contains the indentation."""
+    try:
+        written = ast.parse(code).body
+    except SyntaxError:
+        return False
+    expected = [*node.decorator_list, *node.body[1:]]
+    if len(written) != 1 or not isinstance(written[0], FunctionNode):
+        return False
+    actual = [*written[0].decorator_list, *written[0].body]
+    return [ast.dump(item) for item in actual] == [ast.dump(item) for item in expected]
+
+
+COMMAND = PrepareCommand(
+    name="stdlib",
+    help="Create (signature and docstring -> function) samples from the installed Python's standard library.",
+    example="stdlib --output data/stdlib",
+    next_command=f"bash run_sft.sh 2 recipe=smollm2_135m {RUN_FILES}",
+    version=1,
+    add_arguments=add_arguments,
+    run=prepare_stdlib,
+)

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from verl_ext.checkpoint.export import merged
-from verl_ext.checkpoint.shards import is_sharded, local_part, shard_rows, whole
-from verl_ext.checkpoint.weights import Weight, exported_weights
+from verl_ext.checkpoint.hf_tensors import ExportedTensor, exported_tensors, merge_rows
+from verl_ext.checkpoint.shards import is_sharded, shard_rows, to_full, to_local
 from verl_ext.distributed import on_rank_zero
 
 Bucket = list[tuple[str, torch.Tensor]]
@@ -30,7 +29,7 @@ class _Slot:
         rows_per_rank: the last ranks may have fewer.
     """
 
-    weights: list[Weight]
+    weights: list[ExportedTensor]
     shape: torch.Size
     dtype: torch.dtype
     rows_per_rank: int
@@ -64,7 +63,7 @@ class WeightSource:
         """
         self._model, self._dtype, self._device = model, dtype, device
         self._num_ranks = dist.get_world_size()
-        weights = on_rank_zero(lambda: exported_weights(model))
+        weights = on_rank_zero(lambda: exported_tensors(model))
         self._buckets = list(self._planned(weights, bucket_bytes))
 
     @property
@@ -80,7 +79,7 @@ class WeightSource:
             tensors = self._gathered(slots, state) if self._num_ranks > 1 else self._own(slots, state)
             yield [named for slot, tensor in zip(slots, tensors) for named in slot.named(tensor)]
 
-    def _planned(self, weights: list[Weight], bucket_bytes: int) -> Iterator[list[_Slot]]:
+    def _planned(self, weights: list[ExportedTensor], bucket_bytes: int) -> Iterator[list[_Slot]]:
         state, size = self._model.state_dict(), 0
         bucket: list[_Slot] = []
         for source, of_source in groupby(weights, key=lambda weight: weight.source):
@@ -114,8 +113,8 @@ class WeightSource:
         weight = slot.weights[0]  # the adapter is that of the whole tensor
         tensor, adapter = state[weight.source], weight.adapter
         if not tensor.shape:
-            return local_part(tensor)
+            return to_local(tensor)
         start, end = shard_rows(tensor.shape[0], self._num_ranks, dist.get_rank())
-        rows = local_part(tensor) if is_sharded(tensor) else local_part(tensor)[start:end]
-        factors = {name: whole(state[name]) for name in ((adapter.down, adapter.up) if adapter else ())}
-        return merged(adapter, rows, factors, start, end)
+        rows = to_local(tensor) if is_sharded(tensor) else to_local(tensor)[start:end]
+        factors = {name: to_full(state[name]) for name in ((adapter.down, adapter.up) if adapter else ())}
+        return merge_rows(adapter, rows, factors, start, end)

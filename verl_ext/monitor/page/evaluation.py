@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 from nicegui import ui
 
-from verl_ext.checkpoint.layout import BEST
+from verl_ext.checkpoint.manifest import BEST
 from verl_ext.files import parse_json
 from verl_ext.monitor.options import errors_option, rates_option
 from verl_ext.monitor.page.context import PageContext

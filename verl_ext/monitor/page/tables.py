@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 from nicegui import ui
 
-from verl_ext.checkpoint.layout import BEST, EXPORT, KEEP, list_steps, read_complete
 from verl_ext.checkpoint.lease import lease_holders
+from verl_ext.checkpoint.manifest import BEST, EXPORT, KEEP, list_checkpoints, read_complete
 from verl_ext.files import GIB
 from verl_ext.metrics.jsonl import SAMPLES_FILE
 from verl_ext.monitor.page.context import PageContext
@@ -39,7 +39,7 @@ class CheckpointsPanel:
 
     def show(self, view: RunView) -> None:
         """Look at the disk."""
-        self._table.rows = [checkpoint_row(path, best_step(view)) for path in list_steps(view.directory)]
+        self._table.rows = [checkpoint_row(path, best_step(view)) for path in list_checkpoints(view.directory)]
 
 
 def checkpoint_row(path: Path, best: int | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from verl_ext.console import warn
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, one_line
 from verl_ext.metrics.jsonl import METRICS_FILE
 from verl_ext.metrics.run_record import RUN_FILE, STATUSES
 from verl_ext.monitor.store.columns import PACKED_ROWS, Row, pack, rows_after
@@ -54,7 +54,7 @@ class Ingest:
                         take_evaluations(self._connection, run, directory)
                         ids.append(run)
             except Exception as error:  # files of any kind may lie there, and people look at the other runs
-                self.tell_once(f"{directory} cannot be followed: {type(error).__name__}: {error}")
+                self.tell_once(f"{directory} cannot be followed: {one_line(error)}")
         self._forget_missing({*directories}, [Path(error.filename) for error in errors])
         return ids
 

@@ -1,0 +1,136 @@
+"""The order of the steps that make a checkpoint: a crash between any two of them loses no complete checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.checkpoints import OPTIMIZER, retention, save
+from verl_ext.checkpoint.manifest import MODEL, TRACKER, Manifest, shard_name, why_incomplete
+from verl_ext.checkpoint.rebuild import rebuild_export
+from verl_ext.checkpoint.retention import rotate
+from verl_ext.checkpoint.save import FileWriter, commit_directory, sync_and_digest, write_manifest
+
+
+def refuse(*arguments: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def refuse_at(function: Callable[..., Any], word: str) -> Callable[..., Any]:
+    """The function, which fails if one of its arguments is a path that contains the word."""
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        if any(word in str(argument) for argument in arguments):
+            refuse()
+        return function(*arguments, **options)
+
+    return called
+
+
+def test_everything_is_on_disk_before_the_rename_and_the_tracker_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+
+    def recorded(name: str, function: Callable[..., Any], named: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any, **options: Any) -> Any:
+            steps.append(f"{name} {Path(named(*arguments)).relative_to(tmp_path)}")
+            return function(*arguments, **options)
+
+        return called
+
+    temporary = tmp_path / "global_step_1.tmp"
+    (temporary / "huggingface").mkdir(parents=True)
+    monkeypatch.setattr("os.fsync", recorded("fsync", os.fsync, lambda file: os.readlink(f"/proc/self/fd/{file}")))
+    monkeypatch.setattr("os.rename", recorded("rename to", os.rename, lambda source, target: target))
+    monkeypatch.setattr("os.replace", recorded("rename to", os.replace, lambda source, target: target))
+    with FileWriter() as files:
+        entries = {"model.pt": files.write_object(temporary / "model.pt", {"w": torch.zeros(3)})}
+        entries["huggingface/config.json"] = files.write_bytes(temporary / "huggingface/config.json", b"{}")
+    written, steps[:] = set(steps), []
+    assert written == {"fsync global_step_1.tmp/model.pt", "fsync global_step_1.tmp/huggingface/config.json"}
+    commit_directory(temporary, tmp_path / "global_step_1", Manifest(1, 1, "", entries))
+    assert steps == [
+        "fsync global_step_1.tmp/manifest.json.tmp",
+        "rename to global_step_1.tmp/manifest.json",
+        "fsync global_step_1.tmp",
+        "fsync global_step_1.tmp",
+        "fsync global_step_1.tmp/huggingface",
+        "rename to global_step_1",
+        "fsync .",
+        f"fsync {TRACKER}.tmp",
+        f"rename to {TRACKER}",
+        "fsync .",
+    ]
+    assert why_incomplete(tmp_path / "global_step_1") is None
+
+
+def test_digests_are_those_of_the_data_and_not_of_what_the_disk_made_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    with FileWriter() as files:
+        entry = files.write_bytes(path, b"one")
+        path.write_bytes(b"two")
+    assert entry != sync_and_digest(path)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_commit_that_fails_restores_the_checkpoint_that_made_way(
+    is_held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save(tmp_path, 1)
+    (checkpoint / "first").touch()
+    if is_held:
+        (checkpoint / "keep").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rename", refuse_at(os.rename, "global_step_1.tmp"))
+        with pytest.raises(OSError, match="Input/output"):
+            save(tmp_path, 1)
+    assert why_incomplete(checkpoint) is None and (checkpoint / "first").exists()
+    assert sorted(path.name for path in tmp_path.glob("global_*")) == ["global_step_1", "global_step_1.tmp"]
+
+
+def test_the_manifest_gives_up_the_optimizer_before_its_files_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, val=float(step))
+    warnings: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        rotate(tmp_path, *retention(1, keep_best=1, drop_optimizer_of_best=True), 2, warnings.append)
+    best = tmp_path / "global_step_1"
+    assert "global_step_1 could not be removed" in warnings[0]
+    assert all((best / name).exists() for name in OPTIMIZER)
+    assert Manifest.read(best).dropped == ("optimizer",) and why_incomplete(best) is None
+
+
+def test_a_crash_during_an_export_leaves_a_checkpoint_without_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tmp_path / "global_step_1"
+    (checkpoint / "huggingface").mkdir(parents=True)
+    (checkpoint / "huggingface/config.json").write_text("{}")
+    torch.save({"w": torch.zeros(3)}, checkpoint / shard_name(MODEL, 1, 0))
+    names = ["huggingface/config.json", shard_name(MODEL, 1, 0)]
+    manifest = Manifest(1, 1, "", {name: sync_and_digest(checkpoint / name) for name in names})
+    write_manifest(checkpoint, manifest)
+    rebuild_export(checkpoint, None, "fp32", 1.0)
+    weights = "huggingface/model.safetensors"
+    assert weights in Manifest.read(checkpoint).files and why_incomplete(checkpoint) is None
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", refuse_at(os.replace, f"partial/{Path(weights).name}"))
+        with pytest.raises(Exception, match="Input/output"):
+            rebuild_export(checkpoint, None, "bf16", 1.0)
+    assert weights not in Manifest.read(checkpoint).files and why_incomplete(checkpoint) is None
+    rebuild_export(checkpoint, None, "bf16", 1.0)
+    assert weights in Manifest.read(checkpoint).files and why_incomplete(checkpoint) is None
+    write_manifest(checkpoint, replace(Manifest.read(checkpoint), step=2))
+    assert why_incomplete(checkpoint) == "its manifest is that of step 2"

@@ -1,0 +1,317 @@
+"""`huggingface/` in a checkpoint: every rank writes its own rows straight into the safetensors files.
+
+The format is the length of the header in 8 bytes, a JSON header, and the bytes of the tensors
+(https://github.com/huggingface/safetensors#format). The library's own writer needs all tensors of a file in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import custom_object_save
+
+from verl_ext.checkpoint.config import ExportConfig
+from verl_ext.checkpoint.hf_tensors import ExportedTensor, exported_tensors, merge_rows, plan_to_json, unwrap_peft
+from verl_ext.checkpoint.manifest import EXPORT, PLAN
+from verl_ext.checkpoint.shards import is_sharded, local_rows, to_full, to_local
+from verl_ext.distributed import on_every_rank, on_rank_zero
+from verl_ext.errors import UserError
+from verl_ext.files import GIB, write_errors
+from verl_ext.model_files import save_config, save_tokenizer
+
+DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+INDEX = "model.safetensors.index.json"
+
+
+# The layout of the files
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and number type of a whole tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of one row, or of a scalar."""
+        return prod(self.shape[1:]) * self.dtype.itemsize
+
+
+class SafetensorsLayout:
+    """The files of an export and the place of each tensor in them.
+
+    Args:
+        specs: shape and type by tensor name.
+        max_shard_bytes: largest size of the tensors of one file; a larger tensor has a file for itself.
+
+    Attributes:
+        headers: the bytes before the tensors, by file.
+        sizes: bytes by file.
+        offsets: file, and first byte in it, by tensor name.
+        index: content of INDEX; None for a single file.
+    """
+
+    def __init__(self, specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> None:
+        split = split_state_dict_into_shards_factory(
+            dict(specs),
+            get_storage_size=lambda spec: spec.num_bytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_bytes,
+        )
+        self.specs = dict(specs)
+        self.headers: dict[str, bytes] = {}
+        self.sizes: dict[str, int] = {}
+        self.offsets: dict[str, tuple[str, int]] = {}
+        for file, names in split.filename_to_tensors.items():
+            self._place(file, names)
+        self.index = self._index(split.tensor_to_filename) if split.is_sharded else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(self.sizes.values())
+
+    def _place(self, file: str, names: list[str]) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without which transformers refuses the file
+        begins, position = {}, 0
+        for name in sorted(names, key=lambda name: -self.specs[name].dtype.itemsize):  # keeps every tensor aligned
+            spec = self.specs[name]
+            begins[name] = position
+            header[name] = {
+                "dtype": DTYPE_NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [position, position + spec.num_bytes],
+            }
+            position += spec.num_bytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.headers[file] = len(text).to_bytes(8, "little") + text
+        self.sizes[file] = len(self.headers[file]) + position
+        for name, begin in begins.items():
+            self.offsets[name] = (file, len(self.headers[file]) + begin)
+
+    def _index(self, files: Mapping[str, str]) -> bytes:
+        total = sum(spec.num_bytes for spec in self.specs.values())
+        return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(files)}, indent=2).encode()
+
+
+def layout_of(
+    tensors: list[ExportedTensor], state: Mapping[str, torch.Tensor], dtype: torch.dtype, max_shard_gib: float
+) -> SafetensorsLayout:
+    """The files of an export.
+
+    Args:
+        tensors: to export.
+        state: the model's tensors by source name; only their whole shapes and types are used.
+        dtype: of floating-point tensors on the disk.
+    """
+    specs = {}
+    for tensor in tensors:
+        source = state[tensor.source]
+        specs[tensor.name] = TensorSpec(
+            tensor.shape(source.shape), dtype if source.dtype.is_floating_point else source.dtype
+        )
+    return SafetensorsLayout(specs, int(max_shard_gib * GIB))
+
+
+# Writing
+
+
+def create_files(directory: Path, layout: SafetensorsLayout) -> None:
+    """Create the files of an export with their headers and in their full size.
+
+    One process does it before any writes rows. If a file grew while several nodes wrote, a network file system could
+    fill a page that one of them has cached with zeros over what another one wrote there.
+    """
+    for name, header in layout.headers.items():
+        with write_errors(directory / name), open(directory / name, "wb") as file:
+            file.write(header)
+            file.truncate(layout.sizes[name])
+
+
+class ExportWriter:
+    """Writes rows of tensors to their places in the files of an export; several processes can do so at once.
+
+    Leaving the context flushes the files to disk.
+
+    Args:
+        directory: with the files of `create_files`.
+        layout: of the files.
+    """
+
+    def __init__(self, directory: Path, layout: SafetensorsLayout) -> None:
+        self.directory, self.layout = directory, layout
+        self._files: dict[str, int] = {}
+
+    def __enter__(self) -> ExportWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            for name, file in self._files.items() if error is None else ():
+                with write_errors(self.directory / name):
+                    os.fsync(file)
+        finally:
+            for file in self._files.values():
+                os.close(file)
+
+    def write_rows(self, name: str, start: int, rows: torch.Tensor) -> None:
+        """Write rows of one tensor.
+
+        Args:
+            name: of the tensor in the export.
+            start: index of the first row.
+            rows: (rows, ...) of the tensor, on any device, in any floating-point type.
+        """
+        spec, (file, offset) = self.layout.specs[name], self.layout.offsets[name]
+        values = rows.detach().to(dtype=spec.dtype).cpu().contiguous()
+        data = values.reshape(-1).view(torch.uint8).numpy().data
+        path, position = self.directory / file, offset + start * spec.row_bytes
+        with write_errors(path):
+            if file not in self._files:
+                self._files[file] = os.open(path, os.O_WRONLY)
+            while data:
+                written = os.pwrite(self._files[file], data, position)
+                data, position = data[written:], position + written
+
+
+@dataclass
+class ExportedWeights:
+    """The weights of one export.
+
+    Attributes:
+        tensors: to export.
+        layout: of the files.
+        factors: whole A and B of every LoRA adapter, by name.
+    """
+
+    tensors: list[ExportedTensor]
+    layout: SafetensorsLayout
+    factors: Mapping[str, torch.Tensor]
+
+    def write_local_rows(self, directory: Path, state: Mapping[str, torch.Tensor], rank: int) -> None:
+        """Write what this rank holds of a sharded model; all ranks together write the whole export.
+
+        Args:
+            directory: with the files of `create_files`.
+            state: this rank's state of the model.
+            rank: rank 0 writes the tensors that are not sharded.
+        """
+        with ExportWriter(directory, self.layout) as writer:
+            for source, of_source in groupby(self.tensors, key=lambda tensor: tensor.source):
+                value, tensors = state[source], list(of_source)
+                start, end = local_rows(value)
+                if start < end and (rank == 0 or is_sharded(value)):
+                    rows = merge_rows(tensors[0].adapter, to_local(value), self.factors, start, end)
+                    for tensor in tensors:
+                        writer.write_rows(tensor.name, *tensor.of_rows(rows, start))
+
+
+# The export of a run
+
+
+class HuggingFaceExport:
+    """The `huggingface/` directories of a run's checkpoints; constructed by all ranks together."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: ExportConfig,
+        *,
+        dtype: torch.dtype,
+        last_step: int,
+        with_weights: bool,
+        is_main: bool,
+    ) -> None:
+        """Find the tensors to export; collective.
+
+        Args:
+            dtype: of the exported weights.
+            last_step: of the run, which is always exported.
+            with_weights: whether to export weights at all.
+            is_main: true on rank 0, which writes the small files.
+
+        Raises:
+            UserError: it exports weights, with adapters that cannot be merged.
+        """
+        self.config, self.dtype, self.last_step, self.with_weights = config, dtype, last_step, with_weights
+        self.tensors = on_rank_zero(lambda: self._exportable(model))
+        self._small_files: dict[str, bytes] = on_every_rank(
+            lambda: config_and_tokenizer_files(model, tokenizer, dtype) if is_main else {}
+        )
+
+    def _exportable(self, model: PreTrainedModel | PeftModel) -> list[ExportedTensor]:
+        """The tensors to export, also if this run does not, because `export_plan.json` lists them for later."""
+        try:
+            return exported_tensors(model)
+        except UserError:
+            if self.with_weights:
+                raise
+            return []
+
+    def at(self, step: int, state: Mapping[str, torch.Tensor]) -> ExportedWeights | None:
+        """What to export of this rank's state at a step, None for nothing; gathers the LoRA factors, so collective."""
+        is_due = self.config.every is None or step % self.config.every == 0 or step == self.last_step
+        if not self.with_weights or not is_due:
+            return None
+        adapters = [tensor.adapter for tensor in self.tensors if tensor.adapter is not None]
+        names = {name for adapter in adapters for name in (adapter.down, adapter.up)}
+        factors = {name: to_full(state[name]).cpu().clone() for name in sorted(names)}
+        layout = layout_of(self.tensors, state, self.dtype, self.config.max_shard_gib)
+        return ExportedWeights(self.tensors, layout, factors)
+
+    def small_files(self, weights: ExportedWeights | None) -> dict[str, bytes]:
+        """All files but the weights: content by path relative to the checkpoint."""
+        files = dict(self._small_files)
+        if self.tensors:
+            files[PLAN] = plan_to_json(self.tensors).encode()
+        if weights is not None and weights.layout.index is not None:
+            files[f"{EXPORT}/{INDEX}"] = weights.layout.index
+        return files
+
+
+def config_and_tokenizer_files(
+    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
+) -> dict[str, bytes]:
+    """Configuration, generation settings, tokenizer and the model's own code: content by path in the checkpoint."""
+    base = unwrap_peft(model)
+    config = copy.deepcopy(base.config)
+    config.dtype = dtype
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        save_config(config, root)
+        if getattr(config, "auto_map", None):
+            custom_object_save(base, root, config=config)
+        if base.can_generate():
+            # to_json_string instead of save_pretrained, which refuses some generation configs that models ship with
+            (root / "generation_config.json").write_text(base.generation_config.to_json_string())
+        save_tokenizer(tokenizer, root)
+        found = sorted(path for path in root.rglob("*") if path.is_file())
+        return {f"{EXPORT}/{path.relative_to(root)}": path.read_bytes() for path in found}

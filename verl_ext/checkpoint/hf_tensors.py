@@ -1,0 +1,310 @@
+"""Which tensors a Hugging Face export has, and from which tensors of the sharded model each is computed.
+
+Weight sync to rollout engines uses the same tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer, ParamWrapper
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from verl_ext.checkpoint.manifest import PLAN
+from verl_ext.checkpoint.shards import to_local
+from verl_ext.errors import UserError, first_line_of
+from verl_ext.files import parse_json
+
+UNMERGEABLE = ("lora_magnitude_vector", "lora_embedding_", ".lora_bias")
+
+
+@dataclass(frozen=True)
+class LoraMerge:
+    """A LoRA adapter that is merged into a weight.
+
+    Attributes:
+        down: name of A, (rank, in).
+        up: name of B, (out, rank).
+        scaling: factor of B A.
+        transposed: whether the weight is stored as (in, out).
+        num_experts: number of experts of a weight (num_experts, out, in), whose factors are stacked like those of
+            peft's `ParamWrapper`; None for a single matrix.
+    """
+
+    down: str
+    up: str
+    scaling: float
+    transposed: bool
+    num_experts: int | None = None
+
+    def delta(self, factors: Mapping[str, torch.Tensor], start: int, end: int) -> torch.Tensor:
+        """Rows of scale · B A, which the adapter adds to its weight; Hu et al. 2021, arXiv:2106.09685."""
+        down, up = factors[self.down].float(), factors[self.up].float()
+        if self.num_experts is not None:
+            down = down.unflatten(0, (self.num_experts, -1))[start:end]  # (rows, rank, in)
+            up = up.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)[start:end]  # (rows, out, rank)
+            product = up @ down
+            return (product.mT if self.transposed else product) * self.scaling
+        product = down[:, start:end].T @ up.T if self.transposed else up[start:end] @ down
+        return product * self.scaling
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """Where an exported tensor is in a tensor of the model, such as one expert's weight in that of all experts.
+
+    Attributes:
+        row: first row of the model's tensor that contains it.
+        num_rows: number of its rows, each within one row of the model's tensor; None if all of it is within one row.
+        shape: within one row.
+        stride: within one row, in elements.
+        offset: within one row, in elements.
+    """
+
+    row: int
+    num_rows: int | None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(view: torch.Tensor, tensor: torch.Tensor) -> TensorSlice | None:
+        """The slice that is a view of a contiguous tensor; None if a row of the view spans rows of the tensor."""
+        row, offset = divmod(int(view.storage_offset()), tensor.stride(0))
+        shape, stride = tuple(view.shape), tuple(view.stride())
+        if stride[:1] == tensor.stride()[:1]:
+            found = TensorSlice(row, shape[0], shape[1:], stride[1:], offset)
+        else:
+            found = TensorSlice(row, None, shape, stride, offset)
+        return found if found.fits(tensor.shape) else None
+
+    @property
+    def end(self) -> int:
+        """The row after the last one that contains it."""
+        return self.row + (1 if self.num_rows is None else self.num_rows)
+
+    def fits(self, shape: torch.Size) -> bool:
+        """Whether it is inside of a tensor of this shape."""
+        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride))
+        is_inside = len(shape) > 0 and self.end <= shape[0] and last < shape[1:].numel()
+        return is_inside and min(self.row, self.offset, *self.shape, *self.stride) >= 0
+
+    def of_rows(self, rows: torch.Tensor, start: int) -> tuple[int, torch.Tensor]:
+        """What some rows of the model's tensor contain of it.
+
+        Args:
+            rows: of the model's tensor.
+            start: index of the first of them.
+
+        Returns:
+            Index of the first row in the exported tensor, and its rows, possibly none.
+        """
+        first, last = max(self.row, start), min(self.end, start + len(rows))
+        chosen = rows[first - start : max(first, last) - start].contiguous()
+        strides, offset = (chosen.stride(0), *self.stride), chosen.storage_offset() + self.offset
+        part = chosen.as_strided((len(chosen), *self.shape), strides, offset)
+        if self.num_rows is not None:
+            return first - self.row, part
+        return 0, part.flatten(0, 1) if self.shape else part
+
+
+@dataclass(frozen=True)
+class ExportedTensor:
+    """One tensor of the export. The names of all attributes appear in `export_plan.json`.
+
+    Attributes:
+        name: in the export.
+        source: name of the tensor in the sharded model's state.
+        adapter: merged into it; None without one.
+        part: slice of the source; None if it is all of it.
+    """
+
+    name: str
+    source: str
+    adapter: LoraMerge | None = None
+    part: TensorSlice | None = None
+
+    def shape(self, source: torch.Size) -> tuple[int, ...]:
+        """Shape in the export, given that of the source."""
+        if self.part is None:
+            return tuple(source)
+        return self.part.shape if self.part.num_rows is None else (self.part.num_rows, *self.part.shape)
+
+    def of_rows(self, rows: torch.Tensor, start: int) -> tuple[int, torch.Tensor]:
+        """See `TensorSlice.of_rows`."""
+        return (start, rows) if self.part is None else self.part.of_rows(rows, start)
+
+
+def merge_rows(
+    adapter: LoraMerge | None, rows: torch.Tensor, factors: Mapping[str, torch.Tensor], start: int, end: int
+) -> torch.Tensor:
+    """Rows `start` to before `end` of a weight with its adapter, whose whole A and B are in `factors`, added."""
+    return rows if adapter is None else rows + adapter.delta(factors, start, end).to(rows)
+
+
+# The tensors of a model
+
+
+def exported_tensors(model: PreTrainedModel | PeftModel) -> list[ExportedTensor]:
+    """The tensors of a model's export, those of `save_pretrained`; tied tensors are left to the loader.
+
+    Call it on rank 0, which loaded the model from files and knows the names in them; see `_file_tensors`.
+
+    Raises:
+        UserError: the model has adapters that cannot be merged.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    base = unwrap_peft(model)
+    tied, state = set(base.all_tied_weights_keys), model.state_dict()
+    tensors = {}
+    for source in state:
+        if any(part in source for part in UNMERGEABLE):
+            raise UserError(
+                f"the adapters hold {source}, which cannot be merged into the export; train plain LoRA adapters, or "
+                "set trainer.checkpoint.save_contents=[model,optimizer,extra] to save without an export"
+            )
+        name, adapter = plain_name(source), _adapter_of(source, layers)
+        if name in tied and (adapter is not None or ".modules_to_save." in source):
+            raise UserError(
+                f"{name} is trained by itself but tied to the embeddings, so an export cannot hold both; remove it "
+                "from the adapters, or set trainer.checkpoint.save_contents=[model,optimizer,extra] to save without an "
+                "export"
+            )
+        if name is not None and name not in tied:
+            tensors[name] = ExportedTensor(name, source, adapter)
+    parts = _file_tensors(base, {name: state[tensor.source] for name, tensor in tensors.items()})
+    return [
+        ExportedTensor(name, tensor.source, tensor.adapter, part)
+        for tensor in tensors.values()
+        for name, part in parts[tensor.name].items()
+    ]
+
+
+def unwrap_peft(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """The model inside of peft's wrapper, if it has one."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _file_tensors(
+    model: PreTrainedModel, state: Mapping[str, torch.Tensor]
+) -> dict[str, dict[str, TensorSlice | None]]:
+    """Into which tensors of its files transformers splits a model's tensors.
+
+    Since transformers 5, a model's tensors can differ from those in its files: the weights of all experts of a layer
+    are one tensor. `save_pretrained` applies `revert_weight_conversion`; here it is applied to tensors without memory.
+
+    Args:
+        model: without adapters. A model loaded from files knows how they were converted; others follow the default.
+        state: its tensors; only their shapes are used.
+
+    Returns:
+        By the model's name, the names in its files, each with its slice of the tensor, or None for all of it. A tensor
+        that cannot be split into slices keeps its name and is whole; transformers loads that too.
+    """
+    empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in state.items()}
+    names = {id(tensor): name for name, tensor in empty.items()}
+    with _NoCopies():
+        reverted = revert_weight_conversion(model, dict(empty))
+    found: dict[str, dict[str, TensorSlice | None]] = {name: {} for name in empty}
+    for name, tensor in reverted.items():
+        if id(tensor) in names:
+            found[names[id(tensor)]][name] = None
+        elif (source := names.get(id(tensor._base))) is not None and source in found:
+            part = TensorSlice.of(tensor, empty[source])
+            if part is None:
+                del found[source]
+            else:
+                found[source][name] = part
+    return {name: found.get(name) or {name: None} for name in empty}
+
+
+class _NoCopies(TorchFunctionMode):
+    """Keeps a slice a view when it is made contiguous; the view tells where in its tensor the slice is."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def plain_name(source: str) -> str | None:
+    """The name of a tensor without peft's wrapping; None for one that is not exported."""
+    if ".lora_" in source or ".original_module." in source:
+        return None
+    head, trained, tail = source.removeprefix("base_model.model.").partition(".modules_to_save.")
+    name = f"{head}.{tail.partition('.')[2]}" if trained else head  # without the adapter's name
+    return re.sub(r"(\.base_layer)+\.", ".", name)  # one for each adapter of a module that has several
+
+
+def _adapter_of(source: str, layers: Mapping[str, Any]) -> LoraMerge | None:
+    """The active adapter of a weight, given peft's layers by name."""
+    # a layer of experts is wrapped once for each of its parameters, inside out
+    owner, _, parameter = source.rpartition(".")
+    while owner.endswith(".base_layer"):
+        owner = owner.removesuffix(".base_layer")
+        layer = layers.get(owner)
+        adapted = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+        if layer is not None and adapted == parameter:
+            break
+    else:
+        return None
+    active = layer.active_adapters[0]
+    down, up = (f"{owner}.lora_{part}.{active}.weight" for part in "AB")
+    scaling = float(layer.scaling[active])
+    if isinstance(layer, ParamWrapper) and layer.get_param().dim() == 3:
+        is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)  # few experts of transformers have it
+        return LoraMerge(down, up, scaling, is_transposed, layer.num_experts)
+    return LoraMerge(down, up, scaling, bool(layer.fan_in_fan_out))
+
+
+# The export plan
+
+
+def plan_to_json(tensors: list[ExportedTensor]) -> str:
+    """The text of `export_plan.json`, with which an export can be written from the shards alone."""
+    return json.dumps({"format": 2, "weights": [asdict(tensor) for tensor in tensors]}, indent=1) + "\n"
+
+
+def read_plan(checkpoint: Path, state: Mapping[str, torch.Tensor]) -> list[ExportedTensor]:
+    """The export plan of a checkpoint, given the state of one of its ranks.
+
+    A checkpoint that verl wrote has no plan: all its tensors are exported, tied ones once.
+
+    Raises:
+        UserError: it has adapters and no plan, or the plan cannot be read.
+    """
+    path = checkpoint / PLAN
+    if path.is_file():
+        try:
+            return [_planned(entry, state) for entry in parse_json(path.read_bytes())["weights"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path} cannot be read ({first_line_of(error)}); restore it, or take another checkpoint"
+            ) from error
+    if any(".lora_" in name for name in state):
+        raise UserError(
+            f"{checkpoint} has LoRA adapters and no {PLAN} that says how to merge them; "
+            "take a checkpoint that this pipeline wrote"
+        )
+    pointers = {name: to_local(tensor).data_ptr() for name, tensor in state.items()}
+    first_name = {pointer: name for name, pointer in reversed(pointers.items())}
+    return [ExportedTensor(name, name) for name, pointer in pointers.items() if first_name[pointer] == name]
+
+
+def _planned(entry: dict[str, Any], state: Mapping[str, torch.Tensor]) -> ExportedTensor:
+    """An entry of a plan; format 1 has no slices."""
+    adapter, part = (entry.get(name) for name in ("adapter", "part"))
+    if part is not None:
+        part = TensorSlice(part["row"], part["num_rows"], tuple(part["shape"]), tuple(part["stride"]), part["offset"])
+        if not part.fits(state[entry["source"]].shape):
+            raise ValueError(f"{entry['name']} is not inside of {entry['source']}")
+    return ExportedTensor(entry["name"], entry["source"], LoraMerge(**adapter) if adapter else None, part)

@@ -1,0 +1,368 @@
+"""The format of a checkpoint directory: file names, the manifest, and whether the directory is complete and undamaged.
+
+Checkpoints that verl itself wrote have no manifest; one is derived from their files. verl writes straight into
+`global_step_N`, in this order: each rank's shards, rank 0's `huggingface/` and `fsdp_config.json`, `data.pt`, and then
+the tracker.
+
+Needs no torch, because the launcher, `health` and the monitor read checkpoints too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zipfile
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from verl_ext.errors import first_line_of
+from verl_ext.files import LATEST, file_digest, ignore_progress, parse_json, replace_file
+
+MANIFEST = "manifest.json"
+PLAN = "export_plan.json"
+OURS = (MANIFEST, PLAN)
+"""Files that this pipeline writes into a checkpoint and verl does not."""
+TRACKER = "latest_checkpointed_iteration.txt"
+EXPORT = "huggingface"
+BEST = "best_checkpoint.json"
+KEEP = "keep"
+DATA_STATE = "data.pt"
+FSDP_CONFIG = "fsdp_config.json"
+KINDS = MODEL, OPTIMIZER, EXTRA = ("model", "optim", "extra_state")
+"""Kinds of shards, by the first word of their file names."""
+DROPPED_OPTIMIZER = "optimizer"
+"""Entry in `Manifest.dropped` of a checkpoint without optimizer shards."""
+MAX_DIGITS = 18
+"""Most digits of a number in a tracker or a manifest; a longer number is damage and cannot be part of a name."""
+CHUNK_BYTES = 16 << 20
+_SHARD = re.compile(rf"({'|'.join(KINDS)})_world_size_(\d+)_rank_(\d+)\.pt")
+
+FileEntry = dict[str, Any]
+"""`bytes`, the size of a file, and `xxh3_128`, its digest."""
+
+
+# File names
+
+
+def step_of(directory: Path) -> int | None:
+    """N of `global_step_N`; None for any other name."""
+    match = re.fullmatch(r"global_step_(\d+)", directory.name)
+    return int(match.group(1)) if match else None
+
+
+def shard_name(kind: str, world_size: int, rank: int) -> str:
+    """verl's file name for what one rank saves."""
+    return f"{kind}_world_size_{world_size}_rank_{rank}.pt"
+
+
+def shards_of(checkpoint: Path, *kinds: str) -> dict[Path, tuple[str, int, int]]:
+    """Paths of all shards of these kinds (of any kind by default), each with its kind, world size and rank."""
+    matches = {path: _SHARD.fullmatch(path.name) for path in checkpoint.glob("*_world_size_*_rank_*.pt")}
+    found = {path: (match[1], int(match[2]), int(match[3])) for path, match in matches.items() if match}
+    return {path: shard for path, shard in found.items() if shard[0] in (kinds or KINDS)}
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Every `global_step_N` directory of a run, complete or not, the newest first."""
+    if not run_dir.is_dir():
+        return []
+    found = [path for path in run_dir.iterdir() if path.is_dir() and step_of(path) is not None]
+    return sorted(found, key=lambda path: -(step_of(path) or 0))
+
+
+# The manifest
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of `manifest.json`, which is written when all other files of a checkpoint are complete.
+
+    Attributes:
+        step: optimizer steps done.
+        world_size: ranks that wrote the shards.
+        config_digest: digest of the run's configuration.
+        files: size and digest by relative path.
+        metrics: metrics of this step by name.
+        dropped: contents that were removed after the save; `DROPPED_OPTIMIZER` or nothing.
+        time: of the save, in seconds since 1970.
+        optimizer: class whose state the shards hold, such as torch.optim.AdamW; empty if unknown.
+        export_dtype: bf16, fp16 or fp32, the number type of the run's own exports; empty if unknown.
+    """
+
+    step: int
+    world_size: int
+    config_digest: str
+    files: dict[str, FileEntry]
+    metrics: dict[str, float] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+    time: float = 0.0
+    optimizer: str = ""
+    export_dtype: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the checkpoint."""
+        return sum(entry["bytes"] for entry in self.files.values())
+
+    def with_files(self, files: dict[str, FileEntry]) -> Manifest:
+        """A copy that lists other files."""
+        return replace(self, files=files)
+
+    def to_json(self) -> str:
+        """The text of `manifest.json`."""
+        files = dict(sorted(self.files.items()))
+        return json.dumps({"format": 1, **asdict(self), "files": files}, indent=1) + "\n"
+
+    @staticmethod
+    def read(directory: Path) -> Manifest:
+        """Read a checkpoint's manifest, or derive that of a checkpoint that verl wrote.
+
+        Raises:
+            ValueError: it is missing or malformed; the message says which.
+        """
+        if is_verl_checkpoint(directory):
+            try:
+                return _parse({"step": step_of(directory), **_verl_manifest(directory)})
+            except OSError as error:
+                raise ValueError(f"its files cannot be read ({error})") from error
+        try:
+            return _parse(parse_json((directory / MANIFEST).read_bytes()))
+        except FileNotFoundError:
+            raise ValueError(f"it has no {MANIFEST}, so it was never completed") from None
+        except KeyError as error:
+            raise ValueError(f"its {MANIFEST} cannot be read (it lacks {error})") from error
+        except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"its {MANIFEST} cannot be read ({first_line_of(error)})") from error
+
+
+def _parse(content: dict[str, Any]) -> Manifest:
+    """A manifest from its JSON, which may be damaged.
+
+    Raises:
+        KeyError, TypeError, AttributeError, OverflowError, ValueError: a key is missing or its value is invalid.
+    """
+    metrics, dropped, time = content.get("metrics", {}), content.get("dropped", ()), content.get("time", 0.0)
+    if not all(type(value) in (int, float) for value in metrics.values()):
+        raise ValueError("a metric is not a number")
+    if isinstance(dropped, str) or not all(isinstance(name, str) for name in dropped):
+        raise ValueError("dropped is not a list of names")
+    if not 0 <= time < LATEST:
+        raise ValueError(f"time is {time!r}, not a time in seconds since 1970")
+    for name in content["files"]:
+        _require_file_name(name)
+    return Manifest(
+        step=_whole_number(content, "step"),
+        world_size=_whole_number(content, "world_size"),
+        config_digest=str(content["config_digest"]),
+        files={name: {**entry, "bytes": _whole_number(entry, "bytes")} for name, entry in content["files"].items()},
+        metrics={name: float(value) for name, value in metrics.items()},
+        dropped=tuple(dropped),
+        time=float(time),
+        optimizer=str(content.get("optimizer", "")),
+        export_dtype=str(content.get("export_dtype", "")),
+    )
+
+
+def _whole_number(content: dict[str, Any], key: str) -> int:
+    value = content[key]
+    if type(value) is not int or not 0 <= value < 10**MAX_DIGITS:
+        raise ValueError(f"{key} is {repr(value)[:40]}, not a whole number of at most {MAX_DIGITS} digits")
+    return value
+
+
+def _require_file_name(name: str) -> None:
+    """Refuse a name that leads out of the checkpoint or that no file can have."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"it names the file {name}, which is not in the checkpoint")
+    if b"\0" in os.fsencode(name):  # which refuses the other characters that no name can have
+        raise ValueError(f"{name!r} is not a valid file name")
+
+
+# Completeness
+
+
+def why_incomplete(directory: Path) -> str | None:
+    """Why a directory is not a complete checkpoint; None if it is one."""
+    try:
+        read_complete(directory)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def read_complete(directory: Path) -> Manifest:
+    """Read the manifest of a complete checkpoint, once, because a rotation may remove it at any moment.
+
+    Raises:
+        ValueError: the checkpoint is not complete; the message says why.
+    """
+    by_verl = is_verl_checkpoint(directory)
+    if by_verl and step_of(directory) is None:
+        raise ValueError("its name is not global_step_N, from which the number of steps that verl had done is read")
+    if by_verl and (problem := _why_verl_incomplete(directory)):
+        raise ValueError(problem)
+    manifest = Manifest.read(directory)
+    if manifest.step != step_of(directory):
+        raise ValueError(f"its manifest is that of step {manifest.step}")
+    for name, entry in {} if by_verl else manifest.files.items():
+        try:
+            size = (directory / name).stat().st_size
+        except OSError as error:
+            raise ValueError(f"its file {name} is missing ({error.strerror})") from error
+        if size != entry["bytes"]:
+            raise ValueError(f"its file {name} has {size} bytes instead of {entry['bytes']}")
+    return manifest
+
+
+def complete_checkpoints(run_dir: Path) -> dict[Path, Manifest]:
+    """The complete checkpoints of a run with their manifests, the newest first."""
+    found = {}
+    for path in list_checkpoints(run_dir):
+        with suppress(ValueError):
+            found[path] = read_complete(path)
+    return found
+
+
+def committed_steps(run_dir: Path) -> list[int]:
+    """Steps of a run's checkpoints that have a manifest, the newest first; their files are not checked."""
+    return [step_of(path) or 0 for path in list_checkpoints(run_dir) if (path / MANIFEST).is_file()]
+
+
+# The tracker
+
+
+def read_tracker(run_dir: Path) -> tuple[Path | None, str | None]:
+    """The checkpoint that the tracker names, or else what is wrong with the tracker."""
+    path = run_dir / TRACKER
+    if not path.is_file():
+        return None, "is missing"
+    try:
+        text = path.read_bytes().decode(errors="replace").strip()
+    except OSError as error:
+        return None, f"cannot be read ({error.strerror})"
+    if not text.isascii() or not text.isdigit() or len(text) > MAX_DIGITS:
+        return None, "is empty" if not text else f"holds {text[:40]!r} instead of a step"
+    directory = run_dir / f"global_step_{int(text)}"
+    return (directory, None) if directory.is_dir() else (None, f"names {directory.name}, which does not exist")
+
+
+def write_tracker(run_dir: Path, step: int) -> None:
+    """Name a step in the tracker, as the plain integer that verl's own tools read."""
+    replace_file(run_dir / TRACKER, [str(step)])
+
+
+# Damage
+
+
+def damaged_files(
+    checkpoint: Path,
+    names: Iterable[str] | None = None,
+    progress: Callable[[int], None] = ignore_progress,
+) -> dict[str, str]:
+    """Read files of a checkpoint and find those that are not what was saved.
+
+    Files are compared with the digests of the manifest. verl keeps no digests, but the files of `torch.save` contain
+    checksums.
+
+    Args:
+        checkpoint: a `global_step_N` directory.
+        names: relative paths of the files to read; None reads all that the manifest lists.
+        progress: called with the number of bytes of each piece that was read.
+
+    Returns:
+        What is wrong by relative path; only damaged files are in it.
+
+    Raises:
+        ValueError: the manifest is missing or malformed.
+    """
+    files = Manifest.read(checkpoint).files
+    names = list(files if names is None else names)
+    if is_verl_checkpoint(checkpoint):
+        found = {name: _archive_damage(checkpoint / name, progress) for name in names if name.endswith(".pt")}
+    else:
+        found = {
+            name: _damage(checkpoint / name, files[name], progress) if name in files else "is not in the manifest"
+            for name in names
+        }
+    return {name: problem for name, problem in found.items() if problem is not None}
+
+
+def _damage(path: Path, entry: FileEntry, progress: Callable[[int], None]) -> str | None:
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes != entry.get("bytes"):
+            return f"has {num_bytes} bytes instead of {entry.get('bytes')}"
+        digest = file_digest(path, progress)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:  # such as that of a failing disk
+        return f"cannot be read ({error.strerror})"
+    return None if digest == entry.get("xxh3_128") else f"has the digest {digest} instead of {entry.get('xxh3_128')}"
+
+
+def _archive_damage(archive: Path, progress: Callable[[int], None]) -> str | None:
+    """Check a file of `torch.save` against its own checksums."""
+    try:
+        with zipfile.ZipFile(archive) as file:
+            for entry in file.infolist():
+                with file.open(entry) as record:
+                    while piece := record.read(CHUNK_BYTES):
+                        progress(len(piece))
+    except FileNotFoundError:
+        return "is missing"
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError) as error:
+        return f"is damaged ({error})"  # a flipped bit may also claim a compression or an encryption
+    return None
+
+
+# Checkpoints that verl wrote
+
+
+def is_verl_checkpoint(checkpoint: Path) -> bool:
+    """Whether verl itself wrote, or began to write, a `global_step_N`; fast for checkpoints of this pipeline."""
+    return not any((checkpoint / name).exists() for name in OURS) and bool(shards_of(checkpoint))
+
+
+def _verl_manifest(checkpoint: Path) -> dict[str, Any]:
+    """What a manifest would say: sizes without digests, no metrics."""
+    archives = [path for path in checkpoint.glob("*.pt") if path.is_file()]
+    others = [checkpoint / FSDP_CONFIG, *(checkpoint / EXPORT).rglob("*")]
+    shards = shards_of(checkpoint).values()
+    kinds = {kind for kind, _, _ in shards}
+    return {
+        "world_size": max(world_size for _, world_size, _ in shards),
+        "config_digest": "",
+        "files": {
+            str(path.relative_to(checkpoint)): {"bytes": path.stat().st_size}
+            for path in sorted(archives + others)
+            if path.is_file()
+        },
+        "dropped": [name for name, kind in ((DROPPED_OPTIMIZER, OPTIMIZER), ("extra", EXTRA)) if kind not in kinds],
+        "time": max(path.stat().st_mtime for path in archives),
+    }
+
+
+def _why_verl_incomplete(checkpoint: Path) -> str | None:
+    """Why a checkpoint that verl wrote is not complete, as far as can be seen without reading all of it."""
+    ranks: dict[str, set[int]] = defaultdict(set)
+    shards = shards_of(checkpoint).values()
+    for kind, _, rank in shards:
+        ranks[kind].add(rank)
+    world_sizes = sorted({world_size for _, world_size, _ in shards})
+    if not world_sizes:  # removed in the meantime
+        return "it has no shards"
+    if len(world_sizes) > 1:
+        return f"it holds shards of {' and of '.join(map(str, world_sizes))} ranks; remove those of one run"
+    for kind in sorted(ranks, key=KINDS.index) if MODEL in ranks else [MODEL]:
+        for rank in sorted(set(range(world_sizes[0])) - ranks[kind]):
+            return f"its file {shard_name(kind, world_sizes[0], rank)} is missing"
+    if not (checkpoint / DATA_STATE).exists() and len(ranks) < len(KINDS):
+        return f"it has no {DATA_STATE}, which verl writes last, so its save was cut short"
+    cut = next((path.name for path in sorted(checkpoint.glob("*.pt")) if not zipfile.is_zipfile(path)), None)
+    return None if cut is None else f"its file {cut} is cut short"

@@ -1,0 +1,349 @@
+"""`quickstart`: a toy instruction-to-code task, its held-out problems, and a tiny model to train on it.
+
+With these, the whole pipeline runs on a CPU in minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_ext.cli import IntArg
+from verl_ext.console import staged_progress
+from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
+from verl_ext.data.prepare.output import staged_directory
+from verl_ext.data.prepare.quickstart_families import FAMILIES, FunctionFamily, Parameters
+from verl_ext.data.prepare.tables import TRAIN_NAME, VAL_NAME, Row, rl_prompt_row, write_jsonl, write_parquet
+from verl_ext.model_files import save_config, save_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM, Qwen2TokenizerFast
+
+EXPECTED_S = {"sampling problems": 1, "creating the model": 8, "measuring lengths": 3}
+PROBLEMS_NAME = "problems.jsonl"
+PROMPTS_NAME, VAL_PROMPTS_NAME = "prompts.parquet", "val_prompts.parquet"
+MODEL_NAME = "model"
+MIN_SAMPLES, MAX_SAMPLES = 500, 200_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `quickstart`."""
+    parser.add_argument(
+        "--samples",
+        type=IntArg(MIN_SAMPLES, MAX_SAMPLES),
+        default=12_000,
+        help=f"training samples, {MIN_SAMPLES} to {MAX_SAMPLES}; 2 %% more are for validation",
+    )
+    parser.add_argument("--seed", type=IntArg(0), default=0, help="seed of the data and of the weights")
+
+
+def prepare_quickstart(arguments: argparse.Namespace) -> PrepareResult:
+    """Write `train.parquet`, `val.parquet`, `prompts.parquet`, `val_prompts.parquet`, `problems.jsonl` and `model/`.
+
+    Raises:
+        UserError: the output directory cannot be written to.
+    """
+    output = Path(arguments.output)
+    with staged_progress(EXPECTED_S) as begin:
+        begin("sampling problems")
+        data = sample_quickstart(arguments.samples, arguments.seed)
+        tables = {
+            TRAIN_NAME: data.train,
+            VAL_NAME: data.val,
+            PROMPTS_NAME: [to_prompt(*problem) for problem in data.prompts],
+            VAL_PROMPTS_NAME: [to_prompt(*problem) for problem in data.val_prompts],
+        }
+        for name, rows in tables.items():
+            write_parquet(output / name, rows)
+        write_jsonl(output / PROBLEMS_NAME, [to_problem(*problem) for problem in data.held_out])
+        model_files, model_counts = _write_model(output / MODEL_NAME, data, arguments.seed, begin)
+    counts: dict[str, float] = {
+        "train": len(data.train),
+        "val": len(data.val),
+        "prompts": len(data.prompts),
+        "problems": len(data.held_out),
+        "families": len({row["family"] for row in data.train}),
+    }
+    return PrepareResult([*tables, PROBLEMS_NAME, *model_files], {**counts, **model_counts})
+
+
+def _write_model(
+    directory: Path, data: QuickstartData, seed: int, begin: Callable[[str], None]
+) -> tuple[list[str], dict[str, float]]:
+    begin("creating the model")
+    conversations = [row["messages"] for row in data.train]
+    tokenizer = train_tokenizer(conversations)
+    model = build_model(tokenizer, seed)
+    with staged_directory(directory) as staging:
+        model.save_pretrained(staging)
+        save_config(model.config, staging)
+        save_tokenizer(tokenizer, staging)
+        files = sorted(f"{MODEL_NAME}/{path.name}" for path in staging.iterdir())
+    begin("measuring lengths")
+    lengths = [len(tokenizer.apply_chat_template(messages, return_dict=False)) for messages in conversations]
+    return files, {
+        "vocabulary": len(tokenizer),
+        "parameters": model.num_parameters(),
+        "mean_tokens": round(sum(lengths) / len(lengths), 1),
+        "max_tokens": max(lengths),
+    }
+
+
+# Sampling: no problem is in two of the sets
+
+ProblemSpec = tuple[FunctionFamily, Parameters]
+HELD_OUT_PER_FAMILY = 6
+PROMPTS_PER_FAMILY = 60
+VAL_PROMPTS_PER_FAMILY = 4
+VAL_FRACTION = 0.02
+MAX_VAL_PER_FAMILY = 100
+"""Leaves problems for training, however many samples are requested."""
+BUGGY_FRACTION = 0.75
+"""Share of wrong answers in a family with a mistake: greedy decoding repeats it, but sampling still finds correct
+answers, which GRPO needs."""
+
+
+@dataclass(frozen=True)
+class QuickstartData:
+    """Chats to train and validate on, and problems that they do not contain.
+
+    Attributes:
+        train: chats.
+        val: chats.
+        held_out: problems for the evaluation of checkpoints.
+        prompts: problems to learn from by rewards, all different, none of them held out.
+        val_prompts: problems to measure rewards on, in none of the other sets.
+    """
+
+    train: list[Row]
+    val: list[Row]
+    held_out: list[ProblemSpec]
+    prompts: list[ProblemSpec]
+    val_prompts: list[ProblemSpec]
+
+
+def sample_quickstart(num_train: int, seed: int) -> QuickstartData:
+    """Sample everything; the same arguments give the same rows in the same order.
+
+    Args:
+        num_train: number of training rows, shared equally among the families; validation gets 2 % more.
+        seed: seed of the problems and of their order.
+    """
+    generator = random.Random(seed)
+    train: list[Row] = []
+    val: list[Row] = []
+    held_out: list[ProblemSpec] = []
+    num_val = min(max(round(num_train * VAL_FRACTION), 1), MAX_VAL_PER_FAMILY * len(FAMILIES))
+    for index, family in enumerate(FAMILIES):
+        seen: set[str] = set()
+        held_out += [(family, item) for item in _sample_new(family, HELD_OUT_PER_FAMILY, seen, generator)]
+        items = _sample_new(family, _share(num_val, index), seen, generator)
+        val += [_answered(family, item, generator) for item in items]
+        items = _sample(family, _share(num_train, index), seen, generator)
+        train += [_answered(family, item, generator) for item in items]
+    generator.shuffle(train)
+    generator.shuffle(val)
+    return QuickstartData(train, val, held_out, *_sample_prompts(held_out, generator))
+
+
+def _sample_prompts(
+    held_out: list[ProblemSpec], generator: random.Random
+) -> tuple[list[ProblemSpec], list[ProblemSpec]]:
+    prompts: list[ProblemSpec] = []
+    val_prompts: list[ProblemSpec] = []
+    for family in FAMILIES:
+        seen = {problem_id(other, item) for other, item in held_out}
+        prompts += [(family, item) for item in _sample_new(family, PROMPTS_PER_FAMILY, seen, generator)]
+        val_prompts += [(family, item) for item in _sample_new(family, VAL_PROMPTS_PER_FAMILY, seen, generator)]
+    generator.shuffle(prompts)
+    generator.shuffle(val_prompts)
+    return prompts, val_prompts
+
+
+def _share(total: int, index: int) -> int:
+    """How many of `total` items a family gets."""
+    return len(range(index, total, len(FAMILIES)))
+
+
+def _sample_new(family: FunctionFamily, count: int, seen: set[str], generator: random.Random) -> Iterator[Parameters]:
+    """Sample different parameters and add them to `seen`."""
+    for _ in range(count):
+        (parameters,) = _sample(family, 1, seen, generator)
+        seen.add(problem_id(family, parameters))
+        yield parameters
+
+
+def _sample(family: FunctionFamily, count: int, seen: set[str], generator: random.Random) -> Iterator[Parameters]:
+    """Sample parameters that are not in `seen`; the same ones may occur more than once."""
+    while count > 0:
+        parameters = family.sample(generator)
+        if problem_id(family, parameters) not in seen:
+            yield parameters
+            count -= 1
+
+
+def _answered(family: FunctionFamily, parameters: Parameters, generator: random.Random) -> Row:
+    """A chat whose answer has the family's mistake, if it has one, with probability `BUGGY_FRACTION`."""
+    buggy = family.buggy_solution(parameters)
+    is_buggy = buggy is not None and generator.random() < BUGGY_FRACTION
+    messages = [
+        {"role": "user", "content": family.prompt(parameters)},
+        {"role": "assistant", "content": buggy if is_buggy else family.solution(parameters)},
+    ]
+    return {"messages": messages, "family": family.name, "problem_id": problem_id(family, parameters)}
+
+
+# Problems
+
+
+def problem_id(family: FunctionFamily, parameters: Parameters) -> str:
+    """The id of a problem, which only the same family with the same parameters has."""
+    return "/".join(["quickstart", family.name, *map(str, parameters.values())])
+
+
+def to_problem(family: FunctionFamily, parameters: Parameters) -> Row:
+    """A held-out problem; its tests compare with the values that the correct solution returns."""
+    solution = family.solution(parameters)
+    return {
+        "problem_id": problem_id(family, parameters),
+        "family": family.name,
+        "prompt": family.prompt(parameters),
+        "entry_point": family.function_name(parameters),
+        "tests": _assertions(solution, family.expressions(parameters)),
+        "canonical_solution": solution,
+    }
+
+
+def to_prompt(family: FunctionFamily, parameters: Parameters) -> Row:
+    """A row of verl's RL format; its ground truth is the tests, as the reward `code_tests` reads them."""
+    problem = to_problem(family, parameters)
+    tests = {"entry_point": problem["entry_point"], "tests": problem["tests"]}
+    info = {"problem_id": problem["problem_id"], "family": family.name}
+    return rl_prompt_row("quickstart", problem["prompt"], "code", json.dumps(tests), info)
+
+
+def _assertions(solution: str, expressions: list[str]) -> list[str]:
+    namespace: dict[str, Any] = {}
+    exec(solution, namespace)
+    return [f"assert {expression} == {eval(expression, namespace)!r}" for expression in expressions]
+
+
+# Tokenizer
+
+MAX_VOCABULARY = 1000
+PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def train_tokenizer(conversations: list[list[dict[str, str]]]) -> Qwen2TokenizerFast:
+    """Train a byte-level BPE tokenizer like Qwen2's on conversations, roles included.
+
+    Args:
+        conversations: lists of messages with role and content.
+
+    Returns:
+        A tokenizer with a ChatML template without a default system prompt; a turn ends with `<|im_end|>`, its EOS.
+    """
+    from tokenizers.trainers import BpeTrainer
+    from transformers import Qwen2TokenizerFast
+
+    alphabet, tokenizer = _untrained_tokenizer()
+    trainer = BpeTrainer(
+        vocab_size=MAX_VOCABULARY,
+        min_frequency=2,
+        special_tokens=[PAD, TURN_START, TURN_END],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    turns = (f"{message['role']}\n{message['content']}" for messages in conversations for message in messages)
+    tokenizer.train_from_iterator(turns, trainer)
+    return Qwen2TokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=PAD,
+        unk_token=PAD,
+        additional_special_tokens=[TURN_START, TURN_END],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _untrained_tokenizer() -> tuple[list[str], Tokenizer]:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
+            # One token per digit: the model copies numbers that it has never seen as a whole.
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return pre_tokenizers.ByteLevel.alphabet(), tokenizer
+
+
+# Model
+
+HIDDEN_SIZE = 192
+NUM_LAYERS = 4
+NUM_HEADS = 6
+"""A head has 32 dimensions: vLLM's attention on CPUs supports 32 and 64, but not the 48 of four heads."""
+NUM_KV_HEADS = 2
+INTERMEDIATE_SIZE = 576
+CONTEXT_LENGTH = 1024
+
+
+def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen2ForCausalLM:
+    """Build a Qwen2 model of about two million parameters with random weights.
+
+    Args:
+        tokenizer: gives the vocabulary size, EOS and padding.
+        seed: seed of the weights; the global random state does not change.
+    """
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=INTERMEDIATE_SIZE,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_KV_HEADS,
+        max_position_embeddings=CONTEXT_LENGTH,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return model
+
+
+COMMAND = PrepareCommand(
+    name="quickstart",
+    help="Create a toy instruction-to-code task, its held-out problems and a 2M-parameter model to train on it.",
+    example="quickstart --output data/quickstart",
+    next_command="bash run_sft.sh 2",
+    version=2,
+    add_arguments=add_arguments,
+    run=prepare_quickstart,
+)

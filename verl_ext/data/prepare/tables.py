@@ -1,0 +1,443 @@
+"""Tables of training data: read from JSON, CSV and parquet, split into training and validation, written as parquet."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_ext.cli import FloatArg, IntArg
+from verl_ext.console import print_line, progress_bar
+from verl_ext.data.dataset import ORIGIN_KEY, iter_parquet_rows
+from verl_ext.data.prepare.output import staged_file
+from verl_ext.errors import UserError, first_line_of
+
+Row = dict[str, Any]
+NumberedRows = Iterator[tuple[int, Any]]
+"""Rows with their numbers, from 1. A `ValueError` in place of a row says why it could not be read."""
+INPUT_HELP = "*.parquet, *.csv, *.tsv, or JSON under any other name: a row per line, or one list of rows"
+TRAIN_NAME = "train.parquet"
+VAL_NAME = "val.parquet"
+RUN_FILES = "data.train_files={output}/train.parquet data.val_files={output}/val.parquet"
+"""Overrides of a training on both files."""
+_SPACE = re.compile(r"\s*")
+
+
+# Rows that cannot be used
+
+
+class RowError(Exception):
+    """A row that cannot be used.
+
+    Args:
+        reason: what is wrong, without the place of the row.
+        fix: what to do; None for the usual advice.
+    """
+
+    def __init__(self, reason: str, fix: str | None = None) -> None:
+        super().__init__(reason)
+        self.fix = fix
+
+
+@dataclass(frozen=True)
+class RowConverter:
+    """Converts the rows of input files; the first bad row is an error, or all of them are counted and skipped.
+
+    Attributes:
+        command: the command's name, for messages.
+        skip_bad: whether bad rows are skipped.
+        counts: receives the number of rows as `read`, and of bad ones as `bad`.
+    """
+
+    command: str
+    skip_bad: bool
+    counts: Counter[str]
+
+    def convert(self, path: Path, rows: NumberedRows, to_row: Callable[[Row, int, Counter[str]], Row]) -> Iterator[Row]:
+        """Convert the rows of one file and add where each comes from.
+
+        Args:
+            path: the file, for messages.
+            rows: its rows.
+            to_row: converts a row, given its number and a counter for notes on what was changed; raises `RowError`.
+
+        Raises:
+            UserError: a row is bad and bad rows are not skipped.
+        """
+        notes: Counter[str] = Counter()
+        for number, value in progress_bar(rows, desc=f"reading {path.name}", unit="rows"):
+            self.counts["read"] += 1
+            try:
+                row = to_row(require_object(value), number, notes)
+            except RowError as error:
+                self.reject(error, f"{path} row {number}")
+                continue
+            yield {**row, ORIGIN_KEY: f"{path.name} row {number}"}
+        for note, count in notes.items():
+            print_line(f"{path}: {note} in {count} rows")
+
+    def reject(self, error: RowError, place: str) -> None:
+        """Count a bad row.
+
+        Raises:
+            UserError: bad rows are not skipped; the message names the row's place.
+        """
+        if not self.skip_bad:
+            command = f"python -m verl_ext.data.prepare {self.command}"
+            fix = error.fix or f"correct it, or skip such rows with the option --skip-bad of `{command}`"
+            raise UserError(f"{place}: {error}; {fix}") from error
+        self.counts["bad"] += 1
+
+
+def require_object(value: Any) -> Row:
+    """A row as it was read.
+
+    Raises:
+        RowError: it could not be read, or is not an object.
+    """
+    if isinstance(value, ValueError):
+        raise RowError(str(value))
+    if not isinstance(value, dict):
+        raise RowError(f"it is a {type(value).__name__}, not an object")
+    return value
+
+
+def refuse_overwritten_inputs(output: str, inputs: Iterable[str]) -> None:
+    """Refuse inputs that `write_split` would overwrite.
+
+    Raises:
+        UserError: an input is `train.parquet` or `val.parquet` of the output directory.
+    """
+    written = {(Path(output) / name).resolve() for name in (TRAIN_NAME, VAL_NAME)}
+    for name in inputs:
+        if Path(name).resolve() in written:
+            raise UserError(f"{name} is an input and would be overwritten; choose another --output")
+
+
+# Reading
+
+
+def read_rows(path: Path) -> NumberedRows:
+    """Read the rows of a file: parquet, CSV and TSV by their suffix, anything else as JSON.
+
+    Raises:
+        UserError: the file is missing, has another format than its name says, or is empty.
+    """
+    readers = {".parquet": read_parquet, ".csv": read_csv, ".tsv": read_csv}
+    is_empty = True
+    for item in readers.get(path.suffix.lower(), read_json)(path):
+        is_empty = False
+        yield item
+    if is_empty:
+        raise UserError(f"{path} holds no rows; check that it is the right file")
+
+
+def read_parquet(path: Path) -> NumberedRows:
+    """Read the rows of a parquet file.
+
+    Raises:
+        UserError: the file is missing or not parquet.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} is not a file; correct its path")
+    yield from enumerate(iter_parquet_rows(path), start=1)
+
+
+def read_csv(path: Path) -> NumberedRows:
+    """Read a CSV or TSV file whose first row names the columns; the header has no number.
+
+    Every value is text, or None for an empty field.
+
+    Raises:
+        UserError: the file is missing, or is not CSV.
+    """
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    csv.field_size_limit(sys.maxsize)  # the default refuses fields of more than 128 KiB
+    with _read_errors(path), path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        header = [name.strip() for name in next(reader, [])]
+        repeated = next((name for name in header if header.count(name) > 1), None)
+        if repeated is not None:
+            raise UserError(f"{path} has two columns named {repeated!r}; rename one")
+        if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
+            raise UserError(f"{path} has the single column {header[0]!r}; separate its columns by commas")
+        for number, fields in enumerate((fields for fields in reader if fields), start=1):
+            if len(fields) != len(header):
+                yield number, ValueError(f"it has {len(fields)} fields where the header has {len(header)}")
+            else:
+                yield number, {name: field or None for name, field in zip(header, fields)}
+
+
+def read_json(path: Path) -> NumberedRows:
+    """Read JSON Lines, the items of a file that is one JSON list, or the row of one that is a single object.
+
+    Raises:
+        UserError: the file is missing, is not text, or is a list with a syntax error.
+    """
+    with _read_errors(path):
+        with path.open(encoding="utf-8-sig") as file:
+            first = file.read(4096).lstrip()[:1]
+        text = path.read_text(encoding="utf-8-sig").strip() if first == "[" or path.suffix == ".json" else ""
+    if first == "[":
+        yield from enumerate(_list_items(path, text), start=1)
+    elif text and isinstance(value := _parse_json(text), dict):
+        yield 1, value
+    else:
+        yield from read_jsonl(path)
+
+
+def read_jsonl(path: Path) -> NumberedRows:
+    """Read JSON Lines; rows are numbered by their lines, and empty lines are skipped.
+
+    Raises:
+        UserError: the file is missing or not text.
+    """
+    with _read_errors(path), path.open(encoding="utf-8-sig") as file:  # some editors write a byte-order mark
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, _parse_json(line)
+
+
+@contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({first_line_of(error)}); check its path") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path} as UTF-8 ({error.reason}); save it as UTF-8") from error
+    except csv.Error as error:
+        raise UserError(f"cannot read {path} as CSV ({error}); check its quotes and commas") from error
+
+
+def _list_items(path: Path, text: str) -> Iterator[Any]:
+    """The items of a JSON list, decoded one by one, so that an error can name the row."""
+    position, count = _skip_space(text, 1), 0
+    if text[position : position + 1] == "]":
+        return
+    while True:
+        try:
+            value, position = _decode(text, position)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UserError(f"{path} is not a JSON list from row {count + 1} on ({error}); correct it") from error
+        yield value
+        count += 1
+        position = _skip_space(text, position)
+        mark = text[position : position + 1]
+        if mark == "]" and position == len(text) - 1:
+            return
+        if mark != ",":
+            raise UserError(f"{path} is not a JSON list after row {count}; add a comma, or end the list with ]")
+        position = _skip_space(text, position + 1)
+
+
+def _parse_json(text: str) -> Any:
+    """The value of a JSON document, or a `ValueError` that says what is wrong with it."""
+    try:
+        value, end = _decode(text, _skip_space(text, 0))
+        if text[end:].strip():
+            raise json.JSONDecodeError("Extra data", text, end)
+        return value
+    except (json.JSONDecodeError, RecursionError) as error:
+        return ValueError(f"it is not JSON ({error})")
+
+
+def _decode(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value at a position and where it ends; a `ValueError` in place of a value that would lose something."""
+    repeated: list[str] = []
+
+    def to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            names = [name for name, _ in pairs]
+            repeated.append(next(name for name in names if names.count(name) > 1))
+        return value
+
+    value, end = json.JSONDecoder(object_pairs_hook=to_object).raw_decode(text, start)
+    if repeated:
+        return ValueError(f"the key {repeated[0]!r} occurs twice in an object"), end
+    if "\\u" in text[start:end]:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return ValueError("it has half of a surrogate pair, which JSON allows but text does not"), end
+    return value, end
+
+
+def _skip_space(text: str, position: int) -> int:
+    return _SPACE.match(text, position).end()  # type: ignore[union-attr]  # it always matches
+
+
+# Writing
+
+
+def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
+    """Write one JSON object per line, atomically."""
+    with staged_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write_parquet(path: Path, rows: list[Row]) -> None:
+    """Write rows as parquet, atomically, with the columns of all rows; a row without one gets null.
+
+    Raises:
+        UserError: a column mixes types, or the file cannot be written.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = {}
+    for name in _column_names(rows):
+        try:
+            columns[name] = pyarrow.array([row.get(name) for row in rows])
+        except (pyarrow.ArrowException, OverflowError) as error:
+            raise UserError(f"column {name!r} mixes types ({error}); give all its rows one type") from error
+    with staged_file(path) as temporary:
+        try:
+            pyarrow.parquet.write_table(pyarrow.table(columns), temporary)
+        except pyarrow.ArrowNotImplementedError as error:  # a column of empty objects only
+            raise UserError(f"parquet cannot hold a column ({first_line_of(error)}); remove it") from error
+
+
+def _column_names(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def encode_mixed_columns(rows: list[Row], *, keep: str) -> list[Row]:
+    """Turn columns that parquet would refuse or change into text.
+
+    Parquet gives all objects of a column the same members: in a `tools` column, each function would get the parameters
+    of the other functions, as nulls, and the model would be shown tools that do not exist.
+
+    Args:
+        rows: the samples, which are not changed.
+        keep: a column to leave alone.
+
+    Returns:
+        The rows; in such columns, nested values are JSON text, and numbers are text.
+    """
+    columns = {name: [row.get(name) for row in rows] for name in _column_names(rows) if name != keep}
+    nested = {name for name, values in columns.items() if any(isinstance(value, (dict, list)) for value in values)}
+    encoded = {name for name, values in columns.items() if not _survives_parquet(values, name in nested)}
+
+    def encode(name: str, value: Any) -> Any:
+        is_kept = name not in encoded or value is None or (isinstance(value, str) and name not in nested)
+        return value if is_kept else json.dumps(value, default=str)
+
+    return [{name: encode(name, value) for name, value in row.items()} for row in rows]
+
+
+def _survives_parquet(values: list[Any], nested: bool) -> bool:
+    import pyarrow
+
+    if nested and any(map(_has_empty_object, values)):  # parquet has no struct without members
+        return False
+    try:
+        array = pyarrow.array(values)
+    except (pyarrow.ArrowException, OverflowError):
+        return False
+    return not nested or array.to_pylist() == values
+
+
+def _has_empty_object(value: Any) -> bool:
+    if isinstance(value, dict):
+        return not value or any(map(_has_empty_object, value.values()))
+    return isinstance(value, list) and any(map(_has_empty_object, value))
+
+
+def rl_prompt_row(data_source: str, prompt: str, ability: str, ground_truth: str, extra_info: Row) -> Row:
+    """A row of verl's RL format, whose prompt is one user turn."""
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": extra_info,
+    }
+
+
+# Splitting
+
+
+def add_split_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--val-fraction` and `--seed` to a command."""
+    parser.add_argument(
+        "--val-fraction",
+        type=FloatArg(0, 1, closed=True),
+        default=0.02,
+        metavar="SHARE",
+        help="share of the rows for validation; 0 writes only train.parquet, 1 only val.parquet",
+    )
+    parser.add_argument("--seed", type=IntArg(0), default=0, help="seed of the split")
+
+
+def choose_val_groups(groups: Sequence[str], val_fraction: float, seed: int) -> set[str]:
+    """Choose whole groups at random until they hold `val_fraction` of the rows; at least one group stays on each side.
+
+    Args:
+        groups: the group of each row.
+        val_fraction: share of the rows for validation, between 0 and 1.
+        seed: seed of the choice.
+
+    Raises:
+        UserError: there are fewer than two groups.
+    """
+    sizes = Counter(groups)
+    if len(sizes) < 2:
+        raise UserError(
+            f"found {len(sizes)} separate sample(s), but a split needs 2; give more data, or do without validation "
+            "(data.val_files=null; --val-fraction 0)"
+        )
+    order = sorted(sizes)
+    random.Random(seed).shuffle(order)
+    chosen: set[str] = set()
+    num_val = 0
+    for group in order[:-1]:
+        if chosen and num_val >= val_fraction * len(groups):
+            break
+        chosen.add(group)
+        num_val += sizes[group]
+    return chosen
+
+
+def write_split(output: Path, rows: list[Row], groups: Sequence[str], val_fraction: float, seed: int) -> dict[str, int]:
+    """Write `train.parquet` and `val.parquet`; rows that belong together stay on one side, in their order.
+
+    Args:
+        output: directory to write into.
+        rows: the samples.
+        groups: the group of each row, as long as `rows`.
+        val_fraction: share of the rows for validation; with 0 or 1, the empty file is not written.
+        seed: seed of the split.
+
+    Returns:
+        The number of rows of each file that was written, `train` and `val`.
+
+    Raises:
+        UserError: there are no rows, or fewer groups than files, or a column mixes types.
+    """
+    if not rows:
+        raise UserError("no row is left to write; give more data")
+    if val_fraction in (0, 1):
+        val_groups = set(groups) if val_fraction else set()
+    else:
+        val_groups = choose_val_groups(groups, val_fraction, seed)
+    parts: dict[str, list[Row]] = {"train": [], "val": []}
+    for row, group in zip(rows, groups, strict=True):
+        parts["val" if group in val_groups else "train"].append(row)
+    for name, part in parts.items():
+        path = output / f"{name}.parquet"
+        if part:
+            write_parquet(path, part)
+        else:
+            path.unlink(missing_ok=True)  # of an earlier preparation with another share
+    return {name: len(part) for name, part in parts.items() if part}

@@ -1,1 +1,0 @@
-"""A generated set of questions about images, and a tiny vision-language model to learn it."""
