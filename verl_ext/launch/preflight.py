@@ -329,9 +329,9 @@ def check_budget_files(config: BudgetConfig, awaited: Sequence[Path] = ()) -> No
 
 def check_questions(config: BudgetConfig | VLMSFTConfig, splits: Sequence[str], awaited: Sequence[Path] = ()) -> None:
     """Each split has questions, and each of its data sets is known or has files; see `check_inputs` for `awaited`."""
-    from verl_ext.data.question_sources import QuestionSource, require_rows
+    from verl_ext.data.image_questions import require_rows
 
-    sources = {name: QuestionSource(**entry) for name, entry in config.data.datasets.items()}
+    sources = config.data.sources()
     for split in splits:
         if not any(source.size(split) for source in sources.values()):
             raise UserError(f"there is no question for {split}; give data.datasets.NAME.{split} a size, or -1 for all")
