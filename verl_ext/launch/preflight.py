@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.checkpoint.manifest import TRACKER
+from verl_ext.commands import missing_package, program
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import find_recipe
 from verl_ext.config.schema import as_dict
@@ -103,9 +104,7 @@ def check_settings(config: RunConfig) -> None:
 
         check_reward_settings(config.reward, config.data)
         if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-            raise UserError(
-                "rollout.engine=vllm needs vLLM, which is not installed; install it, or set rollout.engine=hf"
-            )
+            raise UserError(f"rollout.engine=vllm: {missing_package('vllm')}, or set rollout.engine=hf")
     elif isinstance(config, BudgetConfig) and config.model.adapter is not None:
         Plugin.parse(config.model.adapter, "model.adapter")
 
@@ -135,10 +134,10 @@ def check_components(config: RunConfig) -> None:
     check_optimizer(config.optim)
     check_device(config.trainer)
     if config.model.use_liger:
-        require_package("liger-kernel", "model.use_liger=true", "model.use_liger=false")
+        require_optional_package("liger-kernel", "model.use_liger=true", "model.use_liger=false")
     if config.model.attn_implementation == "flash_attention_2":
         key = "model.attn_implementation"
-        require_package("flash-attn", f"{key}=flash_attention_2", f"{key}=auto")
+        require_optional_package("flash-attn", f"{key}=flash_attention_2", f"{key}=auto")
         if config.model.mixed_precision == "fp32":
             raise UserError(f"{key}=flash_attention_2 has no fp32; set model.mixed_precision=bf16")
     if isinstance(config.data, TextDataConfig) and config.data.chat_template is not None:
@@ -151,7 +150,7 @@ def check_components(config: RunConfig) -> None:
         raise UserError(f"data.custom_cls.path={path} does not exist; correct the path")
 
 
-def require_package(package: str, setting: str, instead: str) -> None:
+def require_optional_package(package: str, setting: str, instead: str) -> None:
     """Refuse a setting whose package is not installed, with the setting to take instead."""
     if importlib.util.find_spec(package.replace("-", "_")) is None:
         raise UserError(f"{setting} needs the package {package} (and a GPU); install it, or set {instead}")
@@ -384,7 +383,7 @@ def require_free_gpus(devices: Sequence[str] | None, num_ranks: int) -> None:
     if devices is None and used:
         raise UserError(
             f"eval.watch=true needs GPUs that the {num_ranks} ranks leave free; name them with eval.devices, such "
-            "as eval.devices=7, or evaluate after the training with `bash eval_pipeline/run.sh watch`"
+            f"as eval.devices=7, or evaluate after the training with `{program('eval')} watch`"
         )
     for name in devices or ():
         if listed and not name.startswith("MIG-") and id_of(name) not in listed:

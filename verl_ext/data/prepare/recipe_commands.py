@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_ext.console import REPOSITORY, print_line
+from verl_ext.console import print_line
 from verl_ext.data.prepare import is_prepared, parse_arguments, prepare
 from verl_ext.errors import UserError
 from verl_ext.files import file_lock
+from verl_ext.paths import base_directory
 
-LOCK = REPOSITORY / ".prepare.lock"
+LOCK = ".prepare.lock"
+"""Held while a command runs, in the directory in which `data/` is."""
 
 
 def used_commands(
@@ -44,7 +46,7 @@ def missing_commands(commands: Iterable[str]) -> list[str]:
 def run_commands(commands: Iterable[str]) -> None:
     """Run commands one by one; a second launch or node waits, and then finds the output."""
     for command in commands:
-        with file_lock(LOCK):
+        with file_lock(base_directory() / LOCK):
             if not is_prepared(_split(command)):
                 print_line(f"Preparing: {command}")
                 prepare(_split(command))
