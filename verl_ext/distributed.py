@@ -1,4 +1,4 @@
-"""Collectives, process groups and meshes. A failure on one rank is raised on every rank, so that none waits."""
+"""Collectives, process groups, meshes and sharded tensors; a failure on one rank is raised on every rank."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl_ext.errors import UserError
 
@@ -145,3 +146,46 @@ def build_meshes(device_name: str, sequence_parallel_size: int) -> tuple[DeviceM
     flat = init_device_mesh(device_name, (world_size,), mesh_dim_names=("fsdp",))
     shape = (world_size // sequence_parallel_size, sequence_parallel_size)
     return flat, init_device_mesh(device_name, shape, mesh_dim_names=("dp", "sp"))
+
+
+# Tensors sharded with FSDP2
+
+
+def shard_rows(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """First row, and the one after the last, of a rank's part of a tensor that FSDP2 sharded along its first axis."""
+    chunk = -(-num_rows // num_ranks)
+    return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
+
+
+def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
+    """First row, and the one after the last, that this rank holds of a tensor."""
+    num_rows = tensor.shape[0] if tensor.dim() else 1
+    if not is_sharded(tensor):
+        return 0, num_rows
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None  # this rank holds a part of it
+    return shard_rows(num_rows, tensor.device_mesh.size(), coordinate[0])
+
+
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether each rank holds some rows of a tensor.
+
+    Raises:
+        UserError: it is sharded along another axis than FSDP2 does by default.
+    """
+    if not isinstance(tensor, DTensor) or tensor.placements == (Replicate(),):
+        return False
+    if tensor.placements != (Shard(0),):
+        raise UserError(f"a tensor is placed as {tensor.placements}; only FSDP2's sharding of the first axis is read")
+    return True
+
+
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor, as a plain tensor that shares its memory."""
+    with torch.no_grad():  # otherwise to_local is a view that autograd tracks
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def to_full(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a sharded tensor, on every rank; collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -148,7 +148,7 @@ def tensors_of(state: Any) -> list[torch.Tensor]:
     """The tensors in nested state, in order; of a sharded tensor, the part that the saving rank held."""
     import torch
 
-    from verl_ext.checkpoint.shards import to_local
+    from verl_ext.distributed import to_local
 
     if isinstance(state, torch.Tensor):
         return [to_local(state)]

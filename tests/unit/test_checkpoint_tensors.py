@@ -32,7 +32,8 @@ from verl_ext.checkpoint.manager import CpuStager
 from verl_ext.checkpoint.manifest import MODEL, PLAN, shard_name
 from verl_ext.checkpoint.rebuild import export_from_shards
 from verl_ext.checkpoint.save import FileWriter, bytes_of, require_space, sync_and_digest, warn_if_next_will_not_fit
-from verl_ext.checkpoint.shards import ShardFiles, shard_rows, to_local
+from verl_ext.checkpoint.shards import ShardFiles
+from verl_ext.distributed import shard_rows, to_local
 from verl_ext.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_rank")  # without which a mesh cannot be made

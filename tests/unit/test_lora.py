@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.trainer import make_trainer, small_config
-from verl_ext.checkpoint.shards import to_full
+from verl_ext.distributed import to_full
 from verl_ext.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_rank")

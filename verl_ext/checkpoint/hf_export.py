@@ -25,8 +25,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from verl_ext.checkpoint.config import ExportConfig
 from verl_ext.checkpoint.hf_tensors import ExportedTensor, exported_tensors, merge_rows, plan_to_json, unwrap_peft
 from verl_ext.checkpoint.manifest import EXPORT, PLAN
-from verl_ext.checkpoint.shards import is_sharded, local_rows, to_full, to_local
-from verl_ext.distributed import on_every_rank, on_rank_zero
+from verl_ext.distributed import is_sharded, local_rows, on_every_rank, on_rank_zero, to_full, to_local
 from verl_ext.errors import UserError
 from verl_ext.files import GIB, write_errors
 from verl_ext.model_files import save_config, save_tokenizer

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from verl_ext.checkpoint.manifest import PLAN
-from verl_ext.checkpoint.shards import to_local
+from verl_ext.distributed import to_local
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import parse_json
 

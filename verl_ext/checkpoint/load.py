@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, set_seed
 
 from verl_ext.checkpoint.manifest import EXPORT, MODEL, OPTIMIZER, is_verl_checkpoint
 from verl_ext.checkpoint.resume import another_optimizer
-from verl_ext.checkpoint.shards import SavedTensor, ShardFiles, local_rows, to_local
+from verl_ext.checkpoint.shards import SavedTensor, ShardFiles
+from verl_ext.distributed import local_rows, to_local
 from verl_ext.errors import UserError
 
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.")

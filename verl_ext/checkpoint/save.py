@@ -43,9 +43,8 @@ from verl_ext.checkpoint.manifest import (
     write_tracker,
 )
 from verl_ext.checkpoint.retention import read_best_file, removal_name, remove_leftovers, remove_tree, rotate, why_held
-from verl_ext.checkpoint.shards import to_local
 from verl_ext.console import warn
-from verl_ext.distributed import gather_results, on_rank_zero
+from verl_ext.distributed import gather_results, on_rank_zero, to_local
 from verl_ext.errors import UserError
 from verl_ext.files import (
     GIB,

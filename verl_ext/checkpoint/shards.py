@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
 from omegaconf import DictConfig, ListConfig
 from omegaconf.base import ContainerMetadata, Metadata
 from omegaconf.nodes import AnyNode
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from verl_ext.checkpoint.manifest import shard_name, shards_of
+from verl_ext.distributed import is_sharded, shard_rows, to_local
 from verl_ext.errors import UserError
 
 # Untrusted files
@@ -73,49 +73,6 @@ def _without_mesh_warnings() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-# Tensors sharded with FSDP2
-
-
-def shard_rows(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """First row, and the one after the last, of a rank's part of a tensor that FSDP2 sharded along its first axis."""
-    chunk = -(-num_rows // num_ranks)
-    return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
-
-
-def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
-    """First row, and the one after the last, that this rank holds of a tensor."""
-    num_rows = tensor.shape[0] if tensor.dim() else 1
-    if not is_sharded(tensor):
-        return 0, num_rows
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None  # this rank holds a part of it
-    return shard_rows(num_rows, tensor.device_mesh.size(), coordinate[0])
-
-
-def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether each rank holds some rows of a tensor.
-
-    Raises:
-        UserError: it is sharded along another axis than FSDP2 does by default.
-    """
-    if not isinstance(tensor, DTensor) or tensor.placements == (Replicate(),):
-        return False
-    if tensor.placements != (Shard(0),):
-        raise UserError(f"a tensor is placed as {tensor.placements}; only FSDP2's sharding of the first axis is read")
-    return True
-
-
-def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor, as a plain tensor that shares its memory."""
-    with torch.no_grad():  # otherwise to_local is a view that autograd tracks
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def to_full(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a sharded tensor, on every rank; collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 # Shard files

@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from verl_ext.checkpoint.save import FileWriter
-from verl_ext.checkpoint.shards import to_full
 from verl_ext.console import print_line, warn
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.block_importance import Importance, cheapest, load_importance
@@ -31,7 +30,7 @@ from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset
 from verl_ext.data.prompts import PromptBatch
-from verl_ext.distributed import on_every_rank, on_rank_zero, reduce_over_ranks
+from verl_ext.distributed import on_every_rank, on_rank_zero, reduce_over_ranks, to_full
 from verl_ext.errors import UserError
 from verl_ext.files import replacing, write_errors
 from verl_ext.metrics.csv_tables import EpochSums

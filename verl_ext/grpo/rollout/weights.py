@@ -12,8 +12,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from verl_ext.checkpoint.hf_tensors import ExportedTensor, exported_tensors, merge_rows
-from verl_ext.checkpoint.shards import is_sharded, shard_rows, to_full, to_local
-from verl_ext.distributed import on_rank_zero
+from verl_ext.distributed import is_sharded, on_rank_zero, shard_rows, to_full, to_local
 
 Bucket = list[tuple[str, torch.Tensor]]
 
