@@ -19,9 +19,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.sft_job import Job, tell
-from verl_ext.data.batching import MicroBatch, MicroBatchCollator, TokenBatch
+from verl_ext.data.batching import MicroBatch, MicroBatchCollator, MicroBatchPlan, TokenBatch
 from verl_ext.data.chats import ChatDataset
-from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.trainer.device import keep_freed_memory
 from verl_ext.trainer.packed_attention import PACKED_SDPA, packed_arguments

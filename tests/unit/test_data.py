@@ -23,11 +23,10 @@ from tests.helpers.models import make_tokenizer
 from tests.helpers.trainer import small_config
 from verl_ext.config.schema import as_dict
 from verl_ext.data import chats
-from verl_ext.data.batching import MicroBatchCollator, validation_micro_batches
+from verl_ext.data.batching import MicroBatchCollator, MicroBatchPlan, validation_micro_batches
 from verl_ext.data.chat_template import ChatTemplate, check_messages
 from verl_ext.data.chats import ChatDataset, load_chat_files
 from verl_ext.data.dataset import count_parquet_rows, drop_nulls, iter_parquet_rows, unique_sample_ids
-from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.errors import UserError
 

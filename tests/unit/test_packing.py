@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from verl_ext.data.packing import MicroBatchPlan, RankMicroBatches, attention_share, fill_evenly, first_fit_decreasing
+from verl_ext.data.batching import MicroBatchPlan, RankMicroBatches, attention_share, fill_evenly, first_fit_decreasing
 
 
 def lengths_like_code(number: int, seed: int = 0) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Sampler
 
 from verl_ext.console import print_line, warn
-from verl_ext.data.packing import MicroBatchPlan
+from verl_ext.data.batching import MicroBatchPlan
 from verl_ext.errors import UserError
 
 VERL_ORDER_SEED = 0

@@ -19,10 +19,17 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_ext.console import print_line, warn
-from verl_ext.data.batching import Collator, MicroBatch, MicroBatchCollator, TokenBatch, validation_micro_batches
+from verl_ext.data.batching import (
+    Collator,
+    MicroBatch,
+    MicroBatchCollator,
+    MicroBatchPlan,
+    TokenBatch,
+    attention_share,
+    validation_micro_batches,
+)
 from verl_ext.data.chats import UnpaddedDataset
 from verl_ext.data.dataset import SampleDataset, TokenDataset
-from verl_ext.data.packing import MicroBatchPlan, attention_share
 from verl_ext.distributed import gather_results, on_every_rank, reduce_over_ranks
 from verl_ext.errors import UserError
 from verl_ext.trainer.device import autocast, peak_memory

@@ -25,9 +25,8 @@ from verl_ext.checkpoint.resume import agree_on_checkpoint, agree_on_contents, o
 from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
 from verl_ext.console import warn
-from verl_ext.data.batching import Prefetcher
+from verl_ext.data.batching import MicroBatchPlan, Prefetcher
 from verl_ext.data.dataset import SampleDataset, training_data_digest
-from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.sampler import GlobalBatchSampler, data_state_after_verl
 from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero
 from verl_ext.errors import Stop, UserError

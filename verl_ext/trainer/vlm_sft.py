@@ -11,10 +11,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedM
 
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import Configuration
-from verl_ext.data.batching import TokenBatch
+from verl_ext.data.batching import MicroBatchPlan, TokenBatch
 from verl_ext.data.dataset import SampleDataset
 from verl_ext.data.image_chats import ImageChatBatch, ImageChatCollator, ImageChatDataset
-from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.distributed import on_every_rank
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.metrics.run_record import RunRecord
