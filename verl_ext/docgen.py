@@ -40,7 +40,7 @@ EVALUATION = """## Recipes of an evaluation
 """
 
 
-class Row(NamedTuple):
+class KeyRow(NamedTuple):
     """What the page says of a key; stages with equal rows share one."""
 
     key: str
@@ -70,7 +70,7 @@ def render_recipes() -> str:
     names = list(dict.fromkeys(key for found in of_stages.values() for key in found))
     parts = [INTRODUCTION]
     for section in dict.fromkeys([*FIRST, *map(section_of, names)]):
-        rows: dict[Row, list[str]] = {}
+        rows: dict[KeyRow, list[str]] = {}
         for name in (name for name in names if section_of(name) == section):
             for stage, found in of_stages.items():
                 if name in found and not found[name].setting.unused:
@@ -86,12 +86,12 @@ def section_of(key: str) -> str:
     return f"`{LIMITS}*`" if key.startswith(LIMITS) else f"`{key.split('.')[0]}`" if "." in key else GENERAL
 
 
-def row_of(key: Key) -> Row:
+def row_of(key: Key) -> KeyRow:
     """What there is to say of a key."""
-    return Row(key.name, key.takes.removeprefix("a ").replace(" [a, b]", ""), in_yaml(key.default), key.setting.doc)
+    return KeyRow(key.name, key.takes.removeprefix("a ").replace(" [a, b]", ""), in_yaml(key.default), key.setting.doc)
 
 
-def code_key(row: Row) -> tuple[str, str, str, str]:
+def code_key(row: KeyRow) -> tuple[str, str, str, str]:
     """The cells of a row."""
     return f"`{row.key}`", row.takes, f"`{row.default}`", row.doc
 
@@ -107,7 +107,7 @@ def in_yaml(value: Any) -> str:
     return "{}" if isinstance(value, Mapping) else json.dumps(value)
 
 
-def table(rows: Mapping[Row, Sequence[str]], stages: Sequence[str]) -> Iterable[str]:
+def table(rows: Mapping[KeyRow, Sequence[str]], stages: Sequence[str]) -> Iterable[str]:
     """Rows with the stages that have them."""
     yield from ("| key | stages | takes | default | meaning |", "| --- | --- | --- | --- | --- |")
     for row, having in rows.items():

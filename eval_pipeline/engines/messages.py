@@ -42,7 +42,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Stop:
+class Abandon:
     """To the process: no more answers to the last `Ask` are wanted."""
 
 

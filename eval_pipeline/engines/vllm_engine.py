@@ -9,7 +9,7 @@ from types import TracebackType
 from eval_pipeline.config import EngineConfig, SamplingConfig
 from eval_pipeline.engines.answer import Answer, Request
 from eval_pipeline.engines.engine import Engine
-from eval_pipeline.engines.messages import Alive, Answered, Ask, Done, Load, Loaded, Refused, Stop
+from eval_pipeline.engines.messages import Abandon, Alive, Answered, Ask, Done, Load, Loaded, Refused
 from eval_pipeline.engines.vllm_child import VllmChild
 from verl_ext.errors import UserError
 
@@ -61,7 +61,7 @@ class VllmEngine(Engine):
             raise
 
     def _stop(self) -> None:
-        self._child.send(Stop())
+        self._child.send(Abandon())
         for _ in self._answered():
             pass  # finished before the child read that nobody wants it
 

@@ -77,7 +77,7 @@ def _serve(connection: Connection) -> None:
         connection.send(Loaded(model.protocol, model.seconds))
         while True:
             message = connection.recv()
-            if isinstance(message, Ask):  # a Stop may come when all is answered
+            if isinstance(message, Ask):  # an Abandon may come after all answers
                 _answer(connection, model, message, min(SIGN_S, load.settings.timeout_s / 4))
     finally:
         model.close()
@@ -93,7 +93,7 @@ def _answer(connection: Connection, model: VllmModel, ask: Ask, sign_s: float) -
             connection.send(Alive())
             told = time.monotonic()
         if connection.poll():
-            connection.recv()  # Stop, or EOFError
+            connection.recv()  # Abandon, or EOFError
             steps.close()
             break
     connection.send(Done(time.monotonic() - started))

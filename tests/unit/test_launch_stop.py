@@ -21,7 +21,15 @@ from verl_ext.cli import clean_exit
 from verl_ext.console import print_line
 from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UserError
 from verl_ext.launch.__main__ import parse_arguments
-from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped, classify_outcome, is_crash, run_with_restarts
+from verl_ext.launch.outcome import (
+    Failure,
+    HandledStop,
+    Outcome,
+    Stopped,
+    classify_outcome,
+    is_crash,
+    run_with_restarts,
+)
 from verl_ext.launch.ranks import rendezvous_failure
 from verl_ext.launch.run import last_checkpoint
 from verl_ext.launch.watcher import EvalWatcher
@@ -30,7 +38,7 @@ from verl_ext.trainer.config import PreemptionConfig, parse_deadline
 from verl_ext.trainer.preemption import DEADLINE_VARIABLES, deadline_from_environment
 from verl_ext.trainer.stages import load_config
 
-TERM = Request(signal.SIGTERM)
+TERM = HandledStop(signal.SIGTERM)
 
 
 @pytest.fixture
@@ -189,16 +197,18 @@ class Ended:
         ([-signal.SIGTERM], TERM, Stopped(TERM, 75)),  # too new to have a handler
         ([128 + signal.SIGTERM], TERM, Failure("rank 0 (process 7) failed with exit code 143", 143)),
         ([-signal.SIGQUIT], None, Failure("rank 0 (process 7) was killed by SIGQUIT", -3)),  # the rank alone
-        ([-signal.SIGQUIT], Request(signal.SIGTERM, signal.SIGQUIT), 131),  # a process group, or a whole job
-        ([-9, -9], Request(signal.SIGTERM, killed=True, was_too_slow=True), 75),
-        ([-9], Request(signal.SIGTERM, signal.SIGINT, killed=True), 130),
+        ([-signal.SIGQUIT], HandledStop(signal.SIGTERM, signal.SIGQUIT), 131),  # a process group, or a whole job
+        ([-9, -9], HandledStop(signal.SIGTERM, killed=True, was_too_slow=True), 75),
+        ([-9], HandledStop(signal.SIGTERM, signal.SIGINT, killed=True), 130),
         ([-9], TERM, Failure("rank 0 (process 7) was killed by SIGKILL", -9)),  # not by us
         ([75, 1], TERM, Failure("rank 1 (process 7) failed with exit code 1", 1)),
-        ([1, -9], Request(signal.SIGTERM, killed=True), Failure("rank 0 (process 7) failed with exit code 1", 1)),
+        ([1, -9], HandledStop(signal.SIGTERM, killed=True), Failure("rank 0 (process 7) failed with exit code 1", 1)),
         ([75, 1, 2], TERM, Failure("no", 2)),
     ],
 )
-def test_a_stop_is_told_from_a_crash(exit_codes: list[int], request_: Request | None, expected: Outcome | int) -> None:
+def test_a_stop_is_told_from_a_crash(
+    exit_codes: list[int], request_: HandledStop | None, expected: Outcome | int
+) -> None:
     outcome = classify_outcome(
         {rank: Ended(code, "no" if code == 2 else "") for rank, code in enumerate(exit_codes)}, request_
     )

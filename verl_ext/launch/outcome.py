@@ -20,7 +20,7 @@ LONGEST_PAUSE_S = 300.0
 
 
 @dataclass(frozen=True)
-class Request:
+class HandledStop:
     """A request to stop that the launcher received while its ranks ran, and what it did.
 
     Attributes:
@@ -63,11 +63,11 @@ class Stopped:
         exit_code: of the command.
     """
 
-    request: Request | None
+    request: HandledStop | None
     exit_code: int
 
     @classmethod
-    def by(cls, request: Request | None, exit_codes: Collection[int] = ()) -> Stopped:
+    def by(cls, request: HandledStop | None, exit_codes: Collection[int] = ()) -> Stopped:
         """The exit code is 128 + N if signal N stopped the ranks without saving, 3 after a health rule, else 75."""
         if request is not None and request.immediate is not None:
             return cls(request, 128 + request.immediate)
@@ -79,7 +79,7 @@ class Stopped:
 Outcome = Failure | Stopped | None  # None: every rank completed all steps
 
 
-def classify_outcome(failures: Mapping[int, ProcessFailure], request: Request | None) -> Outcome:
+def classify_outcome(failures: Mapping[int, ProcessFailure], request: HandledStop | None) -> Outcome:
     """Tell a stop from a crash.
 
     Args:

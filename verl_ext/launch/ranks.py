@@ -19,7 +19,7 @@ import psutil
 from verl_ext.config.schema import to_yaml
 from verl_ext.console import print_line
 from verl_ext.errors import first_line_of
-from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped, classify_outcome
+from verl_ext.launch.outcome import Failure, HandledStop, Outcome, Stopped, classify_outcome
 from verl_ext.metrics.timing import startup
 from verl_ext.processes import LAUNCHER_PID, StopSignals, defer_gc
 from verl_ext.trainer.stages import RunConfig
@@ -108,7 +108,7 @@ class RankSupervisor:
     """
 
     def __init__(self, module: str, signals: StopSignals, grace_s: float) -> None:
-        self.request: Request | None = None
+        self.request: HandledStop | None = None
         self._module, self._signals, self._grace_s = module, signals, grace_s
         self._signalled: set[int] = set()  # process ids
         self._kill_at = self._leave_at = math.inf  # by time.monotonic
@@ -120,12 +120,12 @@ class RankSupervisor:
             if self._signals.received and thread.is_alive():
                 self._handle_request()
         if self._signals.received and self.request is None:  # the ranks got the signal too, and were faster
-            self.request = Request(self._signals.received[0], self._signals.immediate)
+            self.request = HandledStop(self._signals.received[0], self._signals.immediate)
 
     def _handle_request(self) -> None:
         immediate = self._signals.immediate
         if self.request is None:
-            self.request = Request(self._signals.received[0])
+            self.request = HandledStop(self._signals.received[0])
             if immediate is None:
                 self._forward(self.request.signal)
         if immediate is not None and self.request.immediate is None and not self.request.was_too_slow:

@@ -20,7 +20,7 @@ from verl_ext.console import print_line, typed_path, warn
 from verl_ext.errors import UserError
 from verl_ext.files import hold_run_lock
 from verl_ext.launch.configure import resume_candidate
-from verl_ext.launch.outcome import FIRST_PAUSE_S, Failure, Outcome, Request, Stopped, is_crash, run_with_restarts
+from verl_ext.launch.outcome import FIRST_PAUSE_S, Failure, HandledStop, Outcome, Stopped, is_crash, run_with_restarts
 from verl_ext.launch.ranks import RANK_MODULE, run_ranks
 from verl_ext.launch.report import print_run_summary, report
 from verl_ext.launch.watcher import watching
@@ -108,7 +108,7 @@ class Launch:
                 first_pause_s=first_pause_s,
             )
         except StopRequest as stop:  # while no rank ran
-            return Stopped.by(Request(stop.signal, self.signals.immediate))
+            return Stopped.by(HandledStop(stop.signal, self.signals.immediate))
 
     def next_config(self) -> RunConfig:
         """The user's configuration until this launch has saved something, from which the next attempt resumes."""

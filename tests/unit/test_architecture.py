@@ -1,0 +1,71 @@
+"""docs/architecture.md: its walks lead through files and functions that exist, and are as short as it says."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+PAGE = (ROOT / "docs/architecture.md").read_text().partition("## Walks\n")[2].partition("\n## ")[0]
+WALKS = {title: body for title, body in re.findall(r"^### (.+?)\n(.+?)(?=^### |\Z)", PAGE, re.MULTILINE | re.DOTALL)}
+MOST_FILES = {
+    "Start of SFT": 25,
+    "One step of SFT": 4,
+    "One save": 8,
+    "One resume": 8,
+    "One row of metrics": 5,
+}
+UNIQUE_CLASSES_IN = ("trainer", "launch", "config", "data", "checkpoint", "metrics")
+"""Folders of `verl_ext` whose classes, like those at the root, have unique names in the product."""
+
+
+def stops_of(walk: str) -> list[tuple[str, list[str]]]:
+    """Each file of a walk with the names that the page calls in it."""
+    rows = re.findall(r"^\d+\. `([^`]+)`(.*?)(?=^\d+\. |\Z)", WALKS[walk], re.MULTILINE | re.DOTALL)
+    return [(file, re.findall(r"`([\w.]+)`", said.partition(": ")[0])) for file, said in rows]
+
+
+def names_in(path: Path) -> set[str]:
+    """Functions and classes of a module, methods as `Class.method`."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+        if isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def test_the_page_has_the_walks() -> None:
+    assert list(WALKS) == list(MOST_FILES)
+
+
+@pytest.mark.parametrize("walk", MOST_FILES)
+def test_a_walk_is_short_and_leads_somewhere(walk: str) -> None:
+    stops = stops_of(walk)
+    files = [file for file, _ in stops]
+    assert 1 < len(files) <= MOST_FILES[walk] and len({*files}) == len(files)
+    for file, names in stops:
+        path = ROOT / file
+        assert path.is_file(), file
+        if path.suffix == ".py":
+            assert names and {*names} <= names_in(path), (file, {*names} - names_in(path))
+
+
+def test_class_names_are_unique() -> None:
+    files = defaultdict(set)
+    for folder in ("verl_ext", "eval_pipeline"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    files[node.name].add(path.relative_to(ROOT))
+    home = {ROOT / "verl_ext" / folder for folder in UNIQUE_CLASSES_IN}
+    ours = lambda path: (ROOT / path).parent == ROOT / "verl_ext" or not home.isdisjoint((ROOT / path).parents)  # noqa: E731
+    assert not {name: paths for name, paths in files.items() if len(paths) > 1 and any(map(ours, paths))}
