@@ -233,6 +233,9 @@ def test_gpus_count_for_an_engine_that_takes_some(recipe: Path, three_gpus: None
 def test_only_the_first_node_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NODE_RANK", "1")
     check_evaluation(watched("quikstart"))
+    monkeypatch.setenv("NODE_RANK", "0")
+    with pytest.raises(UserError, match="quikstart"):
+        check_evaluation(watched("quikstart"))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from eval_pipeline.config import DatasetSource
 from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.problem import Problem
 from tests.helpers import vlms
 from tests.helpers.grpo import MAX_TOKENS, REWARD, sample
 from verl_ext.controller.adapters.registry import adapter_of
@@ -183,10 +184,10 @@ def test_what_is_of_another_kind_is_refused(mine: Path, use: Callable[[Path], No
         use(mine)
 
 
-def problems_of(mine: Path, format: str, row: str) -> None:
-    """Load one row."""
+def problems_of(mine: Path, format: str, row: str) -> list[Problem]:
+    """The problems of one row."""
     (mine / "rows.jsonl").write_text(row + "\n")
-    load_problems(DatasetSource("d", format, str(mine / "rows.jsonl")))
+    return load_problems(DatasetSource("d", format, str(mine / "rows.jsonl")))
 
 
 PROBLEMS_FILE = """
@@ -232,7 +233,8 @@ def test_tests_that_no_answer_can_be_judged_by_are_refused(mine: Path, tests: st
 )
 def test_tests_of_every_kind_are_taken(mine: Path, tests: str) -> None:
     (mine / "made.py").write_text(PROBLEMS_FILE)
-    problems_of(mine, "made.py:made", json.dumps({"tests": tests}))
+    [problem] = problems_of(mine, "made.py:made", json.dumps({"tests": tests}))
+    assert type(problem.tests).__name__ == tests.partition("(")[0]
 
 
 def test_a_rule_that_fails_is_a_notice_and_keeps_no_other_from_its_work(mine: Path) -> None:

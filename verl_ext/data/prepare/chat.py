@@ -6,6 +6,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -85,11 +86,7 @@ def _read_conversations(arguments: argparse.Namespace, converter: RowConverter) 
     for name in arguments.input:
         path = Path(name)
         layout, rows = _find_layout(path, keys)
-
-        def convert(row: Row, number: int, notes: Counter[str], layout: ChatLayout | None = layout) -> Row:
-            return to_conversation(row, layout or detect_layout(row, keys), keys, notes)
-
-        yield from converter.convert(path, rows, convert)
+        yield from converter.convert(path, rows, partial(to_conversation, layout=layout, keys=keys))
 
 
 def _find_layout(path: Path, keys: ChatColumns) -> tuple[ChatLayout | None, NumberedRows]:

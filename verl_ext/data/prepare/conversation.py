@@ -131,14 +131,14 @@ def _find_column(row: Row, named: str | None, usual: Sequence[str]) -> str | Non
     return named
 
 
-def to_conversation(row: Row, layout: ChatLayout, keys: ChatColumns, notes: Counter[str]) -> Row:
+def to_conversation(row: Row, number: int, notes: Counter[str], *, layout: ChatLayout | None, keys: ChatColumns) -> Row:
     """Convert one row to the `messages` format.
 
     Args:
         row: the decoded row.
-        layout: the layout of its file.
-        keys: the columns that hold the conversation.
         notes: counts the rows in which something was changed, by a description of the change.
+        layout: the layout of its file; None if no row has one.
+        keys: the columns that hold the conversation.
 
     Returns:
         The row with `messages` in place of the columns that held the conversation.
@@ -146,6 +146,7 @@ def to_conversation(row: Row, layout: ChatLayout, keys: ChatColumns, notes: Coun
     Raises:
         RowError: the row has another layout, a malformed turn, no assistant turn, or text that is in no turn.
     """
+    layout = layout or detect_layout(row, keys)
     _check_layout(row, layout, keys)
     messages = to_turns(_extract_turns(row, layout), notes)
     check_turns(messages)

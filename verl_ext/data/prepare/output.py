@@ -190,7 +190,7 @@ def write_stamp(command: PrepareCommand, arguments: argparse.Namespace, result: 
     }
     identity = _identity(command, arguments)
     stamp = {**identity, "inputs": inputs, "files": result.files, "counts": result.counts}
-    _write_stamp(Path(arguments.output) / STAMP_NAME, stamp)
+    _replace_stamp(Path(arguments.output) / STAMP_NAME, stamp)
 
 
 def remove_stamp(output: Path) -> None:
@@ -219,7 +219,7 @@ def changed_inputs(command: PrepareCommand, arguments: argparse.Namespace) -> li
     # If another preparation has started meanwhile, it has removed the stamp, which must not come back.
     if not changed and {**recorded, **inputs} != recorded and _read_stamp(output / STAMP_NAME) == stamp:
         with suppress(OSError, UserError):  # then the next launch reads the inputs again
-            _write_stamp(output / STAMP_NAME, {**stamp, "inputs": {**recorded, **inputs}})
+            _replace_stamp(output / STAMP_NAME, {**stamp, "inputs": {**recorded, **inputs}})
     return changed
 
 
@@ -272,6 +272,6 @@ def _parse_states(states: Any) -> dict[str, FileState] | str:
     return parsed
 
 
-def _write_stamp(path: Path, stamp: dict[str, Any]) -> None:
+def _replace_stamp(path: Path, stamp: dict[str, Any]) -> None:
     with staged_file(path) as temporary:
         temporary.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,22 +59,19 @@ def prepare_prompts(arguments: argparse.Namespace) -> PrepareResult:
 def _read_prompts(arguments: argparse.Namespace, converter: RowConverter) -> Iterator[Row]:
     for name in arguments.input:
         path = Path(name)
-
-        def convert(row: Row, number: int, notes: Counter[str], stem: str = path.stem) -> Row:
-            return to_prompt_row(row, arguments.prompt_key, stem, number, notes)
-
-        yield from converter.convert(path, read_rows(path), convert)
+        to_row = partial(to_prompt_row, prompt_key=arguments.prompt_key, source=path.stem)
+        yield from converter.convert(path, read_rows(path), to_row)
 
 
-def to_prompt_row(row: Row, prompt_key: str, source: str, number: int, notes: Counter[str]) -> Row:
+def to_prompt_row(row: Row, number: int, notes: Counter[str], *, prompt_key: str, source: str) -> Row:
     """Convert one row to verl's RL format.
 
     Args:
         row: the decoded row.
+        number: its number in its file.
+        notes: counts the rows in which something was changed, by a description of the change.
         prompt_key: column of the prompt, a text or a list of turns.
         source: name of its file without the suffix.
-        number: its number in the file.
-        notes: counts the rows in which something was changed, by a description of the change.
 
     Returns:
         `prompt`, `data_source`, `reward_model` and `ability` if the row has them, and `extra_info` with all other

@@ -1,4 +1,7 @@
-"""Plans the conversion of JSON and CSV data files, and points a run at the converted ones; writes nothing."""
+"""Plans the conversion of JSON and CSV data files, and configures the run to read the converted files.
+
+Nothing is written here: the launcher runs the planned commands.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def convert_raw_files(data: ChatDataConfig | PromptDataConfig, has_val_files: bo
     sentences: list[str] = []
     options = column_options(data)
     if converts_train:
-        conversion = Conversion(data, train, [*options, "--val-fraction", f"{VAL_FRACTION if splits else 0:g}"])
+        conversion = RawFileConversion(data, train, [*options, "--val-fraction", f"{VAL_FRACTION if splits else 0:g}"])
         data.train_files = f"{conversion.output}/{TRAIN_NAME}"
         commands.insert(0, conversion.command)
         sentences.append(conversion.sentence("data.train_files", data.train_files))
@@ -59,7 +62,7 @@ def convert_raw_files(data: ChatDataConfig | PromptDataConfig, has_val_files: bo
                 f"; data.val_files is not set, so {VAL_FRACTION:.0%} of the rows are held out for validation"
             )
     if converts_val and not splits:
-        conversion = Conversion(data, val, [*options, "--val-fraction", "1"])
+        conversion = RawFileConversion(data, val, [*options, "--val-fraction", "1"])
         data.val_files = f"{conversion.output}/{VAL_NAME}"
         commands.insert(0, conversion.command)
         sentences.append(conversion.sentence("data.val_files", data.val_files))
@@ -67,17 +70,17 @@ def convert_raw_files(data: ChatDataConfig | PromptDataConfig, has_val_files: bo
     return commands, sentences
 
 
-class Conversion:
-    """The conversion of some files.
+class RawFileConversion:
+    """The conversion of a run's raw files into one directory.
 
     Args:
-        data: the configuration whose files they are.
-        names: of the files, as the user gave them.
-        options: of the preparation command.
+        data: the configuration that names the files.
+        names: paths of the files, as the user gave them.
+        options: options of the preparation command.
 
     Attributes:
-        output: directory that it writes.
-        command: a command of `prepare`.
+        output: the directory to write.
+        command: the preparation command.
     """
 
     def __init__(self, data: ChatDataConfig | PromptDataConfig, names: list[str], options: list[str]) -> None:
@@ -95,14 +98,14 @@ class Conversion:
         self.command = shlex.join([name, "--input", *map(str, paths), "--output", self.output, *options])
 
     def sentence(self, key: str, path: str) -> str:
-        """What becomes of the files that `key` names."""
+        """Describe the conversion of the files that `key` names to the file `path`."""
         is_done = Path(self.output, STAMP_NAME).is_file()
-        becomes = f"is read from {path}, converted earlier" if is_done else f"is converted to {path}"
-        return f"{key}: {', '.join(self._names)} {becomes}"
+        status = f"is read from {path}, converted earlier" if is_done else f"is converted to {path}"
+        return f"{key}: {', '.join(self._names)} {status}"
 
 
 def existing_file(name: str) -> Path:
-    """A data file by its path relative to the repository, or else to where the command was typed."""
+    """A data file, looked up in the repository and then in the directory where the command was typed."""
     path = Path(name).expanduser()
     folders = list(dict.fromkeys([Path.cwd(), Path(os.environ.get("VERL_EXT_CALLED_FROM", ".")).absolute()]))
     for folder in folders:
