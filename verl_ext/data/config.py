@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from verl_ext.config.schema import section, setting, unused
@@ -10,6 +11,7 @@ from verl_ext.errors import UserError
 
 ALL = (-1, "all")
 VQA_METRICS = ("vqa", "cider")
+"""How answers are compared with references: VQA soft accuracy, or CIDEr for captions."""
 RAW_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 
 
@@ -30,7 +32,7 @@ class MultiturnConfig:
 
 @dataclass(kw_only=True)
 class CustomClassConfig:
-    """`data.custom_cls`: a data set class of the user's."""
+    """`data.custom_cls`: the user's data set class."""
 
     path: str | None = setting(None, "Python file with a data set class of your own", path=True)
     name: str | None = setting(None, "Name of that class")
@@ -38,7 +40,7 @@ class CustomClassConfig:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """What all data have in common."""
+    """The settings that all stages share."""
 
     train_batch_size: int = setting(256, "Samples per step over all ranks, a multiple of the data-parallel ranks", ge=1)
     micro_batch_size: int | None = unused(None, "verl dropped it, set data.micro_batch_size_per_gpu")
@@ -47,10 +49,14 @@ class DataConfig:
     use_shm: bool = unused(False, "the data are in memory anyway")
     max_length: int = setting(1024, "Longest sample, tokens", ge=1)
 
+    def training_files(self) -> list[Path]:
+        """The files of the training data on this machine."""
+        return []
+
 
 @dataclass(kw_only=True)
 class TextDataConfig(DataConfig):
-    """`data` of the stages that learn from texts."""
+    """`data` of the stages that train on text."""
 
     train_files: str | list[str] = setting(
         "~/data/gsm8k/train.parquet", "Training data: a parquet, JSON or CSV file (docs/data.md), or a list of them"
@@ -69,6 +75,10 @@ class TextDataConfig(DataConfig):
     apply_chat_template_kwargs: dict[str, Any] = setting(
         {}, "Further arguments of the template, such as enable_thinking"
     )
+
+    def training_files(self) -> list[Path]:
+        """See `DataConfig`."""
+        return [Path(name).expanduser() for name in file_list(self.train_files)]
 
     @property
     def columns(self) -> dict[str, str]:
@@ -117,7 +127,7 @@ class ChatDataConfig(TextDataConfig):
 
 @dataclass(kw_only=True)
 class EvaluatedDataConfig(DataConfig):
-    """`data` of the stages that measure rewards every so many steps."""
+    """`data` of the stages that evaluate rewards at intervals."""
 
     eval_split: Literal["test", "train"] = setting("test", "Which samples an evaluation takes")
     eval_batches: int = setting(1, "Batches of train_batch_size samples in an evaluation", ge=0, also=ALL)
@@ -140,7 +150,7 @@ class PromptDataConfig(EvaluatedDataConfig, TextDataConfig):
 
 @dataclass(kw_only=True)
 class ImageDataConfig(DataConfig):
-    """`data` of the stages that learn from questions about images."""
+    """`data` of the stages that train on questions about images."""
 
     train_files: None = unused(None, "data.datasets names the data")
     val_files: None = unused(None, "data.datasets names the data")
@@ -154,9 +164,22 @@ class ImageDataConfig(DataConfig):
     max_unreadable_images: int = setting(0, "Images that may be left out because they cannot be read", ge=0)
 
     def check(self) -> None:
-        """Each data set is a mapping of what is known."""
+        """See `check_source`."""
         for name, entry in self.datasets.items():
             check_source(name, entry)
+
+    def sources(self) -> dict[str, QuestionSource]:
+        """The data sets by name."""
+        return {name: QuestionSource(**entry) for name, entry in self.datasets.items()}
+
+    def training_files(self) -> list[Path]:
+        """See `DataConfig`.
+
+        Raises:
+            UserError: the folder of a data set has no files.
+        """
+        used = {name: source for name, source in self.sources().items() if source.source and source.train}
+        return [path for name, source in used.items() for path in source.files(name, "train")]
 
 
 @dataclass(kw_only=True)
@@ -178,13 +201,59 @@ class QuestionDataConfig(ImageDataConfig, EvaluatedDataConfig):
     )
 
 
-def check_source(name: str, entry: Any) -> None:
+@dataclass(frozen=True)
+class QuestionSource:
     """An entry of `data.datasets`.
 
-    Raises:
-        UserError: it is no mapping of known keys with values that they can have.
+    Attributes:
+        train: rows for training; -1 for all, 0 for none.
+        val: rows for validation, likewise.
+        source: a folder with `train*.parquet` and `val*.parquet`; None for the hub.
+        metric: one of `VQA_METRICS`; None for the data set's own, vqa for one that is not known.
+        images: the folder of images that rows name by a path; None for `source`.
     """
-    known = ("train", "val", "source", "metric", "images")
+
+    train: int = -1
+    val: int = -1
+    source: str | None = None
+    metric: str | None = None
+    images: str | None = None
+
+    @property
+    def image_folder(self) -> Path | None:
+        """The folder that images may be read from; None if rows must hold them."""
+        folder = self.images or self.source
+        return None if folder is None else Path(folder).expanduser()
+
+    def size(self, split: str) -> int:
+        """Rows of a split."""
+        return self.train if split == "train" else self.val
+
+    def files(self, name: str, split: str) -> list[Path]:
+        """The parquet files of a split in the folder `source`.
+
+        Args:
+            name: of the data set.
+            split: train or val.
+
+        Raises:
+            UserError: there are none.
+        """
+        paths = sorted(Path(self.source or "").expanduser().glob(f"{split}*.parquet"))
+        if not paths:
+            raise UserError(
+                f"data.datasets.{name}.source={self.source} has no {split}*.parquet; prepare it or correct the path"
+            )
+        return paths
+
+
+def check_source(name: str, entry: Any) -> None:
+    """Check an entry of `data.datasets`.
+
+    Raises:
+        UserError: it is not a mapping of known keys to allowed values.
+    """
+    known = [each.name for each in fields(QuestionSource)]
     if not isinstance(entry, dict) or not set(entry) <= set(known):
         raise UserError(f"data.datasets.{name} is {entry!r}; it must be a mapping of {', '.join(known)}")
     if entry.get("metric") not in (None, *VQA_METRICS):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch.utils.data import Dataset
 
+    from verl_ext.data.config import DataConfig
+
     class MapDataset(Dataset[dict[str, Any]], ABC): ...
 else:
     MapDataset = ABC  # PyTorch's data loader takes any object with `__getitem__` and `__len__`
@@ -57,6 +59,10 @@ class TokenDataset(SampleDataset):
     @abstractmethod
     def final_tokens(self) -> Counter[int]:
         """How many samples have each token as the last one with a loss."""
+
+    def __getitems__(self, micro_batches: Sequence[Sequence[int]]) -> list[list[dict[str, Any]]]:
+        """The samples of each micro-batch; PyTorch's data loader passes what `GlobalBatchSampler` yields."""
+        return [[self[row] for row in rows] for rows in micro_batches]
 
 
 def place_of(name: str, row: int, record: Mapping[str, Any]) -> str:
@@ -190,6 +196,15 @@ def files_digest(paths: Sequence[Path]) -> str:
                 file.seek(start)
                 digest.update(file.read(BLOCK_BYTES))
     return digest.hexdigest()
+
+
+def training_data_digest(data: DataConfig) -> str:
+    """Digest that identifies the training data of a configuration; empty if they are not in files on this machine."""
+    paths = data.training_files()
+    try:
+        return files_digest(paths) if paths else ""
+    except OSError:  # the user's data set class may read its files from elsewhere
+        return ""
 
 
 def _block_starts(size: int, most_bytes: int) -> Sequence[int]:

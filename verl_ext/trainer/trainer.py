@@ -28,13 +28,10 @@ from verl_ext.checkpoint.resume import agree_on_checkpoint, agree_on_contents, o
 from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
 from verl_ext.console import warn
-from verl_ext.data.batching import Groups
-from verl_ext.data.dataset import SampleDataset
-from verl_ext.data.load import training_data_digest
+from verl_ext.data.batching import Prefetcher
+from verl_ext.data.dataset import SampleDataset, training_data_digest
 from verl_ext.data.packing import MicroBatchPlan
-from verl_ext.data.prefetch import Prefetcher
-from verl_ext.data.sampler import GlobalBatchSampler
-from verl_ext.data.stock_position import data_state_after_verl
+from verl_ext.data.sampler import GlobalBatchSampler, data_state_after_verl
 from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero
 from verl_ext.errors import Stop, UserError
 from verl_ext.files import GIB, free_bytes
@@ -165,7 +162,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             len(self.train_dataset), data.train_batch_size, self.dp_rank, self.dp_size, trainer.seed, plan
         )
         loader = DataLoader(
-            self.train_dataset if plan is None else Groups(self.train_dataset),
+            self.train_dataset,
             batch_sampler=self.train_sampler,
             num_workers=data.num_workers,
             collate_fn=self.collator,
