@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,11 @@ RUN = "checkpoints/rlvr_coding_model/sft_quickstart"
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The console script of an environment with the wheel."""
     if named := os.environ.get("VERL_EXT_WHEEL_PYTHON"):
-        return Path(named).with_name("verl-ext")
+        yield Path(named).with_name("verl-ext")
+        return
     if shutil.which("uv") is None:
         pytest.skip("uv is not installed, which creates the environment; or set VERL_EXT_WHEEL_PYTHON")
     directory = tmp_path_factory.mktemp("wheel")
@@ -35,7 +37,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         done = subprocess.run(["uv", *words], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    return environment / "bin/verl-ext"
+    yield environment / "bin/verl-ext"
+    shutil.rmtree(environment)
 
 
 @pytest.fixture(scope="module")
