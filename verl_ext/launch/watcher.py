@@ -75,6 +75,7 @@ class EvalWatcher:
                 while self._thread.is_alive():
                     self._thread.join(POLL_S)
         except StopRequest as stop:
+            stop.handled = True
             print_line(f"Stopped by {stop.signal.name} while evaluating; the same command resumes the evaluation.")
             return stop.exit_code
         if self._exit_code:
