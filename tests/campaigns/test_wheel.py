@@ -82,9 +82,9 @@ def test_its_checkpoint_is_evaluated_and_listed(program: Path, place: Path) -> N
     done = run(program, place, "eval", "watch", RUN, "datasets.quickstart.limit=10")
     assert done.returncode == 0, done.stderr
     assert f"Next: verl-ext eval report {RUN} --baseline data/quickstart/model\n" in done.stdout
-    for words in (["checkpoint", "ls", RUN], ["checkpoint", "verify", RUN]):
-        done = run(program, place, *words)
-        assert done.returncode == 0 and "global_step_60" in done.stdout
+    for name, line in (("ls", r"^60 .*complete"), ("verify", r"^global_step_60: complete")):
+        done = run(program, place, "checkpoint", name, RUN)
+        assert done.returncode == 0 and re.search(line, done.stdout, re.M), done.stdout + done.stderr
     assert run(program, place, "health", RUN).returncode in (0, 1)
     assert run(program, place, "plan", "recipe=quickstart", "gpus=2", "hardware=cpu").returncode == 0
 
