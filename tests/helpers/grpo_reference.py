@@ -96,9 +96,9 @@ def reference_update(case: Case) -> dict[str, torch.Tensor]:
     for _ in range(case.num_epochs):
         for start in range(0, len(samples), size):
             numbers = range(start, start + size)
-            terms = [_terms(model, samples[n], old[n], reference[n], advantages[n], case.loss) for n in numbers]
+            terms = [_terms(model, samples[n], old[n], reference[n], advantages[n], case.actor) for n in numbers]
             model.zero_grad()
-            _aggregated(terms, case.loss).backward()
+            _aggregated(terms, case.actor).backward()
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= case.lr * parameter.grad

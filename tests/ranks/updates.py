@@ -32,7 +32,7 @@ def updated(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     model, frozen = sharded(make_model(0.0)), sharded(make_model(REFERENCE))
     layout = Layout(0, forward_cost(model) if case.share_prompts else None)
     token_model = TokenModel(
-        model, lambda evaluate: evaluate(frozen), nullcontext, "cpu", case.loss.entropy_coeff != 0, layout
+        model, lambda evaluate: evaluate(frozen), nullcontext, "cpu", case.actor.entropy_coeff != 0, layout
     )
     policy = TokenPolicy(token_model, None, HfRollout(model, 0, [], 4, nullcontext), None, SAMPLING, 0)  # type: ignore[arg-type]
 
@@ -52,7 +52,7 @@ def updated(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     settings = UpdateSettings(
         case.actor, case.num_mini_batches, case.num_epochs, case.micro_batch_size, SAMPLING.max_tokens
     )
-    gather = FSDPReshardPolicy(model, case.keeps_gathered).begin
+    gather = FSDPReshardPolicy(model, case.keeps_gathered).before_micro_batch
     found = Updater(policy, settings, ranks, descend, StepTimer(), "cpu", gather).update(experience)
     parameters = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
     return parameters, {"loss": found.loss, **found.means, **found.maxima}
