@@ -22,8 +22,8 @@ from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.execution import Executor
 from verl_ext.controller.latency import Latency, LatencyMeter
 from verl_ext.controller.loading import default_device, load_adapter
+from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.data.prepare.vqa import SIDE, build_processor
-from verl_ext.data.questions import ImageQuestion
 
 QUESTION = "Sum of the digits?"
 HIDDEN = 256

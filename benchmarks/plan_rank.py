@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from verl_ext.data.batching import Batch
-from verl_ext.data.load import load_datasets
+from verl_ext.data.batching import TokenBatch
+from verl_ext.data.chats import load_chats
 from verl_ext.distributed import build_meshes, init_process_group
 from verl_ext.trainer.device import settle_device
 from verl_ext.trainer.sft import SFTTrainer
@@ -51,7 +51,7 @@ def warm_up() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def most_allocated(trainer: SFTTrainer, batch: Batch) -> int:
+def most_allocated(trainer: SFTTrainer, batch: TokenBatch) -> int:
     """Most bytes of tensors that a step holds beyond those live at its start, which no step frees."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         trainer.training_step(batch)
@@ -82,7 +82,7 @@ def measure(config_path: str) -> dict[str, Any]:
     device_name = settle_device(config)
     init_process_group(device_name)
     tokenizer = load_tokenizer(config)
-    datasets = load_datasets(config, tokenizer)
+    datasets = load_chats(config.data, tokenizer)
     warm_up()
     baseline = resident_bytes("VmRSS")
     trainer = SFTTrainer(config, *build_meshes(device_name, 1), tokenizer, *datasets)

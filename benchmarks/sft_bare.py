@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.sft_job import Job, tell
-from verl_ext.data.batching import Batch, MicroBatch, MicroBatcher
-from verl_ext.data.chat import ChatDataset
+from verl_ext.data.batching import MicroBatch, MicroBatchCollator, TokenBatch
+from verl_ext.data.chats import ChatDataset
 from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.trainer.device import keep_freed_memory
@@ -30,7 +30,7 @@ from verl_ext.trainer.stages import SFTConfig, load_config
 ROW, PADDED_SAMPLES, SEED = 2048, 4, 42
 
 
-def batches_of(job: Job, rank: int, num_ranks: int) -> list[Batch]:
+def batches_of(job: Job, rank: int, num_ranks: int) -> list[TokenBatch]:
     """This rank's batches of all steps, in our trainer's order."""
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     settings = ["data.multiturn.enable=true", "data.truncation=right", f"data.max_length={job.max_length}"]
@@ -40,7 +40,7 @@ def batches_of(job: Job, rank: int, num_ranks: int) -> list[Batch]:
     packs = job.way != "padded"
     plan = MicroBatchPlan(dataset.lengths, packs, ROW if packs else sys.maxsize, None if packs else PADDED_SAMPLES)
     sampler = GlobalBatchSampler(len(dataset), job.batch_size, rank, num_ranks, SEED, plan)
-    make, shares = MicroBatcher(tokenizer.pad_token_id, packs), iter(sampler)
+    make, shares = MicroBatchCollator(tokenizer.pad_token_id, packs), iter(sampler)
     return [make([[dataset[row] for row in group] for group in next(shares)]) for _ in range(job.num_steps)]
 
 

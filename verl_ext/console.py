@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
+from verl_ext.paths import caller_directory
+
 if TYPE_CHECKING:
     from tqdm import tqdm
 
@@ -182,7 +184,6 @@ def _rank_zero_bar(factory: Callable[..., Any], args: tuple[Any, ...], settings:
 
 NAME_WIDTH = 15
 """Columns of a name in a summary, unless one of its names is longer."""
-REPOSITORY = Path(__file__).resolve().parents[1]
 NEXT = "Next: "
 
 
@@ -213,25 +214,14 @@ def print_next(commands: Sequence[Sequence[object]]) -> None:
 
 
 def typed_path(path: str | Path) -> str:
-    """A path as a user types it: relative for paths inside the repository, absolute otherwise.
+    """A path as a user types it: relative for paths inside the directory that the command was typed in.
 
-    Users who run a command from outside the repository get absolute paths, which work from there as well.
+    A shell script that was typed outside the repository changes to it. Then paths are absolute, which works everywhere.
     """
-    absolute = Path(path).absolute()
-    typed_in = Path(os.environ.get("VERL_EXT_CALLED_FROM", "."))
-    if typed_in.resolve() == REPOSITORY and absolute.is_relative_to(REPOSITORY):
-        return str(absolute.relative_to(REPOSITORY))
+    absolute, here = Path(path).absolute(), Path.cwd()
+    if caller_directory().resolve() == here and absolute.is_relative_to(here):
+        return str(absolute.relative_to(here))
     return str(absolute)
-
-
-def typed_script(name: str) -> list[str]:
-    """The words that start one of the repository's scripts, such as `bash run_sft.sh`."""
-    return ["bash", typed_path(REPOSITORY / name)]
-
-
-def typed_module(name: str) -> list[str]:
-    """The words that start a module with this interpreter, such as `.venv/bin/python -m NAME`."""
-    return [typed_path(sys.executable), "-m", name]
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:

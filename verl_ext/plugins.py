@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import re
 import sys
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ from typing import Any
 import xxhash
 
 from verl_ext.errors import UserError, one_line
+from verl_ext.paths import base_directory, caller_directory
 
 PLUGIN_FORM = "path.py:NAME or package.module:NAME"
-_ROOT = Path(__file__).resolve().parents[1]
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -90,7 +89,7 @@ def find_file(text: str, key: str) -> Path:
         UserError: there is no such file.
     """
     path = Path(text).expanduser()
-    for folder in (Path(os.environ.get("VERL_EXT_CALLED_FROM", ".")), Path("."), _ROOT):
+    for folder in (caller_directory(), Path("."), base_directory()):
         if (folder / path).is_file():
             return (folder / path).absolute()
     raise UserError(f"{key} names the file {path.absolute()}, which does not exist; correct the path")

@@ -1,6 +1,6 @@
 """One mechanism for each concern of a process: stop signals, the death of its parent, liveness, a quiet start.
 
-Imports the standard library and `verl_ext.errors` only.
+Imports the standard library and modules that do the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from verl_ext.commands import SET_UP_SEPARATELY, missing_package
 from verl_ext.errors import SAME_REQUEST_S, STOP_SIGNALS, STOPPED_EXIT_CODE
+from verl_ext.paths import CHECKOUT
 
 # Stop signals
 
@@ -203,14 +205,20 @@ def begin_quietly() -> None:
 
 def _report_missing_package(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     name = error.name if isinstance(error, ModuleNotFoundError) else None
-    if name is None or name.partition(".")[0] in OURS:
+    package = "" if name is None else name.partition(".")[0]
+    if name is None or package in OURS:
         sys.__excepthook__(kind, error, traceback)
         return
-    print(
-        f"error: {sys.executable} has no package {name}; use .venv/bin/python, which `bash run_sft.sh` creates, or a "
-        "Python with the packages in requirements/",
-        file=sys.stderr,
-    )
+    if package in SET_UP_SEPARATELY:
+        message = missing_package(package)
+    elif CHECKOUT is None:
+        message = f"{sys.executable} has no package {name}; install verl-ext again, with its dependencies"
+    else:
+        message = (
+            f"{sys.executable} has no package {name}; use .venv/bin/python, which `bash run_sft.sh` creates, or a "
+            "Python with the packages in requirements/"
+        )
+    print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 

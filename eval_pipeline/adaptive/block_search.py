@@ -12,7 +12,7 @@ from verl_ext.controller.block_importance import answer_loss
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.execution import Executor
 from verl_ext.controller.scoring.scorer import AnswerScorer
-from verl_ext.data.questions import ImageQuestion
+from verl_ext.data.image_questions import ImageQuestion
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -21,7 +21,7 @@ from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.inference import Decision
 from verl_ext.controller.latency_source import LatencySource
 from verl_ext.controller.scoring.scorer import AnswerScorer
-from verl_ext.data.questions import ImageQuestion
+from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.errors import UserError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_ext.data.question_sources import QuestionSource
-from verl_ext.data.questions import ImageQuestion, QuestionDataset
+from verl_ext.data.config import QuestionSource
+from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset
 from verl_ext.errors import UserError
 
 
@@ -42,7 +42,7 @@ def _load(
     used = {name: source for name, source in sources.items() if source.size(split) != 0}
     share = -(-most // max(len(used), 1))
     limited = {name: _limited(source, split, share) for name, source in used.items()}
-    dataset = QuestionDataset(limited, split, suffix, data.get("max_unreadable_images", 0), progress=True)
+    dataset = ImageQuestionDataset(limited, split, suffix, data.get("max_unreadable_images", 0), progress=True)
     return dataset.samples[:most]
 
 

@@ -12,7 +12,7 @@ from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.execution import Outcome, Seen
 from verl_ext.controller.inference import AdaptiveModel, Decision
 from verl_ext.controller.latency import median_of
-from verl_ext.data.questions import ImageQuestion
+from verl_ext.data.image_questions import ImageQuestion
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class SampleRuns:
     ) -> None:
         self.sample, self._model, self._repeats, self._cheapest = sample, model, repeats, cheapest
         self._canary = canary
-        self._image = sample.opened()
+        self._image = sample.load_image()
         self._seen: dict[int, Seen] = {}
         self._outcomes: dict[Configuration, Outcome] = {}
 

@@ -12,7 +12,7 @@ from eval_pipeline.adaptive.block_search import BlockSearch, Mask
 from eval_pipeline.adaptive.subject import Subject
 from verl_ext.controller.block_importance import Importance, blocks_to_keep
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
-from verl_ext.data.questions import ImageQuestion
+from verl_ext.data.image_questions import ImageQuestion
 
 MOST_CHOSEN = 4
 """Choices of blocks and experts that the lookup table has from the controller, at every tier, so that it lacks none."""

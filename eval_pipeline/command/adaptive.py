@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import add_action
-from eval_pipeline.command.paths import input_path, output_path, where_the_user_stands
+from eval_pipeline.command.paths import input_path, output_path
 from verl_ext.cli import Commands, FloatArg, IntArg
+from verl_ext.paths import caller_directory
 
 if TYPE_CHECKING:
     from eval_pipeline.adaptive.source import ControllerSource
@@ -108,4 +109,4 @@ def place_of(source: ControllerSource, output: Path | None) -> Path:
 
     if output is not None:
         return output
-    return (where_the_user_stands() if source.run_dir is None else source.run_dir / EVAL_FOLDER) / source.label
+    return (caller_directory() if source.run_dir is None else source.run_dir / EVAL_FOLDER) / source.label

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl_ext.cli import CommandParser, Commands, add_command
+from verl_ext.commands import program
 
 Action = Callable[[argparse.Namespace], int]
 
-PROGRAM = "bash eval_pipeline/run.sh"
+PROGRAM = program("eval")
 RECIPE_EXAMPLE = """\
 recipes/eval/NAME.yaml sets the data sets, the sampling, the engine and the limits. key=value overrides one of its keys,
 such as sampling.max_tokens=512 or datasets.quickstart.limit=20."""
@@ -29,7 +30,8 @@ def add_action(
         examples: what is typed behind the program.
         settings: others of the parser.
     """
-    typed = [f"{PROGRAM} {name} {example}" for example in examples]
+    start = settings.setdefault("prog", f"{PROGRAM} {name}")
+    typed = [f"{start} {example}" for example in examples]
     parser = add_command(commands, name, text, examples=typed, **settings)
     parser.set_defaults(action=action, typed_again="resumes")
     return parser

@@ -27,9 +27,11 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Say what would be evaluated."""
+    from eval_pipeline.executors.executor import require_engine
     from eval_pipeline.recipe.load import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+    require_engine(recipe)
     if arguments.watch:
         recipe.engine.require_own_model("watch")
     found = {

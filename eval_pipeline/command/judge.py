@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from eval_pipeline.command.arguments import add_action, add_overrides
 from eval_pipeline.command.paths import input_path, output_path
 from verl_ext.cli import Commands, IntArg
+from verl_ext.commands import program
 from verl_ext.console import print_summary, typed_path
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ Rows are numbered from 1; those of a JSON Lines file by line, blank lines includ
 def register(commands: Commands) -> None:
     """Add the command."""
     example = "--dataset humaneval --answers answers.jsonl --output verdicts.jsonl"
-    parser = add_action(commands, "judge", TEXT, run, examples=[example], notes=NOTES)
+    parser = add_action(commands, "judge", TEXT, run, examples=[example], notes=NOTES, prog=program("judge"))
     parser.set_defaults(typed_again="starts over")
     problems = parser.add_mutually_exclusive_group(required=True)
     problems.add_argument("--dataset", metavar="NAME", help="a data set of the recipe, or human-eval")

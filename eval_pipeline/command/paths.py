@@ -1,32 +1,26 @@
-"""Paths on the command line: looked up where the user stands, though run.sh has changed to the repository."""
+"""Paths on the command line: relative to the directory in which the command was typed; run.sh changes to another."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from eval_pipeline.problems.source import REPOSITORY
-
-
-def where_the_user_stands() -> Path:
-    """The directory that the command was typed in."""
-    return Path(os.environ.get("VERL_EXT_CALLED_FROM", "."))
+from verl_ext.paths import base_directory, caller_directory
 
 
 def input_path(text: str) -> Path:
-    """Something to read: where the user stands, or in the repository where it is only there.
+    """Something to read: in the caller's directory, or in the base directory if it is only there.
 
     Args:
         text: as typed; `~` is the home directory.
     """
     path = Path(text).expanduser()
-    here, there = where_the_user_stands() / path, REPOSITORY / path
+    here, there = caller_directory() / path, base_directory() / path
     return there if there.exists() and not here.exists() else here
 
 
 def output_path(text: str) -> Path:
-    """Something to write, where the user stands; `text` is as for `input_path`."""
-    return where_the_user_stands() / Path(text).expanduser()
+    """Something to write, in the caller's directory; `text` is as for `input_path`."""
+    return caller_directory() / Path(text).expanduser()
 
 
 # argparse names the type function in its messages

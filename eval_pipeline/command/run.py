@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import add_action, add_recipe
-from eval_pipeline.command.paths import input_path, output_path, where_the_user_stands
+from eval_pipeline.command.paths import input_path, output_path
 from verl_ext.cli import FAILURES, Commands, IntArg
 from verl_ext.console import print_line
+from verl_ext.paths import caller_directory
 
 if TYPE_CHECKING:
     from eval_pipeline.config import EvalConfig
@@ -81,7 +82,7 @@ def _on_server(checkpoint: Checkpoint | None, recipe: EvalConfig) -> tuple[Check
     from eval_pipeline.models.checkpoint import served_model
 
     card = ask_for_card(recipe.engine, None if checkpoint is None else checkpoint.export)
-    model = checkpoint or served_model(card, where_the_user_stands())
+    model = checkpoint or served_model(card, caller_directory())
     return model, replace(recipe, engine=replace(recipe.engine, model=card.id))
 
 

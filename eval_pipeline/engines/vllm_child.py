@@ -14,15 +14,14 @@ import time
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from eval_pipeline.engines.engine import EngineDied
 from verl_ext.config.secrets import without_secrets
+from verl_ext.paths import python_path
 
-ROOT = Path(__file__).parents[2]
 LOOK_S = 1.0
 """How often a silent child is looked after."""
 KILLED_S = 30.0
@@ -49,7 +48,6 @@ class VllmChild:
         _limit_sending(self._connection, silence_s)
         self._log = tempfile.TemporaryFile()
         command = [sys.executable, "-m", "eval_pipeline.engines.vllm_process", str(theirs.fileno()), str(os.getpid())]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         # native libraries write to standard output, which belongs to the owner's tables: all goes to the log. A session
         # of its own, so that Ctrl-C and a hang-up are the owner's to judge, and all that vLLM starts ends with it.
         self._process = subprocess.Popen(
@@ -57,7 +55,7 @@ class VllmChild:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env={**without_secrets(os.environ, keep=_OF_THE_HUB), "PYTHONPATH": path},
+            env={**without_secrets(os.environ, keep=_OF_THE_HUB), "PYTHONPATH": python_path()},
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )

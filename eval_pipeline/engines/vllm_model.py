@@ -15,6 +15,7 @@ from eval_pipeline.config import EngineConfig, SamplingConfig
 from eval_pipeline.engines.answer import Answer, Request
 from eval_pipeline.engines.seeds import seed_of
 from eval_pipeline.engines.vllm_arguments import arguments_for, reason_of
+from verl_ext.commands import require_package
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.processes import defer_gc
 from verl_ext.rendering import EndlessTemplate, rendering
@@ -47,10 +48,11 @@ class VllmModel:
         model: Hugging Face model directory with a chat template.
 
     Raises:
-        UserError: the model or the settings cannot be used.
+        UserError: vLLM is not installed, or the model or the settings cannot be used.
     """
 
     def __init__(self, settings: EngineConfig, model: str) -> None:
+        require_package("vllm")
         started = time.monotonic()
         with defer_gc():
             device = prepare_vllm_environment()

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from eval_pipeline.engines.messages import Alive, Answered, Ask, Done, Loaded, Refused
 from eval_pipeline.engines.vllm_model import VllmModel
 from verl_ext.cli import child_process_args
+from verl_ext.commands import program
 from verl_ext.errors import STOP_SIGNALS, UserError
 
 SIGN_S = 1.0
@@ -102,7 +103,7 @@ if __name__ == "__main__":
     words = child_process_args(
         "eval_pipeline.engines.vllm_process",
         "Holds vLLM for an evaluation.",
-        "python -m eval_pipeline run --checkpoint models/mine",
+        f"{program('eval')} run --checkpoint models/mine",
         "descriptor",
         "owner",
     )

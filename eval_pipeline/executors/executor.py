@@ -8,6 +8,7 @@ from types import TracebackType
 
 from eval_pipeline.config import EvalConfig
 from eval_pipeline.work.batch import Batch, Event
+from verl_ext.commands import require_package
 
 BATCHES_PER_WORKER = 2
 """One that the engine answers, and one whose last answers are being judged."""
@@ -35,6 +36,16 @@ class Executor(ABC):
     @abstractmethod
     def events(self, timeout_s: float) -> list[Event]:
         """What has happened; waits for the first event, so many seconds at most."""
+
+
+def require_engine(recipe: EvalConfig) -> None:
+    """Refuse a recipe whose workers on this machine need vLLM if it is not installed.
+
+    Raises:
+        UserError: it is missing; the message names the command that installs it.
+    """
+    if recipe.executor.kind == "local" and recipe.engine.kind == "vllm":
+        require_package("vllm")
 
 
 def open_executor(recipe: EvalConfig) -> Executor:

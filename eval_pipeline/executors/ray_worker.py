@@ -16,8 +16,7 @@ from eval_pipeline.executors.executor import BATCHES_PER_WORKER
 from eval_pipeline.executors.ray_actor import WorkerActor
 from eval_pipeline.executors.slots import Slot
 from eval_pipeline.work.batch import Batch, Event, Lost
-
-ROOT = Path(__file__).resolve().parents[2]
+from verl_ext.paths import IMPORT_PATH
 
 
 class RayWorker:
@@ -37,8 +36,9 @@ class RayWorker:
     """
 
     def __init__(self, recipe: EvalConfig, gpus: int) -> None:
-        # the code lies on the file system that all nodes share; Ray fills in what the node has
-        path = {"env_vars": {"PYTHONPATH": f"{ROOT}{os.pathsep}${{PYTHONPATH}}"}}
+        # a checkout is on the file system that all nodes share; Ray fills in what the node has. A wheel is installed
+        # in the environment of every node.
+        path = {"env_vars": {"PYTHONPATH": f"{IMPORT_PATH}{os.pathsep}${{PYTHONPATH}}"}} if IMPORT_PATH else {}
         self._actor = (
             ray.remote(WorkerActor)
             .options(

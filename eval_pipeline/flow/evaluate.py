@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from eval_pipeline.executors.executor import require_engine
 from eval_pipeline.flow.publish import Publisher
 from eval_pipeline.flow.session import Session
 from eval_pipeline.flow.work_off import work_off
@@ -34,6 +35,8 @@ def evaluate_now(session: Session, checkpoint: Checkpoint, tier: int) -> int:
         raise UserError(f"the recipe's tiers up to {tier} name no data set; set tiers.tier{tier}")
     keys = [task.key for task in tasks]
     session.ledger.retry(only=keys)
+    if any(job.key in keys and job.state != "done" for job in session.ledger.jobs()):
+        require_engine(session.recipe)
     published = work_off(session, _OneModel(session, tasks), Publisher(session, leads=False))
     failed = [job for job in session.ledger.jobs() if job.state == "failed" and job.key in keys]
     if failed:

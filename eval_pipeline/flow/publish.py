@@ -15,6 +15,7 @@ from eval_pipeline.flow.session import Session
 from eval_pipeline.flow.track import track
 from eval_pipeline.ledger.job import Job
 from eval_pipeline.work.driver import Task
+from verl_ext.commands import program
 from verl_ext.console import print_summary, typed_path, warn
 from verl_ext.errors import UserError
 from verl_ext.files import file_lock, parse_json
@@ -86,7 +87,7 @@ class Publisher:
             for name, num in model.incomplete.items():
                 warn(
                     f"{label} on {name} is incomplete: {num} answers have no verdict (api_error) and count as wrong; "
-                    f"fix the cause, type `bash eval_pipeline/run.sh retry {typed_path(place.run_dir or place.root)}`, "
+                    f"fix the cause, type `{program('eval')} retry {typed_path(place.run_dir or place.root)}`, "
                     "and evaluate again"
                 )
             rows = {"results": typed_path(directory)}

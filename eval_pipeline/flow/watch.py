@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from eval_pipeline.executors.executor import require_engine
 from eval_pipeline.figures.best_file import read_best_checkpoint
 from eval_pipeline.flow.publish import Publisher
 from eval_pipeline.flow.run_status import RunStatus
@@ -17,7 +18,8 @@ from eval_pipeline.models.discover import Discovery
 from eval_pipeline.models.run_config import read_run_config
 from eval_pipeline.work.driver import Task
 from verl_ext.checkpoint.manifest import BEST
-from verl_ext.console import print_line, print_next, print_summary, typed_path, typed_script, warn
+from verl_ext.commands import typed_command
+from verl_ext.console import print_line, print_next, print_summary, typed_path, warn
 from verl_ext.errors import UserError
 
 MAX_NAMED = 5
@@ -143,6 +145,7 @@ def watch(session: Session, recipe_name: str | None = None) -> int:
     """
     if not session.recipe.tiers.names:
         raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; set tiers.tier1")
+    require_engine(session.recipe)
     run_dir, results = typed_path(session.place.of_run), typed_path(session.place.root)
     print_line(f"Watching {run_dir} until the run has finished. Results go to {results}.")
     publisher = Publisher(session, leads=True)
@@ -161,7 +164,7 @@ def watch(session: Session, recipe_name: str | None = None) -> int:
 
 def _tell_end(session: Session, failed: Sequence[Job], num_wanted: int, recipe: Sequence[str]) -> None:
     run_dir, best = session.place.of_run, None
-    run, script = typed_path(run_dir), typed_script("eval_pipeline/run.sh")
+    run, script = typed_path(run_dir), typed_command("eval")
     then: list[list[str]] = []
     if (run_dir / BEST).exists():
         chosen, base = read_best_checkpoint(run_dir), read_run_config(run_dir).base

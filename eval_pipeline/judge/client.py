@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import TracebackType
 
 from eval_pipeline.config import JudgeLimits
@@ -26,8 +25,8 @@ from eval_pipeline.judge.wire import dump_submission, load_verdict, num_tests_of
 from verl_ext.config.secrets import bare_environment
 from verl_ext.console import progress_bar, warn
 from verl_ext.errors import UserError
+from verl_ext.paths import IMPORT_PATH
 
-_ROOT = Path(__file__).resolve().parents[2]
 _END_S = 10.0
 _MOST_DEATHS = 5
 """Of server processes in a row, at the start or without a verdict, before what is pending fails."""
@@ -197,7 +196,7 @@ class JudgeServer:
             [sys.executable, "-m", "eval_pipeline.judge.server", json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**bare_environment(os.environ), "PYTHONPATH": str(_ROOT)},
+            env={**bare_environment(os.environ), "PYTHONPATH": IMPORT_PATH},
             start_new_session=True,
         )
         self._stdin, self._stdout = pipes_of(self._process)

@@ -10,6 +10,7 @@ from eval_pipeline.judge.checker import outputs_match
 from eval_pipeline.judge.inside import frames, kernel
 from eval_pipeline.problems.reference import is_right
 from verl_ext.cli import child_process_args
+from verl_ext.commands import program
 
 
 def main() -> None:
@@ -17,7 +18,7 @@ def main() -> None:
     child_process_args(
         "eval_pipeline.judge.comparison_process",
         "Compares answers with references, and outputs with expected ones.",
-        "python -m eval_pipeline run --checkpoint models/mine --recipe gsm8k",
+        f"{program('eval')} run --checkpoint models/mine --recipe gsm8k",
     )
     # a parser that hangs does not see its input end
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)

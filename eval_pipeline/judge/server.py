@@ -29,6 +29,7 @@ from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.judge.wire import dump_verdict, load_submission, num_tests_of
 from eval_pipeline.problems.problem import FunctionTests
 from verl_ext.cli import child_process_args
+from verl_ext.commands import program
 
 _PARENT_CHECK_S = 1.0
 _MOST_OPEN_FILES = 1 << 16
@@ -41,7 +42,7 @@ def main() -> None:
     [words] = child_process_args(
         "eval_pipeline.judge.server",
         "Owns the sandboxes that programs are judged in.",
-        "python -m eval_pipeline judge --dataset humaneval --answers answers.jsonl --output verdicts.jsonl",
+        f"{program('judge')} --dataset humaneval --answers answers.jsonl --output verdicts.jsonl",
         "options",
     )
     options = json.loads(words)

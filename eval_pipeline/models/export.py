@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from verl_ext.commands import program
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json
 
@@ -36,9 +37,7 @@ def _check_weights(export: Path) -> None:
     shards = _shards_of(index) if index.is_file() else sorted(export.glob("*.safetensors"))
     if not shards:
         from_shards = (export.parent / "fsdp_config.json").exists()
-        remedy = (
-            f"run `python -m verl_ext.checkpoint export {export.parent}`" if from_shards else "export the model again"
-        )
+        remedy = f"run `{program('checkpoint')} export {export.parent}`" if from_shards else "export the model again"
         raise UserError(f"{export} has no *.safetensors weights; {remedy}")
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:

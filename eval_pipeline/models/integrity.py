@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from eval_pipeline.models.checkpoint import Checkpoint
 from verl_ext.checkpoint.manifest import MANIFEST, Manifest, damaged_files
+from verl_ext.commands import program
 from verl_ext.errors import UserError
 
 
@@ -40,6 +41,6 @@ def require_whole_export(checkpoint: Checkpoint) -> None:
     for name, problem in damage.items():
         raise UserError(
             f"cannot evaluate {checkpoint.path}: its file {name} {problem}; "
-            "export it again with `python -m verl_ext.checkpoint export "
+            f"export it again with `{program('checkpoint')} export "
             f"{checkpoint.run_dir} --step {checkpoint.step}`"
         )

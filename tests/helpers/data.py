@@ -11,12 +11,12 @@ import pyarrow as pa
 from PIL import Image
 from pyarrow import parquet
 
-from verl_ext.data.questions import ImageQuestion
+from verl_ext.data.image_questions import ImageQuestion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from verl_ext.data.chat import ChatDataset
+    from verl_ext.data.chats import ChatDataset
 
 SIDE = 64
 CHAT = [
@@ -92,7 +92,7 @@ def dataset_of(
 ) -> ChatDataset:
     """The SFT data set of these rows, whose file is written to `directory`."""
     from tests.helpers.trainer import small_config
-    from verl_ext.data.chat import ChatDataset
+    from verl_ext.data.chats import ChatDataset
 
     path = directory / "rows.parquet"
     parquet.write_table(pa.Table.from_pylist(rows), path)

@@ -173,12 +173,12 @@ def token_numbers(seed: int, count: int) -> list[float]:
 
 def sample_ids(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The ids of the prompts of a file, from which seeds derive."""
-    from verl_ext.data.load import load_prompts
+    from verl_ext.data.prompts import load_prompts
     from verl_ext.trainer.stages import load_config
 
     words = [f"data.{key}={value}" for key, value in data.items()]
     config = load_config("grpo", [*words, "data.eval_every_steps=0"])
-    train, _ = load_prompts(config, tokenizer)
+    train, _ = load_prompts(config.data, tokenizer)
     return [train[index]["sample_id"] for index in range(len(train))]
 
 
@@ -188,10 +188,10 @@ def tokenise(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[d
     Returns:
         The tokens of each sample.
     """
-    from verl_ext.data.load import load_datasets
+    from verl_ext.data.chats import load_chats
     from verl_ext.trainer.stages import load_config
 
-    train, _ = load_datasets(load_config("sft", words), tokenizer)
+    train, _ = load_chats(load_config("sft", words).data, tokenizer)
     samples = [train[index] for index in range(len(train))]
     return [{name: sample[name].int().tolist() for name in ("input_ids", "loss_mask")} for sample in samples]
 
@@ -199,7 +199,7 @@ def tokenise(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[d
 def training_data_digest_of(*paths: Path) -> str:
     """The digest of a run's training data, which checkpoints hold."""
     from verl_ext.data.config import ChatDataConfig
-    from verl_ext.data.load import training_data_digest
+    from verl_ext.data.dataset import training_data_digest
 
     return training_data_digest(ChatDataConfig(train_files=[str(path) for path in paths]))
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 
-from verl_ext.data.load import load_datasets
+from verl_ext.data.chats import load_chats
 from verl_ext.distributed import build_meshes
 from verl_ext.trainer.device import settle_device
 from verl_ext.trainer.sft import SFTTrainer
@@ -45,7 +45,7 @@ def make_trainer(config: SFTConfig) -> SFTTrainer:
     device_name = settle_device(config)
     tokenizer = load_tokenizer(config)
     meshes = build_meshes(device_name, config.sequence_parallel_size)
-    return SFTTrainer(config, *meshes, tokenizer, *load_datasets(config, tokenizer))
+    return SFTTrainer(config, *meshes, tokenizer, *load_chats(config.data, tokenizer))
 
 
 def loss_and_gradients(trainer: SFTTrainer) -> tuple[float, dict[str, torch.Tensor]]:

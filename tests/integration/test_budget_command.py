@@ -155,8 +155,8 @@ def test_latency_model_is_fitted_and_budgets_are_shares_of_it(budget_inputs: Pat
 
     from verl_ext.controller.controlled import load_controller
     from verl_ext.controller.latency_source import ModelledLatency
-    from verl_ext.data.question_sources import QuestionSource
-    from verl_ext.data.questions import QuestionDataset
+    from verl_ext.data.config import QuestionSource
+    from verl_ext.data.image_questions import ImageQuestionDataset
 
     overrides = ("latency.file=null", "latency.configurations=10", "latency.repeats=1")
     overrides += ("controller.budgets_of_full=[1.5,3.0]", "trainer.total_training_steps=1")
@@ -169,7 +169,7 @@ def test_latency_model_is_fitted_and_budgets_are_shares_of_it(budget_inputs: Pat
     assert f"{latency.model.r2:.3f}" in line
     source = {"tiny": QuestionSource(source=str(budget_inputs / "questions"))}
     executor = controlled.executor("cpu", torch.float32)
-    runs = [executor.run(each, controller.space.full) for each in QuestionDataset(source, "train").samples]
+    runs = [executor.run(each, controller.space.full) for each in ImageQuestionDataset(source, "train").samples]
     full_ms = statistics.fmean(map(latency.of_run, runs))
     assert (controller.config.low_ms, controller.config.high_ms) == pytest.approx((1.5 * full_ms, 3.0 * full_ms))
     rows = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]

@@ -56,11 +56,11 @@ def logits_of(adapter: VLMAdapter) -> torch.Tensor:
     import torch
 
     from tests.helpers.data import row
-    from verl_ext.data.questions import question_of
+    from verl_ext.data.image_questions import question_of
 
     question = question_of("tiny", 0, row(0), "", None)
     with torch.no_grad():
-        return adapter.begin(adapter.inputs(question.opened(), question.question, 2)).logits
+        return adapter.begin(adapter.inputs(question.load_image(), question.question, 2)).logits
 
 
 def test_two_ranks_learn_what_one_learns(inputs: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from tests.helpers.data import write_questions
 from verl_ext.controller.checkpoints import load_weights
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
-from verl_ext.data.load import load_questions
+from verl_ext.data.image_questions import load_image_questions
 from verl_ext.errors import UserError
 from verl_ext.launch.preflight import check_budget_files, check_settings
 from verl_ext.metrics.csv_tables import EPOCH_COLUMNS, EpochSums, EpochTables
@@ -104,8 +104,8 @@ def test_shares_of_all_of_the_model_need_a_latency_model(recipe: Path) -> None:
 
 
 def test_fewer_questions_than_a_batch_are_refused(recipe: Path) -> None:
-    with pytest.raises(UserError, match="there are 4 questions to learn from"):
-        load_questions(config_of(recipe, "data.train_batch_size=50"), None)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="there are 4 questions to train on"):
+        load_image_questions(config_of(recipe, "data.train_batch_size=50").data)
 
 
 def test_weights_of_another_size_are_refused(recipe: Path, tmp_path: Path) -> None:

@@ -322,8 +322,8 @@ def test_a_lock_names_its_holder_and_is_taken_over_from_a_killed_process(tmp_pat
             pass
 
 
-@pytest.mark.parametrize("module", ["lease", "retention"])
-def test_leases_and_retention_need_the_standard_library_alone(module: str) -> None:
+@pytest.mark.parametrize("module", ["manifest", "lease", "retention", "resume"])
+def test_what_the_monitor_and_the_launcher_import_needs_the_standard_library_alone(module: str) -> None:
     code = (
         f"import sys, verl_ext.checkpoint.{module}\n"
         "ours = {name for name in sys.modules if name.partition('.')[0] not in sys.stdlib_module_names}\n"

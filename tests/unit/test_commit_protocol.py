@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from tests.helpers.checkpoints import OPTIMIZER, retention, save
+from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint.manifest import MODEL, TRACKER, Manifest, shard_name, why_incomplete
 from verl_ext.checkpoint.rebuild import rebuild_export
 from verl_ext.checkpoint.retention import rotate
 from verl_ext.checkpoint.save import FileWriter, commit_directory, sync_and_digest, write_manifest
+from verl_ext.errors import UserError
 
 
 def refuse(*arguments: object) -> None:
@@ -69,6 +71,30 @@ def test_everything_is_on_disk_before_the_rename_and_the_tracker_comes_last(
         f"rename to {TRACKER}",
         "fsync .",
     ]
+    assert why_incomplete(tmp_path / "global_step_1") is None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_leftovers_go_before_the_space_is_checked_and_a_save_that_cannot_fit_writes_nothing(
+    quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(small_config(quickstart, tmp_path))
+    leftovers = [tmp_path / "global_step_1.tmp", tmp_path / "global_step_5.removing"]
+    for path in leftovers:
+        path.mkdir()
+    free_while_clean = 10**12
+
+    def free_bytes(directory: Path) -> int:
+        return 0 if any(path.exists() for path in leftovers) else free_while_clean
+
+    monkeypatch.setattr("verl_ext.checkpoint.save.free_bytes", free_bytes)
+    trainer.save_checkpoint(1)
+    trainer.checkpoint_manager.wait()
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
+    free_while_clean = 1000
+    with pytest.raises(UserError, match=r"^global_step_2 cannot be saved: it takes .*, then run the same command"):
+        trainer.save_checkpoint(2)
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
     assert why_incomplete(tmp_path / "global_step_1") is None
 
 

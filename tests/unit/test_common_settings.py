@@ -15,7 +15,8 @@ from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint.config import CheckpointConfig
 from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.checkpoint.resume import agree_on_checkpoint
-from verl_ext.data.load import load_datasets, load_questions
+from verl_ext.data.chats import load_chats
+from verl_ext.data.image_questions import load_image_questions
 from verl_ext.metrics.registry import lookup_metric
 from verl_ext.trainer.run_logger import RunLogger
 from verl_ext.trainer.stages import STAGES, load_config
@@ -102,7 +103,7 @@ def test_digests_are_compared_where_they_are_wanted(tmp_path: Path, capfd: pytes
 
 def test_tokens_are_kept_where_the_recipe_says(quickstart: Path, tmp_path: Path) -> None:
     config = small_config(quickstart, tmp_path / "run", f"data.token_cache={tmp_path / 'tokens'}")
-    load_datasets(config, load_tokenizer(config))
+    load_chats(config.data, load_tokenizer(config))
     assert len(list((tmp_path / "tokens").glob("*.arrow"))) == 2  # of both files
 
 
@@ -111,7 +112,7 @@ def test_the_suffix_stands_behind_every_question(command: str, stage: str, tmp_p
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE_OF_QUESTIONS.format(stage=stage, folder=write_questions(tmp_path / "questions", 2, 1)))
     config = load_config(command, [f"recipe={recipe}", "data.question_suffix=' Short:'"])
-    for dataset in load_questions(config, None):
+    for dataset in load_image_questions(config.data):
         assert dataset is not None and all(sample.question.endswith("? Short:") for sample in dataset.samples)
 
 

@@ -89,7 +89,7 @@ def test_importance_is_the_loss_of_leaving_a_block_out(run: Run, saved: Path, tm
     found = load_importance(tmp_path / "importance.json", adapter)
     assert set(found.scores) == {1, 2, 3} and found.model == fingerprint(adapter.model)
     answer = adapter.tokenizer("a cat")["input_ids"]
-    asked = [adapter.inputs(question(n).opened(), f"what is {n} ?", 2) for n in range(2)]
+    asked = [adapter.inputs(question(n).load_image(), f"what is {n} ?", 2) for n in range(2)]
     answered = [vlms.continued(inputs, answer) for inputs in asked]
 
     def loss(blocks: list[bool]) -> float:

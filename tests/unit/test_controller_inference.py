@@ -55,7 +55,7 @@ def test_the_low_encoding_is_made_once_and_another_only_where_it_is_needed(
 
     monkeypatch.setattr(adaptive.executor, "see", counted)
     sample = question(1)
-    found = adaptive.answer(sample.opened(), sample.question, 20.0)
+    found = adaptive.answer(sample.load_image(), sample.question, 20.0)
     assert seen == Counter({0: 1, tier: 1}) and found.configuration.tier == tier
     assert found.answer == adaptive.executor.run(sample, found.configuration).answer
     assert found.total_ms == found.decision_ms + found.latency.total_ms and 0 < found.network_ms < found.decision_ms
@@ -68,7 +68,7 @@ def test_it_chooses_the_mode_for_image_question_and_budget() -> None:
     for budget in (5.0, 50.0, 5.0):
         chosen = controller.distribution(vision[None], language[None], torch.tensor([budget])).mode()
         [expected] = chosen.configurations(controller.space)
-        assert adaptive.answer(sample.opened(), sample.question, budget).configuration == expected
+        assert adaptive.answer(sample.load_image(), sample.question, budget).configuration == expected
 
 
 def test_deciding_costs_the_encoding_where_the_answer_does_not_use_it() -> None:

@@ -23,7 +23,7 @@ from verl_ext.controller.latency_source import LatencySource
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.scoring.scorer import AnswerScorer
-from verl_ext.data.questions import ImageQuestion
+from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.errors import UserError
 from verl_ext.grpo.policy import Prompt
 from verl_ext.trainer.budget import check_budgets
@@ -168,6 +168,6 @@ def test_the_least_budget_has_time_for_the_decision(
 
 def test_an_image_that_is_none_is_told_with_its_name() -> None:
     with pytest.raises(UserError, match="image of q1 cannot be read"):
-        ImageQuestion("q1", b"no image", "?", ("a",)).opened()
+        ImageQuestion("q1", b"no image", "?", ("a",)).load_image()
     with pytest.raises(UserError, match="image of q2 cannot be read"):
-        ImageQuestion("q2", Path(os.devnull), "?", ("a",)).opened()
+        ImageQuestion("q2", Path(os.devnull), "?", ("a",)).load_image()

@@ -8,8 +8,8 @@ from pycocoevalcap.cider.cider_scorer import CiderScorer
 from verl_ext.controller.scoring.cider import CaptionScorer, words
 from verl_ext.controller.scoring.scorer import AnswerScorer
 from verl_ext.controller.scoring.vqa import normalise, soft_accuracy
-from verl_ext.data.question_sources import QuestionSource
-from verl_ext.data.questions import ImageQuestion
+from verl_ext.data.config import QuestionSource
+from verl_ext.data.image_questions import ImageQuestion, metric_of
 
 
 @pytest.mark.parametrize(
@@ -94,5 +94,5 @@ def test_a_question_is_scored_by_the_metric_of_its_data_set() -> None:
     assert scorer(asked[3], "a man rides a horse") == 1.0 > scorer(asked[3], "a red bicycle")
     assert scorer(ImageQuestion("mine/1", b"", "?", ("two",)), "2") == 1.0
     source = QuestionSource()
-    assert [source.metric_of(name) for name in ("coco_caption", "text_vqa", "mine")] == ["cider", "vqa", "vqa"]
-    assert QuestionSource(metric="cider").metric_of("mine") == "cider"
+    assert [metric_of(name, source) for name in ("coco_caption", "text_vqa", "mine")] == ["cider", "vqa", "vqa"]
+    assert metric_of("mine", QuestionSource(metric="cider")) == "cider"

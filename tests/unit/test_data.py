@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from omegaconf import OmegaConf
 from tokenizers.processors import ByteLevel
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl.utils.dataset.sft_dataset import SFTDataset
 
@@ -18,12 +22,11 @@ from tests.helpers.data import CHAT, dataset_of
 from tests.helpers.models import make_tokenizer
 from tests.helpers.trainer import small_config
 from verl_ext.config.schema import as_dict
-from verl_ext.data import tokenise
-from verl_ext.data.batching import MicroBatcher, validation_micro_batches
-from verl_ext.data.chat import ChatDataset
+from verl_ext.data import chats
+from verl_ext.data.batching import MicroBatchCollator, validation_micro_batches
 from verl_ext.data.chat_template import ChatTemplate, check_messages
-from verl_ext.data.dataset import unique_sample_ids
-from verl_ext.data.load import load_dataset
+from verl_ext.data.chats import ChatDataset, load_chat_files
+from verl_ext.data.dataset import count_parquet_rows, drop_nulls, iter_parquet_rows, unique_sample_ids
 from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.errors import UserError
@@ -191,7 +194,7 @@ def test_truncation_and_bad_rows_name_their_row(tokenizer: PreTrainedTokenizerBa
             write_and_read([{"messages": chat}], tokenizer, tmp_path)
     with pytest.raises(UserError, match="no content"):
         dataset_of([{"messages": [CHAT[0], {"role": "assistant", "content": None}]}], tokenizer, tmp_path)
-    with pytest.raises(UserError, match="token to learn"):
+    with pytest.raises(UserError, match="token to train on"):
         dataset_of(rows[:1], tokenizer, tmp_path, "data.max_length=5", "data.truncation=right")
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="no chat template; set data.chat_template"):
@@ -202,8 +205,8 @@ def write_and_read(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBas
     """As `dataset_of`, for turns whose contents are of several types, which no parquet column holds."""
     config = small_config(tmp_path, tmp_path).data
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenise, "count_parquet_rows", lambda path: len(rows))
-        patch.setattr(tokenise, "iter_parquet_rows", lambda path: iter(rows))
+        patch.setattr(chats, "count_parquet_rows", lambda path: len(rows))
+        patch.setattr(chats, "iter_parquet_rows", lambda path: iter(rows))
         return ChatDataset("rows.parquet", tokenizer, config)
 
 
@@ -260,13 +263,13 @@ def test_a_data_set_class_of_the_users_own_loses_its_padding(
     code.write_text("from verl.utils.dataset.sft_dataset import SFTDataset\nclass Own(SFTDataset): pass\n")
     custom = (f"data.custom_cls.path={code}", "data.custom_cls.name=Own")
     config = small_config(tmp_path, tmp_path, "data.multiturn.enable=false", *custom).data
-    dataset = load_dataset(str(tmp_path / "own.parquet"), config, tokenizer, -1, False, None)
+    dataset = load_chat_files(str(tmp_path / "own.parquet"), config, tokenizer)
     assert dataset.lengths[0] == len(dataset[0]["input_ids"]) < config.max_length
     assert dataset.describe([0]) == "Own rows 0"
 
 
 def test_a_file_without_loss_tokens_is_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"rows\.parquet has a token to learn"):
+    with pytest.raises(UserError, match=r"rows\.parquet has a token to train on"):
         dataset_of([{"messages": CHAT}], tokenizer, tmp_path, "data.max_length=1", "data.truncation=left")
     code = tmp_path / "own.py"
     code.write_text(
@@ -280,7 +283,7 @@ def test_a_file_without_loss_tokens_is_refused(tokenizer: PreTrainedTokenizerBas
     custom = (f"data.custom_cls.path={code}", "data.custom_cls.name=Own")
     config = small_config(tmp_path, tmp_path, "data.multiturn.enable=false", *custom).data
     with pytest.raises(UserError, match=r"Own of data\.custom_cls .*own\.parquet"):
-        load_dataset(str(tmp_path / "own.parquet"), config, tokenizer, -1, False, None)
+        load_chat_files(str(tmp_path / "own.parquet"), config, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +335,7 @@ def test_another_data_set_cannot_go_on(change: dict[str, int], names: str) -> No
     sampler = GlobalBatchSampler(30, 10, 0, 1, seed=3)
     with pytest.raises(UserError, match=names):
         sampler.load_state_dict({**sampler.state_dict(), **change})
-    with pytest.raises(UserError, match="no multiple of"):
+    with pytest.raises(UserError, match="not a multiple of"):
         sampler.load_state_dict({**sampler.state_dict(), "samples_seen": 5})
     with pytest.raises(UserError, match="fewer than one global batch"):
         GlobalBatchSampler(5, 10, 0, 1, seed=3)
@@ -347,7 +350,7 @@ def samples(lengths: list[int]) -> list[dict[str, Any]]:
 
 def test_a_micro_batch_is_padded_to_its_own_longest() -> None:
     three, nine, four, eight, two = samples([3, 9, 4, 8, 2])
-    batch = MicroBatcher(pad_token_id=0, packs=False)([[nine, eight], [four, three], [two]])
+    batch = MicroBatchCollator(pad_token_id=0, packs=False)([[nine, eight], [four, three], [two]])
     assert [tuple(part["input_ids"].shape) for part in batch.micro_batches] == [(2, 9), (2, 4), (1, 2)]
     assert batch.lengths == [9, 8, 4, 3, 2]
     assert batch.num_loss_tokens == 26 - 5
@@ -359,7 +362,7 @@ def test_a_micro_batch_is_padded_to_its_own_longest() -> None:
 
 
 def test_packed_samples_begin_anew_and_do_not_learn_their_first_token() -> None:
-    batch = MicroBatcher(pad_token_id=0, packs=True)([samples([3, 2])])
+    batch = MicroBatchCollator(pad_token_id=0, packs=True)([samples([3, 2])])
     [row] = batch.micro_batches
     assert row["input_ids"].tolist() == [[1, 2, 3, 1, 2]]
     assert row["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
@@ -378,11 +381,66 @@ class Listed(list):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 9])
 def test_validation_drops_nothing_and_keeps_ranks_in_step(ranks: int, packs: bool) -> None:
     dataset = Listed(samples([3, 9, 4, 8, 2, 7, 5]))
-    plan, make = MicroBatchPlan(dataset.lengths, packs, max_tokens=12), MicroBatcher(0, packs).micro_batch
+    plan, make = MicroBatchPlan(dataset.lengths, packs, max_tokens=12), MicroBatchCollator(0, packs).micro_batch
     parts = [list(validation_micro_batches(dataset, plan, make, rank, ranks)) for rank in range(ranks)]
     assert len({len(part) for part in parts}) == 1
     counted = sum(int(micro["loss_mask"][:, 1:].sum()) for part in parts for micro in part)
     assert counted == dataset.lengths.sum() - len(dataset)
+
+
+def test_checking_a_chat_leaves_the_row_as_it_is() -> None:
+    """A message may show the row, and the preparation writes what it has checked."""
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    parts = [{"type": "text", "text": "Call "}, {"type": "text", "text": "f."}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    before = copy.deepcopy(chat)
+    checked = check_messages(chat)
+    assert chat == before
+    assert checked[0]["content"] == "Call f."
+    assert checked[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    ("chat", "reason"),
+    [
+        ([], "its column 'prompt' is not a list of turns"),
+        ([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "its last turn is the assistant's"),
+        ([{"role": "user", "content": None}], "turn 0 has no content"),
+    ],
+)
+def test_a_prompt_needs_a_turn_to_answer(chat: list[dict[str, Any]], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        check_messages(chat, "prompt", is_prompt=True)
+    asked = [{"role": "user", "content": "q"}]
+    assert check_messages(asked, "prompt", is_prompt=True) == asked
+
+
+def test_rows_are_python_values_of_their_types(tmp_path: Path) -> None:
+    """A null in a column of integers does not turn the others into floats."""
+    rows = [{"id": 2**60 + 1, "nested": {"a": 1, "b": None}, "texts": ["x", None]}, {"id": None, "nested": None}]
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    read = list(iter_parquet_rows(path, batch_size=1))
+    assert read == [rows[0], {**rows[1], "texts": None}] and type(read[0]["id"]) is int
+    assert drop_nulls(read[0]) == {"id": 2**60 + 1, "nested": {"a": 1}, "texts": ["x", None]}
+    assert list(iter_parquet_rows(path, ["nested.a"])) == [{"nested": {"a": 1}}, {"nested": None}]
+    assert count_parquet_rows(path) == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_reads_the_micro_batches_of_a_plan(
+    num_workers: int, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    dataset = dataset_of([{"messages": CHAT[:2]}, {"messages": CHAT}] * 4, tokenizer, tmp_path)
+    plan = MicroBatchPlan(dataset.lengths, packs=True, max_tokens=int(dataset.lengths.max()))
+    sampler = GlobalBatchSampler(8, 4, 0, 1, 1, plan)
+    loader = DataLoader(
+        dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=MicroBatchCollator(0, packs=True)
+    )
+    for batch, micro_batches in zip(loader, sampler, strict=True):
+        assert batch.rows == [row for rows in micro_batches for row in rows]
+        shapes = [tuple(part["input_ids"].shape) for part in batch.micro_batches]
+        assert shapes == [(1, dataset.lengths[rows].sum()) for rows in micro_batches]
 
 
 @pytest.mark.parametrize("weight", [None, 1, 1.0, float("nan")])

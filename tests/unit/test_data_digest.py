@@ -16,8 +16,7 @@ from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.checkpoint.save import sync_and_digest
 from verl_ext.data import dataset
 from verl_ext.data.config import ChatDataConfig, QuestionDataConfig
-from verl_ext.data.dataset import files_digest
-from verl_ext.data.load import training_data_digest
+from verl_ext.data.dataset import files_digest, training_data_digest
 
 
 def write(path: Path, content: bytes) -> Path:

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from verl_ext.data.question_sources import KNOWN, QuestionSource
-from verl_ext.data.questions import QuestionDataset
+from verl_ext.data.config import QuestionSource
+from verl_ext.data.image_questions import PUBLIC_DATASETS, ImageQuestionDataset
 from verl_ext.errors import UserError
 
 
@@ -60,8 +60,8 @@ def sources(tmp_path: Path) -> dict[str, QuestionSource]:
 
 
 def test_every_public_schema_is_read(sources: dict[str, QuestionSource]) -> None:
-    assert set(sources) == set(KNOWN)
-    dataset = QuestionDataset(sources, "train", suffix=" In one word.")
+    assert set(sources) == set(PUBLIC_DATASETS)
+    dataset = ImageQuestionDataset(sources, "train", suffix=" In one word.")
     samples = {item["sample_id"]: item["sample"] for item in (dataset[row] for row in range(len(dataset)))}
     assert list(samples) == [
         *(f"train/text_vqa/{34602 + number}" for number in range(3)),
@@ -73,7 +73,7 @@ def test_every_public_schema_is_read(sources: dict[str, QuestionSource]) -> None
     assert samples["train/coco_2014_vqa/458752000"].references == ("no",) * 10
     assert samples["train/coco_2014_vqa/458752000"].question == "Is it red? In one word."
     assert samples["train/coco_caption/7"].question.startswith("Describe the image")
-    opened = samples["train/coco_2014_vqa/458752000"].opened()
+    opened = samples["train/coco_2014_vqa/458752000"].load_image()
     assert (opened.mode, opened.size) == ("RGB", (8, 6))
     assert dataset.describe([0, 5]) == "train/text_vqa/34602, train/coco_caption/7"
 
@@ -85,17 +85,17 @@ def test_each_data_set_gives_as_many_rows_as_are_wanted(tmp_path: Path) -> None:
     sizes = {(-1, -1): 6, (4, 0): 4, (2, 1): 3, (0, 1): 1}
     for (one, two), wanted in sizes.items():
         sources = {"text_vqa": QuestionSource(one, 0, folder), "okvqa": QuestionSource(two, 0, other)}
-        assert len(QuestionDataset(sources, "train")) == wanted
+        assert len(ImageQuestionDataset(sources, "train")) == wanted
     with pytest.raises(UserError, match=r"no question is left for val; give data.datasets.NAME.val a size"):
-        QuestionDataset(sources, "val")
+        ImageQuestionDataset(sources, "val")
 
 
 def test_images_may_lie_beside_the_files(tmp_path: Path) -> None:
     path = tmp_path / "x.png"
     path.write_bytes(png())
     folder = write(tmp_path / "mine", [{"image": str(path), "question": "?", "answers": "red"}])
-    sample = QuestionDataset({"mine": QuestionSource(source=folder, images=str(tmp_path))}, "train")[0]["sample"]
-    assert sample.opened().size == (8, 6) and sample.references == ("red",) and sample.sample_id == "train/mine/0"
+    sample = ImageQuestionDataset({"mine": QuestionSource(source=folder, images=str(tmp_path))}, "train")[0]["sample"]
+    assert sample.load_image().size == (8, 6) and sample.references == ("red",) and sample.sample_id == "train/mine/0"
 
 
 def test_no_two_questions_have_one_name(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_no_two_questions_have_one_name(tmp_path: Path) -> None:
         "one": QuestionSource(source=write(tmp_path / "t", rows)),
         "two": QuestionSource(source=str(tmp_path / "t")),
     }
-    names = [each.sample_id for split in ("train", "val") for each in QuestionDataset(sources, split).samples]
+    names = [each.sample_id for split in ("train", "val") for each in ImageQuestionDataset(sources, split).samples]
     assert names[:4] == ["train/one/7", "train/one/7#2", "train/one/8", "train/two/7"]
     assert len({*names}) == len(names) == 12
 
@@ -118,11 +118,11 @@ def test_unreadable_images_are_left_out_by_name_up_to_a_limit(
     rows[1]["image"] = {"bytes": b"no image", "path": None}
     rows.append({**rows[0], "image": {"bytes": png()[:40], "path": None}, "question_id": 9})
     sources = {"text_vqa": QuestionSource(source=write(tmp_path / "t", rows))}
-    assert len(QuestionDataset(sources, "train", max_unreadable=2)) == 2
+    assert len(ImageQuestionDataset(sources, "train", max_unreadable=2)) == 2
     said = capsys.readouterr().err
-    assert "2 images cannot be read and are left out" in said and "text_vqa/34603" in said and "text_vqa/9" in said
+    assert "2 images cannot be read and are skipped" in said and "text_vqa/34603" in said and "text_vqa/9" in said
     with pytest.raises(UserError, match=r"2 images .* more than data.max_unreadable_images=1: .*text_vqa/34603"):
-        QuestionDataset(sources, "train", max_unreadable=1)
+        ImageQuestionDataset(sources, "train", max_unreadable=1)
 
 
 @pytest.mark.parametrize(
@@ -138,16 +138,16 @@ def test_rows_that_are_no_questions_are_refused(change: dict[str, Any], message:
     rows = [dict(row) for row in ROWS["text_vqa"]]
     rows[1] |= change
     with pytest.raises(UserError, match=message):
-        QuestionDataset({"text_vqa": QuestionSource(source=write(tmp_path / "t", rows))}, "train")
+        ImageQuestionDataset({"text_vqa": QuestionSource(source=write(tmp_path / "t", rows))}, "train")
 
 
 def test_sources_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"source=.* has no train\*.parquet"):
-        QuestionDataset({"okvqa": QuestionSource(source=str(tmp_path))}, "train")
+        ImageQuestionDataset({"okvqa": QuestionSource(source=str(tmp_path))}, "train")
     (tmp_path / "train.parquet").write_text("no parquet")
     with pytest.raises(UserError, match="train.parquet is not a readable parquet file"):
-        QuestionDataset({"okvqa": QuestionSource(source=str(tmp_path))}, "train")
+        ImageQuestionDataset({"okvqa": QuestionSource(source=str(tmp_path))}, "train")
     with pytest.raises(UserError, match="data.datasets.mine has no source and is none of text_vqa"):
-        QuestionDataset({"mine": QuestionSource()}, "train")
-    with pytest.raises(UserError, match="cannot be had from the hub as lmms-lab/OK-VQA .* set its source"):
-        QuestionDataset({"okvqa": QuestionSource()}, "train")  # tests have no network
+        ImageQuestionDataset({"mine": QuestionSource()}, "train")
+    with pytest.raises(UserError, match="cannot be loaded from the hub as lmms-lab/OK-VQA .* set its source"):
+        ImageQuestionDataset({"okvqa": QuestionSource()}, "train")  # tests have no network

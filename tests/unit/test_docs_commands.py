@@ -12,6 +12,7 @@ import pytest
 from eval_pipeline.__main__ import parse as parse_evaluation
 from tests.helpers import ROOT
 from tests.helpers.docs import PAGES
+from verl_ext.commands import COMMANDS as PRODUCT
 from verl_ext.data.prepare import parse_arguments as parse_preparation
 from verl_ext.launch.__main__ import parse_arguments
 from verl_ext.trainer.stages import load_config
@@ -33,6 +34,12 @@ COMMANDS = list(commands())
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[" ".join(words)[:60] for _, words in COMMANDS])
 def test_a_command_is_understood(page: str, words: list[str]) -> None:
     program, *rest = words
+    if program == "verl-ext":
+        command = PRODUCT[rest[0]]
+        program, rest = ("bash", [command.script, *rest[1:]]) if command.script else ("python", ["-m", command.module])
+    if program == "verl-ext":
+        command = PRODUCT[rest[0]]
+        program, rest = ("bash", [command.script, *rest[1:]]) if command.script else ("python", ["-m", command.module])
     if program == "bash" and (script := re.fullmatch(r"run_(sft|grpo)\.sh", rest[0])):
         arguments = parse_arguments([script[1], *rest[1:]])
         assert load_config(script[1], arguments.overrides).stage and arguments.num_processes
@@ -49,4 +56,4 @@ def test_a_command_is_understood(page: str, words: list[str]) -> None:
         elif module.startswith(("verl_ext", "benchmarks", "tests")):
             assert importlib.util.find_spec(module) is not None
     else:
-        assert program in (".venv-lmms/bin/pip", "git", "cd", "touch", "kill"), program
+        assert program in (".venv-lmms/bin/pip", "pip", "git", "cd", "touch", "kill"), program

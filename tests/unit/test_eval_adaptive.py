@@ -38,8 +38,8 @@ from verl_ext.controller.inference import AdaptiveModel
 from verl_ext.controller.latency_model import FEATURES, LatencyModel, Workload
 from verl_ext.controller.loading import fingerprint, load_adapter
 from verl_ext.controller.scoring.vqa import soft_accuracy
-from verl_ext.data.question_sources import QuestionSource
-from verl_ext.data.questions import ImageQuestion, QuestionDataset
+from verl_ext.data.config import QuestionSource
+from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset
 from verl_ext.metrics.registry import lookup_metric
 
 SHORT = ("--num-samples", "3", "--num-train", "2", "--max-static", "5", "--no-wandb")
@@ -157,9 +157,9 @@ def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -
     adapter, space = model.executor.adapter, controller.space
     content = json.loads((evaluated / "adaptive.json").read_text())
     statics = [configuration_of(each["configuration"], space) for each in content["statics"]]
-    trained = QuestionDataset({"tiny": QuestionSource(train=2, source=str(tiny / "data"))}, "train").samples
+    trained = ImageQuestionDataset({"tiny": QuestionSource(train=2, source=str(tiny / "data"))}, "train").samples
     budgets = content["budgets_ms"]
-    decided = [model.answer(each.opened(), each.question, ms).configuration for each in trained for ms in budgets]
+    decided = [model.answer(each.load_image(), each.question, ms).configuration for each in trained for ms in budgets]
     liked = Counter(replace(each, tier=0) for each in decided).most_common(MOST_CHOSEN)
     masks = important_blocks(space, load_importance(tiny / "importance.json", adapter))
     grid = static_configurations(space, masks, 5)
@@ -176,7 +176,7 @@ def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -
         low = model.executor.seen(sample, 0)
         encoding = told.predict(Workload(space.full, adapter.num_patches(low.inputs), 0, 0)).vision_ms
         for column, budget in enumerate((30.0, 45.0, 60.0)):
-            found = model.answer(sample.opened(), sample.question, budget)
+            found = model.answer(sample.load_image(), sample.question, budget)
             outcome = model.executor.run(sample, found.configuration)
             latency = told.predict(outcome.workload).total_ms + (encoding if found.configuration.tier else 0.0)
             assert arrays["controller_latency_ms"][place, column] == latency

@@ -14,7 +14,7 @@ from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.block_importance import answer_loss
 from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.execution import Executor
-from verl_ext.data.questions import ImageQuestion
+from verl_ext.data.image_questions import ImageQuestion
 
 FIRST, LAST = [True, False, False, False], [True, False, False, True]
 

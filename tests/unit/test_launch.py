@@ -195,7 +195,7 @@ def test_values_are_checked_before_data_are_downloaded_or_converted(
     stage: str, mistake: str, says: str, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recipe's own data are not there yet; the model is."""
-    monkeypatch.setattr("verl_ext.launch.preflight.prepare", lambda words: pytest.fail(f"prepared {words}"))
+    monkeypatch.setattr("verl_ext.data.prepare.recipe_commands.prepare", lambda words: pytest.fail(f"prepared {words}"))
     data = [f"data.train_files={tmp_path}/data/train.parquet", f"data.val_files={tmp_path}/data/val.parquet"]
     words = [*data, f"prepare=['quickstart --output {tmp_path}/data']", f"trainer.default_local_dir={tmp_path}/run"]
     arguments = parse_arguments([stage, "2", *words, f"model.partial_pretrain={quickstart}/model", mistake])
@@ -253,7 +253,7 @@ def test_what_is_prepared_is_checked_afterwards(
 ) -> None:
     """Both model and data are awaited; what comes is no model."""
     made: list[Sequence[str]] = []
-    monkeypatch.setattr("verl_ext.launch.preflight.prepare", made.append)
+    monkeypatch.setattr("verl_ext.data.prepare.recipe_commands.prepare", made.append)
     data = [f"data.train_files={tmp_path}/data/train.parquet", f"data.val_files={tmp_path}/data/val.parquet"]
     words = [*data, f"model.partial_pretrain={tmp_path}/data/model", f"prepare=['quickstart --output {tmp_path}/data']"]
     words.append(f"trainer.default_local_dir={tmp_path}/run")

@@ -24,6 +24,7 @@ from verl_ext.launch.__main__ import parse_arguments
 from verl_ext.launch.outcome import Failure, Outcome, Request, Stopped, classify_outcome, is_crash, run_with_restarts
 from verl_ext.launch.ranks import rendezvous_failure
 from verl_ext.launch.run import last_checkpoint
+from verl_ext.launch.watcher import EvalWatcher
 from verl_ext.processes import StopRequest, StopSignals
 from verl_ext.trainer.config import PreemptionConfig, parse_deadline
 from verl_ext.trainer.preemption import DEADLINE_VARIABLES, deadline_from_environment
@@ -141,6 +142,19 @@ def test_a_signal_that_a_destructor_swallowed_is_raised_in_the_end(
     with pytest.raises(StopRequest):
         with signals.raising():
             Signalling()
+
+
+def test_a_stop_while_a_finished_run_is_evaluated_is_reported_once(
+    signals: StopSignals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher of a finished run waits for the evaluation inside a block that a signal ends."""
+    monkeypatch.setattr(EvalWatcher, "_run_once", lambda self: int(not self._stopping.wait(60)))
+    watcher = EvalWatcher(load_config("sft", [f"trainer.default_local_dir={tmp_path}", "eval.watch=true"]))
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with signals.raising():
+        assert watcher.finish(signals) == STOPPED_EXIT_CODE
+    watcher.stop(signals)
+    assert capsys.readouterr().out.count("Stopped by SIGTERM") == 1
 
 
 def test_a_terminal_that_is_gone_is_no_error(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from transformers import (
 
 from tests.helpers.models import write_family
 from tests.helpers.trainer import loss_and_gradients, make_trainer, small_config
-from verl_ext.data.batching import MicroBatch, MicroBatcher, pack
+from verl_ext.data.batching import MicroBatch, MicroBatchCollator, pack
 from verl_ext.errors import UserError
 from verl_ext.trainer import fused_cross_entropy
 from verl_ext.trainer.fsdp import layer_classes
@@ -115,7 +115,7 @@ def test_packed_samples_are_as_if_alone(name: str) -> None:
     head = install_fused_loss(packed, by_liger=False)
     losses = []
     for loss, packs in ((loss_of(packed, head), True), (loss_of(padded), False)):
-        losses.append(loss(MicroBatcher(0, packs).micro_batch(samples())))
+        losses.append(loss(MicroBatchCollator(0, packs).micro_batch(samples())))
         losses[-1].backward()
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
     for one, other in zip(packed.parameters(), padded.parameters(), strict=True):

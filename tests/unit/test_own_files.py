@@ -13,10 +13,11 @@ import pytest
 
 from tests.helpers import ROOT
 from verl_ext.data.prepare import is_prepared, prepare
+from verl_ext.data.prepare.recipe_commands import run_commands
 from verl_ext.errors import UserError
 from verl_ext.launch.__main__ import parse_arguments
 from verl_ext.launch.configure import configure
-from verl_ext.launch.preflight import commands_to_run, needed_commands, run_prepare_commands
+from verl_ext.launch.preflight import needed_commands
 from verl_ext.trainer.stages import RunConfig
 
 CHATS = [{"prompt": f"p{index}", "response": "r"} for index in range(4)]
@@ -93,13 +94,13 @@ def test_files_are_converted_once_and_again_when_they_change(
     words = (f"data.train_files={path}", "model.partial_pretrain=elsewhere", "eval.recipe=humaneval")
     first = launched(*words)
     assert f"{path} is converted to {first.data.train_files}" in capsys.readouterr().out
-    run_prepare_commands(commands_to_run(first))
+    run_commands(needed_commands(first))
     assert "prompt/response" in capsys.readouterr().out
     assert Path(first.data.train_files).is_file() and Path(first.data.val_files).is_file()
     again = launched(*words)
     assert again == first
     assert f"{path} is read from {first.data.train_files}" in capsys.readouterr().out
-    run_prepare_commands(commands_to_run(again))
+    run_commands(needed_commands(again))
     assert "Preparing" not in capsys.readouterr().out
     write(path, CHATS[:3])
     assert launched(*words).data.train_files != first.data.train_files
@@ -115,7 +116,7 @@ def test_a_converted_file_is_read_only_if_its_size_or_time_changed(repository: P
         return run(words, env=environment, text=True, capture_output=True, check=True).stdout
 
     path = write(repository / "mine.jsonl")
-    run_prepare_commands(commands_to_run(launched("data.train_files=mine.jsonl")))
+    run_commands(needed_commands(launched("data.train_files=mine.jsonl")))
     first, before = converted(), path.stat()
     path.write_text(path.read_text().replace("p0", "q0"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from verl_ext.data.packing import MicroBatchPlan, Shares, attention_share, fill_evenly, first_fit_decreasing
+from verl_ext.data.packing import MicroBatchPlan, RankMicroBatches, attention_share, fill_evenly, first_fit_decreasing
 
 
 def lengths_like_code(number: int, seed: int = 0) -> np.ndarray:
@@ -15,12 +15,12 @@ def lengths_like_code(number: int, seed: int = 0) -> np.ndarray:
     return np.clip(np.random.default_rng(seed).lognormal(5, 1, number), 8, 1024).astype(np.int64)
 
 
-def tokens_of(lengths: np.ndarray, shares: Shares) -> np.ndarray:
+def tokens_of(lengths: np.ndarray, shares: RankMicroBatches) -> np.ndarray:
     """Tokens by rank and micro-batch (ranks, micro_batches)."""
     return np.array([[lengths[group].sum() for group in share] for share in shares])
 
 
-def all_rows(shares: Shares) -> list[int]:
+def all_rows(shares: RankMicroBatches) -> list[int]:
     return sorted(row for share in shares for group in share for row in group)
 
 
@@ -48,7 +48,7 @@ def test_packed_shares_keep_the_budget_and_leave_no_rank_waiting(num_ranks: int,
     lengths = lengths_like_code(4000)
     plan = MicroBatchPlan(lengths, packs=True, max_tokens=budget)
     rows = np.random.default_rng(1).permutation(4000)[:256].tolist()
-    shares = plan.shares(rows, num_ranks)
+    shares = plan.assign(rows, num_ranks)
     assert all_rows(shares) == sorted(rows)
     assert len({len(share) for share in shares}) == 1
     tokens = tokens_of(lengths, shares)
@@ -63,12 +63,12 @@ def test_packed_shares_keep_the_budget_and_leave_no_rank_waiting(num_ranks: int,
 def test_padded_shares_put_like_lengths_together(num_ranks: int) -> None:
     lengths = lengths_like_code(512)
     rows: Sequence[int] = range(512)
-    of_size = MicroBatchPlan(lengths, packs=False, max_tokens=1 << 40, max_samples=8).shares(rows, num_ranks)
+    of_size = MicroBatchPlan(lengths, packs=False, max_tokens=1 << 40, max_samples=8).assign(rows, num_ranks)
     assert all_rows(of_size) == list(rows)
     assert {len(group) for share in of_size for group in share} == {8}
     padded = sum(lengths[group].max() * len(group) for share in of_size for group in share)
     assert padded < 1.1 * lengths.sum()
-    of_tokens = MicroBatchPlan(lengths, packs=False, max_tokens=4096).shares(rows, num_ranks)
+    of_tokens = MicroBatchPlan(lengths, packs=False, max_tokens=4096).assign(rows, num_ranks)
     assert all_rows(of_tokens) == list(rows)
     assert len({len(share) for share in of_tokens}) == 1
     assert max(lengths[group].max() * len(group) for share in of_tokens for group in share) <= 4096
@@ -77,14 +77,14 @@ def test_padded_shares_put_like_lengths_together(num_ranks: int) -> None:
 def test_samples_longer_than_the_budget_are_alone() -> None:
     for packs in (True, False):
         plan = MicroBatchPlan(np.array([50, 60, 70, 80]), packs, max_tokens=10)
-        assert plan.shares(range(4), 2) == [[[3], [0]], [[2], [1]]]
+        assert plan.assign(range(4), 2) == [[[3], [0]], [[2], [1]]]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("long", [[1200], [1001, 3000, 1200]])
 def test_samples_longer_than_the_budget_leave_the_others_packed(long: list[int], num_ranks: int) -> None:
     lengths = np.array([*long, *([10] * (128 - len(long)))])
-    shares = MicroBatchPlan(lengths, packs=True, max_tokens=1000).shares(range(128), num_ranks)
+    shares = MicroBatchPlan(lengths, packs=True, max_tokens=1000).assign(range(128), num_ranks)
     assert all_rows(shares) == list(range(128))
     groups = [group for share in shares for group in share]
     assert all(lengths[group].sum() <= 1000 or len(group) == 1 for group in groups)
@@ -94,7 +94,7 @@ def test_samples_longer_than_the_budget_leave_the_others_packed(long: list[int],
 
 def test_one_long_sample_weighs_more_than_short_ones_of_as_many_tokens() -> None:
     lengths = np.array([4096, *([256] * 16), *([256] * 4)])
-    shares = MicroBatchPlan(lengths, True, 8192, quadratic=attention_share(512)).shares(range(21), 2)
+    shares = MicroBatchPlan(lengths, True, 8192, quadratic=attention_share(512)).assign(range(21), 2)
     with_long = next(share[0] for share in shares if 0 in share[0])
     assert lengths[with_long].sum() < lengths.sum() / 2
     assert attention_share(512) == pytest.approx(1 / 6144)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from verl_ext.data.prefetch import Prefetcher
+from verl_ext.data.batching import Prefetcher
 
 
 def test_the_items_are_the_same_each_time() -> None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForImageTextToText
 
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.data.image_chats import ImageChatDataset
+from verl_ext.data.image_questions import question_of
 from verl_ext.data.prepare import vqa
 from verl_ext.data.prepare.vqa import (
     GLYPHS,
@@ -33,7 +34,6 @@ from verl_ext.data.prepare.vqa import (
     sample_lessons,
     sample_questions,
 )
-from verl_ext.data.questions import question_of
 from verl_ext.trainer.stages import load_config
 
 
@@ -91,7 +91,7 @@ def test_the_model_reads_cards_under_the_recipes_configurations() -> None:
     asked = [question_of("cards", number, row, "", None) for number, row in enumerate(rows)]
     assert len(ImageChatDataset(asked, 4)) == 1
     for tier, patches in enumerate((36, 144, 324)):
-        inputs = adapter.inputs(asked[0].opened(), asked[0].question, tier)
+        inputs = adapter.inputs(asked[0].load_image(), asked[0].question, tier)
         assert adapter.num_patches(inputs) == patches
         with torch.no_grad(), adapter.configured(space.configuration(tier, [True, True, *[False] * 4], 1)):
             assert adapter.begin(inputs).logits.shape == (1, len(processor.tokenizer))

@@ -19,9 +19,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.helpers.trainer import small_config
-from verl_ext.data import tokenise
-from verl_ext.data.chat import ChatDataset
+from verl_ext.data import chats
 from verl_ext.data.chat_template import ChatEncoder
+from verl_ext.data.chats import ChatDataset
 from verl_ext.errors import UserError
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer.stages import STAGES
@@ -41,7 +41,7 @@ def same(one: ChatDataset, other: ChatDataset) -> bool:
 def test_what_was_kept_is_what_was_made(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = dataset(quickstart, None)
     first = dataset(quickstart, tmp_path)
-    monkeypatch.setattr(tokenise, "_tokenise", None)  # the second time nothing is tokenised
+    monkeypatch.setattr(chats, "tokenize", None)  # the second time nothing is tokenised
     again = dataset(quickstart, tmp_path)
     assert same(made, first) and same(made, again)
     assert again.describe([3]).endswith("train.parquet rows 3")
@@ -158,7 +158,7 @@ def one_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             pools.append(ProcessPoolExecutor(*arguments))
         return nullcontext(pools[0])
 
-    monkeypatch.setattr(tokenise, "ProcessPoolExecutor", shared)
+    monkeypatch.setattr(chats, "ProcessPoolExecutor", shared)
     yield
     [pool] = pools
     pool.shutdown()
@@ -166,11 +166,13 @@ def one_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_pool")
 def test_several_processes_make_the_same(quickstart: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tokenise, "FEWEST_PER_PROCESS", 100)
-    monkeypatch.setattr(tokenise, "CHUNK", 60)
+    monkeypatch.setattr(chats, "MIN_PER_PROCESS", 100)
+    monkeypatch.setattr(chats, "CHUNK", 60)
     assert same(dataset(quickstart, None, "data.num_tokenizers=2"), dataset(quickstart, None, "data.num_tokenizers=1"))
     rows = pd.read_parquet(quickstart / "train.parquet")
-    chats = [list(chat) for chat in rows["messages"]]
-    pd.DataFrame({"messages": [*chats[:130], chats[130][:1], *chats[131:]]}).to_parquet(tmp_path / "bad.parquet")
+    rows_of_turns = [list(chat) for chat in rows["messages"]]
+    pd.DataFrame({"messages": [*rows_of_turns[:130], rows_of_turns[130][:1], *rows_of_turns[131:]]}).to_parquet(
+        tmp_path / "bad.parquet"
+    )
     with pytest.raises(UserError, match="row 130 cannot be used: it has no assistant turn"):
         dataset(quickstart, None, "data.num_tokenizers=2", file=tmp_path / "bad.parquet")

@@ -14,8 +14,7 @@ from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.config.schema import as_dict
-from verl_ext.data.batching import Batch, pad
-from verl_ext.data.prefetch import Prefetcher
+from verl_ext.data.batching import Prefetcher, TokenBatch, pad
 from verl_ext.errors import UserError
 from verl_ext.trainer.device import pick_attention
 from verl_ext.trainer.sft import SFTTrainer
@@ -50,7 +49,7 @@ def stock_batch(ours: SFTTrainer) -> object:
     return TensorDict(pad(samples, 0), batch_size=8)
 
 
-def first_batch(trainer: SFTTrainer) -> Batch:
+def first_batch(trainer: SFTTrainer) -> TokenBatch:
     batch = next(trainer.batches())
     return batch
 

@@ -13,8 +13,8 @@ from PIL import Image
 from pyarrow import parquet
 
 from verl_ext.console import print_line
-from verl_ext.data.question_sources import QuestionSource
-from verl_ext.data.questions import QuestionDataset
+from verl_ext.data.config import QuestionSource
+from verl_ext.data.image_questions import ImageQuestionDataset
 from verl_ext.errors import UserError, exit_on_user_error
 
 
@@ -24,12 +24,12 @@ def encoded(kind: str) -> bytes:
     return content.getvalue()
 
 
-def read(folder: Path, image: object) -> QuestionDataset:
+def read(folder: Path, image: object) -> ImageQuestionDataset:
     """The questions of a folder whose one row has this image."""
     folder.mkdir(exist_ok=True)
     rows = [{"image": image, "question": "?", "answers": "x"}]
     parquet.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
-    return QuestionDataset({"mine": QuestionSource(source=str(folder))}, "train")
+    return ImageQuestionDataset({"mine": QuestionSource(source=str(folder))}, "train")
 
 
 def test_images_are_read_from_their_folder_alone(tmp_path: Path) -> None:
@@ -41,15 +41,15 @@ def test_images_are_read_from_their_folder_alone(tmp_path: Path) -> None:
     (folder / "images" / "own.png").write_bytes(encoded("png"))
     for path in (str(private), "../private.png", "images/../../private.png", "images/link.png", "/dev/zero"):
         for column in (path, {"bytes": None, "path": path}):
-            with pytest.raises(UserError, match=r"an image that lies outside of .*give data.datasets.mine.images"):
+            with pytest.raises(UserError, match=r"an image outside of .*set data.datasets.mine.images"):
                 read(folder, column)
-    assert read(folder, "images/own.png")[0]["sample"].opened().size == (8, 6)
+    assert read(folder, "images/own.png")[0]["sample"].load_image().size == (8, 6)
 
 
 def test_an_image_that_never_ends_is_not_begun(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     os.mkfifo(tmp_path / "data" / "pipe.png")
-    with pytest.raises(UserError, match="is no file"):
+    with pytest.raises(UserError, match="is not a file"):
         read(tmp_path / "data", "pipe.png")
 
 

@@ -16,13 +16,12 @@ from tests.helpers.data import row, write_questions
 from verl_ext import rendering
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import ConfigurationSpace
-from verl_ext.data.image_chats import ImageChat, ImageChatDataset
-from verl_ext.data.questions import ImageQuestion, question_of
-from verl_ext.data.vlm_batching import VLMBatcher
+from verl_ext.data.image_chats import ImageChat, ImageChatCollator, ImageChatDataset, load_image_chats
+from verl_ext.data.image_questions import ImageQuestion, question_of
 from verl_ext.errors import UserError
 from verl_ext.launch.preflight import check_questions, check_settings
 from verl_ext.trainer.stages import VLMSFTConfig, load_config
-from verl_ext.trainer.vlm_sft import VLMSFTTrainer, load_chats
+from verl_ext.trainer.vlm_sft import VLMSFTTrainer
 
 TIERS = (256, 1024, 4096)
 MODEL, PROCESSOR = vlms.qwen3_vl_moe()
@@ -32,8 +31,8 @@ def question(number: int) -> ImageQuestion:
     return question_of("mine", number, row(number), "", None)
 
 
-def batcher(size: int = 2) -> VLMBatcher:
-    return VLMBatcher(PROCESSOR, size, TIERS, PROCESSOR.tokenizer.eos_token_id)
+def batcher(size: int = 2) -> ImageChatCollator:
+    return ImageChatCollator(PROCESSOR, size, TIERS, PROCESSOR.tokenizer.eos_token_id)
 
 
 def of_one_image(*numbers: int) -> list[ImageQuestion]:
@@ -61,7 +60,7 @@ def test_the_answer_of_most_references_is_learnt() -> None:
 @pytest.mark.parametrize("tier", [0, 1, 2])
 def test_a_chat_is_what_the_model_is_asked_and_its_answer(tier: int) -> None:
     adapter = adapter_of(MODEL, PROCESSOR, TIERS)
-    asked = adapter.inputs(question(4).opened(), question(4).question, tier)
+    asked = adapter.inputs(question(4).load_image(), question(4).question, tier)
     made = batcher().at([{"chat": ImageChat((question(4),))}], tier)
     length = asked["input_ids"].shape[1]
     assert torch.equal(made["input_ids"][0, :length], asked["input_ids"][0])
@@ -198,10 +197,10 @@ def test_as_many_questions_share_a_chat_as_are_wanted(recipe: Path, tmp_path: Pa
     rows = [row(number) | {"image": row(0)["image"]} for number in range(6)]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "questions/train.parquet")
     config = config_of(recipe, "data.questions_per_chat=3", "data.train_batch_size=2")
-    train, val = load_chats(config, None)
+    train, val = load_image_chats(config.data)
     assert train.lengths.tolist() == [3, 3] and val is None
     with pytest.raises(UserError, match="there are 2 chats to train on, fewer than data.train_batch_size=3"):
-        load_chats(config_of(recipe, "data.questions_per_chat=3", "data.train_batch_size=3"), None)
+        load_image_chats(config_of(recipe, "data.questions_per_chat=3", "data.train_batch_size=3").data)
 
 
 @pytest.mark.parametrize(

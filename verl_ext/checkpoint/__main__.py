@@ -11,6 +11,7 @@ from typing import Any
 from verl_ext.checkpoint.inspection import ls, verify
 from verl_ext.checkpoint.prune import prune
 from verl_ext.cli import FAILURES, CommandParser, Commands, FloatArg, IntArg, add_command, add_commands, clean_exit
+from verl_ext.commands import program
 from verl_ext.errors import UserError
 
 SHOWN = 20
@@ -20,9 +21,9 @@ SHOWN = 20
 def build_parser() -> CommandParser:
     """Options and help of every command."""
     parser = CommandParser(
-        prog="python -m verl_ext.checkpoint",
+        prog=program("checkpoint"),
         description="Look at the checkpoints of a run, check them, export, remove and compare them.",
-        examples=["python -m verl_ext.checkpoint ls checkpoints/rlvr_coding_model/sft_quickstart"],
+        examples=[f"{program('checkpoint')} ls checkpoints/rlvr_coding_model/sft_quickstart"],
         exit_codes={"0": "done", "1": "something is damaged, differs or was not removed", **FAILURES},
     )
     commands = add_commands(parser)
@@ -50,7 +51,7 @@ def add_run_command(
     Returns:
         Its parser, for further arguments.
     """
-    words = f"python -m verl_ext.checkpoint {name} checkpoints/rlvr_coding_model/sft_quickstart {example}".rstrip()
+    words = f"{program('checkpoint')} {name} checkpoints/rlvr_coding_model/sft_quickstart {example}".rstrip()
     parser = add_command(commands, name, text, examples=[words], **settings)
     parser.usage = f"{parser.prog} RUN_DIR [options]"  # an option that takes several numbers would swallow RUN_DIR
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory that holds global_step_N directories")

@@ -99,7 +99,7 @@ def _tensors(checkpoint: Path, kind: str) -> dict[str, SavedTensor]:
 
 
 def _compare_tensors(name: str, first: SavedTensor | None, second: SavedTensor | None) -> Difference:
-    """How two tensors differ; None stands for a missing one."""
+    """How two tensors differ; None is a missing one."""
     if first is None or second is None:
         return Difference(name, math.inf, math.inf, f"only in {'B' if first is None else 'A'}")
     if first.shape != second.shape:

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from math import prod
 from pathlib import Path
 from types import TracebackType
 
@@ -43,52 +42,41 @@ INDEX = "model.safetensors.index.json"
 # The layout of the files
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and number type of a whole tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the whole tensor."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def row_bytes(self) -> int:
-        """Size of one row, or of a scalar."""
-        return prod(self.shape[1:]) * self.dtype.itemsize
-
-
 class SafetensorsLayout:
     """The files of an export and the place of each tensor in them.
 
-    Args:
-        specs: shape and type by tensor name.
-        max_shard_bytes: largest size of the tensors of one file; a larger tensor has a file for itself.
-
     Attributes:
+        tensors: shape and number type by tensor name, as tensors without memory.
         headers: the bytes before the tensors, by file.
         sizes: bytes by file.
         offsets: file, and first byte in it, by tensor name.
         index: content of INDEX; None for a single file.
     """
 
-    def __init__(self, specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], max_shard_bytes: int) -> None:
+        """Place the tensors.
+
+        Args:
+            tensors: on the meta device.
+            max_shard_bytes: largest size of the tensors of one file; a larger tensor has a file for itself.
+        """
         split = split_state_dict_into_shards_factory(
-            dict(specs),
-            get_storage_size=lambda spec: spec.num_bytes,
+            tensors,
+            get_storage_size=lambda tensor: tensor.nbytes,
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=max_shard_bytes,
         )
-        self.specs = dict(specs)
+        self.tensors = tensors
         self.headers: dict[str, bytes] = {}
         self.sizes: dict[str, int] = {}
         self.offsets: dict[str, tuple[str, int]] = {}
         for file, names in split.filename_to_tensors.items():
             self._place(file, names)
-        self.index = self._index(split.tensor_to_filename) if split.is_sharded else None
+        self.index: bytes | None = None
+        if split.is_sharded:
+            total = sum(tensor.nbytes for tensor in tensors.values())
+            index = {"metadata": {"total_size": total}, "weight_map": dict(split.tensor_to_filename)}
+            self.index = json.dumps(index, indent=2).encode()
 
     @property
     def num_bytes(self) -> int:
@@ -97,26 +85,21 @@ class SafetensorsLayout:
 
     def _place(self, file: str, names: list[str]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without which transformers refuses the file
-        begins, position = {}, 0
-        for name in sorted(names, key=lambda name: -self.specs[name].dtype.itemsize):  # keeps every tensor aligned
-            spec = self.specs[name]
-            begins[name] = position
+        starts, position = {}, 0
+        for name in sorted(names, key=lambda name: -self.tensors[name].itemsize):  # keeps every tensor aligned
+            tensor, starts[name] = self.tensors[name], position
+            position += tensor.nbytes
+            offsets = [starts[name], position]
             header[name] = {
-                "dtype": DTYPE_NAMES[spec.dtype],
-                "shape": list(spec.shape),
-                "data_offsets": [position, position + spec.num_bytes],
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": offsets,
             }
-            position += spec.num_bytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self.headers[file] = len(text).to_bytes(8, "little") + text
         self.sizes[file] = len(self.headers[file]) + position
-        for name, begin in begins.items():
-            self.offsets[name] = (file, len(self.headers[file]) + begin)
-
-    def _index(self, files: Mapping[str, str]) -> bytes:
-        total = sum(spec.num_bytes for spec in self.specs.values())
-        return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(files)}, indent=2).encode()
+        self.offsets |= {name: (file, len(self.headers[file]) + start) for name, start in starts.items()}
 
 
 def layout_of(
@@ -128,14 +111,14 @@ def layout_of(
         tensors: to export.
         state: the model's tensors by source name; only their whole shapes and types are used.
         dtype: of floating-point tensors on the disk.
+        max_shard_gib: largest size of one file, GiB.
     """
-    specs = {}
+    empty = {}
     for tensor in tensors:
         source = state[tensor.source]
-        specs[tensor.name] = TensorSpec(
-            tensor.shape(source.shape), dtype if source.dtype.is_floating_point else source.dtype
-        )
-    return SafetensorsLayout(specs, int(max_shard_gib * GIB))
+        stored = dtype if source.dtype.is_floating_point else source.dtype
+        empty[tensor.name] = torch.empty(tensor.shape(source.shape), dtype=stored, device="meta")
+    return SafetensorsLayout(empty, int(max_shard_gib * GIB))
 
 
 # Writing
@@ -189,10 +172,10 @@ class ExportWriter:
             start: index of the first row.
             rows: (rows, ...) of the tensor, on any device, in any floating-point type.
         """
-        spec, (file, offset) = self.layout.specs[name], self.layout.offsets[name]
-        values = rows.detach().to(dtype=spec.dtype).cpu().contiguous()
+        tensor, (file, offset) = self.layout.tensors[name], self.layout.offsets[name]
+        values = rows.detach().to(dtype=tensor.dtype).cpu().contiguous()
         data = values.reshape(-1).view(torch.uint8).numpy().data
-        path, position = self.directory / file, offset + start * spec.row_bytes
+        path, position = self.directory / file, offset + start * tensor.shape[1:].numel() * tensor.itemsize
         with write_errors(path):
             if file not in self._files:
                 self._files[file] = os.open(path, os.O_WRONLY)

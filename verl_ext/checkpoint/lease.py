@@ -17,7 +17,7 @@ from verl_ext.files import LATEST, parse_json, replace_file
 from verl_ext.processes import is_alive, pid_namespace
 
 DEFAULT_SECONDS = 900.0
-"""How long a lease outlives a holder that died on another machine. It is renewed three times as often."""
+"""How long a lease outlives a holder that died on another machine; the holder renews it three times as often."""
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.checkpoint.hf_export import INDEX, ExportWriter, SafetensorsLayout, create_files, layout_of
 from verl_ext.checkpoint.hf_tensors import merge_rows, read_plan
@@ -29,9 +28,11 @@ from verl_ext.checkpoint.manifest import (
 )
 from verl_ext.checkpoint.save import FileWriter, sync_and_digest
 from verl_ext.checkpoint.shards import ShardFiles
-from verl_ext.console import print_summary, progress_bar, typed_path, typed_script, warn
+from verl_ext.commands import typed_command
+from verl_ext.console import print_summary, progress_bar, typed_path, warn
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import ignore_progress, parse_json, replace_file, sync_directory, write_errors
+from verl_ext.verl_api import PrecisionType
 
 Progress = Callable[[int], None]
 """Called with the number of bytes of shards that were read; each is read once for its digest and once to export it."""
@@ -48,7 +49,7 @@ def export(arguments: argparse.Namespace) -> int:
     dtype = arguments.dtype or export_dtype_of(checkpoint)
     with progress_bar(total=_bytes_to_read(checkpoint), desc="exporting", unit="B") as bar:
         target = rebuild_export(checkpoint, arguments.output, dtype, arguments.max_shard_gib, bar.update)
-    then = [*typed_script("eval_pipeline/run.sh"), "run", "--checkpoint", typed_path(target)]
+    then = [*typed_command("eval"), "run", "--checkpoint", typed_path(target)]
     print_summary(f"Exported: {checkpoint.name}", {"model": target, "number type": dtype}, then)
     return 0
 

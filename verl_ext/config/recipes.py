@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from pathlib import Path
 
 from verl_ext.errors import UserError
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+from verl_ext.paths import RECIPES, caller_directory
 
 
 def find_recipe(stage: str, name: str | None, key: str = "recipe") -> Path:
@@ -26,7 +24,7 @@ def find_recipe(stage: str, name: str | None, key: str = "recipe") -> Path:
     name = name or default_recipe(stage)
     path = Path(name).expanduser() if name.endswith((".yaml", ".yml")) else RECIPES / stage / f"{name}.yaml"
     if not path.is_absolute():  # the scripts change to the repository; a recipe is looked for where the user stood too
-        path = path if path.is_file() else Path(os.environ.get("VERL_EXT_CALLED_FROM", ".")) / path
+        path = path if path.is_file() else caller_directory() / path
     if not path.is_file():
         known = sorted(recipe_summaries(stage))
         guess = difflib.get_close_matches(name, known, n=1)

@@ -17,7 +17,7 @@ from verl_ext.console import progress_bar
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.loading import fingerprint, is_of_model
-from verl_ext.data.questions import ImageQuestion
+from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json
 
@@ -85,7 +85,7 @@ def cheapest(space: ConfigurationSpace, importance: Importance | None) -> Config
 @torch.no_grad()
 def answer_loss(adapter: VLMAdapter, question: ImageQuestion, configuration: Configuration, encoding: object) -> float:
     """Mean negative log-likelihood of a question's first reference, in nats per token."""
-    inputs = adapter.inputs(question.opened(), question.question, configuration.tier)
+    inputs = adapter.inputs(question.load_image(), question.question, configuration.tier)
     answer = adapter.tokenizer(question.references[0], add_special_tokens=False)["input_ids"]
     total = 0.0
     with adapter.configured(configuration), adapter.seeing(encoding):
@@ -104,7 +104,7 @@ def measure_importance(adapter: VLMAdapter, questions: Sequence[ImageQuestion]) 
     masks = {0: [True] * blocks} | {left: [block != left for block in range(blocks)] for left in range(1, blocks)}
     losses = dict.fromkeys(masks, 0.0)
     for question in progress_bar(questions, desc="measuring importance", unit="questions"):
-        encoding = adapter.encode(adapter.inputs(question.opened(), question.question, top))
+        encoding = adapter.encode(adapter.inputs(question.load_image(), question.question, top))
         for left_out, mask in masks.items():
             losses[left_out] += answer_loss(adapter, question, space.configuration(top, mask), encoding)
     scores = {left: (losses[left] - losses[0]) / len(questions) for left in range(1, blocks)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from verl_ext.cli import CommandParser, IntArg, clean_exit
+from verl_ext.commands import typed_command
 from verl_ext.console import print_line, print_summary
 from verl_ext.controller.command import EXAMPLE_INPUTS, add_model_arguments
 
@@ -53,7 +54,7 @@ def main() -> None:
     )
     found.save(arguments.output)
     path = arguments.output.absolute()
-    then = ("bash", "run_grpo.sh", 2, "recipe=budget_controller", f"latency.file={path}")
+    then = (*typed_command("grpo"), 2, "recipe=budget_controller", f"latency.file={path}")
     print_summary(f"Calibrated: {arguments.model}", {"latency model": path}, then)
 
 

@@ -21,7 +21,7 @@ from verl_ext.controller.latency import median_of
 from verl_ext.controller.latency_model import PERCENTILES, LatencyModel, explained, fit
 from verl_ext.controller.loading import fingerprint
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
-from verl_ext.data.questions import ImageQuestion
+from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.processes import cpu_name
 
 GOOD_R2 = 0.95

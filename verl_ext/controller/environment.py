@@ -11,7 +11,7 @@ from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.execution import Executor, Outcome
 from verl_ext.controller.latency_source import LatencySource
 from verl_ext.controller.reward import NAMES, reward_parts
-from verl_ext.data.questions import ImageQuestion
+from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.policy import Sample
 

@@ -14,7 +14,7 @@ from verl_ext.controller.adapters.base import Inputs, VLMAdapter
 from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.latency import Latency, LatencyMeter
 from verl_ext.controller.latency_model import Workload
-from verl_ext.data.questions import ImageQuestion
+from verl_ext.data.image_questions import ImageQuestion
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ class Executor:
 
     def seen(self, sample: ImageQuestion, tier: int) -> Seen:
         """A sample's image, encoded at a tier."""
-        return self._seen.get((sample.sample_id, tier), lambda: self.see(sample.opened(), sample.question, tier))
+        return self._seen.get((sample.sample_id, tier), lambda: self.see(sample.load_image(), sample.question, tier))
 
     def run(self, sample: ImageQuestion, configuration: Configuration) -> Outcome:
         """What a configuration gives for a sample.
@@ -122,11 +122,11 @@ class Executor:
 
     def run_anew(self, sample: ImageQuestion, configuration: Configuration) -> Outcome:
         """The same with nothing taken from what ran before, and nothing kept."""
-        return self.answer(self.see(sample.opened(), sample.question, configuration.tier), configuration)
+        return self.answer(self.see(sample.load_image(), sample.question, configuration.tier), configuration)
 
     def look_anew(self, sample: ImageQuestion) -> float:
         """Milliseconds of encoding an image at the lowest tier, measured now."""
-        return self.see(sample.opened(), sample.question, 0).vision_ms
+        return self.see(sample.load_image(), sample.question, 0).vision_ms
 
     def see(self, image: Image.Image, question: str, tier: int) -> Seen:
         """Encode an image at a tier.

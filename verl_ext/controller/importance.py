@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from verl_ext.cli import CommandParser, clean_exit
+from verl_ext.commands import typed_command
 from verl_ext.console import print_line, print_summary
 from verl_ext.controller.command import EXAMPLE_INPUTS, add_model_arguments
 
@@ -35,7 +36,7 @@ def main() -> None:
         print_line(f"block {block:>3}  {score:+.4f}")
     found.save(arguments.output)
     path = arguments.output.absolute()
-    then = ("bash", "run_grpo.sh", 2, "recipe=budget_controller", f"controller.importance_file={path}")
+    then = (*typed_command("grpo"), 2, "recipe=budget_controller", f"controller.importance_file={path}")
     print_summary(f"Measured: the blocks of {arguments.model}", {"importance": path}, then)
 
 

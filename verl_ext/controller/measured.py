@@ -6,8 +6,8 @@ import argparse
 
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.loading import default_device, load_adapter
-from verl_ext.data.question_sources import QuestionSource
-from verl_ext.data.questions import ImageQuestion, QuestionDataset
+from verl_ext.data.config import QuestionSource
+from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset
 from verl_ext.plugins import Plugin
 
 
@@ -27,4 +27,4 @@ def adapter_from(arguments: argparse.Namespace) -> VLMAdapter:
 def questions_from(arguments: argparse.Namespace) -> list[ImageQuestion]:
     """The questions to measure on."""
     source = QuestionSource(arguments.num_questions, 0, arguments.questions)
-    return QuestionDataset({"questions": source}, "train", progress=True).samples
+    return ImageQuestionDataset({"questions": source}, "train", progress=True).samples

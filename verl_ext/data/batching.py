@@ -1,31 +1,31 @@
-"""Makes tensors of the samples that share a forward pass."""
+"""Tensors of the samples that share a forward pass, made one batch ahead of the step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar, cast
 
-import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
 
 from verl_ext.data.dataset import SampleDataset
 from verl_ext.data.packing import MicroBatchPlan
 
+T = TypeVar("T")
 Sample = dict[str, Any]
 MicroBatch = dict[str, torch.Tensor]
+_END = object()
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenBatch:
     """What one rank trains on in one step.
 
     Attributes:
-        micro_batches: each with `input_ids`, `position_ids` and `loss_mask` of (batch, seq), and either
-            `attention_mask` (batch, seq) or, where samples are packed into one row, their `sample_lengths`
-            (num_samples,).
+        micro_batches: each has `input_ids`, `position_ids` and `loss_mask`, (batch, seq). Padded ones also have
+            `attention_mask` (batch, seq); packed ones are a single row with `sample_lengths` (num_samples,).
         rows: number of each sample in the data set.
     """
 
@@ -34,7 +34,7 @@ class Batch:
 
     @property
     def num_loss_tokens(self) -> int:
-        """Tokens that count in the loss; the first of a sample has nothing to be predicted from."""
+        """Tokens that the loss is computed on; the first token of a sample has no prediction."""
         return sum(int(micro_batch["loss_mask"][:, 1:].sum()) for micro_batch in self.micro_batches)
 
     @property
@@ -50,40 +50,40 @@ def lengths_of(micro_batch: MicroBatch) -> list[int]:
     return micro_batch["attention_mask"].sum(-1).tolist()
 
 
-class Batcher(Protocol):
+class Collator(Protocol):
     """Makes a rank's batch of a step, as the data loader's `collate_fn`, and single micro-batches."""
 
     def __call__(self, samples: Sequence[Any], /) -> Any: ...
 
     def micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
-        """The tensors of some samples."""
+        """The tensors of samples that share a forward pass."""
 
 
 @dataclass(frozen=True)
-class MicroBatcher:
-    """Makes a rank's batch of a step; the data loader's `collate_fn`.
+class MicroBatchCollator:
+    """Makes the tensors of each micro-batch of a step.
 
     Attributes:
-        pad_token_id: fills `input_ids` behind a sample.
-        packs: whether the samples of a micro-batch lie behind each other in one row.
+        pad_token_id: fills `input_ids` after the end of a sample.
+        packs: whether the samples of a micro-batch are concatenated into one row.
     """
 
     pad_token_id: int
     packs: bool
 
-    def __call__(self, groups: Sequence[Sequence[Sample]]) -> Batch:
-        rows = [sample["row"] for group in groups for sample in group]
-        return Batch([self.micro_batch(group) for group in groups], rows)
+    def __call__(self, micro_batches: Sequence[Sequence[Sample]]) -> TokenBatch:
+        rows = [sample["row"] for samples in micro_batches for sample in samples]
+        return TokenBatch([self.micro_batch(samples) for samples in micro_batches], rows)
 
     def micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
-        """The tensors of some samples."""
+        """See `Collator`."""
         return pack(samples) if self.packs else pad(samples, self.pad_token_id)
 
 
 def pack(samples: Sequence[Sample]) -> MicroBatch:
-    """Samples behind each other in one row: tensors of (1, tokens), and `sample_lengths` (num_samples,).
+    """Concatenate samples into one row: tensors of (1, tokens), and `sample_lengths` (num_samples,).
 
-    Positions begin anew with each sample, and its first token is not learnt: nothing stands before it.
+    Positions restart at each sample. Its first token has no loss, because nothing in the sample predicts it.
     """
     lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
     loss_mask = torch.cat([sample["loss_mask"] for sample in samples])
@@ -113,36 +113,40 @@ def pad(samples: Sequence[Sample], pad_token_id: int) -> MicroBatch:
     }
 
 
-class Groups(Dataset[list[Sample]]):
-    """A data set that gives several samples at once, by a list of their numbers.
-
-    Args:
-        dataset: gives one by its number.
-    """
-
-    def __init__(self, dataset: SampleDataset) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, rows: Sequence[int]) -> list[Sample]:
-        return [self.dataset[row] for row in rows]
-
-
 def validation_micro_batches(
-    dataset: SampleDataset, plan: MicroBatchPlan, make: Callable[[list[Sample]], MicroBatch], rank: int, num_ranks: int
+    dataset: SampleDataset,
+    plan: MicroBatchPlan,
+    make: Callable[[list[Sample]], MicroBatch],
+    rank: int,
+    num_ranks: int,
 ) -> Iterator[MicroBatch]:
-    """This rank's share of the whole data set, no sample dropped, the same number of micro-batches on every rank.
+    """This rank's share of a whole data set; no sample is dropped, and every rank gets as many micro-batches.
 
-    Ranks must run the same number of forward passes, since each gathers parameters from all; a rank that has run out
-    gets the first sample again, without loss tokens.
+    Every forward pass gathers parameters from all ranks, so a rank that runs out repeats the first sample without loss
+    tokens.
     """
-    shares = plan.shares(range(len(dataset)), num_ranks)
-    for group in shares[rank]:
-        yield make([dataset[row] for row in group])
-    for _ in range(max(map(len, shares)) - len(shares[rank])):
+    assigned = plan.assign(range(len(dataset)), num_ranks)
+    for rows in assigned[rank]:
+        yield make([dataset[row] for row in rows])
+    for _ in range(max(map(len, assigned)) - len(assigned[rank])):
         micro_batch = make([dataset[0]])
         yield {**micro_batch, "loss_mask": torch.zeros_like(micro_batch["loss_mask"])}
 
 
-def sample_lengths(dataset: Any) -> np.ndarray:
-    """Tokens of each sample (num_samples,)."""
-    return np.asarray(dataset.lengths)
+class Prefetcher(Generic[T]):
+    """Iterates one item ahead in a thread, which suffices for samples that are in memory.
+
+    Args:
+        items: iterated from its start by each iteration.
+    """
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[T]:
+        with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
+            source = iter(self._items)
+            coming = thread.submit(next, source, _END)
+            while (item := coming.result()) is not _END:
+                coming = thread.submit(next, source, _END)
+                yield cast("T", item)

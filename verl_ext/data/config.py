@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from verl_ext.config.schema import section, setting, unused
@@ -10,6 +11,7 @@ from verl_ext.errors import UserError
 
 ALL = (-1, "all")
 VQA_METRICS = ("vqa", "cider")
+"""How answers are compared with references: VQA soft accuracy, or CIDEr for captions."""
 RAW_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 
 
@@ -30,7 +32,7 @@ class MultiturnConfig:
 
 @dataclass(kw_only=True)
 class CustomClassConfig:
-    """`data.custom_cls`: a data set class of the user's."""
+    """`data.custom_cls`: the user's data set class."""
 
     path: str | None = setting(None, "Python file with a data set class of your own", path=True)
     name: str | None = setting(None, "Name of that class")
@@ -38,7 +40,7 @@ class CustomClassConfig:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """What all data have in common."""
+    """The settings that all stages share."""
 
     train_batch_size: int = setting(256, "Samples per step over all ranks, a multiple of the data-parallel ranks", ge=1)
     micro_batch_size: int | None = unused(None, "verl dropped it, set data.micro_batch_size_per_gpu")
@@ -47,10 +49,14 @@ class DataConfig:
     use_shm: bool = unused(False, "the data are in memory anyway")
     max_length: int = setting(1024, "Longest sample, tokens", ge=1)
 
+    def training_files(self) -> list[Path]:
+        """The files of the training data on this machine."""
+        return []
+
 
 @dataclass(kw_only=True)
 class TextDataConfig(DataConfig):
-    """`data` of the stages that learn from texts."""
+    """`data` of the stages that train on text."""
 
     train_files: str | list[str] = setting(
         "~/data/gsm8k/train.parquet", "Training data: a parquet, JSON or CSV file (docs/data.md), or a list of them"
@@ -58,8 +64,8 @@ class TextDataConfig(DataConfig):
     val_files: str | list[str] | None = setting(
         "~/data/gsm8k/test.parquet", "Validation data, like train_files; null for none"
     )
-    train_max_samples: int = setting(-1, "Rows used, from the top", ge=1, also=ALL)
-    val_max_samples: int = setting(-1, "Rows used of the validation files", ge=1, also=ALL)
+    train_max_samples: int = setting(-1, "Rows read, from the first on", ge=1, also=ALL)
+    val_max_samples: int = setting(-1, "Rows read of the validation files", ge=1, also=ALL)
     prompt_key: str = setting("question", "Column of the prompts, unless multiturn.enable is set")
     chat_template: str | None = setting(
         None,
@@ -69,6 +75,10 @@ class TextDataConfig(DataConfig):
     apply_chat_template_kwargs: dict[str, Any] = setting(
         {}, "Further arguments of the template, such as enable_thinking"
     )
+
+    def training_files(self) -> list[Path]:
+        """See `DataConfig`."""
+        return [Path(name).expanduser() for name in file_list(self.train_files)]
 
     @property
     def columns(self) -> dict[str, str]:
@@ -86,11 +96,13 @@ class ChatDataConfig(TextDataConfig):
     """`data` of SFT."""
 
     response_key: str = setting("answer", "Column of the answers, unless multiturn.enable is set")
-    prompt_dict_keys: list[str] | None = setting(None, "Names by which to descend into a nested column of prompts")
-    response_dict_keys: list[str] | None = setting(None, "Names by which to descend into a nested column of answers")
+    prompt_dict_keys: list[str] | None = setting(
+        None, "Keys that select the prompt in a nested column, from the outside in"
+    )
+    response_dict_keys: list[str] | None = setting(None, "Keys that select the answer in a nested column, likewise")
     multiturn: MultiturnConfig = section(MultiturnConfig)
     truncation: Literal["error", "left", "right"] = setting(
-        "error", "What happens to a longer sample: refuse it, or cut it off at its left or right end"
+        "error", "What happens to a longer sample: it is refused, or truncated at its left or right end"
     )
     balance_dp_token: bool = setting(
         False, "No effect: the loss is always the mean over the tokens of the global batch"
@@ -100,7 +112,7 @@ class ChatDataConfig(TextDataConfig):
         "auto", "Put the samples of a micro-batch into one row without padding; auto pads if the model cannot"
     )
     max_tokens_per_gpu: int | None = setting(
-        None, "Most tokens of a micro-batch", ge=1, null="micro_batch_size_per_gpu * max_length when packing"
+        None, "Maximum tokens of a micro-batch", ge=1, null="micro_batch_size_per_gpu * max_length when packing"
     )
     token_cache: str | None = setting(None, "Directory of the tokenized data; null takes the user's cache")
     num_tokenizers: int | None = setting(None, "Processes that tokenize", ge=1, null="one per core")
@@ -117,7 +129,7 @@ class ChatDataConfig(TextDataConfig):
 
 @dataclass(kw_only=True)
 class EvaluatedDataConfig(DataConfig):
-    """`data` of the stages that measure rewards every so many steps."""
+    """`data` of the stages that evaluate rewards at intervals."""
 
     eval_split: Literal["test", "train"] = setting("test", "Which samples an evaluation takes")
     eval_batches: int = setting(1, "Batches of train_batch_size samples in an evaluation", ge=0, also=ALL)
@@ -134,13 +146,13 @@ class PromptDataConfig(EvaluatedDataConfig, TextDataConfig):
     prompt_key: str = setting("prompt", "Column of the prompts, each a list of turns")
     max_length: int = unused(1, "prompts and completions have limits of their own")
     max_prompt_length: int = setting(512, "Tokens; a longer prompt is refused", ge=1)
-    filter_overlong_prompts: bool = setting(False, "Leave out longer prompts instead of refusing them")
+    filter_overlong_prompts: bool = setting(False, "Skip longer prompts instead of refusing them")
     max_response_length: int = setting(512, "Tokens; a longer completion is cut off", ge=1)
 
 
 @dataclass(kw_only=True)
 class ImageDataConfig(DataConfig):
-    """`data` of the stages that learn from questions about images."""
+    """`data` of the stages that train on questions about images."""
 
     train_files: None = unused(None, "data.datasets names the data")
     val_files: None = unused(None, "data.datasets names the data")
@@ -150,20 +162,33 @@ class ImageDataConfig(DataConfig):
         "NAME: {train: SIZE, val: SIZE, source: FOLDER, metric: vqa or cider, images: FOLDER}; without a source, the "
         "hub's data set",
     )
-    question_suffix: str = setting("", "Text behind every question")
-    max_unreadable_images: int = setting(0, "Images that may be left out because they cannot be read", ge=0)
+    question_suffix: str = setting("", "Text appended to every question")
+    max_unreadable_images: int = setting(0, "Unreadable images that are skipped; more are refused", ge=0)
 
     def check(self) -> None:
-        """Each data set is a mapping of what is known."""
+        """See `check_source`."""
         for name, entry in self.datasets.items():
             check_source(name, entry)
+
+    def sources(self) -> dict[str, QuestionSource]:
+        """The data sets by name."""
+        return {name: QuestionSource(**entry) for name, entry in self.datasets.items()}
+
+    def training_files(self) -> list[Path]:
+        """See `DataConfig`.
+
+        Raises:
+            UserError: the folder of a data set has no files.
+        """
+        used = {name: source for name, source in self.sources().items() if source.source and source.train}
+        return [path for name, source in used.items() for path in source.files(name, "train")]
 
 
 @dataclass(kw_only=True)
 class ImageChatDataConfig(ImageDataConfig):
     """`data` of the SFT of a vision-language model."""
 
-    questions_per_chat: int = setting(1, "Most questions about one image that share a sequence", ge=1)
+    questions_per_chat: int = setting(1, "Maximum questions about one image in one sequence", ge=1)
 
 
 @dataclass(kw_only=True)
@@ -178,13 +203,59 @@ class QuestionDataConfig(ImageDataConfig, EvaluatedDataConfig):
     )
 
 
-def check_source(name: str, entry: Any) -> None:
+@dataclass(frozen=True)
+class QuestionSource:
     """An entry of `data.datasets`.
 
-    Raises:
-        UserError: it is no mapping of known keys with values that they can have.
+    Attributes:
+        train: rows for training; -1 for all, 0 for none.
+        val: rows for validation, likewise.
+        source: a folder with `train*.parquet` and `val*.parquet`; None for the hub.
+        metric: one of `VQA_METRICS`; None for the data set's own, vqa for one that is not known.
+        images: the folder of images that rows name by a path; None for `source`.
     """
-    known = ("train", "val", "source", "metric", "images")
+
+    train: int = -1
+    val: int = -1
+    source: str | None = None
+    metric: str | None = None
+    images: str | None = None
+
+    @property
+    def image_folder(self) -> Path | None:
+        """The folder that images may be read from; None if rows must hold them."""
+        folder = self.images or self.source
+        return None if folder is None else Path(folder).expanduser()
+
+    def size(self, split: str) -> int:
+        """Rows of a split."""
+        return self.train if split == "train" else self.val
+
+    def files(self, name: str, split: str) -> list[Path]:
+        """The parquet files of a split in the folder `source`.
+
+        Args:
+            name: of the data set.
+            split: train or val.
+
+        Raises:
+            UserError: there are none.
+        """
+        paths = sorted(Path(self.source or "").expanduser().glob(f"{split}*.parquet"))
+        if not paths:
+            raise UserError(
+                f"data.datasets.{name}.source={self.source} has no {split}*.parquet; prepare it or correct the path"
+            )
+        return paths
+
+
+def check_source(name: str, entry: Any) -> None:
+    """Check an entry of `data.datasets`.
+
+    Raises:
+        UserError: it is not a mapping of known keys to allowed values.
+    """
+    known = [each.name for each in fields(QuestionSource)]
     if not isinstance(entry, dict) or not set(entry) <= set(known):
         raise UserError(f"data.datasets.{name} is {entry!r}; it must be a mapping of {', '.join(known)}")
     if entry.get("metric") not in (None, *VQA_METRICS):

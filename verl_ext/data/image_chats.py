@@ -1,4 +1,7 @@
-"""Questions about images as chats to learn from: those about one image share a sequence, and its encoding."""
+"""Questions about one image as one chat, and its tensors, for processors of the Qwen family.
+
+The data loader only groups the chats. A group's image size depends on the step, so the trainer has its tensors made.
+"""
 
 from __future__ import annotations
 
@@ -6,45 +9,51 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import numpy as np
+import torch
+from jinja2 import TemplateError
+from torch.nn.utils.rnn import pad_sequence
+from transformers import ProcessorMixin
 
+from verl_ext.data.batching import MicroBatch
+from verl_ext.data.chat_template import clock_arguments
+from verl_ext.data.config import ImageChatDataConfig
 from verl_ext.data.dataset import SampleDataset
-from verl_ext.data.questions import ImageQuestion
+from verl_ext.data.image_questions import ImageQuestion, load_image_questions
+from verl_ext.errors import UserError
+from verl_ext.rendering import rendering
 
 
 @dataclass(frozen=True)
 class ImageChat:
-    """An image and what is asked of it, one question after the other.
-
-    Attributes:
-        questions: all of one image.
-    """
+    """Questions about one image, one after the other."""
 
     questions: tuple[ImageQuestion, ...]
 
     @property
     def answers(self) -> list[str]:
-        """What is learnt: of each question the answer that most references give, the first of those."""
+        """For each question the most frequent reference, the first of equals."""
         return [Counter(question.references).most_common(1)[0][0] for question in self.questions]
 
 
 class ImageChatDataset(SampleDataset):
-    """Rows as dictionaries: `row` and `chat`, an `ImageChat`.
+    """Samples with `row` and `chat`, an `ImageChat`.
 
     Args:
         samples: questions in any order.
-        questions_per_chat: most questions of an image in one chat.
+        questions_per_chat: maximum number of questions about an image in one chat.
 
     Attributes:
-        lengths: questions of each chat, (chats,).
+        lengths: questions of each chat, (num_chats,).
     """
 
     def __init__(self, samples: Sequence[ImageQuestion], questions_per_chat: int = 1) -> None:
         by_image: dict[str, list[ImageQuestion]] = {}
         for sample in samples:
-            by_image.setdefault(name_of(sample.image), []).append(sample)
+            by_image.setdefault(image_key(sample.image), []).append(sample)
         self.chats = [
             ImageChat(tuple(questions[start : start + questions_per_chat]))
             for questions in by_image.values()
@@ -59,10 +68,154 @@ class ImageChatDataset(SampleDataset):
         return {"row": index, "chat": self.chats[index]}
 
     def describe(self, indices: Iterable[int]) -> str:
-        """How messages name samples."""
+        """See `SampleDataset`."""
         return ", ".join(self.chats[index].questions[0].sample_id for index in indices)
 
 
-def name_of(image: Any) -> str:
-    """The same for two questions about one image."""
+def image_key(image: Any) -> str:
+    """Identifies an image among the questions of a data set."""
     return hashlib.blake2b(image, digest_size=16).hexdigest() if isinstance(image, bytes) else str(image)
+
+
+def load_image_chats(
+    data: ImageChatDataConfig, progress: bool = False
+) -> tuple[ImageChatDataset, ImageChatDataset | None]:
+    """Training and validation set of a configuration; see `load_image_questions`.
+
+    Raises:
+        UserError: the data cannot be read, or have fewer chats than a batch.
+    """
+    train, val = load_image_questions(data, progress)
+    chats = ImageChatDataset(train.samples, data.questions_per_chat)
+    if len(chats) < data.train_batch_size:
+        raise UserError(
+            f"there are {len(chats)} chats to train on, fewer than data.train_batch_size={data.train_batch_size}; "
+            "lower it, or add questions"
+        )
+    return chats, None if val is None else ImageChatDataset(val.samples, data.questions_per_chat)
+
+
+@dataclass(frozen=True)
+class ImageChatBatch:
+    """What one rank trains on in one step.
+
+    Attributes:
+        groups: chats that share a forward pass, as samples of an `ImageChatDataset`.
+        rows: number of each chat in the data set.
+    """
+
+    groups: list[list[dict[str, Any]]]
+    rows: list[int]
+
+
+@dataclass(frozen=True)
+class ImageChatCollator:
+    """Groups chats in their order as the data loader's `collate_fn`, and makes the tensors of a group.
+
+    Attributes:
+        processor: of the model.
+        micro_batch_size: chats per forward pass on one rank.
+        tier_sizes: maximum pixels to which an image is scaled at each tier, ascending.
+        end_token: ends an answer.
+        now: the time that a chat template with `strftime_now` gets; None for that of the clock.
+    """
+
+    processor: ProcessorMixin
+    micro_batch_size: int
+    tier_sizes: tuple[int, ...]
+    end_token: int
+    now: datetime | None = None
+
+    def __call__(self, samples: Sequence[dict[str, Any]]) -> ImageChatBatch:
+        size = self.micro_batch_size
+        groups = [list(samples[start : start + size]) for start in range(0, len(samples), size)]
+        return ImageChatBatch(groups, [sample["row"] for sample in samples])
+
+    def micro_batch(self, samples: Sequence[dict[str, Any]]) -> MicroBatch:
+        """The tensors of some chats at the highest tier."""
+        return self.at(samples, len(self.tier_sizes) - 1)
+
+    def at(self, samples: Sequence[dict[str, Any]], tier: int) -> MicroBatch:
+        """The tensors of some chats at a tier.
+
+        Returns:
+            `input_ids`, `attention_mask`, `loss_mask` and `mm_token_type_ids` (1 for image tokens), each (batch, seq);
+            `pixel_values` and `image_grid_thw` as the image processor makes them.
+        """
+        chats = [sample["chat"] for sample in samples]
+        images = self.processor.image_processor(
+            [chat.questions[0].load_image() for chat in chats], size=self.size(tier), return_tensors="pt"
+        )
+        merged = images["image_grid_thw"].prod(-1) // self.processor.image_processor.merge_size**2
+        encoded = [self.tokens(chat, int(count)) for chat, count in zip(chats, merged, strict=True)]
+        lengths = torch.tensor([len(tokens) for tokens, _ in encoded])
+        input_ids = pad_sequence([tokens for tokens, _ in encoded], batch_first=True, padding_value=self.end_token)
+        return {
+            "input_ids": input_ids,
+            "attention_mask": (torch.arange(input_ids.shape[1]) < lengths[:, None]).long(),
+            "loss_mask": pad_sequence([mask for _, mask in encoded], batch_first=True),
+            "mm_token_type_ids": (input_ids == self.processor.image_token_id).int(),
+            "pixel_values": images["pixel_values"],
+            "image_grid_thw": images["image_grid_thw"],
+        }
+
+    def check(self, chats: Iterable[ImageChat]) -> None:
+        """Refuse chats that the template cannot continue, before a step fails on one rank alone.
+
+        Raises:
+            UserError: the template cannot continue one of them.
+        """
+        for chat in chats:
+            if len(chat.questions) > 1:
+                self._turns(chat)
+
+    def tokens(self, chat: ImageChat, num_image_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids (seq,) of a chat, and its loss mask (seq,): 1 for answers, including the token that ends them."""
+        tokenizer = self.processor.tokenizer
+        ids: list[int] = []
+        mask: list[int] = []
+        for prompt, answer in self._turns(chat):
+            prompt = prompt.replace(self.processor.image_token, self.processor.image_token * num_image_tokens)
+            prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            answer_ids = [*tokenizer(answer, add_special_tokens=False)["input_ids"], self.end_token]
+            ids += prompt_ids + answer_ids
+            mask += [0] * len(prompt_ids) + [1] * len(answer_ids)
+        return torch.tensor(ids), torch.tensor(mask)
+
+    def size(self, tier: int) -> dict[str, int]:
+        """The image processor's `size` at a tier; see `QwenVLAdapter.inputs`."""
+        least = self.processor.image_processor.size["shortest_edge"]
+        return {"shortest_edge": min(least, self.tier_sizes[tier]), "longest_edge": self.tier_sizes[tier]}
+
+    def _turns(self, chat: ImageChat) -> list[tuple[str, str]]:
+        """For each answer the text since the end of the previous one, and the answer.
+
+        Raises:
+            UserError: the template refuses the chat, does not end, or renders earlier turns differently once later
+                turns follow.
+        """
+        clock = clock_arguments(self.processor.chat_template, self.now)
+        messages: list[dict[str, Any]] = []
+        turns, written = [], ""
+        for number, (question, answer) in enumerate(zip(chat.questions, chat.answers, strict=True)):
+            parts = [{"type": "text", "text": question.question}]
+            messages.append({"role": "user", "content": [{"type": "image"}, *parts] if number == 0 else parts})
+            try:
+                with rendering():
+                    text = self.processor.apply_chat_template(
+                        messages, add_generation_prompt=True, tokenize=False, **clock
+                    )
+            except TemplateError as error:
+                raise UserError(
+                    f"the chat template refuses {question.sample_id} ({error}); fix the row, or the model's template"
+                ) from error
+            if not text.startswith(written):
+                raise UserError(
+                    f"the chat template changes the answer to {chat.questions[number - 1].sample_id}, "
+                    f"{chat.answers[number - 1]!r}, when another question follows; "
+                    "set data.questions_per_chat=1"
+                )
+            turns.append((text.removeprefix(written), answer))
+            messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+            written = text + answer + self.processor.tokenizer.decode([self.end_token])
+        return turns

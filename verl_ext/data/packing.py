@@ -1,6 +1,6 @@
-"""Which samples of a global batch share a forward pass, and on which rank: equal work for all, within a budget.
+"""Which samples of a global batch share a forward pass, and on which rank: equal work for all within a token budget.
 
-The window over which samples are arranged is the global batch: what a step learns from stays what it was.
+Samples are only rearranged within a global batch, so packing does not change what a step learns from.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Shares = list[list[list[int]]]
+RankMicroBatches = list[list[list[int]]]
 """By rank, by micro-batch: numbers of samples."""
 
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Deals out the samples of a global batch; a pure function, so that every rank knows every share.
+    """Assigns the samples of a global batch; a pure function, so every rank knows the assignment of all ranks.
 
     Attributes:
         lengths: tokens of each sample of the data set (num_samples,).
-        packs: whether the samples of a micro-batch lie behind each other in one row; else each has a row, padded to the
-            longest.
-        max_tokens: most tokens of a micro-batch, padding included; a longer sample has one of its own.
-        max_samples: most samples of a micro-batch; None for as many as fit.
-        quadratic: what attention adds to a sample's cost for each of its tokens, beside 1 for all else.
+        packs: whether the samples of a micro-batch are concatenated into one row; otherwise each has a row, padded to
+            the longest.
+        max_tokens: maximum tokens of a micro-batch, including padding; a longer sample gets its own micro-batch.
+        max_samples: maximum samples of a micro-batch; None for as many as fit.
+        quadratic: cost of attention: a sample of n tokens costs n * (1 + quadratic * n).
     """
 
     lengths: np.ndarray
@@ -34,15 +34,15 @@ class MicroBatchPlan:
     max_samples: int | None = None
     quadratic: float = 0.0
 
-    def shares(self, rows: Sequence[int], num_ranks: int) -> Shares:
-        """What each rank gets of `rows`: as many micro-batches as the others, if the ranks divide the rows."""
+    def assign(self, rows: Sequence[int], num_ranks: int) -> RankMicroBatches:
+        """Micro-batches of `rows` for each rank; the same number for all if the ranks divide the rows."""
         lengths = self.lengths[np.asarray(rows)]
         bins = self._packed(lengths, num_ranks) if self.packs else self._padded(lengths, num_ranks)
-        dealt = deal(bins, [self._cost(lengths, bin_) for bin_ in bins], num_ranks)
-        return [[[rows[place] for place in bin_] for bin_ in share] for share in dealt]
+        assigned = balance_ranks(bins, [self._cost(lengths, bin_) for bin_ in bins], num_ranks)
+        return [[[rows[place] for place in bin_] for bin_ in of_rank] for of_rank in assigned]
 
     def _packed(self, lengths: np.ndarray, num_ranks: int) -> list[list[int]]:
-        """As few micro-batches as hold the samples, filled evenly; samples over the budget have one each."""
+        """As few micro-batches as hold the samples, filled evenly; each sample over the budget has its own."""
         fewest = len(first_fit_decreasing(lengths, self.max_tokens))
         fitting = np.flatnonzero(lengths <= self.max_tokens)
         alone = [[place] for place in np.flatnonzero(lengths > self.max_tokens).tolist()]
@@ -54,7 +54,7 @@ class MicroBatchPlan:
         return [[place] for place in range(len(lengths))]
 
     def _padded(self, lengths: np.ndarray, num_ranks: int) -> list[list[int]]:
-        """Samples of like lengths together, in a multiple of the ranks' number of micro-batches."""
+        """Samples of similar lengths together; the number of micro-batches is a multiple of the ranks'."""
         bins: list[list[int]] = []
         for place in np.argsort(-lengths, kind="stable").tolist():
             if not bins or self._is_full(bins[-1], int(lengths[bins[-1][0]])):
@@ -70,7 +70,7 @@ class MicroBatchPlan:
         return len(bin_) == self.max_samples or (len(bin_) + 1) * longest > self.max_tokens
 
     def _cost(self, lengths: np.ndarray, bin_: list[int]) -> float:
-        """What a micro-batch takes, in tokens without attention."""
+        """Cost of a micro-batch in tokens, attention included."""
         of_bin = lengths[bin_]
         padded = of_bin if self.packs else np.full_like(of_bin, of_bin.max())
         return float((padded * (1 + self.quadratic * padded)).sum())
@@ -79,8 +79,8 @@ class MicroBatchPlan:
 def attention_share(hidden_size: int) -> float:
     """`MicroBatchPlan.quadratic` of a transformer.
 
-    A layer takes about 24 h^2 operations for a token forward, and 2 l h more for causal attention over l tokens (Kaplan
-    et al. 2020, arXiv 2001.08361, table 1, halved for the mask), so l / (12 h) as much again.
+    For each token, a layer takes about 24 h^2 operations in the forward pass, plus 2 l h for causal attention over l
+    tokens (Kaplan et al. 2020, arXiv 2001.08361, table 1, halved for the mask): attention adds l / (12 h).
     """
     return 1 / (12 * hidden_size)
 
@@ -90,7 +90,7 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
     Args:
         lengths: tokens of each sample (num_samples,).
-        capacity: tokens of a bin; a longer sample has one of its own.
+        capacity: tokens of a bin; a longer sample gets its own bin.
     """
     bins: list[list[int]] = []
     room = np.empty(len(lengths), dtype=np.int64)
@@ -106,7 +106,7 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 def fill_evenly(costs: np.ndarray, num_bins: int) -> list[list[int]]:
-    """Bins of like cost: each sample, the costliest first, to the bin that has least (Graham 1969).
+    """Bins of similar cost: each sample, the costliest first, in the bin that has least (Graham 1969).
 
     Args:
         costs: of each sample (num_samples,), at least `num_bins` of them.
@@ -121,17 +121,17 @@ def fill_evenly(costs: np.ndarray, num_bins: int) -> list[list[int]]:
     return bins
 
 
-def deal(bins: list[list[int]], costs: Sequence[float], num_ranks: int) -> Shares:
-    """Each rank's micro-batches, those that run at the same time of like cost.
+def balance_ranks(bins: list[list[int]], costs: Sequence[float], num_ranks: int) -> RankMicroBatches:
+    """Micro-batches of each rank, so that those that run at the same time have similar cost.
 
-    Longest first: a micro-batch that does not fit in memory fails at once, not after most of the step. The ranks take
-    turns in having the costlier one.
+    The costliest run first: a micro-batch that does not fit in memory fails at once, not at the end of the step. The
+    ranks take turns at the costlier ones.
     """
     order = sorted(range(len(bins)), key=lambda number: -costs[number])
-    shares: Shares = [[] for _ in range(num_ranks)]
+    assigned: RankMicroBatches = [[] for _ in range(num_ranks)]
     for first in range(0, len(bins), num_ranks):
         at_once = order[first : first + num_ranks]
         ranks = range(num_ranks) if (first // num_ranks) % 2 == 0 else range(num_ranks - 1, -1, -1)
         for rank, number in zip(ranks, at_once):
-            shares[rank].append(bins[number])
-    return shares
+            assigned[rank].append(bins[number])
+    return assigned

@@ -1,4 +1,4 @@
-"""Prompts to learn from by rewards, in verl's RL format: `prompt`, `data_source`, `reward_model`, `extra_info`."""
+"""Prompts of GRPO, in verl's RL format: `prompt`, `data_source`, `reward_model`, `extra_info`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from verl_ext.errors import UserError
 
 
 class PromptDataset(SampleDataset):
-    """Rows as dictionaries: `row`, `sample_id`, `prompt_ids`, `prompt_text` and the columns of the file.
+    """Samples with `row`, `sample_id`, `prompt_ids`, `prompt_text` and the columns of the file.
 
     Args:
         parquet_files: one path or several.
         tokenizer: a fast tokenizer with a chat template.
         config: the `data` section.
-        max_samples: take only the first so many rows; -1 takes all.
+        max_samples: read only the first rows; -1 reads all.
         progress: show a progress bar on a terminal.
-        now: the time that a chat template with `strftime_now` is given; None for that of the clock.
+        now: the time that a chat template with `strftime_now` gets; None for that of the clock.
 
     Raises:
-        UserError: a row that is no prompt, or is longer than `data.max_prompt_length`; it names file and row.
+        UserError: a row is not a prompt, or is longer than `data.max_prompt_length`; the message names file and row.
     """
 
     def __init__(
@@ -46,9 +46,8 @@ class PromptDataset(SampleDataset):
         clock = clock_arguments(tokenizer.chat_template, now)
         self._template = ChatTemplate(tokenizer, {**clock, **config.apply_chat_template_kwargs})
         names = file_list(parquet_files)
-        records = ((name, row, record) for name in names for row, record in _records(name))
-        chosen = list(islice(records, max_samples if max_samples > 0 else None))
-        bar = progress_bar(chosen, desc="reading prompts", unit="prompts", show=progress, leave=False)
+        records = list(islice(_records(names), max_samples if max_samples > 0 else None))
+        bar = progress_bar(records, desc="reading prompts", unit="prompts", show=progress, leave=False)
         items = [self._item(name, row, record) for name, row, record in bar]
         kept = [item for item in items if item is not None]
         if not kept:
@@ -58,26 +57,26 @@ class PromptDataset(SampleDataset):
                 f"{len(items) - len(kept)} of {len(items)} prompts are longer than data.max_prompt_length and skipped"
             )
         ids = unique_sample_ids(item["sample_id"] for item in kept)
-        self._rows = [
+        self._samples = [
             {**item, "row": row, "sample_id": sample_id} for row, (item, sample_id) in enumerate(zip(kept, ids))
         ]
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._samples)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._rows[index]
+        return self._samples[index]
 
     def describe(self, indices: Iterable[int]) -> str:
-        """How messages name samples."""
-        return ", ".join(self._rows[index]["sample_id"] for index in indices)
+        """See `SampleDataset`."""
+        return ", ".join(self._samples[index]["sample_id"] for index in indices)
 
     def _item(self, name: str, row: int, record: dict[str, Any]) -> dict[str, Any] | None:
-        """One prompt; None for one that is too long and to be left out."""
+        """One prompt; None for a long one that is skipped."""
         try:
-            extra = _mapping(record, "extra_info")
-            _mapping(record, "reward_model")
-            text = self._template.render(_turns(record.get(self._config.prompt_key), self._config), prompt=True)
+            extra = _struct(record, "extra_info")
+            _struct(record, "reward_model")
+            text = self._template.render(self._turns(record), prompt=True)
         except (UserError, *TEMPLATE_ERRORS) as error:
             raise UserError(f"{place_of(name, row, record)} cannot be used: {error}") from error
         ids = tuple(self._template.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -86,11 +85,17 @@ class PromptDataset(SampleDataset):
                 return None
             raise UserError(
                 f"{place_of(name, row, record)} has a prompt of {len(ids)} tokens, more than data.max_prompt_length="
-                f"{self._config.max_prompt_length}; raise it, or leave such rows out by "
-                "data.filter_overlong_prompts=true"
+                f"{self._config.max_prompt_length}; raise it, or skip such rows with data.filter_overlong_prompts=true"
             )
         sample_id = str(extra.get("problem_id") or f"{Path(name).stem}/{row}")
         return {**record, "sample_id": sample_id, "prompt_ids": ids, "prompt_text": text}
+
+    def _turns(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        key = self._config.prompt_key
+        prompt = record.get(key)
+        if isinstance(prompt, str):
+            return [{"role": "user", "content": prompt}]
+        return check_messages(prompt, key, is_prompt=True)
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class PromptBatch:
     """One rank's prompts of a step; the class is the data loader's `collate_fn`.
 
     Attributes:
-        items: of a `PromptDataset`.
+        items: samples of a `PromptDataset`.
     """
 
     items: list[dict[str, Any]]
@@ -109,12 +114,32 @@ class PromptBatch:
         return [item["row"] for item in self.items]
 
 
-def _records(name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    return enumerate(map(drop_nulls, iter_parquet_rows(Path(name).expanduser())))
+def load_prompts(
+    data: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False, now: datetime | None = None
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """Training and validation prompts; the second is None if `data.val_files` is null.
+
+    Args:
+        data: the section of the configuration.
+        tokenizer: of the model.
+        progress: show progress bars (rank 0).
+        now: see `PromptDataset`.
+    """
+    train = PromptDataset(data.train_files, tokenizer, data, data.train_max_samples, progress, now)
+    if not file_list(data.val_files):
+        return train, None
+    return train, PromptDataset(data.val_files, tokenizer, data, data.val_max_samples, progress, now)
 
 
-def _mapping(record: dict[str, Any], column: str) -> dict[str, Any]:
-    """A column that holds a mapping, empty where the row has none.
+def _records(names: Iterable[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """File, row and columns of each row."""
+    for name in names:
+        for row, record in enumerate(iter_parquet_rows(Path(name).expanduser())):
+            yield name, row, drop_nulls(record)
+
+
+def _struct(record: dict[str, Any], column: str) -> dict[str, Any]:
+    """A column that holds a struct; empty if the row has none.
 
     Raises:
         UserError: it holds something else.
@@ -123,14 +148,3 @@ def _mapping(record: dict[str, Any], column: str) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise UserError(f"its column '{column}' is a {type(value).__name__}; write a struct, as verl's RL format has")
     return value or {}
-
-
-def _turns(prompt: Any, config: PromptDataConfig) -> list[dict[str, Any]]:
-    """The turns of a prompt, which may also be a text: the user's only turn.
-
-    Raises:
-        UserError: it is neither, or has a turn that cannot be rendered.
-    """
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return check_messages(prompt, config.prompt_key, is_prompt=True)

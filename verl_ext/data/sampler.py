@@ -1,24 +1,32 @@
-"""The order of the training data, as a function of the seed, the epoch and the samples already seen."""
+"""The order of the training data, and the position in it that a checkpoint saves."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
+from verl_ext.console import print_line, warn
 from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.errors import UserError
+
+VERL_ORDER_SEED = 0
+"""Seed of the order of the data in verl's own SFT trainer; its `trainer.seed` has no effect on the order."""
 
 
 class GlobalBatchSampler(Sampler[list[Any]]):
     """Yields this rank's part of each global batch from the current position to the end of the epoch.
 
-    A part is a list of samples' numbers, or with a plan a list of such lists, one for each micro-batch.
+    A part is a list of sample numbers, or with a plan a list of such lists, one for each micro-batch.
 
-    The order does not depend on the number of ranks, and the position is a count of samples of the whole job, so one
-    number resumes every rank exactly, also at the very end of an epoch. The last incomplete batch is left out.
+    The order is a function of the seed and the epoch, not of the number of ranks, and the position counts samples of
+    the whole job. So one number resumes every rank exactly, even at the end of an epoch. The last incomplete batch of
+    an epoch is dropped.
 
     Args:
         num_samples: size of the data set.
@@ -26,7 +34,10 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         rank: this data-parallel rank.
         num_ranks: number of data-parallel ranks; it divides the global batch.
         seed: `trainer.seed`.
-        plan: which samples share a micro-batch, and on which rank; None gives each rank an equal run of them.
+        plan: assigns the samples of a global batch to micro-batches and ranks; None gives each rank an equal run.
+
+    Raises:
+        UserError: the data set is smaller than one global batch.
     """
 
     def __init__(
@@ -57,12 +68,11 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         order = torch.randperm(self.num_samples, generator=generator).tolist()
         for batch in range(self.batches_done, len(self)):
             first = batch * self.global_batch_size
-            yield self._share(order[first : first + self.global_batch_size])
+            yield self._part_of_rank(order[first : first + self.global_batch_size])
 
-    def _share(self, rows: list[int]) -> list[Any]:
-        """What this rank gets of a global batch."""
+    def _part_of_rank(self, rows: list[int]) -> list[Any]:
         if self.plan is not None:
-            return self.plan.shares(rows, self.num_ranks)[self.rank]
+            return self.plan.assign(rows, self.num_ranks)[self.rank]
         local_batch_size = self.global_batch_size // self.num_ranks
         return rows[self.rank * local_batch_size :][:local_batch_size]
 
@@ -84,20 +94,125 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         """Go to a saved position.
 
         Raises:
-            UserError: the data set or the seed is another, or the batch size does not divide what was seen.
+            UserError: the size of the data set or the seed differ, or the batch size does not divide the position.
         """
         for name in ("num_samples", "seed"):
             if state[name] != getattr(self, name):
                 raise UserError(
                     f"the checkpoint was written with {name}={state[name]}, this run has {getattr(self, name)}, so "
-                    "the order of the data cannot go on; restore it, or start anew with another trainer.experiment_name"
+                    "the order of the data would change; restore it, or start a new run with another "
+                    "trainer.experiment_name"
                 )
         if state["samples_seen"] % self.global_batch_size:
             raise UserError(
-                f"the checkpoint lies {state['samples_seen']} samples into its epoch, which is no multiple of "
-                f"data.train_batch_size={self.global_batch_size}; resume with the former batch size"
+                f"the checkpoint is {state['samples_seen']} samples into its epoch, which is not a multiple of "
+                f"data.train_batch_size={self.global_batch_size}; resume with the previous batch size"
             )
-        self.order_seed = state.get("order_seed", self.seed)  # another where the run was begun by verl itself
+        self.order_seed = state.get("order_seed", self.seed)  # differs if verl itself began the run
         self.epoch, self.batches_done = state["epoch"], state["samples_seen"] // self.global_batch_size
         if self.batches_done >= len(self):
             self.epoch, self.batches_done = self.epoch + 1, 0
+
+
+@dataclass(frozen=True)
+class VerlPosition:
+    """A position in the order of the data of verl's own SFT trainer.
+
+    Attributes:
+        epoch: complete passes over the data.
+        samples_seen: of this epoch, over all ranks.
+        doubt: why verl may have been elsewhere; None if it cannot have been.
+    """
+
+    epoch: int
+    samples_seen: int
+    doubt: str | None = None
+
+
+def position_after_verl(
+    loader_state: dict[str, Any], step: int, num_samples: int, global_batch_size: int, num_saved_ranks: int
+) -> VerlPosition:
+    """The position from which `GlobalBatchSampler` continues a run of verl's own SFT trainer with the next sample.
+
+    verl shuffles with `DistributedSampler`: epoch e is `randperm` with the seed 0 + e, and rank r of n takes every n-th
+    sample from the r-th on. The k-th samples of all ranks are neighbours in that order, so verl's k-th global batch is
+    the k-th run of samples on any number of ranks, which is what `GlobalBatchSampler` yields for that seed. Both drop
+    the last incomplete batch.
+
+    Args:
+        loader_state: `data.pt`: the state of rank 0's `StatefulDataLoader`; empty if there is none.
+        step: optimizer steps done.
+        num_samples: size of the data set.
+        global_batch_size: of this run.
+        num_saved_ranks: data-parallel ranks that saved the checkpoint.
+    """
+    seen = _batches_seen(loader_state, num_saved_ranks)
+    batches, batch_size = seen or (step, global_batch_size)
+    steps_per_epoch = max(num_samples // batch_size, 1)
+    epoch, by_step = divmod(step, steps_per_epoch)
+    if seen is None or batches == by_step or (batches == steps_per_epoch and by_step == 0):
+        return VerlPosition(epoch, by_step * batch_size)
+    epoch, by_step = divmod(step, max(num_samples // global_batch_size, 1))
+    doubt = (
+        f"its data.pt is {batches} batches of {batch_size} samples into an epoch, which contradicts step {step} on "
+        f"{num_samples} samples, so the data have changed and have another order; the run resumes {by_step} batches "
+        f"into epoch {epoch}"
+    )
+    return VerlPosition(epoch, by_step * global_batch_size, doubt)
+
+
+def _batches_seen(loader_state: dict[str, Any], num_ranks: int) -> tuple[int, int] | None:
+    """Batches trained on in the epoch, and their size over all ranks; None if the state does not say."""
+    try:
+        main = loader_state["_snapshot"]["_main_snapshot"]
+        batches, samples = main["_sampler_iter_yielded"], main["_sampler_iter_state"]["samples_yielded"]
+    except (KeyError, TypeError):  # there is no state, or it is from another version of torchdata
+        return None
+    return (batches, samples // batches * num_ranks) if batches and samples else None
+
+
+def data_state_after_verl(
+    checkpoint: Path,
+    loader_state: dict[str, Any],
+    *,
+    step: int,
+    num_samples: int,
+    global_batch_size: int,
+    num_saved_ranks: int,
+    seed: int,
+    show: bool,
+) -> dict[str, Any]:
+    """The position in the data of a checkpoint that verl wrote, in the form that this pipeline saves.
+
+    Args:
+        checkpoint: a `global_step_N`.
+        loader_state: its `data.pt`; empty if it has none.
+        step: optimizer steps done.
+        num_samples: size of the data set.
+        global_batch_size: of this run.
+        num_saved_ranks: data-parallel ranks that saved the checkpoint.
+        seed: of this run.
+        show: whether this rank prints where the run continues.
+
+    Raises:
+        UserError: this pipeline wrote the checkpoint, but its manifest and export plan are lost.
+    """
+    if "samples_seen" in loader_state:
+        raise UserError(f"{checkpoint} lost its manifest.json; restore it, or name another checkpoint to resume from")
+    position = position_after_verl(loader_state, step, num_samples, global_batch_size, num_saved_ranks)
+    if show:
+        print_line(
+            f"verl itself wrote {checkpoint.name}; this run continues in verl's order of the data, "
+            f"{position.samples_seen} of {num_samples} samples into epoch {position.epoch}, and removes none of verl's "
+            "checkpoints",
+            sys.__stdout__,
+        )
+        if position.doubt is not None:
+            warn(f"{checkpoint.name}: {position.doubt}")
+    return {
+        "epoch": position.epoch,
+        "samples_seen": position.samples_seen,
+        "num_samples": num_samples,
+        "seed": seed,
+        "order_seed": VERL_ORDER_SEED,
+    }

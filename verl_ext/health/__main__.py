@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from verl_ext.cli import FAILURES, CommandParser, clean_exit
+from verl_ext.commands import program
 from verl_ext.console import print_line
 from verl_ext.errors import UserError
 from verl_ext.health.checklist import Point, checklists, gravest
@@ -25,11 +26,11 @@ UNKNOWN = "-      "
 def build_parser() -> CommandParser:
     """The options."""
     parser = CommandParser(
-        prog="python -m verl_ext.health",
+        prog=program("health"),
         description="Go through the three checklists of a run and through all health rules, from its files alone.",
         examples=[
-            "python -m verl_ext.health checkpoints/rlvr_coding_model/sft_quickstart",
-            "python -m verl_ext.health --rules",
+            f"{program('health')} checkpoints/rlvr_coding_model/sft_quickstart",
+            f"{program('health')} --rules",
         ],
         exit_codes={"0": "no alarm stands", "1": "an alarm stands", **FAILURES},
     )

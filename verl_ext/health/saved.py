@@ -10,6 +10,7 @@ from verl_ext.checkpoint.manifest import (
     step_of,
     why_incomplete,
 )
+from verl_ext.commands import program
 from verl_ext.files import GIB
 from verl_ext.health.findings import Seen, alarm, notice, ok, warning
 from verl_ext.health.run_files import RunFiles
@@ -27,7 +28,7 @@ def exports(files: RunFiles) -> Seen | None:
     wrong = [f"{path.name}: {reason}" for path, reason in problems.items() if path.exists()]  # else rotation removed it
     exported = [path for path in paths if any((path / EXPORT).glob("*.safetensors"))]
     if wrong:
-        return alarm("; ".join(wrong) + "; remove what is not complete, or run python -m verl_ext.checkpoint verify")
+        return alarm("; ".join(wrong) + f"; remove what is not complete, or run {program('checkpoint')} verify")
     return ok(f"{len(paths)} complete, {len(exported)} of them with {EXPORT}/")
 
 

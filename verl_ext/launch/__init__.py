@@ -1,1 +1,1 @@
-"""The command that users type: from a recipe and overrides to ranks that train, and back to one message."""
+"""The launcher: from a recipe and overrides to running ranks, and one message at the end."""

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from functools import partial
 
 from verl_ext.cli import CommandParser, IntArg, definitions
+from verl_ext.commands import program, require_package
 from verl_ext.config.recipes import default_recipe, recipe_summaries
 from verl_ext.console import print_line
 from verl_ext.errors import exit_on_user_error
 from verl_ext.metrics.timing import process_start, startup
+from verl_ext.paths import CHECKOUT, RECIPES
 from verl_ext.processes import StopRequest, StopSignals
 
 STAGES = {"sft": "Supervised fine-tuning", "grpo": "Group Relative Policy Optimization"}
@@ -53,6 +55,7 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
         if arguments.print_config:
             print_line(to_yaml(config), end="")
             return 0
+        require_package("verl")
         from verl_ext.launch.preflight import preflight, prepare_inputs
         from verl_ext.launch.run import run_to_the_end
 
@@ -101,7 +104,8 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
 
 def make_parser(stage: str) -> CommandParser:
     """The parser of a stage, with the text of --help."""
-    command, recipes = f"bash run_{stage}.sh", recipe_summaries(stage)
+    command, recipes = program(stage), recipe_summaries(stage)
+    folder = "recipes" if CHECKOUT else RECIPES
     parser = CommandParser(
         prog=command,
         usage=f"{command} NUM_PROCESSES [recipe=NAME] [key=value ...] [--restarts K] [--trace] [--print-config]",
@@ -112,7 +116,7 @@ def make_parser(stage: str) -> CommandParser:
             f"{command} 8 recipe={EXAMPLES[stage]} optim.lr=1e-5 trainer.experiment_name=low",
             f"NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 {command} 8 --restarts 3",
         ],
-        notes=f"recipes in recipes/{stage}/ (default: {default_recipe(stage)}, set in recipes/default.yaml):\n"
+        notes=f"recipes in {folder}/{stage}/ (default: {default_recipe(stage)}, set in ../default.yaml):\n"
         + definitions(recipes),
         exit_codes=EXIT_CODES,
         keys=partial(suggested_keys, stage),

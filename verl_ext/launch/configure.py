@@ -19,6 +19,7 @@ from verl_ext.checkpoint.manifest import (
     step_of,
 )
 from verl_ext.checkpoint.resume import find_checkpoint, optimizer_name, require_same_optimizer
+from verl_ext.commands import program
 from verl_ext.config.recipes import default_recipe
 from verl_ext.config.run_config import read_config_file
 from verl_ext.config.schema import set_at, value_at
@@ -28,6 +29,7 @@ from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import parse_json
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.model_files import is_hub_name
+from verl_ext.paths import caller_directory
 from verl_ext.trainer.stages import (
     STAGES,
     BudgetConfig,
@@ -70,7 +72,7 @@ def configure(arguments: argparse.Namespace) -> RunConfig:
 def set_num_ranks(config: RunConfig, arguments: argparse.Namespace) -> None:
     """Fill in the number of nodes and of ranks on each; refuse keys that contradict them."""
     if arguments.num_processes is None and not arguments.print_config:
-        raise UserError(f"no number of processes is given; type for example `bash run_{arguments.stage}.sh 2`")
+        raise UserError(f"no number of processes is given; type for example `{program(arguments.stage)} 2`")
     ranks = {"nnodes": num_nodes(), "n_gpus_per_node": arguments.num_processes or config.trainer.n_gpus_per_node}
     typed = keys_set_by(config.stage, arguments.overrides)
     given_by = {"nnodes": "NNODES (the number of machines)", "n_gpus_per_node": "the first word (ranks per machine)"}
@@ -136,7 +138,7 @@ def was_begun_by_verl(run_dir: Path, resume_from_path: str | None) -> bool:
 
 def with_paths_of_caller(config: RunConfig) -> RunConfig:
     """Make relative paths relative to where the command was typed; the scripts change to the repository."""
-    caller = Path(os.environ.get("VERL_EXT_CALLED_FROM", "."))
+    caller = caller_directory()
 
     def from_caller(key: str, path: str) -> str:
         is_fixed = "://" in path or path.startswith(("/", "~"))
@@ -242,7 +244,7 @@ def settle_model(config: GRPOConfig | BudgetConfig) -> None:
         if config.stage == "grpo":
             print_line(
                 f"{sft_run} has not been evaluated; starting from its newest checkpoint, {export.parent.name} "
-                f"(`bash eval_pipeline/run.sh watch {sft_run}` chooses the best one)"
+                f"(`{program('eval')} watch {sft_run}` chooses the best one)"
             )
         model.partial_pretrain = str(export)
 
@@ -287,7 +289,7 @@ def best_export(run_dir: Path) -> Path:
     if not has_export(run_dir / name):
         raise UserError(
             f"the best checkpoint, {run_dir / name}, has no model weights in {EXPORT}/; write them with "
-            f"`python -m verl_ext.checkpoint export {run_dir / name}`, or set model.partial_pretrain"
+            f"`{program('checkpoint')} export {run_dir / name}`, or set model.partial_pretrain"
         )
     return run_dir / name / EXPORT
 
@@ -305,7 +307,7 @@ def newest_export(run_dir: Path, num_ranks: int) -> Path:
     if complete:
         raise UserError(
             f"no checkpoint of model.sft_run={run_dir} has model weights in {EXPORT}/; write them with "
-            f"`python -m verl_ext.checkpoint export {complete[0]}`, or set model.partial_pretrain"
+            f"`{program('checkpoint')} export {complete[0]}`, or set model.partial_pretrain"
         )
     command = sft_command(run_dir, num_ranks)
     train_it = "name the run directory of an SFT run" if command is None else f"train it first with `{command}`"
@@ -323,9 +325,9 @@ def sft_command(run_dir: Path, num_ranks: int) -> str | None:
     recipe = sft_recipe_of(run_dir)
     if recipe is None:
         return None
-    words = ["bash", "run_sft.sh", str(num_ranks)]
+    words = [str(num_ranks)]
     if recipe.stem != default_recipe("sft"):
         words.append(f"recipe={recipe.stem}")
     if run_dir.resolve() != Path("checkpoints", *run_dir.parts[-2:]).resolve():
         words.append(f"trainer.default_local_dir={run_dir}")
-    return shlex.join(words)
+    return f"{program('sft')} {shlex.join(words)}"

@@ -10,24 +10,22 @@ import importlib
 import importlib.util
 import json
 import os
-import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from verl_ext.checkpoint.manifest import TRACKER
+from verl_ext.commands import missing_package, program
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import find_recipe
 from verl_ext.config.schema import as_dict
-from verl_ext.console import print_line
 from verl_ext.data.config import TextDataConfig, file_list
 from verl_ext.data.dataset import check_parquet
-from verl_ext.data.prepare import is_prepared, parse_arguments, prepare
+from verl_ext.data.prepare.recipe_commands import is_within, missing_commands, output_of, run_commands, used_commands
 from verl_ext.data.training_templates import parse_chat_template, read_chat_template
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError, first_line_of
-from verl_ext.files import file_lock
 from verl_ext.health.own_rules import all_rules
 from verl_ext.launch.configure import has_custom_class, settle_model
 from verl_ext.launch.report import WRITTEN
@@ -40,20 +38,18 @@ from verl_ext.processes import defer_gc, listed_gpus, visible_gpus
 from verl_ext.trainer.config import OptimConfig, TrainerConfig
 from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, SFTConfig, VLMSFTConfig
 
-PREPARE_LOCK = Path(__file__).resolve().parents[2] / ".prepare.lock"
-
 
 def prepare_inputs(config: RunConfig) -> None:
-    """Run the recipe's `prepare` commands whose output is needed and missing, if nothing else stands in the way.
+    """Refuse what can be refused already, then run the recipe's `prepare` commands whose output is needed and missing.
 
     Raises:
         UserError: the first thing that is wrong and how to fix it.
     """
     check_config(config)
-    commands = commands_to_run(config)
+    commands = missing_commands(needed_commands(config))
     if commands:
         check_inputs(config, awaited=[output_of(command) for command in commands])
-        run_prepare_commands(commands)
+        run_commands(commands)
 
 
 def preflight(config: RunConfig) -> None:
@@ -79,77 +75,10 @@ def check_config(config: RunConfig) -> None:
         settle_model(config)
 
 
-# Inputs that a recipe prepares
-
-
-def commands_to_run(config: RunConfig) -> list[str]:
-    """The commands of `prepare` whose output is needed and missing."""
-    return [command for command in needed_commands(config) if not is_prepared(_split(command))]
-
-
 def needed_commands(config: RunConfig) -> list[str]:
-    """The commands of `prepare` whose output the configuration or its evaluation recipe names; tells of the others.
-
-    A user who gives other data or another model does not need the rest.
-    """
-    named = {_absolute(text) for key, value in as_dict(config).items() if key != "prepare" for text in _texts(value)}
-    unused = [command for command in config.prepare if not _uses(named, command)]
-    if unused:
-        evaluation = load_yaml(find_recipe("eval", config.eval.recipe_name))
-        named = {_absolute(text) for text in _texts(evaluation)}
-        unused = [command for command in unused if not _uses(named, command)]
-    for command in unused:
-        if not is_prepared(_split(command)):
-            print_line(f"Not preparing what this configuration does not use: {command}")
-    return [command for command in config.prepare if command not in unused]
-
-
-def run_prepare_commands(commands: Iterable[str]) -> None:
-    """Run commands of `prepare`; another launch or node that runs the same one waits, and then finds it done."""
-    for command in commands:
-        with file_lock(PREPARE_LOCK):
-            if not is_prepared(_split(command)):
-                print_line(f"Preparing: {command}")
-                prepare(_split(command))
-
-
-def output_of(command: str) -> Path:
-    """The directory that a command of `prepare` writes."""
-    return _absolute(parse_arguments(_split(command)).output)
-
-
-def is_within(path: object, directories: Iterable[Path]) -> bool:
-    """Whether a path is one of some directories or in one of them."""
-    return path is not None and any(_contains(directory, _absolute(str(path))) for directory in directories)
-
-
-def _split(command: str) -> list[str]:
-    try:
-        return shlex.split(command)
-    except ValueError as error:  # "No closing quotation"
-        raise UserError(f"the command {command!r} in prepare is malformed ({error}); correct it") from error
-
-
-def _uses(named: Iterable[Path], command: str) -> bool:
-    output = output_of(command)
-    return any(_contains(output, path) for path in named)
-
-
-def _contains(directory: Path, path: Path) -> bool:
-    return path == directory or directory in path.parents
-
-
-def _absolute(text: str) -> Path:
-    return Path(os.path.abspath(Path(text).expanduser()))
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in nested mappings and lists."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)
+    """The commands of `prepare` whose output the configuration or its evaluation recipe names."""
+    values = {key: value for key, value in as_dict(config).items() if key != "prepare"}
+    return used_commands(config.prepare, values, lambda: load_yaml(find_recipe("eval", config.eval.recipe_name)))
 
 
 # Settings
@@ -175,9 +104,7 @@ def check_settings(config: RunConfig) -> None:
 
         check_reward_settings(config.reward, config.data)
         if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-            raise UserError(
-                "rollout.engine=vllm needs vLLM, which is not installed; install it, or set rollout.engine=hf"
-            )
+            raise UserError(f"rollout.engine=vllm: {missing_package('vllm')}, or set rollout.engine=hf")
     elif isinstance(config, BudgetConfig) and config.model.adapter is not None:
         Plugin.parse(config.model.adapter, "model.adapter")
 
@@ -207,10 +134,10 @@ def check_components(config: RunConfig) -> None:
     check_optimizer(config.optim)
     check_device(config.trainer)
     if config.model.use_liger:
-        require_package("liger-kernel", "model.use_liger=true", "model.use_liger=false")
+        require_optional_package("liger-kernel", "model.use_liger=true", "model.use_liger=false")
     if config.model.attn_implementation == "flash_attention_2":
         key = "model.attn_implementation"
-        require_package("flash-attn", f"{key}=flash_attention_2", f"{key}=auto")
+        require_optional_package("flash-attn", f"{key}=flash_attention_2", f"{key}=auto")
         if config.model.mixed_precision == "fp32":
             raise UserError(f"{key}=flash_attention_2 has no fp32; set model.mixed_precision=bf16")
     if isinstance(config.data, TextDataConfig) and config.data.chat_template is not None:
@@ -223,7 +150,7 @@ def check_components(config: RunConfig) -> None:
         raise UserError(f"data.custom_cls.path={path} does not exist; correct the path")
 
 
-def require_package(package: str, setting: str, instead: str) -> None:
+def require_optional_package(package: str, setting: str, instead: str) -> None:
     """Refuse a setting whose package is not installed, with the setting to take instead."""
     if importlib.util.find_spec(package.replace("-", "_")) is None:
         raise UserError(f"{setting} needs the package {package} (and a GPU); install it, or set {instead}")
@@ -401,9 +328,9 @@ def check_budget_files(config: BudgetConfig, awaited: Sequence[Path] = ()) -> No
 
 def check_questions(config: BudgetConfig | VLMSFTConfig, splits: Sequence[str], awaited: Sequence[Path] = ()) -> None:
     """Each split has questions, and each of its data sets is known or has files; see `check_inputs` for `awaited`."""
-    from verl_ext.data.question_sources import QuestionSource, require_rows
+    from verl_ext.data.image_questions import require_rows
 
-    sources = {name: QuestionSource(**entry) for name, entry in config.data.datasets.items()}
+    sources = config.data.sources()
     for split in splits:
         if not any(source.size(split) for source in sources.values()):
             raise UserError(f"there is no question for {split}; give data.datasets.NAME.{split} a size, or -1 for all")
@@ -456,7 +383,7 @@ def require_free_gpus(devices: Sequence[str] | None, num_ranks: int) -> None:
     if devices is None and used:
         raise UserError(
             f"eval.watch=true needs GPUs that the {num_ranks} ranks leave free; name them with eval.devices, such "
-            "as eval.devices=7, or evaluate after the training with `bash eval_pipeline/run.sh watch`"
+            f"as eval.devices=7, or evaluate after the training with `{program('eval')} watch`"
         )
     for name in devices or ():
         if listed and not name.startswith("MIG-") and id_of(name) not in listed:

@@ -8,16 +8,14 @@ from pathlib import Path
 from signal import Signals
 
 from verl_ext.checkpoint.manifest import EXPORT, read_tracker, step_of
+from verl_ext.commands import typed_command
 from verl_ext.config.compose import load_yaml
-from verl_ext.config.recipes import RECIPES, default_recipe
+from verl_ext.config.recipes import default_recipe
 from verl_ext.console import (
-    REPOSITORY,
     print_line,
     print_next,
     print_summary,
-    typed_module,
     typed_path,
-    typed_script,
     warn,
 )
 from verl_ext.errors import UserError
@@ -25,6 +23,7 @@ from verl_ext.launch.configure import has_export, resume_candidate
 from verl_ext.launch.outcome import Failure, Outcome, Stopped
 from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
 from verl_ext.metrics.run_record import EndStatus, RunRecord
+from verl_ext.paths import RECIPES, base_directory
 from verl_ext.trainer.stages import BudgetConfig, RunConfig
 
 SUMMARY_METRICS = (
@@ -36,7 +35,6 @@ WRITTEN = (
     "tensorboard/", "wandb/",
 )  # fmt: skip
 """What a run directory can hold besides checkpoints and evaluations; docs/sft.md describes each."""
-EVALUATE = "eval_pipeline/run.sh"
 
 
 def report(outcome: Outcome, config: RunConfig, record: RunRecord | None) -> int:
@@ -157,7 +155,7 @@ def print_run_summary(config: RunConfig) -> None:
             if "hf_model" not in config.trainer.checkpoint.save_contents:
                 why = "trainer.checkpoint.save_contents lacks hf_model"
             rows["Hugging Face"] = f"no weights: {why}; the next command exports them"
-            then = [[*typed_module("verl_ext.checkpoint"), "export", typed_path(checkpoint)]]
+            then = [[*typed_command("checkpoint"), "export", typed_path(checkpoint)]]
     print_summary(f"Finished: {config.trainer.experiment_name} ({config.stage})", rows)
     print_next(then)
 
@@ -197,7 +195,7 @@ def next_commands(config: RunConfig) -> list[list[str]]:
         assert checkpoint is not None  # it has the export
         adapter = [] if config.model.adapter is None else ["--adapter", config.model.adapter]
         export = typed_path(checkpoint / EXPORT)
-        return [[*typed_script(EVALUATE), "adaptive", "--checkpoint", export, *adapter]]
+        return [[*typed_command("eval"), "adaptive", "--checkpoint", export, *adapter]]
     # The default recipe's problems say nothing about a run whose recipe names no evaluation.
     watch = [] if config.eval.recipe is None else with_recipe(config, "watch", typed_path(run_dir))
     return [watch, grpo_command(config)]
@@ -208,7 +206,7 @@ def next_after_evaluation(config: RunConfig) -> list[list[str]]:
     run_dir = typed_path(config.trainer.run_dir)
     base = Path(str(config.model.partial_pretrain)).expanduser()
     if not (base / "config.json").is_file():  # a hub name, which `report` cannot evaluate
-        return [[*typed_script(EVALUATE), "status", run_dir], grpo_command(config)]
+        return [[*typed_command("eval"), "status", run_dir], grpo_command(config)]
     return [with_recipe(config, "report", run_dir, "--baseline", typed_path(base)), grpo_command(config)]
 
 
@@ -216,11 +214,11 @@ def with_recipe(config: RunConfig, *words: str) -> list[str]:
     """A command of the evaluation; it needs a recipe file again, because it does not trust the run's config.yaml."""
     recipe = config.eval.recipe or ""
     named = ["--recipe", typed_path(recipe)] if recipe.endswith((".yaml", ".yml")) else []
-    return [*typed_script(EVALUATE), *words, *named]
+    return [*typed_command("eval"), *words, *named]
 
 
 def grpo_command(config: RunConfig) -> list[str]:
-    """`run_grpo.sh` with the recipe that builds on this run; empty if no recipe in `recipes/grpo/` does."""
+    """GRPO with the recipe that builds on this run; empty if no recipe in `recipes/grpo/` does."""
     wanted = {"sft": "grpo", "vlm_sft": "budget"}.get(config.stage)
     recipes = {}
     for path in sorted((RECIPES / "grpo").glob("*.yaml")):
@@ -229,13 +227,13 @@ def grpo_command(config: RunConfig) -> list[str]:
     recipes = {name: each for name, each in recipes.items() if each.get("stage", "grpo") == wanted}
     run_dir = config.trainer.run_dir.resolve()
     for name, recipe in recipes.items():
-        if (REPOSITORY / (recipe.get("model", {}).get("sft_run") or "")).resolve() == run_dir:
+        if (base_directory() / (recipe.get("model", {}).get("sft_run") or "")).resolve() == run_dir:
             return grpo_with(config, name, names_run=False)
     return grpo_with(config, config.recipe) if config.recipe is not None and config.recipe in recipes else []
 
 
 def grpo_with(config: RunConfig, recipe: str, *, names_run: bool = True) -> list[str]:
-    """`run_grpo.sh` with a recipe, on as many ranks as this run."""
-    words = [*typed_script("run_grpo.sh"), str(config.trainer.n_gpus_per_node)]
+    """GRPO with a recipe, on as many ranks as this run."""
+    words = [*typed_command("grpo"), str(config.trainer.n_gpus_per_node)]
     words += [f"recipe={recipe}"] * (recipe != default_recipe("grpo"))
     return words + [f"model.sft_run={typed_path(config.trainer.run_dir)}"] * names_run

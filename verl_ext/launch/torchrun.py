@@ -59,7 +59,7 @@ def torchrun_options(config: RunConfig) -> list[str]:
     """The options a user would give to torchrun; several nodes meet at MASTER_ADDR:MASTER_PORT."""
     options = [f"--nproc-per-node={config.trainer.n_gpus_per_node}"]
     if config.trainer.nnodes == 1:
-        # Instead of --standalone: a port of its own, so that several runs can share a machine.
+        # Instead of --standalone: a free port, so that several runs can share a machine.
         return [*options, f"--rdzv-backend={LOOPBACK}", f"--rdzv-id={uuid.uuid4()}"]
     return [
         *options,

@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from verl_ext.checkpoint.retention import read_best_file
-from verl_ext.console import print_line, print_next, typed_path, typed_script, warn
+from verl_ext.commands import typed_command
+from verl_ext.console import print_line, print_next, typed_path, warn
 from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from verl_ext.files import write_errors
 from verl_ext.launch.outcome import FIRST_PAUSE_S, run_with_restarts
-from verl_ext.launch.report import EVALUATE, next_after_evaluation, with_recipe
+from verl_ext.launch.report import next_after_evaluation, with_recipe
 from verl_ext.metrics.run_record import RUN_FILE, load_run
 from verl_ext.processes import DEVICES, StopRequest, StopSignals, end_with_parent
 from verl_ext.trainer.stages import RunConfig
@@ -74,6 +75,7 @@ class EvalWatcher:
                 while self._thread.is_alive():
                     self._thread.join(POLL_S)
         except StopRequest as stop:
+            stop.handled = True
             print_line(f"Stopped by {stop.signal.name} while evaluating; the same command resumes the evaluation.")
             return stop.exit_code
         if self._exit_code:
@@ -148,7 +150,7 @@ class EvalWatcher:
         run_dir = typed_path(self._run_dir)
         if self._exit_code == SOME_FAILED:
             reason = "some of its evaluations failed, or it found no checkpoint to evaluate"
-            then = [[*typed_script(EVALUATE), command, run_dir] for command in ("status", "retry")]
+            then = [[*typed_command("eval"), command, run_dir] for command in ("status", "retry")]
         else:
             reason, then = self._last_line().removeprefix("error: "), []
         print_line(

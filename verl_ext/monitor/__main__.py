@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from verl_ext.cli import FAILURES, CommandParser, IntArg, add_commands, clean_exit
+from verl_ext.commands import program
 from verl_ext.console import print_line
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.monitor.plot.command import add_plot, run
@@ -19,19 +20,27 @@ from verl_ext.monitor.store.database import database_for
 from verl_ext.processes import StopRequest
 
 TOKEN = "VERL_EXT_MONITOR_TOKEN"
-PACKAGES = ("nicegui", "orjson", "numpy", "scipy", "yaml", "matplotlib")
+PACKAGES = {
+    "nicegui": "nicegui==3.18.*",
+    "orjson": "orjson",
+    "numpy": "numpy",
+    "scipy": "scipy",
+    "yaml": "pyyaml",
+    "matplotlib": "matplotlib",
+}
+"""What the monitor imports, and what pip calls it."""
 
 
 def build_parser() -> CommandParser:
     """The options."""
     parser = CommandParser(
-        prog="python -m verl_ext.monitor",
+        prog=program("monitor"),
         description="Show every run below a directory in a browser: live while it trains, and afterwards.",
         examples=[
-            "python -m verl_ext.monitor",
-            "python -m verl_ext.monitor --root /shared/checkpoints --port 6010",
-            f"{TOKEN}=twelve-or-more-letters python -m verl_ext.monitor --host 0.0.0.0",
-            "python -m verl_ext.monitor plot checkpoints/rlvr_coding_model/sft_quickstart",
+            program("monitor"),
+            f"{program('monitor')} --root /shared/checkpoints --port 6010",
+            f"{TOKEN}=twelve-or-more-letters {program('monitor')} --host 0.0.0.0",
+            f"{program('monitor')} plot checkpoints/rlvr_coding_model/sft_quickstart",
         ],
         exit_codes={"0": "ended by Ctrl-C or SIGTERM", "2": FAILURES["2"]},
     )
@@ -95,14 +104,14 @@ def serve_with(arguments: argparse.Namespace) -> None:
 
 
 def require_packages() -> None:
-    """Refuse to begin without the packages of the extra `monitor`.
+    """Refuse to begin without the packages of the monitor, which runs on machines that have none of the others.
 
     Raises:
         UserError: one is missing.
     """
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise UserError(f"the monitor needs {', '.join(missing)}; install them with: pip install '.[monitor]'")
+        raise UserError(f"the monitor needs packages that are missing; run `pip install {' '.join(missing)}`")
 
 
 def check_port(host: str, port: int) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from verl_ext.cli import FAILURES, CommandParser, clean_exit, definitions
+from verl_ext.commands import program
 from verl_ext.console import print_line
 from verl_ext.plan.options import OWN, known_words, read_words
 
@@ -16,12 +17,12 @@ EXIT_CODES = {"0": "every plan fits", "1": "one does not fit", **FAILURES}
 def build_parser() -> CommandParser:
     """The options."""
     parser = CommandParser(
-        prog="python -m verl_ext.plan",
+        prog=program("plan"),
         description="Predict memory and speed of a recipe on so many GPUs; nothing is started.",
         examples=[
-            "python -m verl_ext.plan recipe=qwen2.5_coder_7b gpus=8 hardware=h100",
-            "python -m verl_ext.plan recipe=qwen2.5_coder_7b gpus=8,64,512 --markdown",
-            "python -m verl_ext.plan recipe=quickstart gpus=2 hardware=cpu mean_length=150 --largest",
+            f"{program('plan')} recipe=qwen2.5_coder_7b gpus=8 hardware=h100",
+            f"{program('plan')} recipe=qwen2.5_coder_7b gpus=8,64,512 --markdown",
+            f"{program('plan')} recipe=quickstart gpus=2 hardware=cpu mean_length=150 --largest",
         ],
         notes=f"the command's own words:\n{definitions(OWN)}\n\ndocs/plan.md explains the formulas.",
         exit_codes=EXIT_CODES,

@@ -8,6 +8,7 @@ import requests
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from transformers import AutoConfig, PretrainedConfig
 
+from verl_ext.commands import program
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.schema import value_at
 from verl_ext.errors import UserError, first_line_of
@@ -85,7 +86,7 @@ def find_model(config: SFTConfig | GRPOConfig) -> tuple[PretrainedConfig, list[s
         )
     if Path(name).exists():
         raise UserError(f"model.partial_pretrain={name} cannot be read ({first_line_of(error)}); name another model")
-    commands = " and ".join(f"`python -m verl_ext.data.prepare {each}`" for each in config.prepare)
+    commands = " and ".join(f"`{program('prepare')} {each}`" for each in config.prepare)
     raise UserError(f"model.partial_pretrain={name} is not there; {commands or 'make it'} first, or name another model")
 
 

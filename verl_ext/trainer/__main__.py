@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 from verl_ext.cli import child_process_args
+from verl_ext.commands import program
 from verl_ext.errors import USER_ERROR_EXIT_CODE, Stop, UserError
 from verl_ext.metrics.timing import process_start, startup
 from verl_ext.processes import LAUNCHER_PID, defer_gc, end_with_parent, quiet_stdout
@@ -18,7 +19,7 @@ from verl_ext.trainer.stages import STAGES, RunConfig, read_config
 
 def main() -> None:
     """Train the stage of the configuration; a `UserError` goes to the launcher, which prints it once."""
-    [path] = child_process_args("verl_ext.trainer", "Trains as one rank of torchrun.", "bash run_sft.sh 2", "config")
+    [path] = child_process_args("verl_ext.trainer", "Trains as one rank of torchrun.", f"{program('sft')} 2", "config")
     end_with_launcher()
     end_at_first_signal()
     startup.load(Path(path).parent)

@@ -29,8 +29,8 @@ from verl_ext.controller.loading import fingerprint
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.scoring.scorer import AnswerScorer
+from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset
 from verl_ext.data.prompts import PromptBatch
-from verl_ext.data.questions import ImageQuestion, QuestionDataset
 from verl_ext.distributed import on_every_rank, on_rank_zero, reduce_over_ranks
 from verl_ext.errors import UserError
 from verl_ext.files import replacing, write_errors
@@ -55,8 +55,8 @@ class BudgetTrainer(RewardTrainer):
     """One step is a batch of questions, a budget and a group of configurations for each, and an update from them."""
 
     config: BudgetConfig
-    train_dataset: QuestionDataset
-    val_dataset: QuestionDataset
+    train_dataset: ImageQuestionDataset
+    val_dataset: ImageQuestionDataset
     environment: ModelEnvironment
     lr_scheduler: PlateauScheduler
 

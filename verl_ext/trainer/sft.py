@@ -17,13 +17,11 @@ from peft import PeftModel
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from verl.utils.flops_counter import FlopsCounter
-from verl.workers.sharding_manager.fsdp_ulysses import FSDPUlyssesShardingManager
 
 from verl_ext.console import print_line, warn
-from verl_ext.data.batching import Batch, Batcher, MicroBatch, MicroBatcher, sample_lengths, validation_micro_batches
+from verl_ext.data.batching import Collator, MicroBatch, MicroBatchCollator, TokenBatch, validation_micro_batches
+from verl_ext.data.chats import UnpaddedDataset
 from verl_ext.data.dataset import SampleDataset, TokenDataset
-from verl_ext.data.load import Unpadded
 from verl_ext.data.packing import MicroBatchPlan, attention_share
 from verl_ext.distributed import gather_results, on_every_rank, reduce_over_ranks
 from verl_ext.errors import UserError
@@ -41,6 +39,7 @@ from verl_ext.trainer.preemption import RankSignals
 from verl_ext.trainer.stages import SFTConfig, VLMSFTConfig
 from verl_ext.trainer.tokenizer import sync_eos_token
 from verl_ext.trainer.trainer import Metrics, PipelineTrainer
+from verl_ext.verl_api import FlopsCounter, FSDPUlyssesShardingManager
 
 
 class SFTTrainer(PipelineTrainer):
@@ -63,7 +62,7 @@ class SFTTrainer(PipelineTrainer):
     """
 
     config: SFTConfig | VLMSFTConfig
-    collator: Batcher
+    collator: Collator
     token_loss: TokenLoss
     reshard_policy: FSDPReshardPolicy
 
@@ -91,9 +90,9 @@ class SFTTrainer(PipelineTrainer):
         """Whether samples are packed into rows; set to false if the model does not support it."""
         return self.config.packs_samples
 
-    def build_collator(self) -> Batcher:
+    def build_collator(self) -> Collator:
         """See `PipelineTrainer.build_collator`."""
-        return MicroBatcher(self.tokenizer.pad_token_id, self.packs)
+        return MicroBatchCollator(self.tokenizer.pad_token_id, self.packs)
 
     def micro_batch_plan(self, dataset: SampleDataset) -> MicroBatchPlan | None:
         """See `PipelineTrainer.micro_batch_plan`."""
@@ -105,11 +104,11 @@ class SFTTrainer(PipelineTrainer):
 
     def plan_by_tokens(self, dataset: SampleDataset) -> MicroBatchPlan:
         """Micro-batches of at most `data.max_tokens_per_gpu` tokens, or of `data.micro_batch_size_per_gpu` samples."""
-        assert isinstance(self.config, SFTConfig)
+        assert isinstance(self.config, SFTConfig) and isinstance(dataset, TokenDataset)
         data, packs = self.config.data, self.packs
         most = data.max_tokens_per_gpu or (data.micro_batch_size_per_gpu * data.max_length if packs else sys.maxsize)
         most_samples = None if packs or data.max_tokens_per_gpu else data.micro_batch_size_per_gpu
-        return MicroBatchPlan(sample_lengths(dataset), packs, most, most_samples, self.attention_share)
+        return MicroBatchPlan(dataset.lengths, packs, most, most_samples, self.attention_share)
 
     @cached_property
     def attention_share(self) -> float:
@@ -212,11 +211,11 @@ class SFTTrainer(PipelineTrainer):
             **self.step_costs(micro_batches),
         }
 
-    def to_micro_batches(self, batch: Any) -> Batch:
+    def to_micro_batches(self, batch: Any) -> TokenBatch:
         """The collator's batch as tensors."""
         return batch
 
-    def forward_backward(self, batch: Batch) -> tuple[torch.Tensor, float]:
+    def forward_backward(self, batch: TokenBatch) -> tuple[torch.Tensor, float]:
         """Accumulate the gradient of the global mean over all micro-batches and ranks.
 
         FSDP averages gradients over ranks, so each rank's sum is scaled by ranks / tokens of the global batch.
@@ -268,7 +267,7 @@ class SFTTrainer(PipelineTrainer):
         reduced = reduce_over_ranks(sums={"value": value})["value"]
         return reduced / self.config.sequence_parallel_size
 
-    def step_costs(self, batch: Batch) -> Metrics:
+    def step_costs(self, batch: TokenBatch) -> Metrics:
         """Time and memory of the step: seconds of the slowest rank, throughput of all ranks."""
         seconds = time.perf_counter() - self.step_start
         parts = {f"time/train/{part}_s": value for part, value in self.timer.pop().items()}
@@ -285,7 +284,7 @@ class SFTTrainer(PipelineTrainer):
             reduced["throughput/train/mfu"] = reduced.pop("mfu") / (self.dp_size * copies) / copies
         return reduced
 
-    def flops(self, batch: Batch, seconds: float) -> Metrics:
+    def flops(self, batch: TokenBatch, seconds: float) -> Metrics:
         """This rank's share of the GPU's peak by verl's count; nothing on a CPU, whose peak verl only guesses."""
         if self.device_name != "cuda":
             return {}
@@ -398,7 +397,7 @@ class TokenLoss:
 
 def unpadded(dataset: Any) -> SampleDataset:
     """A data set without padding: one of this product as it is, one of verl with its padding removed."""
-    return dataset if isinstance(dataset, SampleDataset) else Unpadded(dataset)
+    return dataset if isinstance(dataset, SampleDataset) else UnpaddedDataset(dataset)
 
 
 def perplexity(loss: float) -> float:

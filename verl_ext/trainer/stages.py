@@ -336,8 +336,8 @@ class Stage:
         """
         load = _load_named(self.datasets)
         if not self.reads_texts:
-            return load(config, tokenizer, progress)
-        return load(config, tokenizer, progress, RunRecord(config.trainer.run_dir).first_start())
+            return load(config.data, progress)
+        return load(config.data, tokenizer, progress, RunRecord(config.trainer.run_dir).first_start())
 
 
 STAGES = {
@@ -345,7 +345,7 @@ STAGES = {
         command="sft",
         root=SFTConfig,
         trainer="verl_ext.trainer.sft:SFTTrainer",
-        datasets="verl_ext.data.load:load_datasets",
+        datasets="verl_ext.data.chats:load_chats",
         keeps_tokens=True,
         reads_texts=True,
     ),
@@ -353,20 +353,20 @@ STAGES = {
         command="sft",
         root=VLMSFTConfig,
         trainer="verl_ext.trainer.vlm_sft:VLMSFTTrainer",
-        datasets="verl_ext.trainer.vlm_sft:load_chats",
+        datasets="verl_ext.data.image_chats:load_image_chats",
     ),
     "grpo": Stage(
         command="grpo",
         root=GRPOConfig,
         trainer="verl_ext.trainer.grpo:GRPOTrainer",
-        datasets="verl_ext.data.load:load_prompts",
+        datasets="verl_ext.data.prompts:load_prompts",
         reads_texts=True,
     ),
     "budget": Stage(
         command="grpo",
         root=BudgetConfig,
         trainer="verl_ext.trainer.budget:BudgetTrainer",
-        datasets="verl_ext.data.load:load_questions",
+        datasets="verl_ext.data.image_questions:load_image_questions",
     ),
 }
 

@@ -18,9 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
-from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
-from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.manifest import Manifest, is_verl_checkpoint, step_of
@@ -28,13 +25,10 @@ from verl_ext.checkpoint.resume import agree_on_checkpoint, agree_on_contents, o
 from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
 from verl_ext.console import warn
-from verl_ext.data.batching import Groups
-from verl_ext.data.dataset import SampleDataset
-from verl_ext.data.load import training_data_digest
+from verl_ext.data.batching import Prefetcher
+from verl_ext.data.dataset import SampleDataset, training_data_digest
 from verl_ext.data.packing import MicroBatchPlan
-from verl_ext.data.prefetch import Prefetcher
-from verl_ext.data.sampler import GlobalBatchSampler
-from verl_ext.data.stock_position import data_state_after_verl
+from verl_ext.data.sampler import GlobalBatchSampler, data_state_after_verl
 from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero
 from verl_ext.errors import Stop, UserError
 from verl_ext.files import GIB, free_bytes
@@ -46,6 +40,7 @@ from verl_ext.trainer.preemption import RankSignals, StopVote, ignore_stop_signa
 from verl_ext.trainer.run_logger import RunLogger
 from verl_ext.trainer.stages import RunConfig, config_of
 from verl_ext.trainer.tokenizer import tokenizer_of_exports
+from verl_ext.verl_api import FSDPSFTTrainer, PrecisionType, fsdp2_clip_grad_norm_
 
 Metrics = dict[str, float]
 KEPT_METRICS = ("train/", "val/", "eval/")
@@ -165,7 +160,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             len(self.train_dataset), data.train_batch_size, self.dp_rank, self.dp_size, trainer.seed, plan
         )
         loader = DataLoader(
-            self.train_dataset if plan is None else Groups(self.train_dataset),
+            self.train_dataset,
             batch_sampler=self.train_sampler,
             num_workers=data.num_workers,
             collate_fn=self.collator,

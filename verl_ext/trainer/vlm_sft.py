@@ -11,12 +11,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedM
 
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import Configuration
-from verl_ext.data.batching import Batch, sample_lengths
+from verl_ext.data.batching import TokenBatch
 from verl_ext.data.dataset import SampleDataset
-from verl_ext.data.image_chats import ImageChatDataset
-from verl_ext.data.load import load_questions
+from verl_ext.data.image_chats import ImageChatBatch, ImageChatCollator, ImageChatDataset
 from verl_ext.data.packing import MicroBatchPlan
-from verl_ext.data.vlm_batching import ChatBatch, VLMBatcher
 from verl_ext.distributed import on_every_rank
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.metrics.run_record import RunRecord
@@ -26,21 +24,6 @@ from verl_ext.trainer.model import load_model, local_model_path
 from verl_ext.trainer.sft import SFTTrainer
 from verl_ext.trainer.stages import VLMSFTConfig
 from verl_ext.trainer.trainer import Metrics
-
-
-def load_chats(
-    config: VLMSFTConfig, tokenizer: object, progress: bool = False
-) -> tuple[ImageChatDataset, ImageChatDataset | None]:
-    """Chats to train and to validate on; the arguments are those of `data.load.load_datasets`."""
-    train, val = load_questions(config, tokenizer, progress)
-    count = config.data.questions_per_chat
-    chats = ImageChatDataset(train.samples, count)
-    if len(chats) < config.data.train_batch_size:
-        raise UserError(
-            f"there are {len(chats)} chats to train on, fewer than data.train_batch_size="
-            f"{config.data.train_batch_size}; lower it, or add questions"
-        )
-    return chats, None if val is None else ImageChatDataset(val.samples, count)
 
 
 def load_processor(config: VLMSFTConfig) -> ProcessorMixin:
@@ -66,13 +49,13 @@ class VLMSFTTrainer(SFTTrainer):
     """Trains on chats about images; a share of the micro-batches runs a configuration sampled uniformly."""
 
     config: VLMSFTConfig
-    collator: VLMBatcher
+    collator: ImageChatCollator
 
-    def build_collator(self) -> VLMBatcher:
+    def build_collator(self) -> ImageChatCollator:
         """See `PipelineTrainer.build_collator`."""
         config, section = self.config, self.config.configurations
         self.processing_class = self.processor = on_every_rank(lambda: load_processor(config))
-        collator = VLMBatcher(
+        collator = ImageChatCollator(
             self.processor,
             config.data.micro_batch_size_per_gpu,
             tuple(section.tier_sizes),
@@ -101,13 +84,14 @@ class VLMSFTTrainer(SFTTrainer):
     def validation_plan(self, dataset: SampleDataset) -> MicroBatchPlan:
         """See `SFTTrainer.validation_plan`: chats with the same number of questions share a micro-batch."""
         size = self.config.data.micro_batch_size_per_gpu
-        return MicroBatchPlan(sample_lengths(dataset), False, sys.maxsize, size)
+        assert isinstance(dataset, ImageChatDataset)
+        return MicroBatchPlan(dataset.lengths, False, sys.maxsize, size)
 
-    def to_micro_batches(self, batch: ChatBatch) -> Batch:
+    def to_micro_batches(self, batch: ImageChatBatch) -> TokenBatch:
         """See `SFTTrainer.to_micro_batches`: each group at its tier."""
         with self.timer.measure("data"):
             micro_batches = [self.collator.at(group, self.tier(number)) for number, group in enumerate(batch.groups)]
-        return Batch(micro_batches, batch.rows)
+        return TokenBatch(micro_batches, batch.rows)
 
     def partial_model(self, number: int) -> AbstractContextManager[None]:
         """See `SFTTrainer.partial_model`: the same on every rank, because each gathers a block's weights from all."""

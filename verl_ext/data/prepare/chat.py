@@ -235,7 +235,7 @@ COMMAND = PrepareCommand(
         "row."
     ),
     example="chat --input mine.jsonl --exclude data/quickstart/problems.jsonl --output data/mine",
-    next_command=f"bash run_sft.sh 2 recipe=smollm2_135m trainer.experiment_name=mine {RUN_FILES}",
+    next_command=f"sft 2 recipe=smollm2_135m trainer.experiment_name=mine {RUN_FILES}",
     version=2,
     add_arguments=add_arguments,
     run=prepare_chats,

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from verl_ext.commands import typed_command
+
 
 @dataclass(frozen=True)
 class PrepareResult:
@@ -30,7 +32,8 @@ class PrepareCommand:
         name: the word that selects the command.
         help: what the command does; the first sentence is its summary.
         example: name and options, for --help.
-        next_command: what to run afterwards; `{output}` and the result's fields are filled in word by word.
+        next_command: what to run afterwards, by its name in `verl_ext.commands`; `{output}` and the result's fields are
+            filled in word by word.
         version: raised when the same arguments would give other files.
         add_arguments: adds the command's own options to its parser.
         run: writes the files; raises `UserError` for bad input.
@@ -45,5 +48,6 @@ class PrepareCommand:
     run: Callable[[argparse.Namespace], PrepareResult]
 
     def next_words(self, output: str, result: PrepareResult) -> list[str]:
-        """The words of `next_command` for an output directory."""
-        return [word.format(output=output, **result.next_fields) for word in self.next_command.split()]
+        """The command to run after this one has written an output directory."""
+        name, *words = (word.format(output=output, **result.next_fields) for word in self.next_command.split())
+        return [*typed_command(name), *words]

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_ext.commands import program
 from verl_ext.data.dataset import ORIGIN_KEY
 from verl_ext.data.prepare.tables import Row, RowError
 from verl_ext.errors import UserError
@@ -114,7 +115,7 @@ def detect_layout(row: Row, keys: ChatColumns) -> ChatLayout:
     if prompt is None or response is None:
         raise RowError(
             f"no conversation is found in its columns {', '.join(sorted(row))}",
-            "name them with --messages-key, or with --prompt-key and --response-key (for run_sft.sh "
+            "name them with --messages-key, or with --prompt-key and --response-key (for SFT "
             "data.multiturn.messages_key, or data.prompt_key and data.response_key)",
         )
     if prompt == "instruction":
@@ -252,8 +253,7 @@ def _refuse_lost_text(rest: Row, used: list[Any], messages: list[Row], metadata:
             continue
         raise RowError(
             f"its column {name!r} is not part of the conversation, so its text would not be trained on",
-            f"remove the column, or keep it with the option --metadata {name} of "
-            "`python -m verl_ext.data.prepare chat`",
+            f"remove the column, or keep it with the option --metadata {name} of `{program('prepare')} chat`",
         )
 
 

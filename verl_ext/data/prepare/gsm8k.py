@@ -22,8 +22,8 @@ from verl_ext.data.prepare.tables import (
 from verl_ext.errors import UserError, first_line_of
 
 STYLES = ("plain", "think")
-SCRIPTS = {"sft": "run_sft.sh", "rl": "run_grpo.sh"}
-"""Tasks, and the scripts that train on their files."""
+TRAINED_BY = {"sft": "sft", "rl": "grpo"}
+"""Tasks, and the commands that train on their files."""
 SPLIT_FILES = {"train": TRAIN_NAME, "test": VAL_NAME}
 # A sample as published: the solution, with calculator calls such as <<48/2=24>>, then "#### " and the number.
 CALCULATOR_CALL = re.compile(r"<<[^<>]*>>")
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--task",
-        choices=tuple(SCRIPTS),
+        choices=tuple(TRAINED_BY),
         default="sft",
         help="sft: chats with the solution; rl: prompts with the number, in verl's RL format",
     )
@@ -72,7 +72,7 @@ def prepare_gsm8k(arguments: argparse.Namespace) -> PrepareResult:
             rows = [_to_rl_row(row, split) for row in rows]
         write_parquet(Path(arguments.output) / name, rows)
         counts[name.removesuffix(".parquet")] = len(rows)
-    return PrepareResult(list(SPLIT_FILES.values()), counts, {"script": SCRIPTS[arguments.task]})
+    return PrepareResult(list(SPLIT_FILES.values()), counts, {"command": TRAINED_BY[arguments.task]})
 
 
 def _read_split(source: str, config: str, split: str) -> Iterable[Any]:
@@ -121,7 +121,7 @@ COMMAND = PrepareCommand(
     name="gsm8k",
     help="Turn GSM8K into train.parquet (its train split) and val.parquet (its test split).",
     example="gsm8k --source openai/gsm8k --style think --output data/gsm8k",
-    next_command="bash {script} 8 recipe=gsm8k " + RUN_FILES,
+    next_command="{command} 8 recipe=gsm8k " + RUN_FILES,
     version=2,
     add_arguments=add_arguments,
     run=prepare_gsm8k,

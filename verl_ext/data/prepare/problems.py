@@ -76,7 +76,7 @@ COMMAND = PrepareCommand(
     example=(
         "problems --format mbpp --source google-research-datasets/mbpp --subset full --split train --output data/mbpp"
     ),
-    next_command=f"bash run_grpo.sh 2 trainer.experiment_name=mine data.train_files={{output}}/{PROMPTS_NAME}",
+    next_command=f"grpo 2 trainer.experiment_name=mine data.train_files={{output}}/{PROMPTS_NAME}",
     version=1,
     add_arguments=add_arguments,
     run=prepare_problems,

@@ -83,7 +83,7 @@ def to_prompt_row(row: Row, number: int, notes: Counter[str], *, prompt_key: str
     if row.get(prompt_key) is None:
         raise RowError(
             f"it has no prompt in a column {prompt_key!r}; its columns are {', '.join(sorted(row))}",
-            "name the column with --prompt-key (for run_grpo.sh data.prompt_key)",
+            "name the column with --prompt-key (for GRPO data.prompt_key)",
         )
     if media := next((name for name in MEDIA_KEYS if row.get(name)), None):
         raise RowError(f"it has {media}, and only text can be trained on")
@@ -196,7 +196,7 @@ COMMAND = PrepareCommand(
     help="Turn prompts with their right answers or tests into train.parquet and val.parquet for GRPO.",
     example="prompts --input mine.jsonl --output data/mine",
     next_command=(
-        "bash run_grpo.sh 2 recipe=custom model.partial_pretrain=MODEL reward.functions=[{reward}] "
+        "grpo 2 recipe=custom model.partial_pretrain=MODEL reward.functions=[{reward}] "
         f"trainer.experiment_name=mine {RUN_FILES}"
     ),
     version=1,

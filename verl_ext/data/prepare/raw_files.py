@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shlex
 from pathlib import Path
@@ -17,6 +16,7 @@ from verl_ext.data.prepare import COMMANDS
 from verl_ext.data.prepare.output import STAMP_NAME, file_state, trust_stamp
 from verl_ext.data.prepare.tables import TRAIN_NAME, VAL_NAME
 from verl_ext.errors import UserError
+from verl_ext.paths import caller_directory
 
 VAL_FRACTION = 0.02
 """Share of the rows that is held out for validation if no validation set is given."""
@@ -107,7 +107,7 @@ class RawFileConversion:
 def existing_file(name: str) -> Path:
     """A data file, looked up in the repository and then in the directory where the command was typed."""
     path = Path(name).expanduser()
-    folders = list(dict.fromkeys([Path.cwd(), Path(os.environ.get("VERL_EXT_CALLED_FROM", ".")).absolute()]))
+    folders = list(dict.fromkeys([Path.cwd(), caller_directory().absolute()]))
     for folder in folders:
         if (folder / path).is_file():
             return path if folder == Path.cwd() else folder / path

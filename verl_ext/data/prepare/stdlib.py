@@ -151,7 +151,7 @@ COMMAND = PrepareCommand(
     name="stdlib",
     help="Create (signature and docstring -> function) samples from the installed Python's standard library.",
     example="stdlib --output data/stdlib",
-    next_command=f"bash run_sft.sh 2 recipe=smollm2_135m {RUN_FILES}",
+    next_command=f"sft 2 recipe=smollm2_135m {RUN_FILES}",
     version=1,
     add_arguments=add_arguments,
     run=prepare_stdlib,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.cli import FloatArg, IntArg
+from verl_ext.commands import program
 from verl_ext.console import print_line, progress_bar
 from verl_ext.data.dataset import ORIGIN_KEY, iter_parquet_rows
 from verl_ext.data.prepare.output import staged_file
@@ -92,7 +93,7 @@ class RowConverter:
             UserError: bad rows are not skipped; the message names the row's place.
         """
         if not self.skip_bad:
-            command = f"python -m verl_ext.data.prepare {self.command}"
+            command = f"{program('prepare')} {self.command}"
             fix = error.fix or f"correct it, or skip such rows with the option --skip-bad of `{command}`"
             raise UserError(f"{place}: {error}; {fix}") from error
         self.counts["bad"] += 1

@@ -309,7 +309,7 @@ COMMAND = PrepareCommand(
     name="vqa",
     help="Create cards with questions about them, and a 1.7M-parameter vision-language model to answer them.",
     example="vqa --output data/vqa",
-    next_command="bash run_sft.sh 2 recipe=budget_vlm",
+    next_command="sft 2 recipe=budget_vlm",
     version=2,
     add_arguments=add_arguments,
     run=prepare_vqa,

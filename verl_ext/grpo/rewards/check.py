@@ -27,7 +27,7 @@ from verl_ext.grpo.rewards.registry import LENGTH_PENALTY, wanted_rewards
 from verl_ext.plugins import Plugin
 
 QUIET_S = 10.0
-"""Seconds of loading and calling a function before the user is told what takes so long."""
+"""Seconds of loading and calling a function before a line says what takes so long."""
 MOST_SHOWN = 60
 """Characters of a completion in a message."""
 

@@ -12,16 +12,15 @@ import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 from eval_pipeline.judge.pipes import pipes_of
 from verl_ext.errors import UserError
 from verl_ext.grpo.failure import RewardError, RewardFailure
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.custom_process import SIZE, Reply
+from verl_ext.paths import python_path
 from verl_ext.plugins import Plugin
 
-_ROOT = Path(__file__).resolve().parents[3]
 _KILL_GROUP_AT_END_OF_INPUT = ("/bin/sh", "-c", 'read -r line; kill -KILL "-$1"', "sh")
 START_S = 120.0
 """Importing the user's file may take long; it is not the function's time."""
@@ -112,7 +111,7 @@ class _Process:
             UserError: the function cannot be loaded or called.
         """
         command = [sys.executable, "-m", "verl_ext.grpo.rewards.custom_process", plugin.location, plugin.name]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+        environment = {**os.environ, "PYTHONPATH": python_path()}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )

@@ -13,6 +13,7 @@ import sys
 from typing import Any, TypeAlias
 
 from verl_ext.cli import child_process_args
+from verl_ext.commands import program
 from verl_ext.errors import UserError
 from verl_ext.grpo.failure import RewardError, RewardFailure
 from verl_ext.grpo.rewards.answer import RewardedAnswer
@@ -30,7 +31,7 @@ def main() -> None:
     place, name = child_process_args(
         "verl_ext.grpo.rewards.custom_process",
         "Runs a reward function of the user's.",
-        "bash run_grpo.sh 2 'reward.functions=[mine.py:reward]'",
+        f"{program('grpo')} 2 'reward.functions=[mine.py:reward]'",
         "place",
         "function",
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_ext.cli import Commands, add_command
+from verl_ext.commands import program
 from verl_ext.console import print_summary
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE
@@ -27,7 +28,7 @@ def add_plot(commands: Commands) -> None:
         commands,
         "plot",
         "Write the charts of one run as PNG files and one HTML page.",
-        examples=["python -m verl_ext.monitor plot checkpoints/rlvr_coding_model/sft_quickstart --output plots"],
+        examples=[f"{program('monitor')} plot checkpoints/rlvr_coding_model/sft_quickstart --output plots"],
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="checkpoints/<project>/<experiment>")
     parser.add_argument(

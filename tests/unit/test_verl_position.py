@@ -1,4 +1,4 @@
-"""verl's own loader beside this pipeline's sampler: from any position of the one the other goes on with the next."""
+"""From any position of verl's own loader, this pipeline's sampler continues with the next batch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl_ext.data.sampler import GlobalBatchSampler
-from verl_ext.data.stock_position import VERLS_SEED, stock_position
+from verl_ext.data.sampler import VERL_ORDER_SEED, GlobalBatchSampler, position_after_verl
 from verl_ext.errors import UserError
 
 Batches = list[set[int]]
@@ -59,7 +58,7 @@ def state_after(position: object, num_samples: int) -> dict:
         "samples_seen": position.samples_seen,
         "num_samples": num_samples,
         "seed": 42,
-        "order_seed": VERLS_SEED,
+        "order_seed": VERL_ORDER_SEED,
     }
 
 
@@ -70,7 +69,7 @@ def test_the_next_batch_is_the_one_that_verl_would_have_taken(num_samples: int, 
     assert batches[: len(batches) // 3] != batches[len(batches) // 3 : 2 * len(batches) // 3]
     for step, (_, loader_state) in enumerate(taken[:-1], start=1):  # the end of an epoch among them
         for state in (loader_state, {}):  # without data.pt the step alone says it
-            position = stock_position(state, step, num_samples, batch_size, ranks)
+            position = position_after_verl(state, step, num_samples, batch_size, ranks)
             assert position.doubt is None
             for own_ranks in (1, ranks):
                 left = len(batches) - step
@@ -80,24 +79,24 @@ def test_the_next_batch_is_the_one_that_verl_would_have_taken(num_samples: int, 
 
 def test_another_batch_size_goes_on_where_it_divides_what_was_seen() -> None:
     taken = list(OfVerl(40, 8, 2).epochs(2))
-    position = stock_position(taken[6][1], 7, 40, 4, 2)  # 2 of 5 batches into the second epoch
+    position = position_after_verl(taken[6][1], 7, 40, 4, 2)  # 2 of 5 batches into the second epoch
     assert (position.epoch, position.samples_seen, position.doubt) == (1, 16, None)
     sampler = GlobalBatchSampler(40, 4, 0, 1, seed=42)
     sampler.load_state_dict(state_after(position, 40))
     assert set(next(iter(sampler))) < taken[7][0]
-    with pytest.raises(UserError, match="resume with the former batch size"):
+    with pytest.raises(UserError, match="resume with the previous batch size"):
         GlobalBatchSampler(40, 10, 0, 1, seed=42).load_state_dict(state_after(position, 40))
 
 
 def test_other_data_are_noticed_where_the_steps_tell() -> None:
     taken = list(OfVerl(40, 8, 2).epochs(2))
-    position = stock_position(taken[6][1], 7, 48, 8, 2)  # 6 batches an epoch by now
+    position = position_after_verl(taken[6][1], 7, 48, 8, 2)  # 6 batches an epoch by now
     assert (position.epoch, position.samples_seen) == (1, 8)
-    assert "2 batches of 8 samples into an epoch, which step 7 does not on 48 samples" in str(position.doubt)
+    assert "2 batches of 8 samples into an epoch, which contradicts step 7 on 48 samples" in str(position.doubt)
 
 
 def test_a_seed_that_another_run_has_is_still_refused() -> None:
     sampler = GlobalBatchSampler(40, 8, 0, 1, seed=42)
-    sampler.load_state_dict(state_after(stock_position({}, 3, 40, 8, 2), 40))
+    sampler.load_state_dict(state_after(position_after_verl({}, 3, 40, 8, 2), 40))
     with pytest.raises(UserError, match="seed=42, this run has 1"):
         GlobalBatchSampler(40, 8, 0, 1, seed=1).load_state_dict(sampler.state_dict())

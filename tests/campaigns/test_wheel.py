@@ -1,0 +1,92 @@
+"""Campaign: the wheel in an environment of its own, from `pip install` to GRPO, in a directory that is empty at first.
+
+The environment is created with uv (9 GB, a few minutes); VERL_EXT_WHEEL_PYTHON names an interpreter that has the wheel
+already.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.wheel import build_wheel
+
+RUN = "checkpoints/rlvr_coding_model/sft_quickstart"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The console script of an environment with the wheel."""
+    if named := os.environ.get("VERL_EXT_WHEEL_PYTHON"):
+        return Path(named).with_name("verl-ext")
+    if shutil.which("uv") is None:
+        pytest.skip("uv is not installed, which creates the environment; or set VERL_EXT_WHEEL_PYTHON")
+    directory = tmp_path_factory.mktemp("wheel")
+    wheel, environment = build_wheel(directory), directory / "venv"
+    for words in (
+        ["venv", "--seed", "--python", sys.executable, environment],
+        ["pip", "install", "--python", environment / "bin/python", "--compile-bytecode", wheel],
+    ):
+        done = subprocess.run(["uv", *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    return environment / "bin/verl-ext"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the user is."""
+    return tmp_path_factory.mktemp("user")
+
+
+def run(program: Path, place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PATH"] = f"{program.parent}{os.pathsep}{environment['PATH']}"
+    return subprocess.run(["verl-ext", *words], cwd=place, env=environment, capture_output=True, text=True)
+
+
+# One story: each test begins where the one before has ended
+
+
+def test_before_setup_training_names_it(program: Path, place: Path) -> None:
+    if not list(program.parents[1].glob("lib/python*/site-packages/verl/")):
+        done = run(program, place, "sft", "2")
+        assert done.returncode == 2
+        assert re.fullmatch(r"error: verl is not installed for .*; run `verl-ext setup`\n", done.stderr)
+        assert os.listdir(place) == []
+
+
+def test_setup_installs_verl_and_vllm_once(program: Path, place: Path) -> None:
+    assert run(program, place, "setup").returncode == 0
+    done = run(program, place, "setup")
+    assert done.returncode == 0 and "Nothing to do" in done.stdout and "Next: verl-ext sft 2" in done.stdout
+
+
+def test_the_quickstart_trains_where_the_user_is(program: Path, place: Path) -> None:
+    done = run(program, place, "sft", "2", "trainer.total_training_steps=60")
+    assert done.returncode == 0, done.stderr
+    assert f"Next: verl-ext eval watch {RUN}\n      verl-ext grpo 2\n" in done.stdout
+    assert (place / RUN / "global_step_60" / "huggingface" / "model.safetensors").is_file()
+    assert {*os.listdir(place)} == {".prepare.lock", "checkpoints", "data"}
+
+
+def test_its_checkpoint_is_evaluated_and_listed(program: Path, place: Path) -> None:
+    done = run(program, place, "eval", "watch", RUN, "datasets.quickstart.limit=10")
+    assert done.returncode == 0, done.stderr
+    assert f"Next: verl-ext eval report {RUN} --baseline data/quickstart/model\n" in done.stdout
+    for words in (["checkpoint", "ls", RUN], ["checkpoint", "verify", RUN]):
+        done = run(program, place, *words)
+        assert done.returncode == 0 and "global_step_60" in done.stdout
+    assert run(program, place, "health", RUN).returncode in (0, 1)
+    assert run(program, place, "plan", "recipe=quickstart", "gpus=2", "hardware=cpu").returncode == 0
+
+
+def test_grpo_starts_from_it_with_vllm(program: Path, place: Path) -> None:
+    done = run(program, place, "grpo", "2", "trainer.total_training_steps=1", "data.val_max_samples=8")
+    assert done.returncode == 0, done.stderr
+    assert "Finished: " in done.stdout

@@ -1,0 +1,402 @@
+"""Chats of SFT: parquet files, tokenized once with all cores, and cached by everything that the tokens depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import tokenizers
+import torch
+import transformers
+from omegaconf import OmegaConf
+from transformers import PreTrainedTokenizerBase
+
+from verl_ext.config.schema import as_dict
+from verl_ext.console import progress_bar, warn
+from verl_ext.data.chat_template import ChatEncoder, Tokens
+from verl_ext.data.config import ChatDataConfig, file_list
+from verl_ext.data.dataset import TokenDataset, count_parquet_rows, iter_parquet_rows
+from verl_ext.errors import UserError, first_line_of
+from verl_ext.files import file_digest, user_cache_dir
+
+VERSION = 4
+"""Of the tokens of a row and of their cache key; another one invalidates all cached files."""
+CHUNK = 1000
+"""Chats per call of the tokenizer, which is fast only on many at once."""
+MIN_PER_PROCESS = 10_000
+"""Chats that justify another process, which takes seconds to start."""
+ABANDONED_AFTER_S = 24 * 3600
+"""Age at which an unfinished file has no writer any more; other machines may share the directory."""
+IN_THE_KEY = (
+    *("prompt_key", "response_key", "prompt_dict_keys", "response_dict_keys", "multiturn", "max_length", "truncation"),
+    "apply_chat_template_kwargs",
+)
+Chunk = tuple[int, str, int, list[dict[str, Any]]]
+"""Number and name of a file, number of the first row, and the rows."""
+
+
+def load_chats(
+    data: ChatDataConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False, now: datetime | None = None
+) -> tuple[TokenDataset, TokenDataset | None]:
+    """Training and validation set; the second is None if `data.val_files` is null.
+
+    Args:
+        data: the section of the configuration.
+        tokenizer: of the model.
+        progress: show progress bars (rank 0).
+        now: see `ChatEncoder`.
+    """
+    train = load_chat_files(data.train_files, data, tokenizer, data.train_max_samples, progress, now)
+    if not file_list(data.val_files):
+        return train, None
+    return train, load_chat_files(data.val_files, data, tokenizer, data.val_max_samples, progress, now)
+
+
+def load_chat_files(
+    files: Any,
+    data: ChatDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_samples: int = -1,
+    progress: bool = False,
+    now: datetime | None = None,
+) -> TokenDataset:
+    """A `ChatDataset`, or the class that `data.custom_cls` names, as in verl."""
+    if data.custom_cls.path is not None:
+        return _load_custom_class(files, data, tokenizer, max_samples)
+    cache = user_cache_dir() / "tokens" if data.token_cache is None else Path(data.token_cache).expanduser()
+    return ChatDataset(files, tokenizer, data, max_samples, progress, cache, now)
+
+
+def _load_custom_class(
+    files: Any, data: ChatDataConfig, tokenizer: PreTrainedTokenizerBase, max_samples: int
+) -> TokenDataset:
+    from verl_ext.verl_api import load_extern_object
+
+    try:
+        dataset_class: Any = load_extern_object(str(data.custom_cls.path), str(data.custom_cls.name))
+    except (OSError, ImportError, AttributeError, SyntaxError) as error:
+        raise UserError(
+            f"data.custom_cls cannot be loaded: {first_line_of(error)}; correct its path or name"
+        ) from error
+    names = OmegaConf.create(file_list(files))  # verl tells one file from several by this type
+    dataset = dataset_class(
+        parquet_files=names, tokenizer=tokenizer, config=OmegaConf.create(as_dict(data)), max_samples=max_samples
+    )
+    unpadded = UnpaddedDataset(dataset)
+    if not unpadded.has_loss:
+        raise UserError(
+            f"{data.custom_cls.name} of data.custom_cls has no token to train on in {', '.join(file_list(files))}; "
+            "correct its loss_mask, or raise data.max_length"
+        )
+    return unpadded
+
+
+class ChatDataset(TokenDataset):
+    """Chats of one or several turns, with loss on assistant tokens including the end-of-turn token.
+
+    verl's `SFTDataset` excludes the end-of-turn token from the loss and includes the last token of the prompt. Both of
+    verl's data sets tokenize at every access and pad to `max_length`; this one does neither.
+
+    Args:
+        parquet_files: one path or several.
+        tokenizer: a fast tokenizer with a chat template.
+        config: the `data` section.
+        max_samples: read only the first rows; -1 reads all.
+        progress: show a progress bar on a terminal.
+        token_cache: directory of cached tokens; None disables the cache.
+        now: see `ChatEncoder`.
+
+    Raises:
+        UserError: a row cannot be rendered, has no assistant turn, or is too long with `truncation=error`; the message
+            names file and row.
+    """
+
+    def __init__(
+        self,
+        parquet_files: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        config: ChatDataConfig,
+        max_samples: int = -1,
+        progress: bool = False,
+        token_cache: Path | None = None,
+        now: datetime | None = None,
+    ) -> None:
+        self.names = file_list(parquet_files)
+        processes = config.num_tokenizers or len(os.sched_getaffinity(0))
+        encoder = ChatEncoder(tokenizer, config, now)
+        self.tokens = load_tokens(self.names, encoder, max_samples, token_cache, processes, progress)
+        self.lengths = self.tokens.lengths
+        self.offsets = np.concatenate([[0], np.cumsum(self.lengths)])
+        # The first token of a sample has no prediction, so it has no loss.
+        first = self.tokens.loss_mask[self.offsets[:-1][self.lengths > 0]]
+        if np.count_nonzero(self.tokens.loss_mask) == np.count_nonzero(first):
+            raise UserError(
+                f"no row of {', '.join(self.names)} has a token to train on within data.max_length; raise it"
+            )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One sample: `input_ids` (seq,), `loss_mask` (seq,) and its number `row` in the data set."""
+        part = slice(self.offsets[index], self.offsets[index + 1])
+        return {
+            "input_ids": torch.from_numpy(self.tokens.input_ids[part].astype(np.int64)),
+            "loss_mask": torch.from_numpy(self.tokens.loss_mask[part].astype(np.int64)),
+            "row": int(index),
+        }
+
+    def final_tokens(self) -> Counter[int]:
+        """See `TokenDataset`."""
+        with_loss = np.flatnonzero(self.tokens.loss_mask)
+        last = with_loss[np.searchsorted(with_loss, self.offsets[1:]) - 1]  # at or before each sample's end
+        return Counter(self.tokens.input_ids[last[last >= self.offsets[:-1]]].tolist())
+
+    def describe(self, indices: Iterable[int]) -> str:
+        """Files and rows of samples, as messages name them."""
+        rows: dict[str, list[str]] = {}
+        for index in indices:
+            rows.setdefault(self.names[self.tokens.files[index]], []).append(str(self.tokens.rows[index]))
+        return "; ".join(f"{name} rows {', '.join(numbers)}" for name, numbers in rows.items())
+
+
+class UnpaddedDataset(TokenDataset):
+    """A data set of the user's class, whose samples are padded to `max_length` as verl requires, without the padding.
+
+    Args:
+        dataset: yields `input_ids`, `attention_mask` and `loss_mask`, each (max_length,).
+
+    Attributes:
+        has_loss: whether any token counts in the loss; the first token of a sample has no prediction.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.has_loss = False
+        self._final_tokens: Counter[int] = Counter()
+        lengths = []
+        for sample in (self[index] for index in range(len(dataset))):
+            lengths.append(len(sample["input_ids"]))
+            self.has_loss = self.has_loss or bool(sample["loss_mask"][1:].any())
+            self._final_tokens.update(sample["input_ids"][sample["loss_mask"].bool()][-1:].tolist())
+        self.lengths = np.array(lengths, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = self.dataset[index]
+        real = sample["attention_mask"].bool()
+        tokens = {name: torch.as_tensor(sample[name])[real].long() for name in ("input_ids", "loss_mask")}
+        return {**tokens, "row": index}
+
+    def final_tokens(self) -> Counter[int]:
+        """See `TokenDataset`."""
+        return self._final_tokens
+
+    def describe(self, indices: Iterable[int]) -> str:
+        """See `SampleDataset`."""
+        return f"{type(self.dataset).__name__} rows {', '.join(map(str, indices))}"
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """The concatenated samples of a data set.
+
+    Attributes:
+        input_ids: (num_tokens,) int32.
+        loss_mask: (num_tokens,) uint8, 1 for tokens with a loss.
+        lengths: tokens of each sample (num_samples,).
+        files: number of each sample's file (num_samples,).
+        rows: number of each sample in its file (num_samples,).
+    """
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    lengths: np.ndarray
+    files: np.ndarray
+    rows: np.ndarray
+
+    @classmethod
+    def concatenate(cls, samples: Sequence[Tokens], sources: Sequence[tuple[int, int]]) -> TokenTable:
+        """Concatenate samples; `sources` are file and row of each."""
+        files, rows = zip(*sources) if sources else ((), ())
+        return cls(
+            np.concatenate([tokens for tokens, _ in samples]) if samples else np.zeros(0, np.int32),
+            np.concatenate([mask for _, mask in samples]) if samples else np.zeros(0, np.uint8),
+            np.array([len(tokens) for tokens, _ in samples], dtype=np.int64),
+            np.array(files, dtype=np.int32),
+            np.array(rows, dtype=np.int64),
+        )
+
+    def write(self, path: Path) -> None:
+        """Write an Arrow file atomically; a failure leaves nothing behind.
+
+        Raises:
+            OSError: the directory is missing, not writable, or full.
+        """
+        offsets = pa.array(np.concatenate([[0], np.cumsum(self.lengths)]), type=pa.int64())
+        batch = pa.record_batch(
+            {
+                "input_ids": pa.LargeListArray.from_arrays(offsets, pa.array(self.input_ids)),
+                "loss_mask": pa.LargeListArray.from_arrays(offsets, pa.array(self.loss_mask)),
+                "file": pa.array(self.files),
+                "row": pa.array(self.rows),
+            }
+        )
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # several runs may share the directory
+        try:
+            with unfinished.open("wb") as sink:
+                with pa.ipc.new_file(sink, batch.schema) as writer:
+                    writer.write_batch(batch)
+                sink.flush()
+                os.fsync(sink.fileno())
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, path: Path) -> TokenTable:
+        """Map an Arrow file into memory, which all ranks of a node share; nothing is copied.
+
+        Raises:
+            OSError: the file is missing or cannot be read.
+            ValueError: it is damaged (`pyarrow.ArrowInvalid` is a subclass).
+        """
+        with pa.ipc.open_file(pa.memory_map(str(path))) as reader:
+            batch = reader.get_batch(0)
+        ids, mask = batch.column("input_ids"), batch.column("loss_mask")
+        return cls(
+            ids.values.to_numpy(zero_copy_only=True),
+            mask.values.to_numpy(zero_copy_only=True),
+            np.diff(ids.offsets.to_numpy()),
+            batch.column("file").to_numpy(),
+            batch.column("row").to_numpy(),
+        )
+
+
+def load_tokens(
+    names: list[str], encoder: ChatEncoder, max_samples: int, directory: Path | None, processes: int, progress: bool
+) -> TokenTable:
+    """The tokens of all rows of some files, in their order.
+
+    Args:
+        names: of the files.
+        encoder: of the rows.
+        max_samples: read only the first rows; -1 reads all.
+        directory: of cached tokens; None disables the cache.
+        processes: maximum number of processes that tokenize.
+        progress: show a progress bar on a terminal.
+    """
+    if directory is None:
+        return tokenize(names, encoder, max_samples, processes, progress)
+    path = directory / f"{cache_key(names, encoder, max_samples)}.arrow"
+    try:
+        return TokenTable.read(path)
+    except (OSError, ValueError):  # missing or damaged
+        table = tokenize(names, encoder, max_samples, processes, progress)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        table.write(path)
+        _remove_abandoned(directory)
+        return TokenTable.read(path)
+    except OSError as error:
+        warn(f"the tokenized data cannot be cached in {directory} ({error}); every start tokenizes again")
+        return table
+
+
+def cache_key(names: list[str], encoder: ChatEncoder, max_samples: int) -> str:
+    """Digest of everything that the tokens depend on: files, tokenizer, chat template, its date, and settings."""
+    tokenizer = encoder.template.tokenizer
+    settings = as_dict(encoder.config)
+    content = {
+        "versions": [VERSION, transformers.__version__, tokenizers.__version__],
+        "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        "template": tokenizer.chat_template,
+        "special": tokenizer.special_tokens_map,
+        "settings": {name: settings[name] for name in IN_THE_KEY},
+        "max_samples": max_samples,
+        "files": [file_digest(Path(name).expanduser()) for name in names],
+        **({} if encoder.date is None else {"date": encoder.date}),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove unfinished files of processes that were killed while writing."""
+    for path in directory.glob("*.arrow.*.tmp"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > ABANDONED_AFTER_S:
+                path.unlink()
+
+
+def tokenize(names: list[str], encoder: ChatEncoder, max_samples: int, processes: int, progress: bool) -> TokenTable:
+    """Tokenize the rows of some files; see `load_tokens`."""
+    total = sum(count_parquet_rows(Path(name).expanduser()) for name in names)
+    total = min(total, max_samples) if max_samples > 0 else total
+    samples: list[Tokens] = []
+    sources: list[tuple[int, int]] = []
+    encoded = _encode_chunks(_chunks(names, total), encoder, min(processes, total // MIN_PER_PROCESS))
+    with progress_bar(total=total, desc="tokenizing", unit="chats", show=progress, leave=False) as bar:
+        for (number, _, first, records), tokens in encoded:
+            samples += tokens
+            sources += [(number, row) for row in range(first, first + len(records))]
+            bar.update(len(records))
+    return TokenTable.concatenate(samples, sources)
+
+
+def _chunks(names: list[str], max_rows: int) -> Iterator[Chunk]:
+    for number, name in enumerate(names):
+        rows, first = islice(iter_parquet_rows(Path(name).expanduser()), max_rows), 0
+        while records := list(islice(rows, CHUNK)):
+            yield number, name, first, records
+            first += len(records)
+        max_rows -= first
+
+
+def _encode_chunks(
+    chunks: Iterator[Chunk], encoder: ChatEncoder, processes: int
+) -> Iterator[tuple[Chunk, list[Tokens]]]:
+    """Each chunk with its tokens, in order."""
+    if processes < 2:
+        for chunk in chunks:
+            yield chunk, encoder.encode(*chunk[1:])
+        return
+    # not forked, because this process already has threads
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, _set_encoder, (encoder,)) as pool:
+        submitted = []
+        for chunk in chunks:
+            submitted.append((chunk, pool.submit(_encode_here, *chunk[1:])))
+            if len(submitted) > 2 * processes:
+                first, future = submitted.pop(0)
+                yield first, future.result()
+        for chunk, future in submitted:
+            yield chunk, future.result()
+
+
+_ENCODER: list[ChatEncoder] = []
+"""Of a tokenizing process, which receives it once."""
+
+
+def _set_encoder(encoder: ChatEncoder) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use all cores
+    _ENCODER[:] = [encoder]
+
+
+def _encode_here(name: str, first: int, records: list[dict[str, Any]]) -> list[Tokens]:
+    return _ENCODER[0].encode(name, first, records)
