@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from omegaconf import OmegaConf
 from tokenizers.processors import ByteLevel
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl.utils.dataset.sft_dataset import SFTDataset
 
@@ -22,7 +26,7 @@ from verl_ext.data import chats
 from verl_ext.data.batching import MicroBatchCollator, validation_micro_batches
 from verl_ext.data.chat_template import ChatTemplate, check_messages
 from verl_ext.data.chats import ChatDataset, load_chat_files
-from verl_ext.data.dataset import unique_sample_ids
+from verl_ext.data.dataset import count_parquet_rows, drop_nulls, iter_parquet_rows, unique_sample_ids
 from verl_ext.data.packing import MicroBatchPlan
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.errors import UserError
@@ -382,6 +386,61 @@ def test_validation_drops_nothing_and_keeps_ranks_in_step(ranks: int, packs: boo
     assert len({len(part) for part in parts}) == 1
     counted = sum(int(micro["loss_mask"][:, 1:].sum()) for part in parts for micro in part)
     assert counted == dataset.lengths.sum() - len(dataset)
+
+
+def test_checking_a_chat_leaves_the_row_as_it_is() -> None:
+    """A message may show the row, and the preparation writes what it has checked."""
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    parts = [{"type": "text", "text": "Call "}, {"type": "text", "text": "f."}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    before = copy.deepcopy(chat)
+    checked = check_messages(chat)
+    assert chat == before
+    assert checked[0]["content"] == "Call f."
+    assert checked[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    ("chat", "reason"),
+    [
+        ([], "its column 'prompt' is not a list of turns"),
+        ([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "its last turn is the assistant's"),
+        ([{"role": "user", "content": None}], "turn 0 has no content"),
+    ],
+)
+def test_a_prompt_needs_a_turn_to_answer(chat: list[dict[str, Any]], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        check_messages(chat, "prompt", is_prompt=True)
+    asked = [{"role": "user", "content": "q"}]
+    assert check_messages(asked, "prompt", is_prompt=True) == asked
+
+
+def test_rows_are_python_values_of_their_types(tmp_path: Path) -> None:
+    """A null in a column of integers does not turn the others into floats."""
+    rows = [{"id": 2**60 + 1, "nested": {"a": 1, "b": None}, "texts": ["x", None]}, {"id": None, "nested": None}]
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    read = list(iter_parquet_rows(path, batch_size=1))
+    assert read == [rows[0], {**rows[1], "texts": None}] and type(read[0]["id"]) is int
+    assert drop_nulls(read[0]) == {"id": 2**60 + 1, "nested": {"a": 1}, "texts": ["x", None]}
+    assert list(iter_parquet_rows(path, ["nested.a"])) == [{"nested": {"a": 1}}, {"nested": None}]
+    assert count_parquet_rows(path) == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_reads_the_micro_batches_of_a_plan(
+    num_workers: int, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    dataset = dataset_of([{"messages": CHAT[:2]}, {"messages": CHAT}] * 4, tokenizer, tmp_path)
+    plan = MicroBatchPlan(dataset.lengths, packs=True, max_tokens=int(dataset.lengths.max()))
+    sampler = GlobalBatchSampler(8, 4, 0, 1, 1, plan)
+    loader = DataLoader(
+        dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=MicroBatchCollator(0, packs=True)
+    )
+    for batch, micro_batches in zip(loader, sampler, strict=True):
+        assert batch.rows == [row for rows in micro_batches for row in rows]
+        shapes = [tuple(part["input_ids"].shape) for part in batch.micro_batches]
+        assert shapes == [(1, dataset.lengths[rows].sum()) for rows in micro_batches]
 
 
 @pytest.mark.parametrize("weight", [None, 1, 1.0, float("nan")])

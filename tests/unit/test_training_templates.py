@@ -14,7 +14,7 @@ from tests.helpers.data import dataset_of
 from tests.helpers.models import make_tokenizer
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.data.chat_template import ChatTemplate
-from verl_ext.data.training_templates import NAMES, read_chat_template, without_marks
+from verl_ext.data.training_templates import TEMPLATE_NAMES, read_chat_template, without_marks
 from verl_ext.errors import UserError
 from verl_ext.launch.preflight import check_components
 
@@ -275,7 +275,7 @@ def test_a_template_is_named_by_a_file_or_a_name_that_the_launcher_checks(quicks
     path = tmp_path / "mine.jinja"
     path.write_text("{{ messages }}")
     assert read_chat_template(str(path)) == read_chat_template("{{ messages }}")
-    for name in NAMES:
+    for name in TEMPLATE_NAMES:
         check_components(small_config(quickstart, tmp_path, f"data.chat_template={name}"))
     with pytest.raises(UserError, match="'qwen3_trainig', .*did you mean qwen3_training.*qwen2.5_training"):
         check_components(small_config(quickstart, tmp_path, "data.chat_template=qwen3_trainig"))
@@ -297,11 +297,11 @@ def test_exports_keep_the_models_own_template_unless_it_prompts_differently(
     (model / "chat_template.jinja").unlink()
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": own}))
-    name = exported if exported in NAMES else "qwen3_training"
+    name = exported if exported in TEMPLATE_NAMES else "qwen3_training"
     options = (f"model.partial_pretrain={model}", f"data.chat_template={name}", "data.max_length=512")
     trainer = make_trainer(small_config(quickstart, tmp_path / "run", *options))
     trainer.save_checkpoint(1)
     export = AutoTokenizer.from_pretrained(tmp_path / "run/global_step_1/huggingface")
     assert trainer.tokenizer.chat_template == read_chat_template(name)
-    assert export.chat_template == (without_marks(read_chat_template(name)) if exported in NAMES else own)
-    assert (f"Exports get {name}" in capsys.readouterr().err) == (exported in NAMES)
+    assert export.chat_template == (without_marks(read_chat_template(name)) if exported in TEMPLATE_NAMES else own)
+    assert (f"Exports get {name}" in capsys.readouterr().err) == (exported in TEMPLATE_NAMES)

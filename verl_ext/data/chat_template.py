@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 
 from verl_ext.data.config import ChatDataConfig
 from verl_ext.data.dataset import drop_nulls, place_of
-from verl_ext.data.training_templates import NAMES, comparable, marks_generation, read_chat_template
+from verl_ext.data.training_templates import TEMPLATE_NAMES, marks_generation, read_chat_template, without_date
 from verl_ext.errors import UserError
 from verl_ext.rendering import EndlessTemplate, rendering
 
@@ -40,7 +40,7 @@ PROBE = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "con
 SYSTEM = {"role": "system", "content": "Be brief."}
 ADVICE = (
     "set data.chat_template to a Jinja file that marks assistant turns with {% generation %}, or to one of "
-    f"{', '.join(NAMES)}"
+    f"{', '.join(TEMPLATE_NAMES)}"
 )
 
 
@@ -128,8 +128,8 @@ class ChatTemplate:
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
             raise UserError(
-                f"the tokenizer has no chat template; set data.chat_template to one of {', '.join(NAMES)}, or to a "
-                "Jinja file, or take the instruct variant of the model"
+                f"the tokenizer has no chat template; set data.chat_template to one of {', '.join(TEMPLATE_NAMES)}, or "
+                "to a Jinja file, or take the instruct variant of the model"
             )
         if not self.tokenizer.is_fast:
             raise UserError(
@@ -249,7 +249,9 @@ class ChatTemplate:
         """The fix for a template that changes earlier turns."""
         template = self.tokenizer.get_chat_template()
         like = [
-            name for name in NAMES if renders_alike(self.tokenizer, template, read_chat_template(name), self.kwargs)
+            name
+            for name in TEMPLATE_NAMES
+            if renders_alike(self.tokenizer, template, read_chat_template(name), self.kwargs)
         ]
         if like:
             return f"set data.chat_template={like[0]}, which renders every turn as this template renders the last one"
@@ -295,7 +297,7 @@ def renders_alike(
                 texts = [tokenizer.apply_chat_template(c, **options) for c in chats] if whole else []
         except (TemplateError, EndlessTemplate):
             return False
-        rendered.append([comparable(text) for text in prompts + texts])
+        rendered.append([without_date(text) for text in prompts + texts])
     return rendered[0] == rendered[1]
 
 

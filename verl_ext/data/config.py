@@ -64,8 +64,8 @@ class TextDataConfig(DataConfig):
     val_files: str | list[str] | None = setting(
         "~/data/gsm8k/test.parquet", "Validation data, like train_files; null for none"
     )
-    train_max_samples: int = setting(-1, "Rows used, from the top", ge=1, also=ALL)
-    val_max_samples: int = setting(-1, "Rows used of the validation files", ge=1, also=ALL)
+    train_max_samples: int = setting(-1, "Rows read, from the first on", ge=1, also=ALL)
+    val_max_samples: int = setting(-1, "Rows read of the validation files", ge=1, also=ALL)
     prompt_key: str = setting("question", "Column of the prompts, unless multiturn.enable is set")
     chat_template: str | None = setting(
         None,
@@ -96,11 +96,13 @@ class ChatDataConfig(TextDataConfig):
     """`data` of SFT."""
 
     response_key: str = setting("answer", "Column of the answers, unless multiturn.enable is set")
-    prompt_dict_keys: list[str] | None = setting(None, "Names by which to descend into a nested column of prompts")
-    response_dict_keys: list[str] | None = setting(None, "Names by which to descend into a nested column of answers")
+    prompt_dict_keys: list[str] | None = setting(
+        None, "Keys that select the prompt in a nested column, from the outside in"
+    )
+    response_dict_keys: list[str] | None = setting(None, "Keys that select the answer in a nested column, likewise")
     multiturn: MultiturnConfig = section(MultiturnConfig)
     truncation: Literal["error", "left", "right"] = setting(
-        "error", "What happens to a longer sample: refuse it, or cut it off at its left or right end"
+        "error", "What happens to a longer sample: it is refused, or truncated at its left or right end"
     )
     balance_dp_token: bool = setting(
         False, "No effect: the loss is always the mean over the tokens of the global batch"
@@ -110,7 +112,7 @@ class ChatDataConfig(TextDataConfig):
         "auto", "Put the samples of a micro-batch into one row without padding; auto pads if the model cannot"
     )
     max_tokens_per_gpu: int | None = setting(
-        None, "Most tokens of a micro-batch", ge=1, null="micro_batch_size_per_gpu * max_length when packing"
+        None, "Maximum tokens of a micro-batch", ge=1, null="micro_batch_size_per_gpu * max_length when packing"
     )
     token_cache: str | None = setting(None, "Directory of the tokenized data; null takes the user's cache")
     num_tokenizers: int | None = setting(None, "Processes that tokenize", ge=1, null="one per core")
@@ -144,7 +146,7 @@ class PromptDataConfig(EvaluatedDataConfig, TextDataConfig):
     prompt_key: str = setting("prompt", "Column of the prompts, each a list of turns")
     max_length: int = unused(1, "prompts and completions have limits of their own")
     max_prompt_length: int = setting(512, "Tokens; a longer prompt is refused", ge=1)
-    filter_overlong_prompts: bool = setting(False, "Leave out longer prompts instead of refusing them")
+    filter_overlong_prompts: bool = setting(False, "Skip longer prompts instead of refusing them")
     max_response_length: int = setting(512, "Tokens; a longer completion is cut off", ge=1)
 
 
@@ -160,8 +162,8 @@ class ImageDataConfig(DataConfig):
         "NAME: {train: SIZE, val: SIZE, source: FOLDER, metric: vqa or cider, images: FOLDER}; without a source, the "
         "hub's data set",
     )
-    question_suffix: str = setting("", "Text behind every question")
-    max_unreadable_images: int = setting(0, "Images that may be left out because they cannot be read", ge=0)
+    question_suffix: str = setting("", "Text appended to every question")
+    max_unreadable_images: int = setting(0, "Unreadable images that are skipped; more are refused", ge=0)
 
     def check(self) -> None:
         """See `check_source`."""
@@ -186,7 +188,7 @@ class ImageDataConfig(DataConfig):
 class ImageChatDataConfig(ImageDataConfig):
     """`data` of the SFT of a vision-language model."""
 
-    questions_per_chat: int = setting(1, "Most questions about one image that share a sequence", ge=1)
+    questions_per_chat: int = setting(1, "Maximum questions about one image in one sequence", ge=1)
 
 
 @dataclass(kw_only=True)

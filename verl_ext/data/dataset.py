@@ -115,19 +115,48 @@ def count_parquet_rows(path: Path) -> int:
     Raises:
         UserError: the file cannot be read.
     """
+    return int(_read_metadata(path).num_rows)
+
+
+def _read_metadata(path: Path) -> Any:
     from pyarrow import parquet
 
     with reading_parquet(path):
-        return parquet.read_metadata(path).num_rows
+        return parquet.read_metadata(path)
 
 
 def drop_nulls(value: Any) -> Any:
     """A value without the null fields that parquet adds to structs; `content` stays, and NaN counts as null."""
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [drop_nulls(item) for item in value]
     if isinstance(value, dict):
         return {key: drop_nulls(item) for key, item in value.items() if item is not None or key == "content"}
     return None if isinstance(value, float) and value != value else value
+
+
+def check_parquet(path: Path, key: str, columns: Mapping[str, str]) -> int:
+    """Number of rows of a parquet file that a key names.
+
+    Args:
+        path: of the file.
+        key: train_files or val_files.
+        columns: that it must have, by the key that names them.
+
+    Raises:
+        UserError: it cannot be read, or lacks a column.
+    """
+    if re.match(r"[A-Za-z0-9]+:/", str(path)):  # a path has one slash where the address had two
+        raise UserError(f"data.{key} names the remote file {path}; copy it to a local or mounted path first")
+    if not path.is_file():
+        raise UserError(
+            f"data.{key} names {path.absolute()}, which is not a file; correct the path or prepare the data"
+        )
+    metadata = _read_metadata(path)
+    known = metadata.schema.to_arrow_schema().names
+    for setting, column in columns.items():
+        if column not in known:
+            raise UserError(f"{path} has no column '{column}' ({setting}); its columns are {', '.join(known)}")
+    return int(metadata.num_rows)
 
 
 def unique_sample_ids(ids: Iterable[str]) -> Iterator[str]:
@@ -145,34 +174,6 @@ def unique_sample_ids(ids: Iterable[str]) -> Iterator[str]:
             unique = f"{sample_id}#{counts[sample_id]}"
         given.add(unique)
         yield unique
-
-
-def check_parquet(path: Path, key: str, columns: Mapping[str, str]) -> int:
-    """Number of rows of a parquet file that a key names.
-
-    Args:
-        path: of the file.
-        key: train_files or val_files.
-        columns: that it must have, by the key that names them.
-
-    Raises:
-        UserError: it cannot be read, or lacks a column.
-    """
-    from pyarrow import parquet
-
-    if re.match(r"[A-Za-z0-9]+:/", str(path)):  # a path has one slash where the address had two
-        raise UserError(f"data.{key} names the remote file {path}; copy it to a local or mounted path first")
-    if not path.is_file():
-        raise UserError(
-            f"data.{key} names {path.absolute()}, which is not a file; correct the path or prepare the data"
-        )
-    with reading_parquet(path):
-        metadata = parquet.read_metadata(path)
-    known = metadata.schema.to_arrow_schema().names
-    for setting, column in columns.items():
-        if column not in known:
-            raise UserError(f"{path} has no column '{column}' ({setting}); its columns are {', '.join(known)}")
-    return int(metadata.num_rows)
 
 
 def files_digest(paths: Sequence[Path]) -> str:

@@ -1,4 +1,4 @@
-"""The chat templates that are shipped for training, and `data.chat_template`, which names one of them or a file.
+"""The chat templates that are shipped for training, and the setting `data.chat_template`.
 
 Imports nothing heavy: the launcher checks the setting with it.
 """
@@ -13,29 +13,29 @@ from verl_ext.errors import UserError, first_line_of
 from verl_ext.plugins import find_file
 
 DIRECTORY = Path(__file__).with_name("templates")
-NAMES = tuple(sorted(path.stem for path in DIRECTORY.glob("*.jinja")))
+TEMPLATE_NAMES = tuple(sorted(path.stem for path in DIRECTORY.glob("*.jinja")))
 SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
 _MARK = re.compile(r"\{%([-+]?)\s*((?:end)?generation)\s*([-+]?)%\}")
 
 
 def read_chat_template(setting: str) -> str:
-    """The template that `data.chat_template` gives: one of `NAMES`, a Jinja file, or the text itself.
+    """The template that `data.chat_template` gives: one of `TEMPLATE_NAMES`, a Jinja file, or the text itself.
 
     Raises:
         UserError: there is no such name and no such file, or the file cannot be read.
     """
     if "{" in setting:
         return setting
-    if setting in NAMES:
+    if setting in TEMPLATE_NAMES:
         path = DIRECTORY / f"{setting}.jinja"
     elif "/" in setting or Path(setting).suffix in SUFFIXES or Path(setting).is_file():
         path = find_file(setting, "data.chat_template")
     else:
-        near = difflib.get_close_matches(setting, NAMES, n=1)
+        near = difflib.get_close_matches(setting, TEMPLATE_NAMES, n=1)
         guess = f" (did you mean {near[0]}?)" if near else ""
         raise UserError(
             f"data.chat_template is '{setting}', which is neither a template nor a file{guess}; "
-            f"take one of {', '.join(NAMES)}, or the path of a Jinja file"
+            f"take one of {', '.join(TEMPLATE_NAMES)}, or the path of a Jinja file"
         )
     try:
         return path.read_text()
@@ -81,15 +81,15 @@ def parse_chat_template(text: str) -> None:
 
 
 def marks_generation(template: str) -> bool:
-    """Whether a template marks what the assistant writes with `{% generation %}`."""
+    """Whether a template marks the text of the assistant with `{% generation %}`."""
     return any(found[2] == "generation" for found in _MARK.finditer(template))
 
 
-def comparable(text: str) -> str:
-    """A rendered chat without the date of today that SmolLM3's own template puts into it."""
+def without_date(text: str) -> str:
+    """A rendered chat without the current date, which SmolLM3's own template writes."""
     return re.sub(r"Today Date: [^\n]*", "", text)
 
 
 def without_marks(template: str) -> str:
-    """The same template for renderers that do not know `{% generation %}`; a comment keeps the white space control."""
+    """The template for renderers that do not know `{% generation %}`; comments keep the white space control."""
     return _MARK.sub(r"{#\1 \2 \3#}", template)

@@ -7,16 +7,16 @@ from collections import Counter
 
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from verl.utils import hf_tokenizer
 
 from verl_ext.console import print_line, warn
 from verl_ext.data.chat_template import renders_alike, stop_token_ids
 from verl_ext.data.config import TextDataConfig
-from verl_ext.data.training_templates import NAMES, read_chat_template, without_marks
+from verl_ext.data.training_templates import TEMPLATE_NAMES, read_chat_template, without_marks
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.remote_code import require_no_remote_code
 from verl_ext.trainer.model import local_model_path
 from verl_ext.trainer.stages import RunConfig
+from verl_ext.verl_api import hf_tokenizer
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
@@ -45,7 +45,7 @@ def tokenizer_of_exports(
         prints: whether this rank reports the second case.
     """
     data = config.data
-    if not isinstance(data, TextDataConfig) or data.chat_template not in NAMES:
+    if not isinstance(data, TextDataConfig) or data.chat_template not in TEMPLATE_NAMES:
         return tokenizer
     name = data.chat_template
     exported, training = _own_tokenizer(config), read_chat_template(name)

@@ -1,4 +1,4 @@
-"""verl's own loader beside this pipeline's sampler: from any position of the one the other goes on with the next."""
+"""From any position of verl's own loader, this pipeline's sampler continues with the next batch."""
 
 from __future__ import annotations
 
