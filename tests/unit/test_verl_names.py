@@ -92,6 +92,10 @@ def test_uses_of_every_kind_are_found() -> None:
     assert ("verl.trainer.fsdp_sft_trainer", "create_sft_dataset") in found, "by the name of a module"
 
 
+def test_one_module_of_the_product_imports_verl() -> None:
+    assert {file for _, _, file in USES if not file.startswith("benchmarks")} == {"verl_ext/verl_api.py"}
+
+
 def test_importing_them_prints_nothing() -> None:
     modules = sorted({module for module, _, file in USES if not file.startswith("benchmarks")})
     code = "\n".join(f"import {module}" for module in ("verl_ext", *modules))

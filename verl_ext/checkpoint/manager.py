@@ -14,9 +14,6 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor
-from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-from verl.utils.device import get_device_name
-from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.checkpoint.config import CheckpointConfig
 from verl_ext.checkpoint.hf_export import ExportedWeights, HuggingFaceExport
@@ -26,6 +23,7 @@ from verl_ext.checkpoint.save import CheckpointWriter, bytes_of
 from verl_ext.checkpoint.shards import ShardFiles
 from verl_ext.distributed import COLLECTIVE_TIMEOUT, on_every_rank
 from verl_ext.processes import quiet_stdout
+from verl_ext.verl_api import FSDPCheckpointManager, PrecisionType, get_device_name
 
 EXPECTED_BYTES_PER_S = 0.5e9
 """Of all ranks together, before a save was measured; a modest disk."""

@@ -11,7 +11,6 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.checkpoint.hf_export import INDEX, ExportWriter, SafetensorsLayout, create_files, layout_of
 from verl_ext.checkpoint.hf_tensors import merge_rows, read_plan
@@ -33,6 +32,7 @@ from verl_ext.commands import typed_command
 from verl_ext.console import print_summary, progress_bar, typed_path, warn
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import ignore_progress, parse_json, replace_file, sync_directory, write_errors
+from verl_ext.verl_api import PrecisionType
 
 Progress = Callable[[int], None]
 """Called with the number of bytes of shards that were read; each is read once for its digest and once to export it."""

@@ -84,7 +84,7 @@ def load_chat_files(
 def _load_custom_class(
     files: Any, data: ChatDataConfig, tokenizer: PreTrainedTokenizerBase, max_samples: int
 ) -> TokenDataset:
-    from verl.utils.import_utils import load_extern_object
+    from verl_ext.verl_api import load_extern_object
 
     try:
         dataset_class: Any = load_extern_object(str(data.custom_cls.path), str(data.custom_cls.name))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+from verl_ext.verl_api import compute_grpo_outcome_advantage
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_vanilla, kl_penalty
-from verl.workers.config import ActorConfig as VerlActorConfig
 
 from verl_ext.grpo.config import ActorConfig
+from verl_ext.verl_api import VerlActorConfig, agg_loss, compute_policy_loss_vanilla, kl_penalty
 
 _SUM_NORM = "seq-mean-token-sum-norm"
 

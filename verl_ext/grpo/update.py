@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
 from verl_ext.distributed import reduce_over_ranks
 from verl_ext.grpo.config import ActorConfig
@@ -15,6 +14,7 @@ from verl_ext.grpo.experience import Experience
 from verl_ext.grpo.loss import GlobalBatch, LossInputs, micro_batch_loss
 from verl_ext.grpo.policy import MicroBatch, Policy
 from verl_ext.metrics.timing import StepTimer
+from verl_ext.verl_api import compute_rollout_correction_weights
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class VerlTrackerSink(MetricsSink):
     """
 
     def __init__(self, name: str, project: str, experiment: str, config: Mapping[str, Any], run_dir: Path) -> None:
-        from verl.utils.tracking import Tracking
+        from verl_ext.verl_api import Tracking
 
         self.name = name
         with _file_logger_path(run_dir):

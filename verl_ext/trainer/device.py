@@ -11,8 +11,6 @@ from typing import Any, cast
 
 import torch
 from transformers.utils import is_flash_attn_2_available
-from verl.utils.device import get_device_name
-from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.console import print_line
 from verl_ext.distributed import gather_results, on_rank_zero
@@ -22,6 +20,7 @@ from verl_ext.metrics.run_record import RunRecord
 from verl_ext.processes import cpu_flags
 from verl_ext.trainer.config import Device
 from verl_ext.trainer.stages import RunConfig, SFTConfig
+from verl_ext.verl_api import PrecisionType, get_device_name
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 """Flags of processors that multiply in bf16; others emulate it, slower than fp32."""

@@ -10,10 +10,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from transformers import PreTrainedModel
-from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 
 from verl_ext.errors import UserError
 from verl_ext.trainer.config import GATHERED_SHARE, FSDPConfig, GatheringFSDPConfig
+from verl_ext.verl_api import apply_fsdp2, fsdp2_load_full_state_dict
 
 BYTES_OF_GRADIENT = 4
 

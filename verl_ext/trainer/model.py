@@ -16,9 +16,6 @@ from accelerate import init_empty_weights
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from verl.utils.fs import copy_to_local
-from verl.utils.py_functional import convert_to_regular_types
-from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.distributed import on_every_rank
 from verl_ext.errors import UserError, first_line_of
@@ -28,6 +25,7 @@ from verl_ext.trainer.config import ModelConfig
 from verl_ext.trainer.device import pick_attention
 from verl_ext.trainer.fsdp import shard
 from verl_ext.trainer.stages import RunConfig
+from verl_ext.verl_api import PrecisionType, apply_monkey_patch, convert_to_regular_types, copy_to_local
 
 SHARED_MEMORY = Path("/dev/shm/verl-cache")
 """Where verl looks for a copy and accepts any files that have the same names and sizes."""
@@ -156,8 +154,6 @@ def disable_dropout(model: PreTrainedModel) -> None:
 def patch_model(model: PreTrainedModel, config: RunConfig) -> None:
     """Apply verl's patches for Ulysses and padding removal, and Liger's kernels, if configured."""
     if config.sequence_parallel_size > 1 or (config.use_remove_padding and not config.packs_samples):
-        from verl.models.transformers.monkey_patch import apply_monkey_patch
-
         apply_monkey_patch(model=model, ulysses_sp_size=config.sequence_parallel_size)
     if config.model.use_liger:
         if importlib.util.find_spec("liger_kernel") is None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from verl.utils.torch_functional import (
+
+from verl_ext.errors import UserError
+from verl_ext.trainer.config import OptimConfig
+from verl_ext.verl_api import (
+    build_verl_optimizer,
     get_constant_schedule_with_warmup,
     get_cosine_schedule_with_warmup,
     get_wsd_schedule_with_warmup,
 )
-from verl.workers.config.optimizer import build_optimizer as build_verl_optimizer
-
-from verl_ext.errors import UserError
-from verl_ext.trainer.config import OptimConfig
 
 
 def build_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.Optimizer:

@@ -17,8 +17,6 @@ from peft import PeftModel
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from verl.utils.flops_counter import FlopsCounter
-from verl.workers.sharding_manager.fsdp_ulysses import FSDPUlyssesShardingManager
 
 from verl_ext.console import print_line, warn
 from verl_ext.data.batching import Collator, MicroBatch, MicroBatchCollator, TokenBatch, validation_micro_batches
@@ -41,6 +39,7 @@ from verl_ext.trainer.preemption import RankSignals
 from verl_ext.trainer.stages import SFTConfig, VLMSFTConfig
 from verl_ext.trainer.tokenizer import sync_eos_token
 from verl_ext.trainer.trainer import Metrics, PipelineTrainer
+from verl_ext.verl_api import FlopsCounter, FSDPUlyssesShardingManager
 
 
 class SFTTrainer(PipelineTrainer):

@@ -7,7 +7,6 @@ from collections import Counter
 
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from verl.utils import hf_tokenizer
 
 from verl_ext.console import print_line, warn
 from verl_ext.data.chat_template import renders_alike, stop_token_ids
@@ -17,6 +16,7 @@ from verl_ext.errors import UserError, first_line_of
 from verl_ext.remote_code import require_no_remote_code
 from verl_ext.trainer.model import local_model_path
 from verl_ext.trainer.stages import RunConfig
+from verl_ext.verl_api import hf_tokenizer
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:

@@ -18,9 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
-from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
-from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.manifest import Manifest, is_verl_checkpoint, step_of
@@ -43,6 +40,7 @@ from verl_ext.trainer.preemption import RankSignals, StopVote, ignore_stop_signa
 from verl_ext.trainer.run_logger import RunLogger
 from verl_ext.trainer.stages import RunConfig, config_of
 from verl_ext.trainer.tokenizer import tokenizer_of_exports
+from verl_ext.verl_api import FSDPSFTTrainer, PrecisionType, fsdp2_clip_grad_norm_
 
 Metrics = dict[str, float]
 KEPT_METRICS = ("train/", "val/", "eval/")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from transformers import PreTrainedModel
-from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 
 from verl_ext.grpo.policy import LogProbs, MicroBatch
 from verl_ext.grpo.tokens.layout import PADDING, PROMPT
 from verl_ext.grpo.tokens.model import logits_of_last
+from verl_ext.verl_api import entropy_from_logits, logprobs_from_logits
 
 
 def completion_log_probs(

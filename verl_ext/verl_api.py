@@ -1,0 +1,66 @@
+"""The names of verl 0.7.0 that the product uses; no other module of it imports verl.
+
+docs/verl.md says what each is used for, and where it is in a later release.
+"""
+
+from __future__ import annotations
+
+from verl.models.transformers.monkey_patch import apply_monkey_patch
+from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
+from verl.trainer.ppo.core_algos import (
+    agg_loss,
+    compute_grpo_outcome_advantage,
+    compute_policy_loss_vanilla,
+    kl_penalty,
+)
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.utils import hf_tokenizer
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.utils.device import get_device_name
+from verl.utils.flops_counter import FlopsCounter
+from verl.utils.fs import copy_to_local
+from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_clip_grad_norm_, fsdp2_load_full_state_dict
+from verl.utils.import_utils import load_extern_object
+from verl.utils.py_functional import convert_to_regular_types
+from verl.utils.torch_dtypes import PrecisionType
+from verl.utils.torch_functional import (
+    entropy_from_logits,
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_wsd_schedule_with_warmup,
+    logprobs_from_logits,
+)
+from verl.utils.tracking import Tracking
+from verl.workers.config import ActorConfig as VerlActorConfig
+from verl.workers.config.optimizer import build_optimizer as build_verl_optimizer
+from verl.workers.sharding_manager.fsdp_ulysses import FSDPUlyssesShardingManager
+
+__all__ = [
+    "FSDPCheckpointManager",
+    "FSDPSFTTrainer",
+    "FSDPUlyssesShardingManager",
+    "FlopsCounter",
+    "PrecisionType",
+    "Tracking",
+    "VerlActorConfig",
+    "agg_loss",
+    "apply_fsdp2",
+    "apply_monkey_patch",
+    "build_verl_optimizer",
+    "compute_grpo_outcome_advantage",
+    "compute_policy_loss_vanilla",
+    "compute_rollout_correction_weights",
+    "convert_to_regular_types",
+    "copy_to_local",
+    "entropy_from_logits",
+    "fsdp2_clip_grad_norm_",
+    "fsdp2_load_full_state_dict",
+    "get_constant_schedule_with_warmup",
+    "get_cosine_schedule_with_warmup",
+    "get_device_name",
+    "get_wsd_schedule_with_warmup",
+    "hf_tokenizer",
+    "kl_penalty",
+    "load_extern_object",
+    "logprobs_from_logits",
+]
