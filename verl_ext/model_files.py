@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EARLIER_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """Of rotary embeddings, in transformers 4.57."""
 EARLIER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
-"""Of keys, in the model types that had names of their own."""
+"""By model type, the former names of its keys."""
 
 
 def load_whole(loader: Any, path: str, **arguments: Any) -> Any:

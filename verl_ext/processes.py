@@ -260,13 +260,25 @@ def quiet_stdout() -> Iterator[None]:
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
+CPUINFO = Path("/proc/cpuinfo")
+
+
 def cpu_name() -> str:
     """The CPU's model name; empty if Linux does not know it."""
+    return _from_cpuinfo("model name")
+
+
+def cpu_flags() -> set[str]:
+    """The CPU's instruction set extensions, as Linux names them; empty if it does not know them."""
+    return set(_from_cpuinfo("flags|Features").split())  # on x86 and on Arm
+
+
+def _from_cpuinfo(field: str) -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        found = re.search(rf"^(?:{field})\s*:(.*)$", CPUINFO.read_text(), re.MULTILINE)
     except OSError:
         return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return "" if found is None else found[1].strip()
 
 
 def listed_gpus() -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.errors import UserError
+from verl_ext.processes import cpu_flags
 from verl_ext.remote_code import config_entries, config_of, require_no_remote_code
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def pick_vllm_dtype(wanted: str, on_gpu: bool, stored: torch.dtype | None) -> st
     if stored == torch.float32 and not on_gpu:
         return "float32"
     # a CPU without bfloat16 units takes 2.4 times as long in bfloat16 (a batch of 16, 100M parameters)
-    return "bfloat16" if on_gpu or _BF16_FLAGS & set(Path("/proc/cpuinfo").read_text().split()) else "float32"
+    return "bfloat16" if on_gpu or _BF16_FLAGS & cpu_flags() else "float32"
 
 
 def safe_vllm_arguments(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The life of the process that holds vLLM; started by `vllm_child.py`."""
+"""The process that holds vLLM; started by `vllm_child.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl_ext.commands import program
 from verl_ext.errors import STOP_SIGNALS, UserError
 
 SIGN_S = 1.0
-"""How often the owner is told that the work goes on; more often where it waits for less than four of these."""
+"""How often the owner hears that work continues; more often if its time limit is less than four times this."""
 
 
 def main(descriptor: int, owner: int) -> None:
@@ -27,7 +27,7 @@ def main(descriptor: int, owner: int) -> None:
     """
     os.set_inheritable(descriptor, False)
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # a scheduler signals everybody; the owner decides when this one goes
+        signal.signal(number, signal.SIG_IGN)  # a scheduler signals every process; the owner decides when this one ends
     threading.Thread(target=_leave_with, args=(owner,), daemon=True).start()
     serve_until_owner_leaves(Connection(descriptor))
 
@@ -55,14 +55,14 @@ def _owner_has_left(connection: Connection) -> bool:
 
 
 def _leave_with(owner: int) -> None:
-    # an owner that is killed cannot end this process, which would keep the model in memory for ever
+    # an owner that is killed cannot end this process, which would keep the model in memory forever
     import psutil
 
     if os.getppid() == owner:
         try:
             psutil.Process(owner).wait()
         except psutil.NoSuchProcess:
-            pass  # it died just now
+            pass  # it died just now, and this process ends below
     os._exit(1)
 
 
@@ -77,21 +77,21 @@ def _serve(connection: Connection) -> None:
         connection.send(Loaded(model.protocol, model.seconds))
         while True:
             message = connection.recv()
-            if isinstance(message, Ask):  # an Abandon may come after all answers
+            if isinstance(message, Ask):  # an Abandon may arrive after the last answer
                 _answer(connection, model, message, min(SIGN_S, load.settings.timeout_s / 4))
     finally:
         model.close()
 
 
 def _answer(connection: Connection, model: VllmModel, ask: Ask, sign_s: float) -> None:
-    started = told = time.monotonic()
+    started = signed = time.monotonic()
     steps = model.answer(ask.requests, ask.sampling)
     for finished in steps:
         for index, answer in finished:
             connection.send(Answered(index, answer))
-        if time.monotonic() - told >= sign_s:  # here and in no thread: a sign means that a step was completed
+        if time.monotonic() - signed >= sign_s:  # here, not in a thread: a sign means that a step was completed
             connection.send(Alive())
-            told = time.monotonic()
+            signed = time.monotonic()
         if connection.poll():
             connection.recv()  # Abandon, or EOFError
             steps.close()

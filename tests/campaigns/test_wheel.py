@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,11 @@ RUN = "checkpoints/rlvr_coding_model/sft_quickstart"
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The console script of an environment with the wheel."""
     if named := os.environ.get("VERL_EXT_WHEEL_PYTHON"):
-        return Path(named).with_name("verl-ext")
+        yield Path(named).with_name("verl-ext")
+        return
     if shutil.which("uv") is None:
         pytest.skip("uv is not installed, which creates the environment; or set VERL_EXT_WHEEL_PYTHON")
     directory = tmp_path_factory.mktemp("wheel")
@@ -35,7 +37,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         done = subprocess.run(["uv", *words], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    return environment / "bin/verl-ext"
+    yield environment / "bin/verl-ext"
+    shutil.rmtree(environment)
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +82,9 @@ def test_its_checkpoint_is_evaluated_and_listed(program: Path, place: Path) -> N
     done = run(program, place, "eval", "watch", RUN, "datasets.quickstart.limit=10")
     assert done.returncode == 0, done.stderr
     assert f"Next: verl-ext eval report {RUN} --baseline data/quickstart/model\n" in done.stdout
-    for words in (["checkpoint", "ls", RUN], ["checkpoint", "verify", RUN]):
-        done = run(program, place, *words)
-        assert done.returncode == 0 and "global_step_60" in done.stdout
+    for name, line in (("ls", r"^60 .*complete"), ("verify", r"^global_step_60: complete")):
+        done = run(program, place, "checkpoint", name, RUN)
+        assert done.returncode == 0 and re.search(line, done.stdout, re.M), done.stdout + done.stderr
     assert run(program, place, "health", RUN).returncode in (0, 1)
     assert run(program, place, "plan", "recipe=quickstart", "gpus=2", "hardware=cpu").returncode == 0
 

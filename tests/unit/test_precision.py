@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.trainer import make_trainer, small_config
+from verl_ext import processes
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer import device
 from verl_ext.trainer.device import has_bf16_units, settle_precision
@@ -21,7 +22,7 @@ def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that tells what the processor has; one without bf16 units."""
     path = tmp_path / "cpuinfo"
     path.write_text(WITHOUT)
-    monkeypatch.setattr(device, "CPUINFO", path)
+    monkeypatch.setattr(processes, "CPUINFO", path)
     return path
 
 

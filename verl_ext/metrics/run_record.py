@@ -18,7 +18,7 @@ from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
 RUN_FILE = "run.json"
 STATUSES = ("waiting", "running", "finished", "stopped", "failed")
 EndStatus = Literal["finished", "stopped", "failed"]
-LOST = "ended without a word (killed or lost)"
+LOST = "killed or lost; the attempt did not record its end"
 
 
 class RunIdentity(TypedDict, total=False):

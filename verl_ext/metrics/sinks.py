@@ -216,7 +216,7 @@ class ProgressBar:
         self._bar = progress_bar(total=total_steps, initial=initial, desc="training", unit="steps")
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """Advance by one step and show its loss, reward and accuracy, as far as it has them."""
+        """Advance by one step and show its loss, reward and accuracy, if it has them."""
         shown = {word: f"{metrics[name]:.4f}" for word, name in _ON_THE_BAR.items() if name in metrics}
         try:
             self._bar.set_postfix(shown, refresh=False)

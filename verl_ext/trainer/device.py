@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import resource
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,13 +17,13 @@ from verl_ext.distributed import gather_results, on_rank_zero
 from verl_ext.errors import UserError
 from verl_ext.files import GIB
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.processes import cpu_flags
 from verl_ext.trainer.config import Device
 from verl_ext.trainer.stages import RunConfig, SFTConfig
 from verl_ext.verl_api import PrecisionType, get_device_name
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 """Flags of processors that multiply in bf16; others emulate it, slower than fp32."""
-CPUINFO = Path("/proc/cpuinfo")
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # from <malloc.h>
 TOP_PAD_BYTES = 64 << 20
 LARGEST_INT = 2**31 - 1
@@ -112,8 +110,7 @@ def settle_precision(config: RunConfig, device_name: str) -> torch.dtype:
 
 def has_bf16_units() -> bool:
     """Whether this machine's processor has one of `BF16_FLAGS`."""
-    found = re.search(r"^flags\s*:(.*)$", CPUINFO.read_text(), re.MULTILINE) if CPUINFO.exists() else None
-    return found is not None and not BF16_FLAGS.isdisjoint(found[1].split())
+    return not BF16_FLAGS.isdisjoint(cpu_flags())
 
 
 def autocast(precision: torch.dtype, device_name: str) -> Any:

@@ -132,7 +132,9 @@ def _find_column(row: Row, named: str | None, usual: Sequence[str]) -> str | Non
     return named
 
 
-def to_conversation(row: Row, number: int, notes: Counter[str], *, layout: ChatLayout | None, keys: ChatColumns) -> Row:
+def to_conversation(
+    row: Row, _number: int, notes: Counter[str], *, layout: ChatLayout | None, keys: ChatColumns
+) -> Row:
     """Convert one row to the `messages` format.
 
     Args:
