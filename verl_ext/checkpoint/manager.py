@@ -58,7 +58,7 @@ class CheckpointManager(FSDPCheckpointManager):
             seed: the run's `trainer.seed`.
             stream: identifies this rank's random numbers; ranks that share a sequence have the same.
             config_digest: for the manifest.
-            optimizer_name: for the manifest, see `verl_ext.checkpoint.resume.optimizer_name`.
+            optimizer_name: class of the optimizer with its module, for the manifest.
             kwargs: `model`, `optimizer`, `lr_scheduler` and `processing_class`, as in verl's manager.
 
         Raises:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 from verl_ext.checkpoint.config import CheckpointConfig
 from verl_ext.checkpoint.manifest import (
@@ -260,11 +260,6 @@ def contents_to_load(checkpoint: Path, config: ResumeConfig, optimizer: str) -> 
         return asked
     saved = {name.partition("_world_size_")[0] for name in manifest.files}
     return [*asked, *(name for name, kind in zip(CONTENTS, KINDS) if kind in saved and name not in asked)]
-
-
-def optimizer_name(optim: Any) -> str:
-    """The class of the optimizer that the section `optim` of a configuration names."""
-    return f"{optim.optimizer_impl}.{optim.optimizer}"
 
 
 def require_same_optimizer(checkpoint: Path, optimizer: str) -> None:

@@ -18,7 +18,7 @@ from verl_ext.checkpoint.manifest import (
     list_checkpoints,
     step_of,
 )
-from verl_ext.checkpoint.resume import find_checkpoint, optimizer_name, require_same_optimizer
+from verl_ext.checkpoint.resume import find_checkpoint, require_same_optimizer
 from verl_ext.commands import program
 from verl_ext.config.recipes import default_recipe
 from verl_ext.config.run_config import read_config_file
@@ -211,7 +211,7 @@ def resume_candidate(config: RunConfig) -> Path | None:
         with_optimizer=with_optimizer,
     )
     if found is not None and with_optimizer:
-        require_same_optimizer(found, optimizer_name(config.optim))
+        require_same_optimizer(found, config.optim.class_name)
     return found
 
 

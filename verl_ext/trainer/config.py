@@ -194,6 +194,11 @@ class OptimConfig:
     warmup_style: str | None = unused(None, "set optim.lr_scheduler")
     _target_: str = unused("verl.workers.config.FSDPOptimizerConfig", "set optim.optimizer and optim.optimizer_impl")
 
+    @property
+    def class_name(self) -> str:
+        """The optimizer's class with its module, as a checkpoint's manifest has it."""
+        return f"{self.optimizer_impl}.{self.optimizer}"
+
     def check(self) -> None:
         """Adam has two moments."""
         if len(self.betas) != 2:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
-from peft import PeftModel
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from verl_ext.checkpoint.hf_tensors import unwrap_peft
 from verl_ext.console import print_line, warn
 from verl_ext.data.batching import (
     Collator,
@@ -174,7 +174,7 @@ class SFTTrainer(PipelineTrainer):
         Raises:
             UserError: the model cannot, and the configuration insists.
         """
-        base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
+        base = unwrap_peft(model)
         attention = base.config._attn_implementation
         if attention == "sdpa":
             base.config._attn_implementation = PACKED_SDPA

@@ -8,6 +8,7 @@ from collections import Counter
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from verl_ext.checkpoint.hf_tensors import unwrap_peft
 from verl_ext.console import print_line, warn
 from verl_ext.data.chat_template import renders_alike, stop_token_ids
 from verl_ext.data.config import TextDataConfig
@@ -100,7 +101,7 @@ def sync_eos_token(
         turn_ends: number of samples by their last loss token.
         is_main: whether this rank prints messages.
     """
-    base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = unwrap_peft(model)
     known = stop_token_ids(base.generation_config if base.can_generate() else None, tokenizer)
     found = missing_eos_token(turn_ends, known, tokenizer)
     if found is not None and base.can_generate():

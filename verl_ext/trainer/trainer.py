@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.manifest import Manifest, is_verl_checkpoint, step_of
-from verl_ext.checkpoint.resume import agree_on_checkpoint, agree_on_contents, optimizer_name
+from verl_ext.checkpoint.resume import agree_on_checkpoint, agree_on_contents
 from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
 from verl_ext.console import warn
@@ -195,7 +195,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             seed=trainer.seed,
             stream=self.dp_rank,
             config_digest=config_digest(as_dict(self.config)),
-            optimizer_name=optimizer_name(self.config.optim),
+            optimizer_name=self.config.optim.class_name,
         )
 
     @cached_property
@@ -371,7 +371,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             UserError: the checkpoint does not fit this run.
         """
         self.data_digest = on_rank_zero(lambda: training_data_digest(self.config.data))
-        trainer, optimizer = self.config.trainer, optimizer_name(self.config.optim)
+        trainer, optimizer = self.config.trainer, self.config.optim.class_name
         path = agree_on_checkpoint(trainer, optimizer)
         if path is None:
             return 0

@@ -10,10 +10,11 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from verl_ext.checkpoint.hf_tensors import unwrap_peft
 from verl_ext.grpo.rollout.choosing import choose, uniform_numbers
 from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
 from verl_ext.grpo.rollout.engine import RolloutEngine
-from verl_ext.grpo.tokens.model import base_of, logits_of_last, takes_cache
+from verl_ext.grpo.tokens.model import logits_of_last, takes_cache
 
 
 class HfRollout(RolloutEngine):
@@ -66,7 +67,7 @@ class HfRollout(RolloutEngine):
 
         transformers 5 always takes from them what is not set; with adapters peft hands its own on to the model below.
         """
-        models = [self._model, base_of(self._model)]
+        models = [self._model, unwrap_peft(self._model)]
         own = [model.generation_config for model in models]
         try:
             for model in models:
@@ -106,7 +107,7 @@ class HfRollout(RolloutEngine):
         """Keys and values of all but the prompts' last tokens, computed once for each prompt and not for each draw."""
         places: dict[tuple[int, ...], int] = {}
         of_draw = [places.setdefault(draw.prompt_ids, len(places)) for draw in draws]
-        model = base_of(self._model)
+        model = unwrap_peft(self._model)
         if len(places) == len(draws) or input_ids.shape[1] == 1 or not takes_cache(model):
             return None
         rows = [of_draw.index(place) for place in range(len(places))]

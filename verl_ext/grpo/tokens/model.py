@@ -8,17 +8,14 @@ from collections.abc import Callable
 from peft import PeftModel
 from transformers import PretrainedConfig, PreTrainedModel
 
+from verl_ext.checkpoint.hf_tensors import unwrap_peft
+
 _KEEP = "logits_to_keep"
-
-
-def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """The model without its adapters."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def logits_of_last(model: PreTrainedModel | PeftModel, length: int) -> dict[str, int]:
     """The argument of a forward pass that has no logits computed but the last ones; none where it has no such thing."""
-    return {_KEEP: length} if _KEEP in inspect.signature(type(base_of(model)).forward).parameters else {}
+    return {_KEEP: length} if _KEEP in inspect.signature(type(unwrap_peft(model)).forward).parameters else {}
 
 
 def takes_cache(model: PreTrainedModel) -> bool:
@@ -40,11 +37,11 @@ def forward_cost(model: PreTrainedModel | PeftModel) -> Callable[[int, int], flo
     Returns:
         None for a model that takes no mask of one's own, or that sees only some of the tokens before.
     """
-    config = base_of(model).config
+    config = unwrap_peft(model).config
     takes_mask = config._attn_implementation == "sdpa" and config.model_type in CAN_SHARE
     if not takes_mask or any(kind != "full_attention" for kind in _layer_types(config)):
         return None
-    per_token = 2 * base_of(model).num_parameters(exclude_embeddings=True)
+    per_token = 2 * unwrap_peft(model).num_parameters(exclude_embeddings=True)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_pair = 4 * config.num_hidden_layers * config.num_attention_heads * head_dim
     return lambda num_rows, length: num_rows * length * (per_token + per_pair * length)
