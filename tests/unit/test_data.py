@@ -426,6 +426,13 @@ def test_rows_are_python_values_of_their_types(tmp_path: Path) -> None:
     assert count_parquet_rows(path) == 2
 
 
+def test_the_index_that_pandas_writes_is_no_column(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pd.DataFrame({"id": [1, 2, 3], "a": [{"b": 0}] * 3}).iloc[[1, 2, 0]].to_parquet(path)
+    assert "__index_level_0__" in pyarrow.parquet.read_schema(path).names
+    assert list(iter_parquet_rows(path)) == [{"id": number, "a": {"b": 0}} for number in (2, 3, 1)]
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_loader_reads_the_micro_batches_of_a_plan(
     num_workers: int, tokenizer: PreTrainedTokenizerBase, tmp_path: Path

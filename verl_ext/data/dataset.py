@@ -31,6 +31,8 @@ MOST_BYTES = 256 << 20
 BLOCK_BYTES = 1 << 20
 ORIGIN_KEY = "converted_from"
 """Column of converted data files: file and row that a row was converted from, for messages."""
+PANDAS_INDEX = re.compile(r"__index_level_\d+__")
+"""Name of the column in which pandas writes an index without a name."""
 
 
 class SampleDataset(MapDataset):
@@ -96,7 +98,7 @@ def iter_parquet_rows(
 
     Args:
         path: of the file.
-        columns: read only these; a dot selects a field of a struct. None reads all.
+        columns: read only these; a dot selects a field of a struct. None reads all but the index that pandas adds.
         batch_size: rows in memory at a time.
 
     Raises:
@@ -105,6 +107,9 @@ def iter_parquet_rows(
     from pyarrow import parquet
 
     with reading_parquet(path), parquet.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        if columns is None and any(map(PANDAS_INDEX.fullmatch, names)):
+            columns = [name for name in names if not PANDAS_INDEX.fullmatch(name)]
         for batch in file.iter_batches(batch_size, columns=columns):
             yield from batch.to_pylist()
 
