@@ -295,10 +295,10 @@ def save(settings: Settings, name: str, *overrides: str) -> None:
     batches = trainer.batches()
     before = [seconds_of(trainer.training_step, next(batches)) for _ in range(WARM_UP + 1)][-1]
     manager = trainer.checkpoint_manager
-    in_background = manager.options
-    manager.options = replace(in_background, in_background=False)
+    in_background = manager.config
+    manager.config = replace(in_background, async_save=False)
     plain = save_once(trainer, directory, batches)
-    manager.options = in_background
+    manager.config = in_background
     save_once(trainer, directory, batches)  # the first allocates the buffers of all others
     asynchronous = save_once(trainer, directory, batches)
     if dist.get_rank() == 0:
