@@ -50,8 +50,10 @@ def run_ranks(config: RunConfig, signals: StopSignals, module: str = RANK_MODULE
         with signals.raising():
             path.write_text(to_yaml(config))
             startup.mark("launcher")
-            with defer_gc():  # importing torch takes seconds
-                from verl_ext.launch.torchrun import torchrun
+        # Takes seconds, in which a signal is only noted: torch's C code would print an exception raised by a handler.
+        with defer_gc():
+            from verl_ext.launch.torchrun import torchrun
+        with signals.raising():
             thread = RankThread(torchrun(config, module, Path(directory), [str(path)]))
             startup.save(Path(directory))
         supervisor = RankSupervisor(module, signals, config.trainer.preemption.grace_s)
