@@ -223,6 +223,23 @@ def _report_missing_package(kind: type[BaseException], error: BaseException, tra
 
 
 @contextmanager
+def hold_stop_signals() -> Iterator[None]:
+    """Deliver stop signals only after an import of torch, whose C code prints an exception that a handler raises."""
+    held: list[int] = []
+    former = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
+    for number, handler in former.items():  # a signal mask would not do: another thread could take the signal
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        for received in held:
+            signal.raise_signal(received)
+
+
+@contextmanager
 def defer_gc() -> Iterator[None]:
     """Disable the garbage collector during imports at the start of a process.
 

@@ -33,7 +33,7 @@ from verl_ext.launch.outcome import (
 from verl_ext.launch.ranks import rendezvous_failure
 from verl_ext.launch.run import last_checkpoint
 from verl_ext.launch.watcher import EvalWatcher
-from verl_ext.processes import StopRequest, StopSignals
+from verl_ext.processes import StopRequest, StopSignals, hold_stop_signals
 from verl_ext.trainer.config import PreemptionConfig, parse_deadline
 from verl_ext.trainer.preemption import DEADLINE_VARIABLES, deadline_from_environment
 from verl_ext.trainer.stages import load_config
@@ -67,6 +67,19 @@ def test_a_signal_is_noted_and_raised_only_where_that_is_right(signals: StopSign
     with pytest.raises(StopRequest):  # it was asked before
         with signals.raising():
             pytest.fail("the work must not begin")
+
+
+def test_a_signal_is_held_while_torch_is_imported(signals: StopSignals) -> None:
+    ran = []
+    with pytest.raises(StopRequest, match=signal.SIGUSR1.name):
+        with signals.raising():
+            with hold_stop_signals():
+                os.kill(os.getpid(), signal.SIGUSR1)
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.1)
+                ran.append("import")
+            pytest.fail("the work after the import must not begin")
+    assert ran and signals.received[0] is signal.SIGUSR1
 
 
 QUIT, INT, TERM_, USR1, HUP = signal.SIGQUIT, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP

@@ -10,6 +10,8 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
+from torch.nn import functional as F
+from transformers import AutoModelForImageTextToText
 
 from tests.helpers import vlms
 from tests.helpers.data import row, write_questions
@@ -18,9 +20,11 @@ from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import ConfigurationSpace
 from verl_ext.data.image_chats import ImageChat, ImageChatCollator, ImageChatDataset, load_image_chats
 from verl_ext.data.image_questions import ImageQuestion, question_of
+from verl_ext.distributed import build_meshes
 from verl_ext.errors import UserError
 from verl_ext.launch.preflight import check_questions, check_settings
 from verl_ext.trainer.stages import VLMSFTConfig, load_config
+from verl_ext.trainer.tokenizer import load_tokenizer
 from verl_ext.trainer.vlm_sft import VLMSFTTrainer
 
 TIERS = (256, 1024, 4096)
@@ -225,3 +229,27 @@ def test_as_many_questions_share_a_chat_as_are_wanted(recipe: Path, tmp_path: Pa
 def test_what_cannot_work_is_refused(override: str, message: str, recipe: Path) -> None:
     with pytest.raises(UserError, match=message):
         check_questions(config_of(recipe, override), ("train",))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_validation_step_sees_the_images(recipe: Path, tmp_path: Path) -> None:
+    config = config_of(
+        recipe,
+        f"model.partial_pretrain={vlms.write_model(tmp_path / 'model')}",
+        "model.mixed_precision=fp32",
+        f"configurations.tier_sizes={list(TIERS)}",
+        "configurations.topk_choices=[1,2,4]",
+        "data.train_batch_size=2",
+        "data.micro_batch_size_per_gpu=2",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        "trainer.device=cpu",
+    )
+    train, _ = load_image_chats(config.data)
+    trainer = VLMSFTTrainer(config, *build_meshes("cpu", 1), load_tokenizer(config), train, None)
+    micro_batch = trainer.collator.micro_batch([train[0], train[1]])
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(**{name: tensor for name, tensor in micro_batch.items() if name != "loss_mask"}).logits
+    predicts = micro_batch["loss_mask"][:, 1:].bool()
+    expected = F.cross_entropy(logits[:, :-1][predicts], micro_batch["input_ids"][:, 1:][predicts])
+    assert trainer.validation_step(micro_batch).item() == pytest.approx(expected.item(), rel=1e-5)

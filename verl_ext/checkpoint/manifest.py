@@ -196,6 +196,11 @@ def why_incomplete(directory: Path) -> str | None:
     return None
 
 
+def has_export(checkpoint: Path) -> bool:
+    """Whether `huggingface/` has weights; configuration and tokenizer are there in any case."""
+    return any((checkpoint / EXPORT).glob("*.safetensors"))
+
+
 def read_complete(directory: Path) -> Manifest:
     """Read the manifest of a complete checkpoint, once, because a rotation may remove it at any moment.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from verl_ext.checkpoint.manifest import (
     EXPORT,
     complete_checkpoints,
+    has_export,
     list_checkpoints,
     read_tracker,
     step_of,
@@ -26,7 +27,7 @@ def exports(files: RunFiles) -> Seen | None:
         return None
     problems = {path: reason for path in paths if (reason := why_incomplete(path)) is not None}
     wrong = [f"{path.name}: {reason}" for path, reason in problems.items() if path.exists()]  # else rotation removed it
-    exported = [path for path in paths if any((path / EXPORT).glob("*.safetensors"))]
+    exported = [path for path in paths if has_export(path)]
     if wrong:
         return alarm("; ".join(wrong) + f"; remove what is not complete, or run {program('checkpoint')} verify")
     return ok(f"{len(paths)} complete, {len(exported)} of them with {EXPORT}/")

@@ -14,6 +14,7 @@ from verl_ext.checkpoint.manifest import (
     BEST,
     EXPORT,
     complete_checkpoints,
+    has_export,
     is_verl_checkpoint,
     list_checkpoints,
     step_of,
@@ -313,11 +314,6 @@ def newest_export(run_dir: Path, num_ranks: int) -> Path:
     train_it = "name the run directory of an SFT run" if command is None else f"train it first with `{command}`"
     what = "has no complete checkpoint" if run_dir.is_dir() else "does not exist"
     raise UserError(f"model.sft_run={run_dir} {what}; {train_it}, or set model.partial_pretrain")
-
-
-def has_export(checkpoint: Path) -> bool:
-    """Whether `huggingface/` has weights; configuration and tokenizer are there in any case."""
-    return any((checkpoint / EXPORT).glob("*.safetensors"))
 
 
 def sft_command(run_dir: Path, num_ranks: int) -> str | None:

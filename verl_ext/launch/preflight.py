@@ -34,7 +34,7 @@ from verl_ext.metrics.recorder import require_known_backends
 from verl_ext.metrics.registry import lookup_metric
 from verl_ext.model_files import check_model_files, require_chat_template
 from verl_ext.plugins import Plugin, is_module
-from verl_ext.processes import defer_gc, listed_gpus, visible_gpus
+from verl_ext.processes import defer_gc, hold_stop_signals, listed_gpus, visible_gpus
 from verl_ext.trainer.config import OptimConfig, TrainerConfig
 from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, SFTConfig, VLMSFTConfig
 
@@ -167,7 +167,7 @@ def check_device(trainer: TrainerConfig) -> None:
         raise UserError("trainer.device is npu, which needs the package torch_npu; set trainer.device=auto")
     if wanted == "npu" or (wanted == "auto" and not has_too_few):
         return
-    with defer_gc():
+    with defer_gc(), hold_stop_signals():
         import torch
 
     available = "cuda" if torch.cuda.is_available() else "cpu"
@@ -190,7 +190,7 @@ def check_optimizer(optim: OptimConfig) -> None:
     name, place, further = optim.optimizer, optim.optimizer_impl, dict(optim.override_optimizer_config or {})
     if (name, place) == ("AdamW", "torch.optim") and not further:
         return
-    with defer_gc():
+    with defer_gc(), hold_stop_signals():
         import torch
 
         try:

@@ -21,7 +21,7 @@ from verl_ext.console import print_line
 from verl_ext.errors import first_line_of
 from verl_ext.launch.outcome import Failure, HandledStop, Outcome, Stopped, classify_outcome
 from verl_ext.metrics.timing import startup
-from verl_ext.processes import LAUNCHER_PID, StopSignals, defer_gc
+from verl_ext.processes import LAUNCHER_PID, StopSignals, defer_gc, hold_stop_signals
 from verl_ext.trainer.stages import RunConfig
 
 if TYPE_CHECKING:
@@ -50,10 +50,8 @@ def run_ranks(config: RunConfig, signals: StopSignals, module: str = RANK_MODULE
         with signals.raising():
             path.write_text(to_yaml(config))
             startup.mark("launcher")
-        # Takes seconds, in which a signal is only noted: torch's C code would print an exception raised by a handler.
-        with defer_gc():
-            from verl_ext.launch.torchrun import torchrun
-        with signals.raising():
+            with defer_gc(), hold_stop_signals():
+                from verl_ext.launch.torchrun import torchrun
             thread = RankThread(torchrun(config, module, Path(directory), [str(path)]))
             startup.save(Path(directory))
         supervisor = RankSupervisor(module, signals, config.trainer.preemption.grace_s)

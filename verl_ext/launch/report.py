@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from signal import Signals
 
-from verl_ext.checkpoint.manifest import EXPORT, read_tracker, step_of
+from verl_ext.checkpoint.manifest import EXPORT, has_export, read_tracker, step_of
 from verl_ext.commands import typed_command
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import default_recipe
@@ -19,7 +19,7 @@ from verl_ext.console import (
     warn,
 )
 from verl_ext.errors import UserError
-from verl_ext.launch.configure import has_export, resume_candidate
+from verl_ext.launch.configure import resume_candidate
 from verl_ext.launch.outcome import Failure, Outcome, Stopped
 from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
 from verl_ext.metrics.run_record import EndStatus, RunRecord

@@ -348,7 +348,10 @@ class SFTTrainer(PipelineTrainer):
         masks = batch["attention_mask"].bool()
         tokens = zip(batch["input_ids"], batch["loss_mask"], masks)
         samples = [{"input_ids": ids[mask], "loss_mask": loss_mask[mask]} for ids, loss_mask, mask in tokens]
-        micro_batch = self.collator.micro_batch(samples)
+        return self.validation_loss(self.collator.micro_batch(samples))
+
+    def validation_loss(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Mean cross-entropy of a micro-batch in nat per loss token, a scalar; collective."""
         self.model.eval()
         with self.sequence_parallelism():
             loss = self.summed_loss(micro_batch)

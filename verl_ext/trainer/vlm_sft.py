@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedM
 
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.controller.configuration import Configuration
-from verl_ext.data.batching import MicroBatchPlan, TokenBatch
+from verl_ext.data.batching import MicroBatch, MicroBatchPlan, TokenBatch
 from verl_ext.data.dataset import SampleDataset
 from verl_ext.data.image_chats import ImageChatBatch, ImageChatCollator, ImageChatDataset
 from verl_ext.distributed import on_every_rank
@@ -95,6 +95,12 @@ class VLMSFTTrainer(SFTTrainer):
     def partial_model(self, number: int) -> AbstractContextManager[None]:
         """See `SFTTrainer.partial_model`: the same on every rank, because each gathers a block's weights from all."""
         return self.adapter.configured(self.configuration(number))
+
+    @torch.no_grad()
+    def validation_step(self, batch: MicroBatch) -> torch.Tensor:
+        """See `SFTTrainer.validation_step`: the whole model, on a micro-batch of the collator, which has the images."""
+        with self.adapter.configured(self.space.full):
+            return self.validation_loss(batch)
 
     def tier(self, number: int) -> int:
         """Tier of a micro-batch of this step, the same on every rank, so that none waits for another."""

@@ -10,7 +10,7 @@ import orjson
 from nicegui import ui
 
 from verl_ext.checkpoint.lease import lease_holders
-from verl_ext.checkpoint.manifest import BEST, EXPORT, KEEP, list_checkpoints, read_complete
+from verl_ext.checkpoint.manifest import BEST, EXPORT, KEEP, has_export, list_checkpoints, read_complete
 from verl_ext.files import GIB
 from verl_ext.metrics.jsonl import SAMPLES_FILE
 from verl_ext.monitor.page.context import PageContext
@@ -51,12 +51,11 @@ def checkpoint_row(path: Path, best: int | None) -> dict[str, Any]:
     held = [KEEP] if (path / KEEP).exists() else []
     held += [BEST] if manifest.step == best else []
     held += [str(each) for each in lease_holders(path)]
-    exported = any((path / EXPORT).glob("*.safetensors"))
     return {
         "Step": path.name,
         "Size": f"{manifest.num_bytes / GIB:.3f} GiB",
         "Saved": moment(manifest.time) if manifest.time else "",
-        "State": "complete" + (f", {EXPORT}/" if exported else ""),
+        "State": "complete" + (f", {EXPORT}/" if has_export(path) else ""),
         "Held by": ", ".join(held),
     }
 
