@@ -65,7 +65,7 @@ CREATE TABLE evaluations (
     stamp TEXT NOT NULL,                   -- size and modification time of the metrics.json
     figures TEXT NOT NULL,
     PRIMARY KEY (run, step, dataset)
-) WITHOUT ROWID;
+);
 """
 TABLES_OF_A_RUN = ("training_logs", "curves", "events", "evaluations", "attempts")
 """With a column `run`."""

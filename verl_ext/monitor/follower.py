@@ -92,13 +92,6 @@ class RunFollower(threading.Thread):
         self._database.close()
         self.reader.close()
 
-    def look(self) -> None:
-        """Find all runs and read everything that is new, once; instead of the thread."""
-        for run in self.find_runs():
-            while self._read_or_warn(run):
-                pass
-        self._refresh_runs()
-
     def read_one(self, directory: Path) -> RunInfo:
         """Read one run from beginning to end; instead of the thread.
 
