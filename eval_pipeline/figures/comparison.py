@@ -12,7 +12,7 @@ from scipy.stats import binomtest, permutation_test, t
 
 from eval_pipeline.figures.intervals import CONFIDENCE, Interval
 from eval_pipeline.figures.rates import RAN, SOLVED
-from eval_pipeline.judge.verdict import ErrorType
+from eval_pipeline.judge import ErrorType
 from verl_ext.errors import UserError
 
 Outcomes = Mapping[str, Sequence[ErrorType]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eval_pipeline.engines.answer import Answer
-from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.judge import Verdict
 from eval_pipeline.problems.problem import Problem
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from eval_pipeline.figures.judged import Judged
 from eval_pipeline.figures.writing import write_lines
-from eval_pipeline.judge.verdict import ERROR_TYPES
+from eval_pipeline.judge import ERROR_TYPES
 from verl_ext.errors import UserError
 
 QA_FOLDER = "qa_logs"

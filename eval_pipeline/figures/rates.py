@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eval_pipeline.figures.judged import Judged
-from eval_pipeline.judge.verdict import ERROR_TYPES, ErrorType
+from eval_pipeline.judge import ERROR_TYPES, ErrorType
 
 RAN: tuple[ErrorType, ...] = ("success", "wrong_answer")
 """Error types of answers whose code ran to its end."""

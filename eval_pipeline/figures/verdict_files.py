@@ -9,7 +9,7 @@ from typing import Any
 from eval_pipeline.figures.comparison import Outcomes
 from eval_pipeline.figures.judged import Judged
 from eval_pipeline.figures.writing import write_lines
-from eval_pipeline.judge.verdict import ERROR_TYPES, ErrorType
+from eval_pipeline.judge import ERROR_TYPES, ErrorType
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json
 

@@ -28,8 +28,8 @@ from eval_pipeline.figures.selection import choose_best
 from eval_pipeline.figures.summary import summarize
 from eval_pipeline.figures.table import format_table
 from eval_pipeline.figures.verdict_files import read_outcomes, write_verdicts
-from eval_pipeline.judge.verdict import ERROR_TYPES, ErrorType, Verdict
-from eval_pipeline.problems.problem import Problem, ReferenceAnswer
+from eval_pipeline.judge import ERROR_TYPES, ErrorType, ReferenceAnswer, Verdict
+from eval_pipeline.problems.problem import Problem
 from verl_ext.checkpoint.retention import read_best_file
 from verl_ext.errors import UserError
 

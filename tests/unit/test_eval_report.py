@@ -26,8 +26,8 @@ from eval_pipeline.figures.selection import choose_best
 from eval_pipeline.figures.summary import summarize
 from eval_pipeline.figures.tracking import log_to_wandb
 from eval_pipeline.figures.verdict_files import read_outcomes, write_verdicts
-from eval_pipeline.judge.verdict import Verdict
-from eval_pipeline.problems.problem import Problem, ReferenceAnswer
+from eval_pipeline.judge import ReferenceAnswer, Verdict
+from eval_pipeline.problems.problem import Problem
 from tests.helpers.wandb_files import read_records, values_of
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import MetricsFile, iter_metrics

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval_pipeline.judge.verdict import ErrorType
+from eval_pipeline.judge import ErrorType
 from verl_ext.files import replacing
 
 if TYPE_CHECKING:
