@@ -35,7 +35,7 @@ from benchmarks.command import bench_parser, write_figures
 from benchmarks.judge_answers import Answer, answer_sets
 from benchmarks.judge_sessions import PEERS, OurSession, PeerSession
 from benchmarks.processor_time import ProcessorTime
-from eval_pipeline.judge import ISOLATION_LEVELS
+from eval_pipeline.judge import ISOLATION_LEVELS, JudgeConfig
 from verl_ext.cli import FAILURES, IntArg, clean_exit
 from verl_ext.console import print_line, progress_bar
 
@@ -88,7 +88,8 @@ def started_once(arguments: argparse.Namespace, sets: dict[str, list[Answer]]) -
     sessions: dict[str, OurSession | PeerSession] = {
         peer: PeerSession(peer, arguments.peers_python, arguments.num_workers, sets) for peer in PEERS
     }
-    sessions["ours"] = OurSession(arguments.isolation, arguments.num_workers, sets)
+    config = JudgeConfig(isolation=arguments.isolation, num_workers=arguments.num_workers, packages=[])
+    sessions["ours"] = OurSession(config, sets)
     for session in sessions.values():
         with session:
             session.judge("warm_up")

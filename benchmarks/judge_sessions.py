@@ -35,9 +35,9 @@ def limit_of(name: str) -> float:
 class OurSession:
     """This project's judge, from the client's side."""
 
-    def __init__(self, isolation: str, num_workers: int, sets: dict[str, list[Answer]]) -> None:
+    def __init__(self, config: JudgeConfig, sets: dict[str, list[Answer]]) -> None:
         """Start nothing yet."""
-        self._config = JudgeConfig(isolation=isolation, num_workers=num_workers, packages=[])
+        self._config = config
         self._sets = {
             name: [Submission(answer.program, answer.tests) for answer in answers] for name, answers in sets.items()
         }

@@ -77,6 +77,13 @@ def test_unknown_packages_are_refused() -> None:
         JudgeClient(judge_config(packages=["numpy", "no-such-package"]))
 
 
+def test_the_message_names_the_key_that_the_user_set() -> None:
+    """GRPO's key is `reward.packages`."""
+    for section in ("judge", "reward"):
+        with pytest.raises(UserError, match=rf"^{section}\.packages names 'no-such-package'"):
+            JudgeClient(judge_config(packages=["no-such-package"]), section=section)
+
+
 def test_packages_are_found_with_their_libraries() -> None:
     """NumPy's libraries are in a directory next to it; a module may be a single file."""
     import numpy
