@@ -70,11 +70,11 @@ CHARTS = (
     Chart(
         Bilingual("Loss", "损失曲线"),
         Bilingual(
-            "Distance between the model's predictions and the references. It falls quickly at first, then flattens. A "
-            "sudden rise suggests a learning rate that is too high; a lasting rise or strong oscillation, unstable "
-            "training. A policy loss (GRPO) may be negative and only has to stay bounded.",
-            "模型预测与真实标签之间的差距。理想趋势：初期快速下降，之后趋于平稳。突然上升可能是学习率过大；"
-            "持续上升或剧烈震荡表示训练不稳定。GRPO 的策略损失可以为负，稳定即可。",
+            "Distance between the model's predictions and the references. It falls quickly at first, then "
+            "flattens. A sudden rise suggests a learning rate that is too high; a lasting rise or strong "
+            "oscillation, unstable training. A policy loss (GRPO) may be negative and only has to stay bounded.",
+            "模型预测与真实标签之间的差距。理想趋势：初期快速下降，之后趋于平稳。突然上升可能是学习率过大；持续上升"
+            "或剧烈震荡表示训练不稳定。GRPO 的策略损失可以为负，稳定即可。",
         ),
         ("train/loss",),
         MAIN,
@@ -82,8 +82,8 @@ CHARTS = (
     Chart(
         Bilingual("Perplexity", "困惑度曲线"),
         Bilingual(
-            "exp(loss): among how many tokens the model hesitates on average. It falls with the loss; lower is better, "
-            "usually between 1 and a few dozen.",
+            "exp(loss): among how many tokens the model hesitates on average. It falls with the loss; lower is "
+            "better, usually between 1 and a few dozen.",
             "exp(loss)：模型平均在多少个候选词中犹豫。理想趋势：与损失同步下降，越低越好，通常为个位数到几十。",
         ),
         ("train/perplexity",),
@@ -92,11 +92,11 @@ CHARTS = (
     Chart(
         Bilingual("Rewards", "奖励"),
         Bilingual(
-            "Mean total reward of the samples. It rises, then stays high; single steps are noisy, so look at the smoothed "
-            "curve and at validation. A reward that stays negative or flat suggests reward weights or a learning rate "
-            "that do not fit.",
-            "样本总奖励的均值。理想趋势：逐渐提升并稳定在较高值；单步波动正常，应看平滑曲线和验证值。"
-            "一直为负或不提升时，应检查奖励权重或学习率。",
+            "Mean total reward of the samples. It rises, then stays high; single steps are noisy, so look at the "
+            "smoothed curve and at validation. A reward that stays negative or flat suggests reward weights or a "
+            "learning rate that do not fit.",
+            "样本总奖励的均值。理想趋势：逐渐提升并稳定在较高值；单步波动正常，应看平滑曲线和验证值。一直为负或不提"
+            "升时，应检查奖励权重或学习率。",
         ),
         ("train/reward_total_mean", "eval/reward_total_mean"),
         MAIN,
@@ -104,8 +104,8 @@ CHARTS = (
     Chart(
         Bilingual("Reward by function", "各奖励函数"),
         Bilingual(
-            "Weighted contribution of each reward function. All should improve; one that falls while the total rises is "
-            "being traded away.",
+            "Weighted contribution of each reward function. All should improve; one that falls while the total "
+            "rises is being traded away.",
             "各奖励函数的加权贡献。理想趋势：都在提升；总奖励上升而某一项下降，说明它被牺牲了。",
         ),
         (),
@@ -114,9 +114,10 @@ CHARTS = (
     Chart(
         Bilingual("Accuracy", "准确率"),
         Bilingual(
-            "How well answers match the references, from 0 to 1. It rises, then stays at a level that depends on the data "
-            "set. Zero throughout points to missing references.",
-            "答案与标准答案的匹配程度（0 到 1）。理想趋势：逐渐提升后稳定，水平取决于数据集。一直为 0 说明缺少标准答案。",
+            "How well answers match the references, from 0 to 1. It rises, then stays at a level that depends on "
+            "the data set. Zero throughout points to missing references.",
+            "答案与标准答案的匹配程度（0 到 1）。理想趋势：逐渐提升后稳定，水平取决于数据集。一直为 0 说明缺少标准"
+            "答案。",
         ),
         ("train/accuracy_mean", "eval/accuracy_mean"),
         MAIN,
@@ -124,7 +125,8 @@ CHARTS = (
     Chart(
         Bilingual("Latency and budget", "延迟与预算"),
         Bilingual(
-            "Latency of the chosen configurations beside the budget, in ms. It settles close to the budget and below it.",
+            "Latency of the chosen configurations beside the budget, in ms. It settles close to the budget and "
+            "below it.",
             "所选配置的延迟与预算（毫秒）。理想趋势：逐渐稳定在预算附近且不超过预算。",
         ),
         ("train/latency_ms_mean", "eval/latency_ms_mean", "train/budget_ms_mean"),
@@ -143,19 +145,19 @@ CHARTS = (
     Chart(
         Bilingual("Gradient norm", "梯度范数"),
         Bilingual(
-            "L2 norm of the gradient before clipping: how strongly the weights are pulled. It stays stable, usually "
-            "between 0.1 and 10. Lasting values above 100 mean exploding gradients (lower the learning rate, clip); "
-            "values near 0, vanishing ones.",
-            "裁剪前梯度向量的 L2 范数，反映参数更新幅度。理想趋势：相对稳定，通常在 0.1 到 10 之间。"
-            "持续大于 100 表示梯度爆炸，需降低学习率或裁剪；接近 0 可能是梯度消失。",
+            "L2 norm of the gradient before clipping: how strongly the weights are pulled. It stays stable, "
+            "usually between 0.1 and 10. Lasting values above 100 mean exploding gradients (lower the learning "
+            "rate, clip); values near 0, vanishing ones.",
+            "裁剪前梯度向量的 L2 范数，反映参数更新幅度。理想趋势：相对稳定，通常在 0.1 到 10 之间。持续大于 100 表"
+            "示梯度爆炸，需降低学习率或裁剪；接近 0 可能是梯度消失。",
         ),
         ("train/grad_norm",),
     ),
     Chart(
         Bilingual("Learning rate and its schedule", "学习率曲线（与调度）"),
         Bilingual(
-            "The learning rate in use, and dashed the one that the recipe asks for. Both agree: a warm-up from 0, then the "
-            "decay of the schedule.",
+            "The learning rate in use, and dashed the one that the recipe asks for. Both agree: a warm-up from 0, "
+            "then the decay of the schedule.",
             "当前使用的学习率，虚线为配置要求的调度。理想趋势：两者重合，预热阶段从 0 上升，之后按调度平滑下降。",
         ),
         ("train/lr(1e-3)",),
@@ -165,8 +167,9 @@ CHARTS = (
     Chart(
         Bilingual("Evaluation loss", "评估损失"),
         Bilingual(
-            "Loss on the validation set beside the training loss. Both fall together with a small gap. A validation loss "
-            "that rises while the training loss falls means overfitting; prefer the checkpoint before the rise.",
+            "Loss on the validation set beside the training loss. Both fall together with a small gap. A "
+            "validation loss that rises while the training loss falls means overfitting; prefer the checkpoint "
+            "before the rise.",
             "在评估集上计算的损失与训练损失。理想趋势：同步下降，差距不过大。训练损失下降而评估损失上升 = 过拟合，"
             "应选择上升之前的检查点。",
         ),
@@ -176,17 +179,18 @@ CHARTS = (
     Chart(
         Bilingual("Training speed", "训练速度曲线"),
         Bilingual(
-            "Samples, tokens or configurations per second. It stays level, with short dips at saves and validations. "
-            "Strong swings or a low level suggest slow data loading.",
-            "每秒处理的样本、词元或配置数。理想趋势：保持稳定，保存检查点和评估时短暂下降。剧烈波动或持续偏低，可能是 I/O 瓶颈。",
+            "Samples, tokens or configurations per second. It stays level, with short dips at saves and "
+            "validations. Strong swings or a low level suggest slow data loading.",
+            "每秒处理的样本、词元或配置数。理想趋势：保持稳定，保存检查点和评估时短暂下降。剧烈波动或持续偏低，可能"
+            "是 I/O 瓶颈。",
         ),
         ("throughput/train/samples_per_s", "throughput/train/valid_tokens_per_s", "throughput/train/configs_per_s"),
     ),
     Chart(
         Bilingual("Step time", "每步时间"),
         Bilingual(
-            "Seconds of a step. They stay level, with spikes at saves. A lasting rise points to memory that grows or to "
-            "slow data.",
+            "Seconds of a step. They stay level, with spikes at saves. A lasting rise points to memory that grows "
+            "or to slow data.",
             "每步训练时间（秒）。理想趋势：稳定，保存检查点时出现尖峰属于正常。持续增长可能是内存增长或数据加载过慢。",
         ),
         ("train/time(s)", "time/train/step_s"),
@@ -195,8 +199,8 @@ CHARTS = (
     Chart(
         Bilingual("Advantages", "优势"),
         Bilingual(
-            "Advantages of the samples within their groups. The mean is about 0 and the spread stays bounded; a standard "
-            "deviation of 0 means that groups give no signal.",
+            "Advantages of the samples within their groups. The mean is about 0 and the spread stays bounded; a "
+            "standard deviation of 0 means that groups give no signal.",
             "组内样本的优势值。理想趋势：均值约为 0，离散程度有界；标准差为 0 表示组内没有学习信号。",
         ),
         ("train/adv_mean", "train/adv_std", "train/adv_min", "train/adv_max"),
@@ -204,8 +208,8 @@ CHARTS = (
     Chart(
         Bilingual("Entropy", "熵"),
         Bilingual(
-            "Entropy of the distributions that actions are sampled from. It falls slowly. A sudden collapse means that the "
-            "policy stops exploring; a rise, that it becomes random.",
+            "Entropy of the distributions that actions are sampled from. It falls slowly. A sudden collapse means "
+            "that the policy stops exploring; a rise, that it becomes random.",
             "采样分布的熵。理想趋势：缓慢下降。突然塌缩表示策略不再探索；上升表示策略趋于随机。",
         ),
         ("train/entropy",),
@@ -215,15 +219,16 @@ CHARTS = (
         Bilingual(
             "Mean length in tokens. Prompts stay level; completions change slowly. Growth up to the limit suggests "
             "truncated answers or a reward for length.",
-            "平均长度（词元）。理想趋势：提示长度稳定，回答长度缓慢变化。持续增长到上限说明回答被截断，或奖励偏向长度。",
+            "平均长度（词元）。理想趋势：提示长度稳定，回答长度缓慢变化。持续增长到上限说明回答被截断，或奖励偏向长"
+            "度。",
         ),
         ("train/seq_completion_len_mean", "train/seq_prompt_len_mean"),
     ),
     Chart(
         Bilingual("Engine against trainer", "引擎与训练器的对数概率差"),
         Bilingual(
-            "Distance between the engine's and the trainer's log-probabilities of the same tokens. It stays small and "
-            "level; growth means that the rollouts no longer come from the trained policy.",
+            "Distance between the engine's and the trainer's log-probabilities of the same tokens. It stays small "
+            "and level; growth means that the rollouts no longer come from the trained policy.",
             "推理引擎与训练器对同一词元的对数概率之差。理想趋势：小且稳定；增大说明采样已偏离当前策略。",
         ),
         ("train/rollout_logprob_diff_mean", "train/rollout_logprob_diff_max"),
@@ -231,8 +236,8 @@ CHARTS = (
     Chart(
         Bilingual("Time by part", "各阶段耗时"),
         Bilingual(
-            "Seconds of each part of a step. The parts stay level, and computing takes the largest share; a large part for "
-            "data means that the GPUs wait.",
+            "Seconds of each part of a step. The parts stay level, and computing takes the largest share; a large "
+            "part for data means that the GPUs wait.",
             "每步各阶段耗时（秒）。理想趋势：各部分稳定，计算占主要部分；数据部分过大说明 GPU 在等待。",
         ),
         tuple(f"time/train/{part}_s" for part in _TIMES),

@@ -25,7 +25,8 @@ VALUES = {
 }
 """Columns with the latest value of a metric."""
 NUMBER = "value => value == null ? '' : Number(value.toPrecision(4)).toString()"
-BADGE = """<q-td :props="props"><q-badge v-if="props.value" :color="props.row.COLOR">{{ props.row.LABEL }}</q-badge></q-td>"""
+BADGE = """<q-td :props="props">
+  <q-badge v-if="props.value" :color="props.row.COLOR">{{ props.row.LABEL }}</q-badge></q-td>"""
 LINK = """<q-td :props="props"><a class="text-primary" :href="props.row.href"
   @click.exact.prevent="() => $parent.$emit('open', props.row.path)">{{ props.value }}</a></q-td>"""
 
