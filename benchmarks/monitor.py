@@ -1,8 +1,9 @@
 """How fast the monitor reads a long run, and draws it.
 
-The rows are those of a real run's training steps, with 17 metrics each. `ingest_s` is the time from the file to database
-and curves; `parse_s`, for comparison, the time to only parse the lines as JSON. `draw_s` is the time from opening the run
-in a restarted monitor to the points of the charts that are visible at first, and `draw_all_s` to those of all charts.
+The rows are those of a real run's training steps, with 17 metrics each. `ingest_s` is the time from the file to
+database and curves; `parse_s`, for comparison, the time to only parse the lines as JSON. `draw_s` is the time from
+opening the run in a restarted monitor to the points of the charts that are visible at first, and `draw_all_s` to those
+of all charts.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def test_a_chart_is_drawn_again_only_when_it_changes(
     look(follower)
     drawn: list[str] = []
 
-    def chart_options(curves: object, chart: charts.Chart, **settings: Any) -> dict[str, Any]:
+    def chart_options(curves: object, chart: charts.Chart, *style: Any) -> dict[str, Any]:
         drawn.append(chart.name)
         return {}
 

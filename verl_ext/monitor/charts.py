@@ -296,26 +296,33 @@ def schedule_points(config: Mapping[str, Any], total_steps: int | None, curves: 
 # Options of ECharts
 
 
+@dataclass(frozen=True)
+class ChartStyle:
+    """How charts are drawn.
+
+    Attributes:
+        smoothing: weight of `smooth`, 0 for none.
+        language: of the words, en or zh.
+        dark: whether the page is dark.
+    """
+
+    smoothing: float
+    language: str = "en"
+    dark: bool = False
+
+
 def chart_options(
-    curves: RunCurves,
-    chart: Chart,
-    *,
-    smoothing: float,
-    language: str,
-    dark: bool,
-    schedule: Sequence[tuple[int, float]] = (),
+    curves: RunCurves, chart: Chart, style: ChartStyle, schedule: Sequence[tuple[int, float]] = ()
 ) -> dict[str, Any]:
     """One chart of one run.
 
     Args:
         curves: of the run, locked.
         chart: which metrics.
-        smoothing: weight of `smooth`, 0 for none.
-        language: of the words.
-        dark: whether the page is dark.
+        style: of the page.
         schedule: points of the learning rate that the recipe asks for.
     """
-    weight = 0.0 if chart.with_schedule else smoothing
+    weight = 0.0 if chart.with_schedule else style.smoothing
     series = [
         line
         for metric, color in zip(chart.metrics, COLORS)
@@ -323,23 +330,22 @@ def chart_options(
     ]
     names = list(chart.metrics)
     if chart.with_schedule and schedule:
-        names.append(translate(language, "schedule"))
-        style = {"type": "dashed", "width": 1.5, "color": GREY}
-        series.append({**_line(names[-1], GREY), "lineStyle": style, "data": [list(point) for point in schedule]})
-    series[0]["markLine"] = {"silent": True, "symbol": "none", "data": _marks(curves, chart, language)}
-    return {**_frame(dark, language), "legend": _legend(names, dark), "series": series, "color": list(COLORS)}
+        names.append(translate(style.language, "schedule"))
+        dashed = {"type": "dashed", "width": 1.5, "color": GREY}
+        series.append({**_line(names[-1], GREY), "lineStyle": dashed, "data": [list(point) for point in schedule]})
+    series[0]["markLine"] = {"silent": True, "symbol": "none", "data": _marks(curves, chart, style.language)}
+    return {**_frame(style.dark), "legend": _legend(names, style.dark), "series": series, "color": list(COLORS)}
 
 
-def comparison_options(
-    runs: Mapping[str, RunCurves], metric: str, *, smoothing: float, language: str, dark: bool
-) -> dict[str, Any]:
+def comparison_options(runs: Mapping[str, RunCurves], metric: str, style: ChartStyle) -> dict[str, Any]:
     """One metric of several runs, by the names that the legend shows."""
     series: list[dict[str, Any]] = []
     for (name, curves), color in zip(runs.items(), COLORS):
         with curves.lock:
             if metric in curves.envelopes:
-                series += _lines(curves, metric, color, smoothing, name=name)
-    return {**_frame(dark, language), "legend": _legend(list(runs), dark), "series": series, "color": list(COLORS)}
+                series += _lines(curves, metric, color, style.smoothing, name=name)
+    legend = _legend(list(runs), style.dark)
+    return {**_frame(style.dark), "legend": legend, "series": series, "color": list(COLORS)}
 
 
 def rates_options(
@@ -424,7 +430,7 @@ def _pairs(x: Array, values: Array) -> list[list[float]]:
     return [[place, float(f"{value:.6g}")] for place, value in zip(x.tolist(), values.tolist())]
 
 
-def _frame(dark: bool, language: str = "en") -> dict[str, Any]:
+def _frame(dark: bool) -> dict[str, Any]:
     ink, rule = ("#d1d5db", "#374151") if dark else ("#4b5563", "#e5e7eb")
     axis = {
         "type": "value",

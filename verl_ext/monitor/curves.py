@@ -72,10 +72,10 @@ class CurveEnvelope:
         segments = self._with_pending()
         if self.size == 1:
             return segments[:, 0], segments[:, 1]
-        ends = segments[:, :4].reshape(-1, 2, 2)
-        is_reversed = ends[:, 0, 0] > ends[:, 1, 0]
-        ends = np.where(is_reversed[:, None, None], ends[:, ::-1], ends).reshape(-1, 2)
-        return ends[:, 0], ends[:, 1]
+        pairs = segments[:, :4].reshape(-1, 2, 2)
+        is_reversed = pairs[:, 0, 0] > pairs[:, 1, 0]
+        points: Array = np.where(is_reversed[:, None, None], pairs[:, ::-1], pairs).reshape(-1, 2)
+        return points[:, 0], points[:, 1]
 
     def means(self) -> tuple[Array, Array]:
         """The curve without its extrema, for smoothing: the middle and the mean of each segment."""

@@ -312,7 +312,7 @@ class HealthPanel(Panel):
         for title, points in lists.items():
             ui.label(title).classes("text-lg mt-2")
             for point in points:
-                _line(point.seen and point.seen.level, point.text, point.seen.message if point.seen else "-")
+                _line(point.seen.level if point.seen else None, point.text, point.seen.message if point.seen else "-")
         ui.label(self.say("Rules")).classes("text-lg mt-2")
         for found in sorted(findings, key=lambda each: -each.level):
             _line(found.level, found.rule, found.sentence)

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from nicegui import ui
-from nicegui.events import GenericEventArguments
+from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
 from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import RunInfo
@@ -96,6 +96,10 @@ class MonitorPage:
         if path != self.state.run or self.state.runs:
             self.go(run=path, runs=(), source="", step=None, search="")
 
+    def _choose_run(self, event: ValueChangeEventArguments) -> None:
+        if event.value:
+            self.open_run(event.value)
+
     def _go_back(self, event: GenericEventArguments) -> None:
         """The browser went back or forward to another address of this page."""
         self.state = PageState.from_query(str(event.args), self.state.preferences)
@@ -139,7 +143,7 @@ class MonitorPage:
             home = ui.link(say("Training monitor"), ".").classes("text-lg font-bold text-inherit no-underline")
             tag(home, "home").on("click.prevent", lambda: self.open_run(""))
             self._select = ui.select({}, label=say("Run"), with_input=True).classes("grow").props("dense outlined")
-            tag(self._select, "run").on_value_change(lambda event: event.value and self.open_run(event.value))
+            tag(self._select, "run").on_value_change(self._choose_run)
             language = tag(ui.toggle(LANGUAGES, value=self.state.language), "language").props(
                 "dense no-caps unelevated"
             )

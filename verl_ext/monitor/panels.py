@@ -17,6 +17,7 @@ from verl_ext.monitor.charts import (
     MAIN,
     OTHER,
     Chart,
+    ChartStyle,
     chart_options,
     charts_for,
     comparison_options,
@@ -74,6 +75,10 @@ class Panel:
     def say(self, text: str) -> str:
         """A word in the page's language."""
         return self.state.translate(text)
+
+    def style(self) -> ChartStyle:
+        """How the page wants its charts."""
+        return ChartStyle(self.state.smoothing, self.state.language, self.state.dark)
 
     def nothing_yet(self) -> None:
         """A label for a panel without content."""
@@ -143,23 +148,16 @@ class TrainingPanel(Panel):
 
     def _draw(self, run: RunInfo, curves: RunCurves, chart: Chart, before: int) -> None:
         """Draw a chart behind so many others, unless it shows the same already."""
-        settings = {"smoothing": self.state.smoothing, "language": self.state.language, "dark": self.state.dark}
         counts = [curves.envelopes[name].num_points for name in chart.metrics]
-        shown = [
-            run.id,
-            id(curves),
-            counts,
-            [*curves.starts],
-            run.total_steps if chart.with_schedule else None,
-            settings,
-        ]
+        style, total_steps = self.style(), run.total_steps if chart.with_schedule else None
+        shown = (run.id, id(curves), counts, [*curves.starts], total_steps, style)
         if self._drawn.get(chart) == shown:
             return
         self._drawn[chart] = shown
         schedule: list[tuple[int, float]] = []
         if chart.with_schedule:
             schedule = schedule_points(read_config(self.follower.directory(run)), run.total_steps, curves)
-        options = chart_options(curves, chart, schedule=schedule, **settings)
+        options = chart_options(curves, chart, style, schedule)
         if chart in self._cards:
             self._cards[chart].draw(options)
             return
@@ -285,13 +283,13 @@ class ComparePanel(Panel):
         for gone in [each for each in self._cards if each not in metrics]:
             self._cards.pop(gone).card.delete()
             del self._drawn[gone]
-        settings = {"smoothing": self.state.smoothing, "language": self.state.language, "dark": self.state.dark}
+        style = self.style()
         for metric in metrics:
-            shown = [(path, id(each), each.version) for path, each in curves.items()], settings
+            shown = [(path, id(each), each.version) for path, each in curves.items()], style
             if self._drawn.get(metric) == shown:
                 continue
             self._drawn[metric] = shown
-            options = comparison_options(dict(zip(short_names([*curves]), curves.values())), metric, **settings)
+            options = comparison_options(dict(zip(short_names([*curves]), curves.values())), metric, style)
             if metric in self._cards:
                 self._cards[metric].draw(options)
             else:

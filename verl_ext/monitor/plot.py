@@ -17,7 +17,17 @@ from matplotlib.figure import Figure
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE
 from verl_ext.metrics.run_record import RUN_FILE
-from verl_ext.monitor.charts import COLORS, FAINT, GREY, RED, Chart, chart_options, charts_for, schedule_points
+from verl_ext.monitor.charts import (
+    COLORS,
+    FAINT,
+    GREY,
+    RED,
+    Chart,
+    ChartStyle,
+    chart_options,
+    charts_for,
+    schedule_points,
+)
 from verl_ext.monitor.curves import RunCurves, is_worth_smoothing, smooth
 from verl_ext.monitor.database import RunInfo
 from verl_ext.monitor.follower import RunFollower, read_config
@@ -138,8 +148,7 @@ def _write_page(
     path: Path,
     smoothing: float,
 ) -> None:
-    settings = {"smoothing": smoothing, "language": "en", "dark": False, "schedule": schedule}
-    options = [chart_options(curves, chart, **settings) for chart in charts]  # type: ignore[arg-type]
+    options = [chart_options(curves, chart, ChartStyle(smoothing), schedule) for chart in charts]
     sections = [SECTION.format(title=html.escape(each.name), hint=html.escape(each.hint.en)) for each in charts]
     name, library = _echarts()
     path.write_text(
