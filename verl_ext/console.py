@@ -10,9 +10,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from verl_ext.paths import caller_directory
@@ -156,23 +154,9 @@ def restrict_transformers_bars() -> None:
 
     transformers shows a bar for each model that it loads or saves. Download bars belong to huggingface_hub and stay.
     """
-    if _BarHookFinder not in sys.meta_path:
-        sys.meta_path.insert(0, _BarHookFinder)
+    from transformers.utils import logging
 
-
-class _BarHookFinder:
-    """Sets the hook when transformers' models are first imported, which takes seconds; it finds no module itself."""
-
-    @classmethod
-    def find_spec(
-        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """No spec: the search continues with the other finders."""
-        if name == "transformers.modeling_utils":
-            from transformers.utils import logging
-
-            logging.set_tqdm_hook(_rank_zero_bar)
-        return None
+    logging.set_tqdm_hook(_rank_zero_bar)
 
 
 def _rank_zero_bar(factory: Callable[..., Any], args: tuple[Any, ...], settings: dict[str, Any]) -> Any:

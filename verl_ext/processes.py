@@ -275,8 +275,6 @@ def quiet_stdout() -> Iterator[None]:
 # Hardware, without torch, which imports slowly
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
-
-
 CPUINFO = Path("/proc/cpuinfo")
 
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -152,9 +151,7 @@ class ExportWriter:
     def __enter__(self) -> ExportWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             for name, file in self._files.items() if error is None else ():
                 with write_errors(self.directory / name):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from verl_ext.checkpoint.manifest import committed_steps
 from verl_ext.config.schema import as_dict, to_yaml
@@ -138,9 +137,7 @@ class RunLogger:
         if self.is_main and rows:
             self.recorder.log_samples(step, rows)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self.is_main:
             return
         self.bar.close()
