@@ -29,7 +29,7 @@ from verl_ext.config.schema import as_dict
 from verl_ext.console import progress_bar, warn
 from verl_ext.data.chat_template import ChatEncoder, Tokens
 from verl_ext.data.config import ChatDataConfig, file_list
-from verl_ext.data.dataset import TokenDataset, count_parquet_rows, iter_parquet_rows
+from verl_ext.data.dataset import SampleDataset, TokenDataset, count_parquet_rows, iter_parquet_rows
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import file_digest, user_cache_dir
 
@@ -211,6 +211,11 @@ class UnpaddedDataset(TokenDataset):
     def describe(self, indices: Iterable[int]) -> str:
         """See `SampleDataset`."""
         return f"{type(self.dataset).__name__} rows {', '.join(map(str, indices))}"
+
+
+def unpadded(dataset: Any) -> SampleDataset:
+    """A data set without padding: one of this product as it is, one of verl with its padding removed."""
+    return dataset if isinstance(dataset, SampleDataset) else UnpaddedDataset(dataset)
 
 
 @dataclass(frozen=True)
