@@ -39,7 +39,6 @@ def print_line(text: str, stream: TextIO | None = None, *, end: str = "\n") -> N
     Args:
         text: what to print. Control characters are escaped, because it may hold file names and model output.
         stream: standard output if not given.
-        end: printed after the text.
     """
     stream = sys.stdout if stream is None else stream
     make_streams_blocking()
@@ -50,11 +49,7 @@ def print_line(text: str, stream: TextIO | None = None, *, end: str = "\n") -> N
 
 
 def warn(message: str) -> None:
-    """Print a warning to standard error.
-
-    Args:
-        message: what is wrong and what happens instead, in one sentence.
-    """
+    """Print a warning to standard error: in one sentence what is wrong and what happens instead."""
     print_line(f"warning: {message}", sys.stderr)
 
 

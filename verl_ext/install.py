@@ -52,9 +52,6 @@ def build_parser() -> CommandParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Install.
 
-    Args:
-        argv: arguments without the program's name; None takes the process's own.
-
     Raises:
         SystemExit: with code 2 if something cannot be installed and 75 after a stop, each explained on standard error.
     """

@@ -26,8 +26,6 @@ def load_whole(loader: Any, path: str, **arguments: Any) -> Any:
 
     Args:
         loader: an automatic class of transformers.
-        path: a directory, or a name on the hub.
-        arguments: of `from_pretrained`.
 
     Raises:
         UserError: weights are missing.
@@ -45,10 +43,6 @@ def save_config(config: PreTrainedConfig, directory: Path) -> None:
     """Write `config.json` with rotary embeddings in both forms: `rope_parameters`, and `rope_theta` and the like.
 
     transformers 4 ignores `rope_parameters` and would silently use defaults.
-
-    Args:
-        config: of the model.
-        directory: must exist.
     """
     config.save_pretrained(directory)
     path = directory / "config.json"
@@ -92,10 +86,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, director
 
     These are `special_tokens_map.json`, `vocab.json`, `merges.txt` for BPE, and `added_tokens.json` if the vocabulary
     lacks some tokens. `tokenizer_config.json` also gets the names that transformers 4 knows.
-
-    Args:
-        tokenizer: with its chat template.
-        directory: must exist.
     """
     from transformers import PreTrainedTokenizerBase
 

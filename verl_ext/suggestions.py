@@ -113,7 +113,6 @@ def meant_key(typed: str, known: Collection[str]) -> str | None:
 
     Args:
         typed: a key, or an option such as `--learning-rate`.
-        known: the existing keys.
     """
     name = _plain(typed)
     if typed in _SHORT_NUM_RANKS and RANKS in known:
@@ -141,7 +140,6 @@ def meant_option(typed: str, known: Iterable[str]) -> str | None:
 
     Args:
         typed: the option, without its value.
-        known: the existing options, with their dashes.
     """
     options = {_plain(option): option for option in known if option.startswith("--")}
     other = _first([_plain(each) for each in OPTIONS.get(_plain(typed), ())], options)

@@ -41,12 +41,8 @@ def add_run_command(
     """Add a command with the argument RUN_DIR.
 
     Args:
-        commands: where to add it.
-        name: what the user types.
-        text: what it does; the first sentence is its line in the list of commands.
         run: called with the arguments; returns the exit code.
         example: arguments after RUN_DIR in the example.
-        settings: others of the parser.
 
     Returns:
         Its parser, for further arguments.
@@ -140,9 +136,6 @@ def add_diff(commands: Commands) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
-
-    Args:
-        argv: arguments without the program's name; None takes those of the process.
 
     Returns:
         The exit code.

@@ -106,7 +106,6 @@ def layout_of(
     """The files of an export.
 
     Args:
-        tensors: to export.
         state: the model's tensors by source name; only their whole shapes and types are used.
         dtype: of floating-point tensors on the disk.
         max_shard_gib: largest size of one file, GiB.
@@ -141,7 +140,6 @@ class ExportWriter:
 
     Args:
         directory: with the files of `create_files`.
-        layout: of the files.
     """
 
     def __init__(self, directory: Path, layout: SafetensorsLayout) -> None:
@@ -164,7 +162,6 @@ class ExportWriter:
         """Write rows of one tensor.
 
         Args:
-            name: of the tensor in the export.
             start: index of the first row.
             rows: (rows, ...) of the tensor, on any device, in any floating-point type.
         """
@@ -199,7 +196,6 @@ class ExportedWeights:
 
         Args:
             directory: with the files of `create_files`.
-            state: this rank's state of the model.
             rank: rank 0 writes the tensors that are not sharded.
         """
         with ExportWriter(directory, self.layout) as writer:
@@ -232,9 +228,7 @@ class HuggingFaceExport:
         """Find the tensors to export; collective.
 
         Args:
-            dtype: of the exported weights.
             last_step: of the run, which is always exported.
-            with_weights: whether to export weights at all.
             is_main: true on rank 0, which writes the small files.
 
         Raises:

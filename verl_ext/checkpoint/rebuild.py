@@ -99,7 +99,6 @@ def rebuild_export(
     """Write the Hugging Face model of a checkpoint, and return its directory.
 
     Args:
-        checkpoint: a `global_step_N`.
         output: a directory that does not exist yet; None puts the weights into the checkpoint's own `huggingface/`.
         dtype: bf16, fp16 or fp32.
         max_shard_gib: largest size of one file, GiB.

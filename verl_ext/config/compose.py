@@ -32,7 +32,6 @@ class Composer:
     """Collects values by key and builds the configuration.
 
     Args:
-        root: of the stage.
         others: roots of other stages; a key of theirs is accepted with their default, and has no effect.
         extensible: whether `+key=value` adds keys that the root does not have.
     """
@@ -50,7 +49,6 @@ class Composer:
         """Set the nested keys of a recipe.
 
         Args:
-            content: of the file.
             source: names it in messages.
             adds: whether unknown keys are added, as a run's own configuration has those that `+key=value` added.
         """

@@ -63,7 +63,6 @@ def without_secrets(environment: Mapping[str, str], keep: Collection[str] = ()) 
     """An environment for a process that has no use for keys: none by their names, and no address with a password.
 
     Args:
-        environment: all of it.
         keep: names that stay whatever they are.
     """
     return {

@@ -235,7 +235,6 @@ class QuestionSource:
         """The parquet files of a split in the folder `source`.
 
         Args:
-            name: of the data set.
             split: train or val.
 
         Raises:

@@ -142,10 +142,6 @@ def load_image_questions(
 ) -> tuple[ImageQuestionDataset, ImageQuestionDataset | None]:
     """Training and validation set of a configuration; the second is None if every `val` size is 0.
 
-    Args:
-        data: the section of the configuration.
-        progress: show progress bars (rank 0).
-
     Raises:
         UserError: the data cannot be read, or have fewer questions than a batch.
     """
@@ -200,9 +196,7 @@ def question_of(
     """Convert a row of a data set.
 
     Args:
-        name: of the data set.
         row: its number in the data set.
-        record: its columns.
         suffix: appended to the question.
         folder: where the image of the row may be; None if the row must hold it.
 

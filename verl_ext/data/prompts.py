@@ -117,14 +117,7 @@ class PromptBatch:
 def load_prompts(
     data: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False, now: datetime | None = None
 ) -> tuple[PromptDataset, PromptDataset | None]:
-    """Training and validation prompts; the second is None if `data.val_files` is null.
-
-    Args:
-        data: the section of the configuration.
-        tokenizer: of the model.
-        progress: show progress bars (rank 0).
-        now: see `PromptDataset`.
-    """
+    """Training and validation prompts; the second is None if `data.val_files` is null; see `PromptDataset`."""
     train = PromptDataset(data.train_files, tokenizer, data, data.train_max_samples, progress, now)
     if not file_list(data.val_files):
         return train, None

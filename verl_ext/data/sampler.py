@@ -25,11 +25,8 @@ class GlobalBatchSampler(Sampler[list[Any]]):
     an epoch is dropped.
 
     Args:
-        num_samples: size of the data set.
         global_batch_size: samples per optimizer step over all data-parallel ranks.
-        rank: this data-parallel rank.
         num_ranks: number of data-parallel ranks; it divides the global batch.
-        seed: `trainer.seed`.
         plan: assigns the samples of a global batch to micro-batches and ranks; None gives each rank an equal run.
 
     Raises:

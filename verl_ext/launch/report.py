@@ -42,7 +42,6 @@ def report(outcome: Outcome, config: RunConfig, record: RunRecord | None) -> int
 
     Args:
         outcome: of this node's ranks.
-        config: the resolved configuration.
         record: of the run; None on nodes other than the first, which writes it for all.
 
     Returns:

@@ -46,8 +46,6 @@ def run_to_the_end(
     """Train, unless this run is already finished; returns the exit code of the command.
 
     Args:
-        config: the resolved configuration.
-        signals: the launcher's.
         restarts: how many crashes in a row without a new checkpoint are followed by a restart.
         module: what every rank runs, see `run_ranks`.
         first_pause_s: seconds before the first restart.
@@ -84,10 +82,7 @@ class Launch:
     """The ranks of this node, over all restarts.
 
     Args:
-        config: the resolved configuration.
-        signals: the launcher's.
         record: of the run; None on nodes other than the first.
-        module: what every rank runs.
     """
 
     def __init__(self, config: RunConfig, signals: StopSignals, record: RunRecord | None, module: str) -> None:

@@ -98,12 +98,7 @@ class MetricsRecorder:
         self._send(lambda sink: sink.log_row(row))
 
     def log_epoch(self, split: str, row: Mapping[str, float]) -> None:
-        """Record the means of an epoch.
-
-        Args:
-            split: Train or Val.
-            row: by `EPOCH_COLUMNS`.
-        """
+        """Record the means of an epoch; see `MetricsSink.log_epoch`."""
         self._send(lambda sink: sink.log_epoch(split, row))
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:

@@ -100,9 +100,6 @@ class RunRecord:
 
         Args:
             first_step: the step this attempt starts from.
-            world_size: number of ranks.
-            total_steps: optimizer steps of the whole run.
-            precision: number type of the forward pass.
 
         Returns:
             The number of the attempt, from 1.
@@ -164,9 +161,6 @@ class RunRecord:
         If the run was finished or stopped before and has logged nothing since, its record is restored: a mistake on the
         command line must not turn a finished run into a failed one. Any other run has failed.
 
-        Args:
-            reason: one sentence.
-
         Raises:
             UserError: the file cannot be written.
         """
@@ -225,9 +219,6 @@ class RunRecord:
 
 def load_run(path: Path) -> dict[str, Any]:
     """Read a run record.
-
-    Args:
-        path: of the `run.json`.
 
     Returns:
         The record. If there is no file: status `waiting`, no attempts, and None for the other keys.

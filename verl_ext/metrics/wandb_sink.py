@@ -29,11 +29,7 @@ Mode = Literal["online", "offline", "shared", "disabled"]
 
 
 class WandbSink(MetricsSink):
-    """An open W&B run.
-
-    Args:
-        run: from `open_wandb_run`.
-    """
+    """An open W&B run, from `open_wandb_run`."""
 
     name = "wandb"
 
@@ -90,8 +86,6 @@ def open_wandb_run(
     `global_step` is the x-axis of every chart, so a run that resumes at an earlier step loses no rows.
 
     Args:
-        project: the W&B project.
-        name: the run's name in the project.
         directory: W&B's files go to `directory/wandb`, which is created if it is missing.
         config: shown as the run's configuration; `trainer.wandb_proxy` is used as HTTPS proxy, as in verl.
         run_id: continues the run with this id if there is one; None starts a new one.
@@ -121,7 +115,6 @@ def fill_wandb_run(run: Run | None, log: Callable[[Run], None], results_in: str 
 
     Args:
         run: from `open_wandb_run`; None does nothing.
-        log: logs the results.
         results_in: where the results are if W&B cannot take them.
     """
     if run is None:

@@ -279,12 +279,8 @@ def check_budgets(
     """Refuse budgets that no configuration can keep.
 
     Args:
-        config: the resolved configuration.
-        low_ms: the lowest budget.
-        executor: of the model.
         least: the cheapest configuration.
         questions: on which it is tried out.
-        latency: gives milliseconds.
 
     Raises:
         UserError: for most of the questions, the cheapest configuration and the decision for it exceed the lowest

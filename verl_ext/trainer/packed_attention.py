@@ -133,8 +133,6 @@ def why_not_packed(
 
     Args:
         logits_of: returns the logits (1, tokens, vocab) of a packed micro-batch.
-        vocab_size: of the model.
-        precision: of the forward pass.
 
     Returns:
         None if packed samples have the logits that each sample has alone.

@@ -342,8 +342,6 @@ class TokenLoss:
     Args:
         model: sharded.
         head: its output layer, if that computes the loss; None computes the loss from logits.
-        precision: of the forward pass.
-        device_name: cuda, npu or cpu.
     """
 
     def __init__(

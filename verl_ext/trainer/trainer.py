@@ -451,7 +451,6 @@ class NonFiniteGuard:
         """Stop the run if the limit is reached; collective in that case.
 
         Args:
-            step: the optimizer step, for the message.
             rows: this rank's samples of the step.
 
         Raises:

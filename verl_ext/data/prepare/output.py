@@ -129,7 +129,6 @@ def input_states(arguments: argparse.Namespace, written: Collection[Path] = ()) 
     """States of the files and directories that a command line names as its input.
 
     Args:
-        arguments: the parsed command line.
         written: files to skip, because they are output in a directory that is an input too.
 
     Raises:
@@ -178,9 +177,6 @@ def write_stamp(command: PrepareCommand, arguments: argparse.Namespace, result: 
     """Write the stamp of a finished preparation.
 
     Args:
-        command: the command that ran.
-        arguments: its parsed command line.
-        result: what it wrote.
         inputs: the `input_states` from before the command read them.
     """
     written = _written_paths(arguments, result.files)

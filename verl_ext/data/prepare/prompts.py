@@ -67,7 +67,6 @@ def to_prompt_row(row: Row, number: int, notes: Counter[str], *, prompt_key: str
     """Convert one row to verl's RL format.
 
     Args:
-        row: the decoded row.
         number: its number in its file.
         notes: counts the rows in which something was changed, by a description of the change.
         prompt_key: column of the prompt, a text or a list of turns.

@@ -74,9 +74,7 @@ class RawFileConversion:
     """The conversion of a run's raw files into one directory.
 
     Args:
-        data: the configuration that names the files.
         names: paths of the files, as the user gave them.
-        options: options of the preparation command.
 
     Attributes:
         output: the directory to write.

@@ -149,7 +149,6 @@ def sample_card(rng: random.Random, bold_fraction: float = 0.5, faded_fraction: 
     """A random card.
 
     Args:
-        rng: source of randomness.
         bold_fraction: share of cards in bold print; the others are in fine print.
         faded_fraction: share of the fine print that is mixed with ink, from which a model learns where to look.
     """
@@ -184,9 +183,7 @@ def question_rows(number: int, card: Card, kinds: list[str], rng: random.Random)
 
     Args:
         number: number of the card, for the ids.
-        card: the content to paint.
         kinds: kinds of the questions.
-        rng: source of randomness for the picture.
     """
     encoded = io.BytesIO()
     paint_card(card, rng).save(encoded, "png")
