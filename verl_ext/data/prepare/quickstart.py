@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 from verl_ext.cli import IntArg
 from verl_ext.console import staged_progress
 from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
-from verl_ext.data.prepare.output import staged_directory
+from verl_ext.data.prepare.output import write_model
 from verl_ext.data.prepare.quickstart_families import FAMILIES, FunctionFamily, Parameters
 from verl_ext.data.prepare.tables import TRAIN_NAME, VAL_NAME, Row, rl_prompt_row, write_jsonl, write_parquet
-from verl_ext.model_files import save_config, save_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -80,11 +79,7 @@ def _write_model(
     conversations = [row["messages"] for row in data.train]
     tokenizer = train_tokenizer(conversations)
     model = build_model(tokenizer, seed)
-    with staged_directory(directory) as staging:
-        model.save_pretrained(staging)
-        save_config(model.config, staging)
-        save_tokenizer(tokenizer, staging)
-        files = sorted(f"{MODEL_NAME}/{path.name}" for path in staging.iterdir())
+    files = [f"{MODEL_NAME}/{name}" for name in write_model(directory, model, tokenizer)]
     begin("measuring lengths")
     lengths = [len(tokenizer.apply_chat_template(messages, return_dict=False)) for messages in conversations]
     return files, {

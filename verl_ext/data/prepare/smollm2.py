@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from verl_ext.console import staged_progress
 from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
-from verl_ext.data.prepare.output import staged_directory
+from verl_ext.data.prepare.output import write_model
 from verl_ext.errors import UserError
-from verl_ext.model_files import save_config, save_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,13 +38,7 @@ def prepare_smollm2(arguments: argparse.Namespace) -> PrepareResult:
         begin("reading the weights")
         model = _load_model(gguf, tokenizer)
         begin("saving")
-        with staged_directory(Path(arguments.output)) as staging:
-            model.save_pretrained(staging)
-            save_config(model.config, staging)
-            save_tokenizer(tokenizer, staging)
-            # transformers copies the whole GGUF there and would later mistake it for a SentencePiece model.
-            (staging / "tokenizer.model").unlink(missing_ok=True)
-            files = sorted(path.name for path in staging.iterdir())
+        files = write_model(Path(arguments.output), model, tokenizer)
     return PrepareResult(files, {"parameters": model.num_parameters(), "vocabulary": len(tokenizer)})
 
 
