@@ -280,7 +280,8 @@ class _HelpFormatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
-        if not action.option_strings or _is_empty(default) or "default" in text:
+        is_empty = default is None or default is False or default == [] or default is argparse.SUPPRESS
+        if not action.option_strings or is_empty or "default" in text:
             return text
         shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else "%(default)s"
         return f"{text} (default: {shown})"
@@ -289,10 +290,6 @@ class _HelpFormatter(argparse.HelpFormatter):
         if action.type is int or isinstance(action.type, IntArg):
             return "N"
         return "X" if isinstance(action.type, FloatArg) else action.dest.upper()
-
-
-def _is_empty(default: object) -> bool:
-    return default is None or default is False or default == [] or default is argparse.SUPPRESS
 
 
 def _width() -> int:

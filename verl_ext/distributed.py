@@ -45,16 +45,12 @@ def gather_results(function: Callable[[], T], group: ProcessGroup | None = None)
         outcome = (None, "crash", traceback.format_exc())
     outcomes: list[tuple[Any, str, str]] = [(None, "", "")] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, outcome, group=group)
-    _raise_first(outcomes)
-    return [result for result, _, _ in outcomes]
-
-
-def _raise_first(outcomes: list[tuple[Any, str, str]]) -> None:
     for rank, (_, kind, message) in sorted(enumerate(outcomes), key=lambda item: item[1][1] != "user"):
         if kind == "user":
             raise UserError(message)
         if kind == "crash":
             raise RuntimeError(f"rank {rank} failed:\n{message}")
+    return [result for result, _, _ in outcomes]
 
 
 def on_every_rank(function: Callable[[], T]) -> T:

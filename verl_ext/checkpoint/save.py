@@ -291,15 +291,11 @@ class DigestingFile:
         except OSError as error:
             self.error = error  # torch reports a failed write as a corrupt position; this is the reason
             raise
-        if self._num_bytes - self._num_started >= CHUNK_BYTES:
-            self._start_writeback()
-        return len(view)
-
-    def _start_writeback(self) -> None:
-        """Have the kernel start to write to the disk now, so that little is left for the end."""
         count = self._num_bytes - self._num_started
-        os.posix_fadvise(self._file.fileno(), self._num_started, count, os.POSIX_FADV_DONTNEED)
-        self._num_started = self._num_bytes
+        if count >= CHUNK_BYTES:  # have the kernel start to write to the disk now, so that little is left for the end
+            os.posix_fadvise(self._file.fileno(), self._num_started, count, os.POSIX_FADV_DONTNEED)
+            self._num_started = self._num_bytes
+        return len(view)
 
     def flush(self) -> None:
         """Do nothing; there is no buffer."""

@@ -94,19 +94,16 @@ class Composer:
             if self._is_in_open_mapping(name):
                 OmegaConf.update(self._values, name, value, force_add=True)
                 return
-            self._skip_or_refuse(name, value, source)
+            other = self._others.get(name)
+            if other is None:
+                raise UserError(f"{source} sets '{name}', which is not a configuration key; {self._suggestion(name)}")
+            if value != other.default:
+                raise UserError(f"{name} has no effect in this stage; leave it out")
             return
         if key.is_list and isinstance(value, str) and "${" not in value:
             value = [value]  # trainer.logger=console, as verl's users write it
         check_type(key, value, source)
         OmegaConf.update(self._values, name, value, merge=key.is_open)
-
-    def _skip_or_refuse(self, name: str, value: Any, source: str) -> None:
-        other = self._others.get(name)
-        if other is None:
-            raise UserError(f"{source} sets '{name}', which is not a configuration key; {self._suggestion(name)}")
-        if value != other.default:
-            raise UserError(f"{name} has no effect in this stage; leave it out")
 
     def _suggestion(self, name: str) -> str:
         meant = meant_key(name, [each for each, key in self._keys.items() if not key.setting.unused])

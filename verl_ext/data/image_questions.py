@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -279,14 +279,12 @@ def iter_records(name: str, source: QuestionSource, split: str) -> Iterator[Mapp
         UserError: there is no such data set, or it cannot be read.
     """
     require_rows(name, source, split)
-    rows = _hub_rows(name, split) if source.source is None else _local_rows(source.files(name, split))
+    if source.source is None:
+        rows = _hub_rows(name, split)
+    else:  # images may be megabytes
+        rows = chain.from_iterable(iter_parquet_rows(path, batch_size=64) for path in source.files(name, split))
     size = source.size(split)
-    yield from islice(rows, size if size >= 0 else None)
-
-
-def _local_rows(paths: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
-    for path in paths:
-        yield from iter_parquet_rows(path, batch_size=64)  # images may be megabytes
+    return islice(rows, size if size >= 0 else None)
 
 
 def _hub_rows(name: str, split: str) -> Iterator[Mapping[str, Any]]:

@@ -107,8 +107,11 @@ class Launch:
 
     def next_config(self) -> RunConfig:
         """The user's configuration until this launch has saved something, from which the next attempt resumes."""
-        has_saved = last_checkpoint(self.run_dir) != self.saved_before
-        return with_auto_resume(self.config) if has_saved else self.config
+        if last_checkpoint(self.run_dir) == self.saved_before:
+            return self.config
+        config = deepcopy(self.config)
+        config.trainer.resume_mode = "auto"  # even if the first start had to begin elsewhere
+        return config
 
     def announce_restart(self, outcome: Outcome, plan: str) -> None:
         """Record the attempt as failed and the run as waiting for the next, and tell the user."""
@@ -195,13 +198,6 @@ def last_checkpoint(run_dir: Path) -> tuple[int, float] | None:
     except ValueError:
         return None
     return manifest.step, manifest.time
-
-
-def with_auto_resume(config: RunConfig) -> RunConfig:
-    """A copy that resumes what the run has saved, even if its first start had to begin elsewhere."""
-    copy = deepcopy(config)
-    copy.trainer.resume_mode = "auto"
-    return copy
 
 
 def first_start(config: RunConfig) -> datetime:

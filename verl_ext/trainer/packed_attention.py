@@ -107,12 +107,8 @@ def _causal(length: int, sliding_window: int | None, device: torch.device) -> di
     return {"attn_mask": ones.tril() & ones.triu(1 - sliding_window)}
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
-
-
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)
-AttentionMaskInterface.register(PACKED_SDPA, _no_mask)
+AttentionMaskInterface.register(PACKED_SDPA, lambda *_, **__: None)  # it needs no mask
 
 
 def trial_samples(vocab_size: int) -> list[Sample]:

@@ -232,11 +232,8 @@ class SFTTrainer(PipelineTrainer):
         """Sum of the cross-entropy over a micro-batch's loss tokens, a scalar with gradient."""
         if self.config.sequence_parallel_size == 1:
             return self.token_loss(micro_batch)
+        # With the sequence split by Ulysses, the mean of verl's forward pass is converted to a sum.
         tensors = {name: tensor.to(self.device_name) for name, tensor in micro_batch.items()}
-        return self.summed_loss_over_sequence_ranks(tensors)
-
-    def summed_loss_over_sequence_ranks(self, tensors: MicroBatch) -> torch.Tensor:
-        """The same with the sequence split by Ulysses: verl's forward pass, whose mean is converted to a sum."""
         num_tokens = tensors["loss_mask"][:, 1:].sum()
         if isinstance(self.config, SFTConfig) and self.config.data.balance_dp_token:  # then verl's mean is another one
             dist.all_reduce(num_tokens)

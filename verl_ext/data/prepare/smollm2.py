@@ -21,10 +21,6 @@ EOS_TOKEN = "<|im_end|>"
 PAD_TOKEN = "<|endoftext|>"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`smollm2` has no options."""
-
-
 def prepare_smollm2(arguments: argparse.Namespace) -> PrepareResult:
     """Write weights, configuration and tokenizer into the output directory.
 
@@ -105,6 +101,5 @@ COMMAND = PrepareCommand(
     example="smollm2 --output models/smollm2-135m",
     next_command="sft 2 recipe=smollm2_135m model.partial_pretrain={output}",
     version=1,
-    add_arguments=add_arguments,
     run=prepare_smollm2,
 )
