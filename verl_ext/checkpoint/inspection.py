@@ -291,9 +291,6 @@ def _print_above(bar: tqdm[Any], text: str) -> None:
 def _verdict(checkpoint: Path, manifest: Manifest | None, problems: list[str]) -> str:
     if problems or manifest is None:
         return "damaged or incomplete"
-    basis = (
-        "verl keeps no digests, but every checksum is right"
-        if is_verl_checkpoint(checkpoint)
-        else ("every digest is right")
-    )
+    by_verl = is_verl_checkpoint(checkpoint)
+    basis = "verl keeps no digests, but every checksum is right" if by_verl else "every digest is right"
     return f"complete, {len(manifest.files)} files, {format_bytes(manifest.num_bytes)}, {basis}"

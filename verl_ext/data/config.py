@@ -24,11 +24,6 @@ class MultiturnConfig:
     tools_key: str = setting("tools", "Column of a chat's tools, which the template gets; optional")
     enable_thinking_key: str = setting("enable_thinking", "Column that switches the template's thinking; optional")
 
-    @property
-    def reads_messages(self) -> bool:
-        """Whether chats are read from the column that converted files have."""
-        return self.enable and self.messages_key == "messages"
-
 
 @dataclass(kw_only=True)
 class CustomClassConfig:

@@ -44,9 +44,9 @@ class SampleDataset(MapDataset):
     @abstractmethod
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
-    @abstractmethod
     def describe(self, indices: Iterable[int]) -> str:
         """How messages name samples."""
+        return ", ".join(self[index]["sample_id"] for index in indices)
 
 
 class TokenDataset(SampleDataset):

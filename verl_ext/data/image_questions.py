@@ -6,7 +6,7 @@ Imports no torch, because the launcher checks that the data of a recipe exist.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -131,10 +131,6 @@ class ImageQuestionDataset(SampleDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = self.samples[index]
         return {"row": index, "sample_id": sample.sample_id, "sample": sample}
-
-    def describe(self, indices: Iterable[int]) -> str:
-        """See `SampleDataset`."""
-        return ", ".join(self.samples[index].sample_id for index in indices)
 
 
 def load_image_questions(

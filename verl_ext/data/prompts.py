@@ -67,10 +67,6 @@ class PromptDataset(SampleDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self._samples[index]
 
-    def describe(self, indices: Iterable[int]) -> str:
-        """See `SampleDataset`."""
-        return ", ".join(self._samples[index]["sample_id"] for index in indices)
-
     def _item(self, name: str, row: int, record: dict[str, Any]) -> dict[str, Any] | None:
         """One prompt; None for a long one that is skipped."""
         try:

@@ -99,7 +99,6 @@ class MetricsFile:
 
     Args:
         path: of the file; it and its directory are created if they are missing.
-        attempt: which start of the run writes here, from 1.
 
     Raises:
         UserError: the file cannot be opened for writing.
@@ -115,7 +114,6 @@ class MetricsFile:
         """Write one row, with the attempt and the current time.
 
         Args:
-            step: optimizer steps since the run began.
             metrics: value by metric name; non-finite values are allowed.
 
         Returns:

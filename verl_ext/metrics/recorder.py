@@ -88,7 +88,6 @@ class MetricsRecorder:
         """Record one row.
 
         Args:
-            step: optimizer steps since the run began.
             metrics: value by metric name, reduced over all ranks.
 
         Raises:

@@ -96,7 +96,9 @@ def open_wandb_run(
         The run. If it cannot start online, it starts offline, with a warning. None, with a warning, if W&B is not
         installed or cannot start at all.
     """
-    settings = {"root_dir": str(directory), "run_group": group, "run_job_type": job_type, **_proxy(config)}
+    trainer = config.get("trainer")
+    proxy = trainer.get("wandb_proxy") if isinstance(trainer, Mapping) else None
+    settings = {"root_dir": str(directory), "run_group": group, "run_job_type": job_type, "https_proxy": proxy}
     arguments = {"project": project, "name": name, "config": dict(config), "id": run_id, "resume": "allow"}
     try:
         Path(directory, "wandb").mkdir(parents=True, exist_ok=True)  # W&B writes to a temporary folder if it is missing
@@ -195,8 +197,3 @@ def _announce(run: Run, directory: Path) -> None:
         print_line(f"W&B run {run.id} is offline; upload it with: wandb sync {runs}/offline-run-*-{run.id}")
     elif run.url:
         print_line(f"W&B run {run.id}: {run.url}")
-
-
-def _proxy(config: Mapping[str, Any]) -> dict[str, Any]:
-    trainer = config.get("trainer")
-    return {"https_proxy": trainer.get("wandb_proxy")} if isinstance(trainer, Mapping) else {}

@@ -128,7 +128,6 @@ def sample_quickstart(num_train: int, seed: int) -> QuickstartData:
 
     Args:
         num_train: number of training rows, shared equally among the families; validation gets 2 % more.
-        seed: seed of the problems and of their order.
     """
     generator = random.Random(seed)
     train: list[Row] = []

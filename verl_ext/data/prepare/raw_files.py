@@ -41,7 +41,7 @@ def convert_raw_files(data: ChatDataConfig | PromptDataConfig, has_val_files: bo
     train, val = file_list(data.train_files), file_list(data.val_files)
     converts_train, converts_val = any(map(is_raw, train)), any(map(is_raw, val))
     splits = converts_train and not has_val_files
-    if isinstance(data, ChatDataConfig) and not data.multiturn.reads_messages:
+    if isinstance(data, ChatDataConfig) and not (data.multiturn.enable and data.multiturn.messages_key == "messages"):
         for key in ("prompt_dict_keys", "response_dict_keys"):
             if getattr(data, key) is not None:
                 raise UserError(
