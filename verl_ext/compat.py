@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from verl_ext.console import restrict_transformers_bars
@@ -50,16 +50,10 @@ def count_tokens(chat_template: ModuleType) -> None:
 def _with_lists(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def with_lists(tokenizer: Any, **kwargs: Any) -> Any:
-        return function(_ListsOfTokens(tokenizer), **kwargs)
+        apply = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+        return function(SimpleNamespace(apply_chat_template=apply), **kwargs)
 
     return with_lists
-
-
-class _ListsOfTokens:
-    """A tokenizer whose `apply_chat_template` returns a list."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
 
 
 def list_layer_classes(fsdp_utils: ModuleType) -> None:

@@ -145,6 +145,7 @@ class Launch:
         if self.record is None:
             return
         config = self.next_config()
+        first_start, precision = former_start(config)
         self.record.mark_waiting(
             project=config.trainer.project_name,
             experiment=config.trainer.experiment_name,
@@ -152,8 +153,8 @@ class Launch:
             recipe=config.recipe,
             config_digest=config_digest(as_dict(self.config)),
             untrained_loss=untrained_loss(str(config.model.partial_pretrain)),
-            first_start=first_start(config).isoformat(timespec="seconds"),
-            precision=recorded_precision(config),
+            first_start=first_start.isoformat(timespec="seconds"),
+            precision=precision,
         )
 
 
@@ -200,28 +201,20 @@ def last_checkpoint(run_dir: Path) -> tuple[int, float] | None:
     return manifest.step, manifest.time
 
 
-def first_start(config: RunConfig) -> datetime:
-    """Local time of the first start of the run that a launch resumes; now if it starts at step 0."""
-    checkpoint = resume_candidate(config)
-    try:
-        known = None if checkpoint is None else RunRecord(checkpoint.parent).first_start()
-    except UserError:
-        known = None  # a damaged record is replaced, with a warning
-    return known or datetime.now()
+def former_start(config: RunConfig) -> tuple[datetime, str | None]:
+    """Local time of the first start of the run that a launch resumes, and the number type of its forward pass.
 
-
-def recorded_precision(config: RunConfig) -> str | None:
-    """Number type of the forward pass of the run that a launch resumes; None if it starts at step 0.
-
-    Records of earlier versions have none: on CPUs, where alone it matters, those runs computed in fp32.
+    They are now and None if the launch starts at step 0. Records of earlier versions have no number type: on CPUs,
+    where alone it matters, those runs computed in fp32.
     """
     checkpoint = resume_candidate(config)
     if checkpoint is None:
-        return None
+        return datetime.now(), None
+    record = RunRecord(checkpoint.parent)
     try:
-        return RunRecord(checkpoint.parent).read()["precision"] or "fp32"
-    except UserError:
-        return "fp32"
+        return record.first_start() or datetime.now(), record.read()["precision"] or "fp32"
+    except UserError:  # a damaged record is replaced, with a warning
+        return datetime.now(), "fp32"
 
 
 def print_start(config: RunConfig) -> None:

@@ -69,14 +69,11 @@ def packed_sdpa(
     """Causal attention sample by sample: without padding, and without a mask of the row's length squared.
 
     Args:
-        module: the attention layer.
         query: (1, heads, tokens, head_dim).
         key: (1, kv_heads, tokens, head_dim).
         value: as `key`.
         attention_mask: None; `sample_lengths` replaces it.
         sample_lengths: of the row; None if the model's layers do not pass it on.
-        scaling: of the scores.
-        dropout: of the weights.
         sliding_window: tokens that a token attends to, itself included; None for all before it.
         softcap: of the scores; sdpa does not support it.
         s_aux: attention sinks; sdpa does not support them.

@@ -80,14 +80,10 @@ class SFTTrainer(PipelineTrainer):
 
     def micro_batch_plan(self, dataset: SampleDataset) -> MicroBatchPlan | None:
         """See `PipelineTrainer.micro_batch_plan`."""
-        return self.plan_by_tokens(dataset)
+        return self.validation_plan(dataset)
 
     def validation_plan(self, dataset: SampleDataset) -> MicroBatchPlan:
-        """Which samples of the validation set share a forward pass."""
-        return self.plan_by_tokens(dataset)
-
-    def plan_by_tokens(self, dataset: SampleDataset) -> MicroBatchPlan:
-        """Micro-batches of at most `data.max_tokens_per_gpu` tokens, or of `data.micro_batch_size_per_gpu` samples."""
+        """Which samples share a forward pass: at most `data.max_tokens_per_gpu` tokens, or as many samples as set."""
         assert isinstance(self.config, SFTConfig) and isinstance(dataset, TokenDataset)
         data, packs = self.config.data, self.packs
         most = data.max_tokens_per_gpu or (data.micro_batch_size_per_gpu * data.max_length if packs else sys.maxsize)
