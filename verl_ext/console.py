@@ -204,11 +204,7 @@ def typed_path(path: str | Path) -> str:
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Cells in aligned columns, two spaces apart.
-
-    Args:
-        rows: at least one row, all of the same length.
-    """
+    """At least one row of cells, all of the same length, in aligned columns, two spaces apart."""
     return "\n".join(aligned_rows(rows))
 
 

@@ -169,10 +169,7 @@ class LineWriter:
         return cls(path)
 
     def write(self, line: str) -> None:
-        """Append one line.
-
-        Args:
-            line: the text, without its newline.
+        """Append one line, which is given without its newline.
 
         Raises:
             OSError: the disk is full or gone; part of the line may have been written.

@@ -64,10 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def set_up(device: str) -> None:
-    """Install what the device needs and print the releases.
-
-    Args:
-        device: `cpu` or `gpu`.
+    """Install what the device, `cpu` or `gpu`, needs and print the releases.
 
     Raises:
         UserError: the environment has another torch or the other vLLM, or the installer fails.

@@ -227,7 +227,7 @@ def _as_table(checkpoints: list[CheckpointInfo], metrics: dict[str, None]) -> st
             str(each.step),
             format_bytes(each.num_bytes),
             str(each.manifest.world_size) if each.manifest else "-",
-            _local_time(each.manifest.time if each.manifest else None),
+            _local_time(each.manifest),
             each.state,
             *(column[number] for column in shown.values()),
             each.retention,
@@ -242,8 +242,8 @@ def _metric(info: CheckpointInfo, name: str) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _local_time(seconds: float | None) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "-"
+def _local_time(manifest: Manifest | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time)) if manifest and manifest.time else "-"
 
 
 # verify

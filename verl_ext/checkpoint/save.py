@@ -164,11 +164,7 @@ class CheckpointWriter:
             commit_directory(self.temporary, self.final, self.manifest.with_files(files))
 
     def _aborted(self, error: UserError) -> UserError:
-        """Remove the unfinished directory, to free its space; collective.
-
-        Returns:
-            The error to raise.
-        """
+        """Remove the unfinished directory, to free its space, and return the error to raise; collective."""
 
         def discard() -> None:
             try:

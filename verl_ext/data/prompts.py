@@ -96,11 +96,7 @@ class PromptDataset(SampleDataset):
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """One rank's prompts of a step; the class is the data loader's `collate_fn`.
-
-    Attributes:
-        items: samples of a `PromptDataset`.
-    """
+    """One rank's prompts of a step, samples of a `PromptDataset`; the class is the data loader's `collate_fn`."""
 
     items: list[dict[str, Any]]
 

@@ -38,14 +38,11 @@ WRITTEN = (
 
 
 def report(outcome: Outcome, config: RunConfig, record: RunRecord | None) -> int:
-    """Close `run.json` where the ranks could not, and tell the user how the launch ended.
+    """Close `run.json` where the ranks could not, and tell the user how the launch ended; returns the exit code.
 
     Args:
         outcome: of this node's ranks.
         record: of the run; None on nodes other than the first, which writes it for all.
-
-    Returns:
-        The exit code of the command.
 
     Raises:
         UserError: a rank refused its input. The caller closes `run.json`, as for what the launcher itself refuses.

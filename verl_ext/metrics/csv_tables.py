@@ -29,10 +29,7 @@ _VALIDATION = ("val/", "eval/")
 
 
 class StepTables(MetricsSink):
-    """Both tables with one row per step, continued over attempts.
-
-    Args:
-        run_dir: where the tables are; must exist.
+    """Both tables of an existing run directory with one row per step, continued over attempts.
 
     Raises:
         OSError: a table cannot be opened.

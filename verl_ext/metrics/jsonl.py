@@ -111,13 +111,10 @@ class MetricsFile:
             self._writer = LineWriter.reopen(self._path, lambda line: _parse(line) is not None)
 
     def append(self, step: int, metrics: Mapping[str, float]) -> MetricsRow:
-        """Write one row, with the attempt and the current time.
+        """Write one row, with the attempt and the current time, and return it.
 
         Args:
             metrics: value by metric name; non-finite values are allowed.
-
-        Returns:
-            The row as written.
 
         Raises:
             UserError: a value is not a number, or the file cannot be written.

@@ -96,13 +96,12 @@ class RunRecord:
         self._write({**run, **identity, "status": "waiting"})
 
     def start_attempt(self, *, first_step: int, world_size: int, total_steps: int, precision: str | None = None) -> int:
-        """Record that training begins. An attempt that a kill left open is closed from its last row of metrics.
+        """Record that training begins, and return the number of the attempt, from 1.
+
+        An attempt that a kill left open is closed from its last row of metrics.
 
         Args:
             first_step: the step this attempt starts from.
-
-        Returns:
-            The number of the attempt, from 1.
 
         Raises:
             UserError: the file cannot be written.
@@ -137,10 +136,8 @@ class RunRecord:
     def end_if_running(self, status: EndStatus, exit_reason: str) -> bool:
         """Mark the run as `failed` or `stopped` if it has not ended; for the launcher, after its ranks ended.
 
-        Ranks that ended before training began count as an attempt, so that the reason is kept.
-
-        Returns:
-            Whether the record was changed.
+        Ranks that ended before training began count as an attempt, so that the reason is kept. Returns whether the
+        record was changed.
 
         Raises:
             UserError: the file cannot be written.

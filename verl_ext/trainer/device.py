@@ -83,9 +83,6 @@ def settle_precision(config: RunConfig, device_name: str) -> torch.dtype:
 
     On CPUs auto is fp32, except in the stage sft: there a resumed run keeps what its first start chose, which is bf16
     if the processor of every rank has units for it.
-
-    Returns:
-        torch.bfloat16 or torch.float32.
     """
     setting = config.model.mixed_precision
     if setting != "auto" or config.stage != "sft" or device_name != "cpu":
@@ -113,10 +110,7 @@ def autocast(precision: torch.dtype, device_name: str) -> Any:
 
 
 def prepare_device(config: RunConfig) -> str:
-    """Settle `trainer.device`, and set process-wide options before the first kernel runs.
-
-    Returns:
-        The device: cuda, npu or cpu.
+    """Settle `trainer.device` (cuda, npu or cpu), and set process-wide options before the first kernel runs.
 
     Raises:
         UserError: see `settle_device`.

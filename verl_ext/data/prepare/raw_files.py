@@ -66,7 +66,12 @@ def convert_raw_files(data: ChatDataConfig | PromptDataConfig, has_val_files: bo
         data.val_files = f"{conversion.output}/{VAL_NAME}"
         commands.insert(0, conversion.command)
         sentences.append(conversion.sentence("data.val_files", data.val_files))
-    read_converted_columns(data)
+    # the columns of converted files
+    data.prompt_key = "prompt" if isinstance(data, PromptDataConfig) else "question"
+    if isinstance(data, ChatDataConfig):
+        data.response_key = "answer"
+        data.multiturn.enable = True
+        data.multiturn.messages_key = "messages"
     return commands, sentences
 
 
@@ -124,12 +129,3 @@ def column_options(data: ChatDataConfig | PromptDataConfig) -> list[str]:
             "--response-key": (data.response_key, "answer"),
         }
     return [word for option, (value, usual) in named.items() if value != usual for word in (option, str(value))]
-
-
-def read_converted_columns(data: ChatDataConfig | PromptDataConfig) -> None:
-    """Have the run read the columns of converted files."""
-    data.prompt_key = "prompt" if isinstance(data, PromptDataConfig) else "question"
-    if isinstance(data, ChatDataConfig):
-        data.response_key = "answer"
-        data.multiturn.enable = True
-        data.multiturn.messages_key = "messages"
