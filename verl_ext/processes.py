@@ -65,9 +65,7 @@ class StopSignals:
     """
 
     def __init__(
-        self,
-        listened: Sequence[signal.Signals] = (*STOP_SIGNALS, signal.SIGQUIT),
-        kill_after_s: float | None = None,
+        self, listened: Sequence[signal.Signals] = (*STOP_SIGNALS, signal.SIGQUIT), kill_after_s: float | None = None
     ) -> None:
         self.received: list[signal.Signals] = []
         self.immediate: signal.Signals | None = None

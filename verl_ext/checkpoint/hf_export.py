@@ -88,11 +88,7 @@ class SafetensorsLayout:
             tensor, starts[name] = self.tensors[name], position
             position += tensor.nbytes
             offsets = [starts[name], position]
-            header[name] = {
-                "dtype": DTYPE_NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": offsets,
-            }
+            header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self.headers[file] = len(text).to_bytes(8, "little") + text

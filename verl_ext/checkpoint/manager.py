@@ -87,11 +87,7 @@ class CheckpointManager(FSDPCheckpointManager):
     # Saving
 
     def save_checkpoint(
-        self,
-        local_path: str,
-        hdfs_path: str | None = None,
-        global_step: int = 0,
-        max_ckpt_to_keep: int | None = None,
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
         """Save a checkpoint, or start to, and then remove those that it makes superfluous; collective.
 

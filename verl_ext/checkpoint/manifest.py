@@ -261,9 +261,7 @@ def write_tracker(run_dir: Path, step: int) -> None:
 
 
 def damaged_files(
-    checkpoint: Path,
-    names: Iterable[str] | None = None,
-    progress: Callable[[int], None] = ignore_progress,
+    checkpoint: Path, names: Iterable[str] | None = None, progress: Callable[[int], None] = ignore_progress
 ) -> dict[str, str]:
     """Read files of a checkpoint and find those that are not what was saved.
 

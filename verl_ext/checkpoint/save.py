@@ -45,15 +45,7 @@ from verl_ext.checkpoint.retention import read_best_file, removal_name, remove_l
 from verl_ext.console import warn
 from verl_ext.distributed import gather_results, on_rank_zero, to_local
 from verl_ext.errors import UserError
-from verl_ext.files import (
-    GIB,
-    TEMPORARY,
-    file_digest,
-    free_bytes,
-    replace_file,
-    sync_directory,
-    write_errors,
-)
+from verl_ext.files import GIB, TEMPORARY, file_digest, free_bytes, replace_file, sync_directory, write_errors
 
 MARGIN = 1.05
 """Room for small files, and for what others write to the same disk in the meantime."""

@@ -246,11 +246,7 @@ def pad(samples: Sequence[Sample], pad_token_id: int) -> MicroBatch:
 
 
 def validation_micro_batches(
-    dataset: SampleDataset,
-    plan: MicroBatchPlan,
-    make: Callable[[list[Sample]], MicroBatch],
-    rank: int,
-    num_ranks: int,
+    dataset: SampleDataset, plan: MicroBatchPlan, make: Callable[[list[Sample]], MicroBatch], rank: int, num_ranks: int
 ) -> Iterator[MicroBatch]:
     """This rank's share of a whole data set; no sample is dropped, and every rank gets as many micro-batches.
 

@@ -11,13 +11,7 @@ from verl_ext.checkpoint.manifest import EXPORT, has_export, read_tracker, step_
 from verl_ext.commands import typed_command
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import default_recipe
-from verl_ext.console import (
-    print_line,
-    print_next,
-    print_summary,
-    typed_path,
-    warn,
-)
+from verl_ext.console import print_line, print_next, print_summary, typed_path, warn
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import resume_candidate
 from verl_ext.launch.outcome import Failure, Outcome, Stopped

@@ -120,8 +120,7 @@ class GRPOModelConfig(ModelConfig):
 
     fsdp_config: GatheringFSDPConfig = section(GatheringFSDPConfig)
     sft_run: str | None = setting(
-        None,
-        "Run directory of SFT, whose best checkpoint is the initial model, or its newest if none was evaluated",
+        None, "Run directory of SFT, whose best checkpoint is the initial model, or its newest if none was evaluated"
     )
 
 

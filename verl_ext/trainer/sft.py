@@ -338,11 +338,7 @@ class TokenLoss:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        head: FusedLinearCrossEntropy | None,
-        precision: torch.dtype,
-        device_name: str,
+        self, model: torch.nn.Module, head: FusedLinearCrossEntropy | None, precision: torch.dtype, device_name: str
     ) -> None:
         self._model, self.head, self.precision, self._device = model, head, precision, device_name
 
