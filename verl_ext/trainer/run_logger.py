@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
 from types import TracebackType
 
-from verl_ext.checkpoint.manifest import committed_steps
 from verl_ext.config.schema import as_dict, to_yaml
 from verl_ext.console import warn
 from verl_ext.distributed import on_rank_zero
 from verl_ext.errors import USER_ERROR_EXIT_CODE, Stop, UserError, one_line
-from verl_ext.files import parse_json, replace_file
-from verl_ext.health.facts import REWARDED, Facts
-from verl_ext.health.findings import Finding, Level
-from verl_ext.health.own_rules import all_rules
-from verl_ext.health.replay import replay
-from verl_ext.health.rules import watched_by
-from verl_ext.health.watch import HealthWatch
-from verl_ext.metrics.jsonl import EVENTS_FILE, HealthEvent, SampleRow
+from verl_ext.files import replace_file
+from verl_ext.health.context import REWARDED
+from verl_ext.health.rule import Finding
+from verl_ext.health.watch import HealthMonitor
+from verl_ext.metrics.jsonl import HealthEvent, SampleRow
 from verl_ext.metrics.recorder import MetricsRecorder
 from verl_ext.metrics.run_record import EndStatus, RunRecord
 from verl_ext.metrics.sinks import ProgressBar
@@ -52,7 +46,7 @@ class RunLogger:
     ) -> None:
         self.config, self.is_main = config, is_main
         self.steps_per_epoch = steps_per_epoch
-        self.health: HealthWatch | None = None
+        self.health: HealthMonitor | None = None
         self.run_dir = config.trainer.run_dir
         self.first_step, self.last_step, self.total_steps = first_step, first_step, total_steps
         self.world_size, self.precision = world_size, precision
@@ -64,7 +58,7 @@ class RunLogger:
     def _open(self) -> None:
         startup.mark("checkpoint")
         self.record = RunRecord(self.run_dir)
-        self.health = self._watch()
+        self.health = self._health_monitor()
         number = self.record.start_attempt(
             first_step=self.first_step,
             world_size=self.world_size,
@@ -106,10 +100,14 @@ class RunLogger:
         for found in self._findings(step, metrics):
             self.recorder.log_event(HealthEvent(step, found.rule, found.level.word, found.sentence))
 
-    def _watch(self) -> HealthWatch | None:
+    def _health_monitor(self) -> HealthMonitor | None:
         """The health rules; None if they are disabled, or if what earlier starts recorded cannot be read."""
+        settings = self.config.health
+        if not settings.enabled:
+            return None
         try:
-            return watch_of(self.config, self.first_step, self.total_steps, self.steps_per_epoch)
+            steps = self.first_step, self.total_steps, self.steps_per_epoch
+            return HealthMonitor.for_run(settings, as_dict(self.config), self.run_dir, *steps)
         except Exception as error:  # a broken file or rule must not stop training
             warn(f"the health rules are off: {one_line(error)}")
             return None
@@ -117,7 +115,7 @@ class RunLogger:
     def _findings(self, step: int, metrics: Mapping[str, float]) -> Sequence[Finding]:
         """Findings of the health rules; a rule that raises disables the rules, and the run continues."""
         try:
-            return [] if self.health is None else self.health.note(step, metrics)
+            return [] if self.health is None else self.health.check(step, metrics)
         except Exception as error:  # a broken rule must not stop training
             self.health = None
             warn(f"the health rules are off from step {step} on: {one_line(error)}")
@@ -145,9 +143,9 @@ class RunLogger:
             return
         self.bar.close()
         status, reason, exit_code = self._outcome(error)
-        self.recorder.close(exit_code)
+        closed = self.recorder.close(exit_code)
         try:
-            self.record.end_attempt(status, self.last_step, reason)
+            self.record.end_attempt(status, self.last_step, reason, closed)
         except UserError as lost:
             if error is None:
                 raise
@@ -162,37 +160,3 @@ class RunLogger:
         if isinstance(error, UserError):
             return "failed", str(error), USER_ERROR_EXIT_CODE
         return "failed", one_line(error), 1
-
-
-def watch_of(config: RunConfig, first_step: int, total_steps: int, steps_per_epoch: int) -> HealthWatch | None:
-    """The health rules with what earlier starts recorded; None with `health.enabled=false`.
-
-    Args:
-        config: the resolved configuration.
-        first_step: step from which this start resumes.
-        total_steps: of the run.
-        steps_per_epoch: optimizer steps in a pass over the data.
-    """
-    wanted, run_dir = config.health, config.trainer.run_dir
-    if not wanted.enabled:
-        return None
-    run = RunRecord(run_dir).read()
-    rules = all_rules(wanted.rules, "health.rules")
-    history, _ = replay(run_dir, run["attempts"], first_step, watched_by(rules))
-    checkpoints = partial(committed_steps, run_dir)
-    facts = Facts.of(as_dict(config), total_steps, steps_per_epoch, checkpoints, run["untrained_loss"])
-    reported = reported_levels(run_dir / EVENTS_FILE, first_step)
-    return HealthWatch(history, facts, wanted.limits, wanted.every, list(wanted.stop_on), reported, rules)
-
-
-def reported_levels(path: Path, step: int) -> dict[str, Level]:
-    """The last level of each rule in `events.jsonl` up to a step."""
-    found: dict[str, Level] = {}
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        try:
-            row = parse_json(line)
-            if row["step"] <= step:
-                found[row["name"]] = Level[row["level"].upper()]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # a crash can leave a torn line
-    return found
