@@ -20,8 +20,9 @@ MOST_FILES = {
     "One resume": 8,
     "One row of metrics": 5,
     "Rules in the loop": 8,
+    "A plan": 6,
 }
-UNIQUE_CLASSES_IN = ("trainer", "launch", "config", "data", "checkpoint", "metrics", "health")
+UNIQUE_CLASSES_IN = ("trainer", "launch", "config", "data", "checkpoint", "metrics", "plan", "health")
 """Folders of `verl_ext` whose classes, like those at the root, have unique names in the product."""
 
 
