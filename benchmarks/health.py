@@ -39,6 +39,8 @@ CHANGES = (0.0, 2.0, 4.0, 6.0, 8.0, 11.0)
 """Sizes of a simulated change, in its standard errors."""
 STEPS_PER_EPOCH = 10
 Rows = Iterator[tuple[int, dict[str, float]]]
+Simulator = Callable[[float, np.random.Generator], Rows]
+"""Makes a run with a change of some size."""
 
 
 # Cost
@@ -92,10 +94,10 @@ class Simulation:
     stage: str
     change: str
     level: Level
-    rows: Callable[[float, np.random.Generator], Rows]
+    rows: Simulator
 
 
-def ramps(num_epochs: int, **slopes: tuple[float, float, float]) -> Callable[[float, np.random.Generator], Rows]:
+def ramps(num_epochs: int, **slopes: tuple[float, float, float]) -> Simulator:
     """Runs whose epoch means follow a straight line.
 
     Args:
@@ -118,7 +120,7 @@ def ramps(num_epochs: int, **slopes: tuple[float, float, float]) -> Callable[[fl
     return rows
 
 
-def past_their_best(measured: str, trained: str, sign: int, noise: float) -> Callable[[float, np.random.Generator], Rows]:
+def past_their_best(measured: str, trained: str, sign: int, noise: float) -> Simulator:
     """Runs with 16 validations that improve in the first half and get worse in the second one, while training improves.
 
     The size of the change is in standard deviations of a validation.

@@ -341,17 +341,18 @@ class MetricTrend:
 def metric_trends(view: HealthView) -> list[MetricTrend]:
     """The trends by which people judge a run, of the metrics that it has logged often enough."""
     if view.context.stage in LANGUAGE:
-        wanted: list[tuple[str | None, int]] = [(LOSS, -1), (VAL_LOSS, -1)]
+        directions = {LOSS: -1, VAL_LOSS: -1}
     else:
-        wanted = [(REWARD, 1), (view.first_logged(CORRECT), 1), (VIOLATION, -1)]
+        correct = view.first_logged(CORRECT)
+        directions = {REWARD: 1, **({correct: 1} if correct else {}), VIOLATION: -1}
     found = []
-    for name, better in wanted:
-        values, unit = (view.history.epochs(name), "epochs") if name else ([], "")
-        if name and len(values) < MIN_TREND_EPOCHS:
+    for name, better in directions.items():
+        values, unit = view.history.epochs(name), "epochs"
+        if len(values) < MIN_TREND_EPOCHS:
             is_rare = name == VAL_LOSS
             values = view.series(name).recent() if is_rare else view.series(name).segment_means
             unit = "validations" if is_rare else "parts of the run"
-        if name and len(values) >= 3:
+        if len(values) >= 3:
             moved = trend(values)
             sign = moved.sign if moved.goes(moved.sign, view.limits.improvement_p) else 0
             ends = float(values[0]), float(values[-1])

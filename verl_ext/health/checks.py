@@ -293,7 +293,8 @@ def nothing_improves(view: HealthView) -> CheckResult | None:
 def milestones(view: HealthView) -> CheckResult | None:
     """What a controller has usually reached after so many epochs."""
     limits, every = view.limits, view.limits.milestone_epochs
-    reached, missed = [], []
+    reached: list[str] = []
+    missed: list[str] = []
     for name, better, expected in (
         (REWARD, 1, limits.reward_milestones),
         (ACCURACY, 1, limits.accuracy_milestones),

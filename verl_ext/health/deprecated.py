@@ -118,16 +118,19 @@ def rule(
     return enter
 
 
+OLD_MODULES: dict[str, dict[str, object]] = {
+    "facts": {"Facts": RunContext},
+    "findings": {each.__name__: each for each in (Level, Finding, ok, notice, warning, alarm)} | {"Seen": CheckResult},
+    "limits": {"Limits": HealthLimits},
+    "series": {"Series": OldSeries},
+    "trends": {"trend_of": trend_of, "noise_of": noise, "rises": rises, "falls": falls},
+}
+"""What the former modules of this folder had, by their names."""
+
+
 def provide_modules() -> None:
     """Let user code import the former modules and names."""
-    for name, content in {
-        "facts": {"Facts": RunContext},
-        "findings": {"Level": Level, "Seen": CheckResult, "Finding": Finding, "ok": ok, "notice": notice,
-                     "warning": warning, "alarm": alarm},
-        "limits": {"Limits": HealthLimits},
-        "series": {"Series": OldSeries},
-        "trends": {"trend_of": trend_of, "noise_of": noise, "rises": rises, "falls": falls},
-    }.items():  # fmt: skip
+    for name, content in OLD_MODULES.items():
         module = ModuleType(f"verl_ext.health.{name}")
         vars(module).update(content)
         sys.modules.setdefault(module.__name__, module)

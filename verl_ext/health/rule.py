@@ -136,7 +136,7 @@ class HealthView:
     def is_near_end(self) -> bool:
         """Whether the run is in its last tenth."""
         total = self.context.total_steps
-        return bool(total) and self.history.step >= NEAR_END * total
+        return total is not None and self.history.step >= NEAR_END * total
 
     def has_improved(self, metric: str, sign: int) -> bool:
         """Whether the recent values are better than the first ones by more than noise.
