@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.command import bench_parser, write_figures
+from benchmarks.harness import bench_parser, write_results
 from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line
 from verl_ext.errors import UserError
@@ -246,7 +246,7 @@ def main() -> int:
         print_line(f"{'rule':20} {'change':40}" + "".join(f"{size:>8}" for size in sizes))
     for row in table:
         print_line(f"{row['rule']:20} {row['change']:40}" + "".join(f"{float(row[size]):8.1%}" for size in sizes))
-    write_figures({"every": arguments.every, "runs": runs, "detection": table}, arguments.output)
+    write_results({"every": arguments.every, "runs": runs, "detection": table}, arguments.output)
     return 0
 
 

@@ -194,9 +194,7 @@ class RewardTrainer(PipelineTrainer):
                 self.stop_vote.check()
                 batch_start = time.perf_counter()
                 more_samples, more_rewards = self.collector.rewarded(prompts, self.global_step, 1, greedy=True)
-                if (
-                    self.stop_vote.longest_step_s
-                ):  # a batch can take longer than a step; none stops a run before its first
+                if self.stop_vote.longest_step_s:  # a batch can take longer; none stops a run before its first step
                     self.stop_vote.note(step_s=time.perf_counter() - batch_start)
                 samples += more_samples
                 rewards += more_rewards

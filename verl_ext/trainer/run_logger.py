@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from dataclasses import dataclass
+from pathlib import Path
 
 from verl_ext.config.schema import as_dict, to_yaml
 from verl_ext.console import warn
@@ -21,10 +22,11 @@ from verl_ext.metrics.timing import startup
 from verl_ext.trainer.stages import RunConfig
 
 
+@dataclass
 class RunLogger:
     """Records one start of a run, as a context around training; on ranks other than 0 every method does nothing.
 
-    Args:
+    Attributes:
         config: the resolved configuration; written to `config.yaml` in the run directory.
         first_step: step of the checkpoint from which this start resumes.
         total_steps: step at which the run is finished.
@@ -32,24 +34,17 @@ class RunLogger:
         world_size: number of ranks.
         is_main: whether this is rank 0.
         precision: number type of the forward pass.
+        health: the health rules; None if they are disabled, or if one of them or a record of earlier starts is broken.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        first_step: int,
-        total_steps: int,
-        steps_per_epoch: int,
-        world_size: int,
-        is_main: bool,
-        precision: str,
-    ) -> None:
-        self.config, self.is_main = config, is_main
-        self.steps_per_epoch = steps_per_epoch
-        self.health: HealthMonitor | None = None
-        self.run_dir = config.trainer.run_dir
-        self.first_step, self.last_step, self.total_steps = first_step, first_step, total_steps
-        self.world_size, self.precision = world_size, precision
+    config: RunConfig
+    first_step: int
+    total_steps: int
+    steps_per_epoch: int
+    world_size: int
+    is_main: bool
+    precision: str
+    health: HealthMonitor | None = None
 
     def __enter__(self) -> RunLogger:
         on_rank_zero(self._open)
@@ -57,8 +52,9 @@ class RunLogger:
 
     def _open(self) -> None:
         startup.mark("checkpoint")
-        self.record = RunRecord(self.run_dir)
-        self.health = self._health_monitor()
+        self.last_step, run_dir = self.first_step, self.config.trainer.run_dir
+        self.record = RunRecord(run_dir)
+        self.health = self._open_health(run_dir)
         number = self.record.start_attempt(
             first_step=self.first_step,
             world_size=self.world_size,
@@ -66,13 +62,13 @@ class RunLogger:
             precision=self.precision,
         )
         self.recorder = self._open_recorder(number)  # can refuse, which leaves config.yaml as it was
-        replace_file(self.run_dir / "config.yaml", [to_yaml(self.config)])
+        replace_file(run_dir / "config.yaml", [to_yaml(self.config)])
         self.bar = ProgressBar(self.total_steps, initial=self.first_step)
         startup.mark("trackers")
 
     def _open_recorder(self, number: int) -> MetricsRecorder:
         return MetricsRecorder(
-            run_dir=self.run_dir,
+            run_dir=self.config.trainer.run_dir,
             attempt=number,
             backends=list(self.config.trainer.logger),
             project=self.config.trainer.project_name,
@@ -100,14 +96,13 @@ class RunLogger:
         for found in self._findings(step, metrics):
             self.recorder.log_event(HealthEvent(step, found.rule, found.level.word, found.sentence))
 
-    def _health_monitor(self) -> HealthMonitor | None:
-        """The health rules; None if they are disabled, or if what earlier starts recorded cannot be read."""
-        settings = self.config.health
-        if not settings.enabled:
+    def _open_health(self, run_dir: Path) -> HealthMonitor | None:
+        """The health rules with what earlier starts recorded."""
+        if not self.config.health.enabled:
             return None
         try:
             steps = self.first_step, self.total_steps, self.steps_per_epoch
-            return HealthMonitor.for_run(settings, as_dict(self.config), self.run_dir, *steps)
+            return HealthMonitor.for_run(self.config.health, as_dict(self.config), run_dir, *steps)
         except Exception as error:  # a broken file or rule must not stop training
             warn(f"the health rules are off: {one_line(error)}")
             return None
@@ -136,9 +131,7 @@ class RunLogger:
         if self.is_main and rows:
             self.recorder.log_samples(step, rows)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self.is_main:
             return
         self.bar.close()
