@@ -10,7 +10,7 @@ from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 from verl.trainer.ppo.core_algos import (
     agg_loss,
     compute_grpo_outcome_advantage,
-    compute_policy_loss_vanilla,
+    get_policy_loss_fn,
     kl_penalty,
 )
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
@@ -32,6 +32,7 @@ from verl.utils.torch_functional import (
 )
 from verl.utils.tracking import Tracking
 from verl.workers.config import ActorConfig as VerlActorConfig
+from verl.workers.config import PolicyLossConfig
 from verl.workers.config.optimizer import build_optimizer as build_verl_optimizer
 from verl.workers.sharding_manager.fsdp_ulysses import FSDPUlyssesShardingManager
 
@@ -40,6 +41,7 @@ __all__ = [
     "FSDPSFTTrainer",
     "FSDPUlyssesShardingManager",
     "FlopsCounter",
+    "PolicyLossConfig",
     "PrecisionType",
     "Tracking",
     "VerlActorConfig",
@@ -48,7 +50,6 @@ __all__ = [
     "apply_monkey_patch",
     "build_verl_optimizer",
     "compute_grpo_outcome_advantage",
-    "compute_policy_loss_vanilla",
     "compute_rollout_correction_weights",
     "convert_to_regular_types",
     "copy_to_local",
@@ -58,6 +59,7 @@ __all__ = [
     "get_constant_schedule_with_warmup",
     "get_cosine_schedule_with_warmup",
     "get_device_name",
+    "get_policy_loss_fn",
     "get_wsd_schedule_with_warmup",
     "hf_tokenizer",
     "kl_penalty",

@@ -20,7 +20,7 @@ from verl_ext.controller.calibration import calibrate, deciding_ms, doubts, othe
 from verl_ext.controller.checkpoints import STATE, load_weights
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.controlled import ControlledModel
-from verl_ext.controller.environment import ModelEnvironment
+from verl_ext.controller.environment import ControllerEnvironment
 from verl_ext.controller.execution import Executor
 from verl_ext.controller.latency_model import LATENCY_FILE
 from verl_ext.controller.latency_source import LatencySource, MeasuredLatency, ModelledLatency
@@ -56,7 +56,7 @@ class BudgetTrainer(RewardTrainer):
     config: BudgetConfig
     train_dataset: ImageQuestionDataset
     val_dataset: ImageQuestionDataset
-    environment: ModelEnvironment
+    environment: ControllerEnvironment
     lr_scheduler: PlateauScheduler
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -78,7 +78,7 @@ class BudgetTrainer(RewardTrainer):
         """See `PipelineTrainer.build_scheduler`: the rate falls when the validation reward stops rising."""
         return PlateauScheduler(self.optimizer, self.config.optim.plateau_factor, self.config.optim.plateau_patience)
 
-    def build_environment(self) -> ModelEnvironment:
+    def build_environment(self) -> ControllerEnvironment:
         """See `RewardTrainer.build_environment`: the frozen model, if its cheapest configuration keeps the budgets."""
         config, space, questions = self.config, self.model_config.space, self.train_dataset.samples
         if isinstance(self.latency, ModelledLatency):
@@ -91,7 +91,7 @@ class BudgetTrainer(RewardTrainer):
         low_ms = self.budgets_ms[0]
         on_every_rank(lambda: check_budgets(config, low_ms, self.executor, least, checked, self.latency))
         scorer = AnswerScorer([*questions, *self.val_dataset.samples])
-        return ModelEnvironment(self.executor, space, config.reward, scorer, self.latency)
+        return ControllerEnvironment(self.executor, space, config.reward, scorer, self.latency)
 
     def build_policy(self) -> ControllerPolicy:
         """See `RewardTrainer.build_policy`: the controller."""
