@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.judge import Verdict
 from verl_ext.errors import UserError
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.plugins import Plugin

@@ -5,17 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from eval_pipeline.config import JudgeLimits
-from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.submission import Submission
-from eval_pipeline.judge.verdict import Verdict
-from eval_pipeline.judge.wire import num_tests_of
+from eval_pipeline.judge import JudgeClient, JudgeConfig, ResourceLimits, Submission, Verdict
 from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.verl_rl import read_tests
@@ -54,9 +49,10 @@ class TextEnvironment(Environment):
         self._specs = parse_reward_functions(reward.functions)
         self.reward_names = [spec.name for spec in self._specs]
         num_workers = reward.num_workers or max(len(os.sched_getaffinity(0)) // num_ranks_here, 1)
-        needs_judge = any(spec.needs_verdict for spec in self._specs)
         with ExitStack() as started:  # closed if a later function cannot be loaded
-            self._judge = JudgeReward(reward, num_workers, started) if needs_judge else None
+            self._judge: JudgeReward | None = None
+            if any(spec.needs_verdict for spec in self._specs):
+                self._judge = JudgeReward(started.enter_context(_judge_client(reward, num_workers)))
             self._submit: dict[str, Callable[[RewardedAnswer], Future[float]]] = {
                 spec.name: _submitter(spec, reward, max_tokens, num_workers, started)
                 for spec in self._specs
@@ -126,6 +122,12 @@ def answer_of(trajectory: Trajectory) -> RewardedAnswer:
     )
 
 
+def _judge_client(reward: RewardConfig, num_workers: int) -> JudgeClient:
+    limits = ResourceLimits(cpu_s=reward.cpu_s, wall_s=reward.wall_s, memory_mb=reward.memory_mb)
+    config = JudgeConfig(isolation=reward.isolation, num_workers=num_workers, packages=reward.packages, limits=limits)
+    return JudgeClient(config, section="reward")
+
+
 def _submitter(
     spec: RewardSpec, reward: RewardConfig, max_tokens: int, num_workers: int, started: ExitStack
 ) -> Callable[[RewardedAnswer], Future[float]]:
@@ -154,24 +156,12 @@ class JudgeReward:
     """Gets each distinct answer judged once: samples of one prompt often say the same.
 
     Args:
-        reward: the judge's limits.
-        num_workers: verdicts at a time.
-        started: closes the judge.
-
-    Raises:
-        UserError: the isolation does not work on this machine.
+        client: of a running judge.
     """
 
-    def __init__(self, reward: RewardConfig, num_workers: int, started: ExitStack) -> None:
-        limits = JudgeLimits(cpu_s=reward.cpu_s, wall_s=reward.wall_s, memory_mb=reward.memory_mb)
-        # a program that the wall clock stopped is run once more; the rest is what a busy machine may add
-        self._timeout_s = 2 * reward.wall_s + 30
-        self._num_verdicts = 0
-        self._most_tests = 1
+    def __init__(self, client: JudgeClient) -> None:
+        self.client = client
         self._futures: dict[Submission, Future[Verdict]] = {}
-        self._server = started.enter_context(JudgeServer(reward.isolation, num_workers, limits, reward.packages))
-        self._sender = ThreadPoolExecutor(1)
-        started.callback(self._sender.shutdown)
 
     def submit(self, answer: RewardedAnswer) -> Future[Verdict]:
         """Begin to judge an answer; `verdict` waits for the result, and raises why there is none."""
@@ -183,8 +173,7 @@ class JudgeReward:
             failed.set_exception(error)
             return failed
         if submission not in self._futures:
-            self._futures[submission] = self._hand_in(submission)
-            self._futures[submission].add_done_callback(self._count)
+            self._futures[submission] = self.client.submit(submission)
         return self._futures[submission]
 
     def verdict(self, future: Future[Verdict]) -> Verdict:
@@ -194,15 +183,7 @@ class JudgeReward:
             UserError: its tests cannot be read.
             RuntimeError: the judge failed, not the answer.
         """
-        while True:
-            num_verdicts = self._num_verdicts
-            try:
-                verdict = future.result(self._timeout_s * self._most_tests)
-                break
-            except FutureTimeout:
-                # silent for longer than a judgement can take
-                if num_verdicts == self._num_verdicts:
-                    self._server.kill()
+        verdict = future.result()
         if verdict.error_type == "api_error":
             raise RuntimeError(f"the judge failed: {verdict.message}")
         return verdict
@@ -210,16 +191,3 @@ class JudgeReward:
     def forget(self) -> None:
         """Forget the answers of a batch, all of whose verdicts have been waited for."""
         self._futures.clear()
-        self._most_tests = 1
-
-    def _hand_in(self, submission: Submission) -> Future[Verdict]:
-        self._most_tests = max(self._most_tests, num_tests_of(submission.tests))
-        handing = self._sender.submit(self._server.submit, submission)
-        try:
-            return handing.result(self._timeout_s)
-        except FutureTimeout:  # the server no longer reads
-            self._server.kill()
-            return handing.result()
-
-    def _count(self, future: Future[Verdict]) -> None:
-        self._num_verdicts += 1
