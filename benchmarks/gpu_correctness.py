@@ -161,7 +161,7 @@ def resume(settings: GPUCheckSettings) -> None:
     settings.add_row("steps whose loss or gradient norm differs", len(different), limit=0)
     last = f"global_step_{LAST_STEP}"
     pairs = compare(straight / last, killed / last, (MODEL, OPTIMIZER), lambda _: None)
-    names = [each.name for each in pairs if not each.is_equal]
+    names = [each.name for each in pairs if each.what]
     settings.add_row("tensors of the last checkpoint that differ", len(names), limit=0, note=", ".join(names[:3]))
     for each in (straight, killed):
         shutil.rmtree(each)

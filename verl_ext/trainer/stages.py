@@ -267,7 +267,6 @@ def require_divisible(config: RunConfig, world_size: int, mini_batch: int | None
     """Refuse a batch that does not divide into mini-batches, or an update that does not divide over the ranks.
 
     Args:
-        config: with the batch.
         world_size: number of ranks on all nodes.
         mini_batch: samples of an update over all ranks; None for the whole batch.
         unit: ranks that only come together, such as those of an engine.
