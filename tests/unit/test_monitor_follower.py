@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,11 +117,35 @@ def test_a_restart_of_the_monitor_reads_saved_curves_and_the_rows_behind_them(
     assert saved.load_curves(again.runs["p/e"].id).envelopes["train/loss"].points()[1].tolist() == values
 
 
-def test_a_finished_run_is_saved_to_its_last_row(root: Path, follower: RunFollower) -> None:
+def test_a_run_without_new_rows_is_saved_to_its_last_row(
+    root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_record(root / "p/e", status="finished")
     write_rows(root / "p/e", 1, range(1, 50))
     look(follower)
-    assert follower.runs["p/e"].saved_summary == (49, {"train/loss": 49.0})
+    assert follower.runs["p/e"].saved_state.step == 0
+    monkeypatch.setattr(follower_module, "IDLE_S", -1.0)
+    look(follower)
+    saved = follower.runs["p/e"].saved_state
+    assert (saved.step, saved.latest) == (49, {"train/loss": 49.0})
+
+
+def test_a_run_that_was_killed_does_not_count_as_running(root: Path, follower: RunFollower) -> None:
+    write_record(root / "p/live")
+    write_rows(root / "p/live", 1, range(1, 5))
+    write_record(root / "p/silent")
+    row = {"attempt": 1, "train/loss": 1.0}
+    lines = [json.dumps({**row, "step": number, "time": time.time() - 3000 + number}) for number in range(1, 9)]
+    (root / "p/silent/metrics.jsonl").write_text("\n".join(lines) + "\n")
+    write_record(root / "p/validating")
+    lines.append(json.dumps({"step": 8, "attempt": 1, "time": time.time() - 2900, "time/val/step_s": 2000.0}))
+    (root / "p/validating/metrics.jsonl").write_text("\n".join(lines) + "\n")
+    for each in (follower, RunFollower(follower.database_path, root)):
+        look(each)
+        assert {path: run.status for path, run in each.runs.items()} == {
+            "p/live": "running", "p/silent": "killed", "p/validating": "running",
+        }  # fmt: skip
+        assert "logged nothing for 29" in str(each.runs["p/silent"].exit_reason)
 
 
 def test_two_monitors_may_share_a_database(root: Path, follower: RunFollower) -> None:

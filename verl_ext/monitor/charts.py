@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl_ext.health.schedule import schedule_of
+from verl_ext.health.context import schedule_of
 from verl_ext.metrics.registry import METRICS
 from verl_ext.monitor.curves import Array, RunCurves, is_worth_smoothing, smooth
 from verl_ext.monitor.text import translate

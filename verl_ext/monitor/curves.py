@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from scipy.ndimage import uniform_filter1d
 from scipy.signal import lfilter
 
+from verl_ext.health.run_directory import PAUSES
+
 MAX_POINTS = 4000
 """Points that a curve is drawn with."""
 RECENT_STEPS = 50
@@ -122,6 +124,7 @@ class RunCurves:
         self.starts: dict[int, int] = {}  # by attempt: where it begins on the axis
         self.offsets: dict[int, int] = {}  # by attempt: axis minus step
         self.steps_per_epoch: int | None = None
+        self.longest_pause_s = 0.0
         self._end = 0
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=RECENT_STEPS)  # attempt, step, time
 
@@ -137,6 +140,8 @@ class RunCurves:
         for name, (places, values) in columns_of(rows).items():
             self.envelopes.setdefault(name, CurveEnvelope()).add(x[places], values)
             self.latest[name] = float(values[-1])
+            if name in PAUSES:
+                self.longest_pause_s = float(np.nanmax([self.longest_pause_s, *values]))
         self._recent.extend(
             (row.attempt, row.step, row.time) for row in rows[-4 * RECENT_STEPS :] if STEP_METRIC in row.metrics
         )
@@ -162,15 +167,18 @@ class RunCurves:
         """The last training step; 0 before the first."""
         return self._recent[-1][1] if self._recent else 0
 
-    def seconds_left(self, total_steps: int | None) -> float | None:
-        """Time until the last step at the speed of the recent ones, pauses included; None if it is not known."""
+    def step_seconds(self) -> float | None:
+        """Mean duration of the recent steps of the last attempt, pauses included; None if it is not known."""
         recent = [(step, time) for attempt, step, time in self._recent if attempt == self._recent[-1][0]]
-        if total_steps is None or len(recent) < 2:
+        if not recent:
             return None
         steps, seconds = recent[-1][0] - recent[0][0], recent[-1][1] - recent[0][1]
-        if steps <= 0 or seconds <= 0:
-            return None
-        return max(0, total_steps - recent[-1][0]) * seconds / steps
+        return seconds / steps if steps > 0 and seconds > 0 else None
+
+    def seconds_left(self, total_steps: int | None) -> float | None:
+        """Time until the last step at the speed of the recent ones; None if it is not known."""
+        step_seconds = self.step_seconds()
+        return None if total_steps is None or step_seconds is None else max(0, total_steps - self.step) * step_seconds
 
     def dump(self) -> tuple[bytes, list[tuple[str, int, bytes, bytes]]]:
         """The state as JSON, and of each metric its name, segment size, segments and pending points."""
@@ -180,6 +188,7 @@ class RunCurves:
             "starts": [*self.starts.items()],
             "offsets": [*self.offsets.items()],
             "steps_per_epoch": self.steps_per_epoch,
+            "longest_pause_s": self.longest_pause_s,
             "end": self._end,
             "recent": [*self._recent],
         }
@@ -196,7 +205,8 @@ class RunCurves:
         curves.last_id, curves.version = found["last_id"], 1
         curves.latest = {name: float("nan") if value is None else value for name, value in found["latest"]}
         curves.starts, curves.offsets = dict(found["starts"]), dict(found["offsets"])
-        curves.steps_per_epoch, curves._end = found["steps_per_epoch"], found["end"]
+        curves.steps_per_epoch, curves.longest_pause_s = found["steps_per_epoch"], found["longest_pause_s"] or 0.0
+        curves._end = found["end"]
         curves._recent.extend(map(tuple, found["recent"]))
         for name, size, segments, pending in blobs:
             arrays = np.frombuffer(segments).reshape(-1, 6), size, np.frombuffer(pending).reshape(-1, 2)

@@ -97,13 +97,14 @@ class FilePositions:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run as the run table and the head of its page show it.
+    """A run as the table of runs and the head of its page show it.
 
     Attributes:
         id: in the database.
         path: relative to the root.
         generation: how often another metrics.jsonl took the place of the first.
         unreadable: lines of metrics.jsonl that are not rows.
+        record: `run.json` as it was last read.
         first_start: ISO time of the first attempt; None if there is none.
         attempt: number of the last attempt; None if there is none. `start`, `end`, `host` and `exit_reason` are its.
         levels: the present level of each health rule that has reported something.
@@ -121,6 +122,7 @@ class RunInfo:
     total_steps: int | None
     generation: int
     unreadable: int
+    record: str
     saved_curves: str
     first_start: str | None
     attempt: int | None
@@ -132,16 +134,13 @@ class RunInfo:
     accuracy: tuple[float, str, int] | None = None
 
     @cached_property
-    def saved_summary(self) -> tuple[int, dict[str, float]]:
-        """The last step, and the last value of each metric, when the curves were last saved."""
-        if not self.saved_curves:
-            return 0, {}
-        curves = RunCurves.load(self.saved_curves, ())
-        return curves.step, curves.latest
+    def saved_state(self) -> RunCurves:
+        """The curves as they were last saved, without envelopes."""
+        return RunCurves.load(self.saved_curves, ()) if self.saved_curves else RunCurves()
 
 
 RUN_QUERY = """
-SELECT runs.id, path, project, experiment, stage, recipe, status, total_steps, generation, unreadable,
+SELECT runs.id, path, project, experiment, stage, recipe, status, total_steps, generation, unreadable, record,
     curves AS saved_curves, (SELECT min(start) FROM attempts WHERE run = runs.id) AS first_start,
     last.attempt, last.start, last.end, last.host, last.exit_reason
 FROM runs
@@ -306,6 +305,12 @@ class MonitorDatabase:
         """Every row of a run in order."""
         query = "SELECT attempt, step, time, metrics FROM training_logs WHERE run = ? ORDER BY id"
         return map(_row, self._connection.execute(query, (run,)))
+
+    def last_time(self, run: int) -> float:
+        """When the last row of a run was logged, in seconds since 1970; 0 before the first."""
+        query = "SELECT time FROM training_logs WHERE run = ? ORDER BY id DESC LIMIT 1"
+        row = self._connection.execute(query, (run,)).fetchone()
+        return 0.0 if row is None else row[0]
 
     def load_curves(self, run: int) -> RunCurves:
         """The curves of a run with all its rows."""

@@ -16,9 +16,9 @@ from verl_ext.checkpoint.inspection import CheckpointInfo, list_all, read_retent
 from verl_ext.checkpoint.manifest import EXPORT, has_export
 from verl_ext.errors import first_line_of
 from verl_ext.files import format_bytes
-from verl_ext.health.checklist import Point, checklists
-from verl_ext.health.findings import Finding, Level
-from verl_ext.health.run_files import RunFiles
+from verl_ext.health.checklist import ChecklistItem, checklists
+from verl_ext.health.rule import Finding, Level
+from verl_ext.health.run_directory import RunDirectory
 from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
 from verl_ext.metrics.run_record import RUN_FILE
 from verl_ext.monitor.database import LogEvent, RunInfo
@@ -308,11 +308,12 @@ class HealthPanel(Panel):
             elif found is not None:
                 self._draw(*found)
 
-    def _draw(self, lists: dict[str, list[Point]], findings: list[Finding]) -> None:
-        for title, points in lists.items():
+    def _draw(self, lists: dict[str, list[ChecklistItem]], findings: list[Finding]) -> None:
+        for title, items in lists.items():
             ui.label(title).classes("text-lg mt-2")
-            for point in points:
-                _line(point.seen.level if point.seen else None, point.text, point.seen.message if point.seen else "-")
+            for item in items:
+                result = item.result
+                _line(result.level if result else None, item.text, result.message if result else "-")
         ui.label(self.say("Rules")).classes("text-lg mt-2")
         for found in sorted(findings, key=lambda each: -each.level):
             _line(found.level, found.rule, found.sentence)
@@ -324,11 +325,11 @@ def _files_state(directory: Path) -> tuple[object, ...]:
     return directory, *[stamp_of(path) for path in paths if path.exists()], int(time.time() / 30)
 
 
-def _look(directory: Path) -> tuple[dict[str, list[Point]], list[Finding]] | str:
+def _look(directory: Path) -> tuple[dict[str, list[ChecklistItem]], list[Finding]] | str:
     """The checklists and findings of a run; a sentence if it has none."""
     try:
-        files = RunFiles.read(directory)
-        return checklists(files), list(files.findings().values())
+        run = RunDirectory.read(directory)
+        return checklists(run), list(run.findings().values())
     except Exception as error:  # a run's files may contain anything
         return first_line_of(error)
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import orjson
 from verl_ext.config.run_config import read_config_file
 from verl_ext.console import warn
 from verl_ext.errors import UserError, one_line
+from verl_ext.health.run_directory import KILLED, max_silence_s, silence_s, why_killed
 from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE
 from verl_ext.metrics.run_record import RUN_FILE, STATUSES, seconds_of
 from verl_ext.monitor.curves import STEP_METRIC, MetricRow, RunCurves, is_number
@@ -34,6 +35,8 @@ DISCOVERY_S = 3.0
 """Between two looks for new runs."""
 DUMP_ROWS = 16_384
 """Rows after which the curves of a run are saved again; a restart reads at most as many."""
+IDLE_S = 10.0
+"""After the last row, curves are saved."""
 MAX_CACHED_RUNS = 32
 """Runs whose curves stay in memory, at about 0.2 MB a metric."""
 BLOCK_BYTES = 8 << 20
@@ -63,6 +66,7 @@ class RunFollower(threading.Thread):
         self._curves: OrderedDict[tuple[int, int], RunCurves] = OrderedDict()  # by run and generation
         self._curves_lock = threading.Lock()
         self._warned: set[str] = set()
+        self._stored_runs: dict[str, RunInfo] = {}
         self._runs_changed = True
         self._database_version = 0
         self._stopping = threading.Event()
@@ -115,16 +119,18 @@ class RunFollower(threading.Thread):
 
     def summary(self, run: RunInfo) -> tuple[int, Mapping[str, float]]:
         """The last step of a run and the last value of each metric, without loading its curves."""
-        with self._curves_lock:
-            curves = self._curves.get((run.id, run.generation))
-        if curves is None:
-            return run.saved_summary
-        with curves.lock:
-            return curves.step, dict(curves.latest)
+        state = self._state_of(run)
+        with state.lock:
+            return state.step, dict(state.latest)
 
     def directory(self, run: RunInfo) -> Path:
         """The directory of a run."""
         return self.root / run.path
+
+    def _state_of(self, run: RunInfo) -> RunCurves:
+        """The curves of a run if they are in memory, otherwise as they were last saved, without envelopes."""
+        with self._curves_lock:
+            return self._curves.get((run.id, run.generation)) or run.saved_state
 
     def _curves_of(self, run: int, generation: int, database: MonitorDatabase) -> RunCurves:
         with self._curves_lock:
@@ -179,11 +185,24 @@ class RunFollower(threading.Thread):
         try:
             version = self._database.version()
             if self._runs_changed or version != self._database_version:
-                self.runs, self._database_version = self._database.runs(), version
+                self._stored_runs, self._database_version = self._database.runs(), version
                 self._runs_changed = False
+            runs = {path: self._with_death(run) for path, run in self._stored_runs.items()}
+            if runs != self.runs:
+                self.runs = runs
                 self.version += 1
         except Exception as error:  # a locked database; the next look tries again
             self._warn_once(f"runs cannot be listed: {one_line(error)}")
+
+    def _with_death(self, run: RunInfo) -> RunInfo:
+        """The run, with status `killed` and the reason if its record says that it is running, and it is not."""
+        if run.status != "running":
+            return run
+        state, record = self._state_of(run), orjson.loads(run.record)
+        with state.lock:
+            allowed = max_silence_s(state.step_seconds() or 0.0, state.longest_pause_s)
+        death = why_killed(record, silence_s(record, self._database.last_time(run.id)), allowed)
+        return run if death is None else replace(run, status=KILLED, exit_reason=death)
 
     def _read_record(self, directory: Path) -> int | None:
         """Read `run.json`; returns the run's id, or None if this is not a run record (yet)."""
@@ -284,15 +303,15 @@ class RunFollower(threading.Thread):
         return bool(new.lines)
 
     def _tend_curves(self, run: int, generation: int, is_at_end: bool) -> None:
-        """Add rows to curves in memory that another monitor read, and save them once in a while and at the end."""
+        """Add rows to curves in memory that another monitor read, and save curves now and then."""
         with self._curves_lock:
             curves = self._curves.get((run, generation))
         if curves is None:
             return
         with curves.lock:
             self._database.catch_up(run, curves)
-            is_over = is_at_end and curves.num_unsaved > 0 and run not in self._database.live_runs()
-            if is_over or curves.num_unsaved >= DUMP_ROWS:
+            is_idle = is_at_end and time.time() - self._database.last_time(run) > IDLE_S
+            if curves.num_unsaved >= DUMP_ROWS or (curves.num_unsaved and is_idle):
                 self._database.save_curves(run, curves)
                 self._runs_changed = True
 

@@ -19,7 +19,7 @@ from verl_ext.monitor.text import LANGUAGES, format_number, format_seconds
 
 UPDATE_S = 0.3
 """Least time between two updates of a page."""
-DOTS = {"running": "🟢", "finished": "🔵", "waiting": "🟡", "failed": "🔴", "stopped": "⚪"}
+DOTS = {"running": "🟢", "finished": "🔵", "waiting": "🟡", "failed": "🔴", "stopped": "⚪", "killed": "⚫"}
 PANELS: dict[str, type[Panel]] = {
     "Training": TrainingPanel,
     "Evaluation": EvaluationPanel,
