@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.bandit import DECISIONS, Bandit, Machine, prompts
-from verl_ext.errors import Stop
+from verl_ext.errors import STOP_SIGNALS, Stop
 from verl_ext.grpo.advantages import Advantages
 from verl_ext.grpo.config import TokenActorConfig
 from verl_ext.grpo.environment import Reward
@@ -22,8 +22,9 @@ from verl_ext.grpo.metrics import GRPOMetrics, spreads
 from verl_ext.grpo.policy import Prompt
 from verl_ext.grpo.update import Updated, Updater, UpdateSettings
 from verl_ext.metrics.timing import StepTimer
+from verl_ext.processes import StopSignals
 from verl_ext.trainer.grpo import GRPOTrainer
-from verl_ext.trainer.preemption import RankSignals, StopVote
+from verl_ext.trainer.preemption import StopVote
 
 ACTOR = TokenActorConfig()
 ONCE = UpdateSettings(ACTOR, 1, 1, 64, DECISIONS)
@@ -259,7 +260,7 @@ def test_the_ratio_of_a_single_update_is_to_the_samplers_probabilities(num_epoch
 
 def test_a_stop_in_a_validation_ends_drawing_before_the_run_saves(one_rank: None) -> None:
     """A policy that draws with vLLM gives back the GPU's memory there."""
-    bandit, signals = Bandit(6), RankSignals()
+    bandit, signals = Bandit(6), StopSignals(STOP_SIGNALS)
     trainer = GRPOTrainer.__new__(GRPOTrainer)
     trainer.policy, trainer.global_step, trainer.stop_vote = bandit, 3, StopVote(signals, None)
     trainer.collector = Collector(bandit, Machine(), GROUP, True, StepTimer(), "cpu")
@@ -267,7 +268,7 @@ def test_a_stop_in_a_validation_ends_drawing_before_the_run_saves(one_rank: None
     def batches() -> Iterator[list[Prompt]]:
         yield prompts(0, 1)
         assert bandit.draws
-        signals.received = signal.SIGTERM
+        signals.received.append(signal.SIGTERM)
         yield prompts(2, 3)
 
     trainer.eval_prompts = batches  # type: ignore[method-assign]
