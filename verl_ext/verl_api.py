@@ -10,7 +10,7 @@ from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 from verl.trainer.ppo.core_algos import (
     agg_loss,
     compute_grpo_outcome_advantage,
-    compute_policy_loss_vanilla,
+    get_policy_loss_fn,
     kl_penalty,
 )
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
@@ -32,5 +32,6 @@ from verl.utils.torch_functional import (
 )
 from verl.utils.tracking import Tracking
 from verl.workers.config import ActorConfig as VerlActorConfig
+from verl.workers.config import PolicyLossConfig
 from verl.workers.config.optimizer import build_optimizer as build_verl_optimizer
 from verl.workers.sharding_manager.fsdp_ulysses import FSDPUlyssesShardingManager

@@ -20,7 +20,7 @@ from verl_ext.controller.calibration import calibrate, deciding_ms, doubts, othe
 from verl_ext.controller.checkpoints import STATE, load_weights
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
 from verl_ext.controller.controlled import ControlledModel
-from verl_ext.controller.environment import ModelEnvironment
+from verl_ext.controller.environment import ControllerEnvironment
 from verl_ext.controller.execution import Executor
 from verl_ext.controller.latency_model import LATENCY_FILE
 from verl_ext.controller.latency_source import LatencySource, MeasuredLatency, ModelledLatency
@@ -56,7 +56,7 @@ class BudgetTrainer(RewardTrainer):
     config: BudgetConfig
     train_dataset: ImageQuestionDataset
     val_dataset: ImageQuestionDataset
-    environment: ModelEnvironment
+    environment: ControllerEnvironment
     lr_scheduler: PlateauScheduler
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -169,7 +169,7 @@ class BudgetTrainer(RewardTrainer):
         """See `PipelineTrainer.build_scheduler`: the rate falls when the validation reward stops rising."""
         return PlateauScheduler(self.optimizer, self.config.optim.plateau_factor, self.config.optim.plateau_patience)
 
-    def build_environment(self) -> ModelEnvironment:
+    def build_environment(self) -> ControllerEnvironment:
         """See `RewardTrainer.build_environment`: the frozen model, if its cheapest configuration keeps the budgets."""
         if isinstance(self.latency, ModelledLatency):
             r2 = self.latency.model.r2
@@ -180,7 +180,7 @@ class BudgetTrainer(RewardTrainer):
         low_ms = self.budgets_ms[0]
         on_every_rank(lambda: check_budgets(self.config, low_ms, self.executor, least, questions, self.latency))
         scorer = AnswerScorer([*self.train_dataset.samples, *self.val_dataset.samples])
-        return ModelEnvironment(self.executor, self.space, self.config.reward, scorer, self.latency)
+        return ControllerEnvironment(self.executor, self.space, self.config.reward, scorer, self.latency)
 
     def build_policy(self) -> ControllerPolicy:
         """See `RewardTrainer.build_policy`: the controller."""
