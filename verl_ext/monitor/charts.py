@@ -362,7 +362,8 @@ def rates_options(
     series: list[dict[str, Any]] = []
     for (name, values), color in zip(rates.items(), COLORS):
         points = [[step, value[0]] for step, value in zip(steps, values)]
-        series.append({"name": name, "type": "line", "data": points, "itemStyle": {"color": color}, "symbolSize": 8})
+        series.append({"name": name, "type": "line", "data": points, "itemStyle": {"color": color}})
+        series[-1] |= {"symbol": "circle", "symbolSize": 8}
         for step, (_, low, high) in zip(steps, values):
             style = {"color": color, "width": 2, "opacity": 0.6}
             ends = {"data": [[step, low], [step, high]], "lineStyle": style, "symbol": "none", "silent": True}
@@ -417,12 +418,13 @@ def _marks(curves: RunCurves, chart: Chart, language: str) -> list[dict[str, Any
         {
             "xAxis": place,
             **attempt_style,
-            "label": {"formatter": translate(language, "attempt {}").format(attempt), "color": GREY},
+            "label": {"formatter": translate(language, "attempt {}").format(attempt), "color": GREY, "fontSize": 11},
         }
         for attempt, place in [*curves.starts.items()][1:]
     ]
     if chart.line is not None:
-        marks.append({"yAxis": chart.line, "lineStyle": {"color": RED}, "label": {"formatter": f"{chart.line:g}"}})
+        label = {"formatter": f"{chart.line:g}", "color": RED, "position": "insideEndTop"}
+        marks.append({"yAxis": chart.line, "lineStyle": {"color": RED}, "label": label})
     return marks
 
 
@@ -436,7 +438,7 @@ def _frame(dark: bool) -> dict[str, Any]:
         "type": "value",
         "scale": True,
         "axisLabel": {"color": ink, "hideOverlap": True},
-        "axisLine": {"lineStyle": {"color": rule}},
+        "axisLine": {"lineStyle": {"color": rule}, "onZero": False},
         "nameTextStyle": {"color": ink},
     }
     tooltip = {"backgroundColor": "#1f2937", "borderColor": rule, "textStyle": {"color": "#f3f4f6"}} if dark else {}
@@ -451,7 +453,7 @@ def _frame(dark: bool) -> dict[str, Any]:
         "yAxis": {**axis, "splitLine": {"lineStyle": {"color": rule}}},
         # the wheel alone scrolls the page
         "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "ctrl", "filterMode": "none"}],
-        "toolbox": {"right": 8, "top": 0, "itemSize": 13, "iconStyle": {"borderColor": GREY}, "feature": tools},
+        "toolbox": {"right": 8, "top": -4, "itemSize": 13, "iconStyle": {"borderColor": GREY}, "feature": tools},
     }
 
 
@@ -464,5 +466,7 @@ def _legend(names: Sequence[str], dark: bool) -> dict[str, Any]:
         "type": "scroll",
         "icon": "roundRect",
         "itemHeight": 3,
-        "textStyle": {"color": "#d1d5db" if dark else "#4b5563"},
+        "itemWidth": 14,
+        "itemGap": 8,
+        "textStyle": {"fontSize": 11, "color": "#d1d5db" if dark else "#4b5563"},
     }

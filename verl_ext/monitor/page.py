@@ -32,7 +32,7 @@ PANELS: dict[str, type[Panel]] = {
 SPEEDS = {
     "throughput/train/samples_per_s": "samples/s",
     "throughput/train/valid_tokens_per_s": "tokens/s",
-    "throughput/train/configs_per_s": "configurations/s",
+    "throughput/train/configs_per_s": "configs/s",
 }
 FIGURES = {
     "Current step": "Steps done",

@@ -97,7 +97,7 @@ class ChartCard:
                         ui.icon("help_outline", size="16px"), f"hint {name}", **{"aria-label": hint, "tabindex": 0}
                     )
                     with icon.classes("opacity-50 cursor-help"):
-                        ui.tooltip(hint).classes("text-xs max-w-96")
+                        ui.tooltip(hint).classes("text-xs max-w-96 bg-grey-9")
             self._chart = tag(ui.echart(options).classes(f"w-full {height}"), f"chart {name}")
 
     def draw(self, options: dict[str, Any]) -> None:
