@@ -304,11 +304,13 @@ class ChartStyle:
         smoothing: weight of `smooth`, 0 for none.
         language: of the words, en or zh.
         dark: whether the page is dark.
+        log_scale: whether charts of positive values have a logarithmic axis.
     """
 
     smoothing: float
     language: str = "en"
     dark: bool = False
+    log_scale: bool = False
 
 
 def chart_options(
@@ -334,7 +336,7 @@ def chart_options(
         dashed = {"type": "dashed", "width": 1.5, "color": GREY}
         series.append({**_line(names[-1], GREY), "lineStyle": dashed, "data": [list(point) for point in schedule]})
     series[0]["markLine"] = {"silent": True, "symbol": "none", "data": _marks(curves, chart, style.language)}
-    return {**_frame(style.dark), "legend": _legend(names, style.dark), "series": series, "color": list(COLORS)}
+    return _with_series(series, names, style)
 
 
 def comparison_options(runs: Mapping[str, RunCurves], metric: str, style: ChartStyle) -> dict[str, Any]:
@@ -344,8 +346,15 @@ def comparison_options(runs: Mapping[str, RunCurves], metric: str, style: ChartS
         with curves.lock:
             if metric in curves.envelopes:
                 series += _lines(curves, metric, color, style.smoothing, name=name)
-    legend = _legend(list(runs), style.dark)
-    return {**_frame(style.dark), "legend": legend, "series": series, "color": list(COLORS)}
+    return _with_series(series, list(runs), style)
+
+
+def _with_series(series: list[dict[str, Any]], names: Sequence[str], style: ChartStyle) -> dict[str, Any]:
+    """The options of a chart of curves."""
+    frame = _frame(style.dark)
+    if style.log_scale and all(value > 0 for line in series for _, value in line["data"]):
+        frame["yAxis"]["type"] = "log"
+    return {**frame, "legend": _legend(names, style.dark), "series": series, "color": list(COLORS)}
 
 
 def rates_options(
@@ -464,9 +473,9 @@ def _legend(names: Sequence[str], dark: bool) -> dict[str, Any]:
         "left": 8,
         "width": "72%",  # the toolbox is to its right, and ECharts ignores a right margin if there is a left one
         "type": "scroll",
-        "icon": "roundRect",
-        "itemHeight": 3,
-        "itemWidth": 14,
+        "icon": "circle",
+        "itemHeight": 10,
+        "itemWidth": 10,
         "itemGap": 8,
         "textStyle": {"fontSize": 11, "color": "#d1d5db" if dark else "#4b5563"},
     }

@@ -111,10 +111,14 @@ class MonitorPage:
             ui.navigate.history.push(self.state.to_query())
             self._build_panel()
 
-    def _set_preference(self, name: str, value: object) -> None:
-        self.state.preferences[name] = value
-        self._dark.set_value(self.state.dark)
+    def _set_language(self, language: str) -> None:
+        self.state.preferences["language"] = language
         self._build()
+
+    def _set_dark(self, dark: bool) -> None:
+        self.state.preferences["dark"] = dark
+        self._dark.set_value(dark)
+        self._shown = None  # the panel draws its charts again; everything else is styled by the browser
 
     # Building
 
@@ -147,9 +151,9 @@ class MonitorPage:
             language = tag(ui.toggle(LANGUAGES, value=self.state.language), "language").props(
                 "dense no-caps unelevated"
             )
-            language.on_value_change(lambda event: self._set_preference("language", event.value))
+            language.on_value_change(lambda event: self._set_language(event.value))
             dark = tag(ui.switch(say("Dark"), value=self.state.dark), "dark")
-            dark.on_value_change(lambda event: self._set_preference("dark", event.value))
+            dark.on_value_change(lambda event: self._set_dark(event.value))
         self._offer_runs()
 
     def _offer_runs(self) -> None:

@@ -47,6 +47,7 @@ CHINESE = {
     "Log": "训练日志",
     "Other charts": "其他图表",
     "Smoothing": "平滑",
+    "Log scale": "对数刻度",
     "Download CSV": "下载 CSV",
     "Dark": "深色",
     "Nothing yet": "暂无数据",
