@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from eval_pipeline.config import EvalConfig
 from eval_pipeline.flow.place import Place
-from eval_pipeline.judge.packages import versions_of
+from eval_pipeline.judge.isolation import versions_of
 from eval_pipeline.ledger.job import Job
 from eval_pipeline.ledger.ledger import Ledger
 from eval_pipeline.models.checkpoint import Checkpoint
