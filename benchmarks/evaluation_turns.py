@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.processor_time import ProcessorTime
 from eval_pipeline.config import EvalConfig
 from eval_pipeline.engines.answer import Answer, Request
-from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.work.batch import Answered, Batch, BatchId, Event, Failed, Key, Verdicted, batches_of, key_of
 from eval_pipeline.work.worker import Worker
 from verl_ext.errors import UserError
