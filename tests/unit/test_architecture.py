@@ -16,6 +16,7 @@ WALKS = {title: body for title, body in re.findall(r"^### (.+?)\n(.+?)(?=^### |\
 MOST_FILES = {
     "Start of SFT": 25,
     "One step of SFT": 4,
+    "One step of GRPO": 15,
     "One save": 8,
     "One resume": 8,
     "One row of metrics": 5,
