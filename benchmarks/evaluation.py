@@ -29,7 +29,7 @@ from benchmarks.command import bench_parser, write_figures
 from benchmarks.evaluation_command import command_parts
 from benchmarks.evaluation_turns import VARIANTS, Turn, Turns
 from benchmarks.running import ROOT
-from eval_pipeline.recipe.load import load_recipe
+from eval_pipeline.recipe import load_eval_config
 from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line, progress_bar
 
@@ -116,7 +116,7 @@ def main() -> int:
     parser.add_argument("--commands", type=IntArg(0), default=3, help="runs of the command, after one to warm up")
     arguments = parser.parse_args()
     overrides = arguments.overrides
-    with Turns(load_recipe("humaneval", overrides), arguments.model.resolve()) as turns:
+    with Turns(load_eval_config("humaneval", overrides), arguments.model.resolve()) as turns:
         found = measure_turns(turns, arguments.repeats)
         about = {"answers": turns.about(), "num_problems": turns.num_problems}
     summary = summary_of(found, turns.num_problems, len(os.sched_getaffinity(0)))

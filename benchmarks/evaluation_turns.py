@@ -1,63 +1,100 @@
-"""One worker of the evaluation, and what it is measured at: drawing alone, judging alone, and both."""
+"""One worker of the evaluation, measured while it generates, while it judges, and while it does both."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from benchmarks.processor_time import ProcessorTime
-from eval_pipeline.config import EvalConfig
-from eval_pipeline.engines.answer import Answer, Request
+from eval_pipeline.config import EvalConfig, SamplingConfig
+from eval_pipeline.engines.base import Engine, GeneratedAnswer, GenerateRequest
 from eval_pipeline.problems.dataset import load_problems
-from eval_pipeline.work.batch import Answered, Batch, BatchId, Event, Failed, Key, Verdicted, batches_of, key_of
-from eval_pipeline.work.worker import Worker
+from eval_pipeline.worker import (
+    AnswerJudged,
+    AnswerKey,
+    AnswerReceived,
+    Batch,
+    BatchFailed,
+    BatchId,
+    EvalWorker,
+    Event,
+    key_of,
+    split_into_batches,
+)
 from verl_ext.errors import UserError
 
 VARIANTS = ("generated", "canonical")
 Turn = dict[str, float]
 
 
-class ReplacingWorker(Worker):
-    """A worker that hands other texts in for judging, each when the answer is drawn that it replaces.
+class ReplacingEngine(Engine):
+    """An engine whose answers have other texts; answers to problems without a text stay.
+
+    Args:
+        engine: a started engine.
+        texts: by `problem_id`.
+    """
+
+    def __init__(self, engine: Engine, texts: Mapping[str, str]) -> None:
+        self._engine, self._texts = engine, texts
+        self.protocol, self.seconds = engine.protocol, engine.seconds
+
+    def __enter__(self) -> ReplacingEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass  # the worker closes the engine
+
+    def answers(
+        self, requests: Sequence[GenerateRequest], sampling: SamplingConfig
+    ) -> Iterator[tuple[GenerateRequest, GeneratedAnswer]]:
+        """See `Engine`."""
+        for request, answer in self._engine.answers(requests, sampling):
+            text = self._texts.get(request.problem_id)
+            yield request, answer if text is None else replace(answer, text=text, error=None)
+
+
+class ReplacingWorker(EvalWorker):
+    """A worker that submits other texts to the judge, each when the answer that it replaces is generated.
 
     Attributes:
-        texts: by `problem_id`; answers to problems that are not here stay.
+        texts: by `problem_id`; answers to problems without a text stay.
     """
 
     texts: Mapping[str, str] = {}
 
-    def taken(self, request: Request, answer: Answer) -> Answer:
-        """See `Worker`."""
-        text = self.texts.get(request.problem_id)
-        return answer if text is None else replace(answer, text=text, error=None)
+    def _open_engine(self, export: Path | None) -> Engine:
+        return ReplacingEngine(super()._open_engine(export), self.texts)
 
 
 class Events:
-    """Takes what a worker emits in one turn.
+    """Receives what a worker emits in one turn.
 
     Raises:
         UserError: the batch fails.
     """
 
     def __init__(self) -> None:
-        self.answers: dict[Key, Answer] = {}
+        self.answers: dict[AnswerKey, GeneratedAnswer] = {}
         self.error_types: Counter[str] = Counter()
         self.last_answer = time.perf_counter()
         self.failure: str | None = None
 
     def take(self, event: Event) -> None:
         """May be called from several threads, like the pipe to a driver."""
-        if isinstance(event, Answered):
+        if isinstance(event, AnswerReceived):
             self.answers[event.key] = event.answer
             self.last_answer = time.perf_counter()
-        elif isinstance(event, Verdicted):
+        elif isinstance(event, AnswerJudged):
             self.error_types[event.verdict.error_type] += 1
-        elif isinstance(event, Failed):
+        elif isinstance(event, BatchFailed):
             self.failure = event.error
 
 
@@ -74,15 +111,13 @@ class Turns:
         self.num_problems = len(problems)
         self.kinds = ("generation", *(f"{part} {variant}" for part in ("judging", "whole") for variant in VARIANTS))
         self._canonical = {each.problem_id: f"```python\n{each.canonical_solution}\n```" for each in problems}
-        batches = batches_of(problems, recipe.sampling, recipe.batch_size)
+        batches = split_into_batches(problems, recipe.sampling, recipe.batch_size)
         if len(batches) != 1:
             raise UserError(f"batch_size is {recipe.batch_size}; at least {len(problems)} make all problems one batch")
         by_id = {problem.problem_id: problem for problem in problems}
-        self._batch = Batch(
-            BatchId("model", "humaneval", "", claim=1, number=0), export, by_id, batches[0], recipe.sampling
-        )
+        self._batch = Batch(BatchId(claim=1, number=0), export, by_id, batches[0], recipe.sampling)
         self._recipe = recipe
-        self._answers: dict[Key, Answer] = {}
+        self._answers: dict[AnswerKey, GeneratedAnswer] = {}
         self._error_types: dict[str, dict[str, int]] = {}
 
     def __enter__(self) -> Turns:
@@ -111,7 +146,7 @@ class Turns:
         self._worker.texts = self._canonical if variant == "canonical" else {}
         batch, events = self._batch_for(part, variant), Events()
         cpu, begun = self._clock.seconds(), time.perf_counter()
-        self._worker.work(batch, events.take)
+        self._worker.run(batch, events.take)
         end = time.perf_counter()
         turn = {"wall_s": end - begun, "cpu_s": self._clock.seconds() - cpu}
         if events.failure is not None:

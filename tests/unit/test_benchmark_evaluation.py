@@ -3,16 +3,18 @@
 import json
 import os
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 
 from benchmarks.evaluation import overlap_of, summary_of
 from benchmarks.evaluation_command import parts_of
-from benchmarks.evaluation_turns import Events, ReplacingWorker, Turns
-from eval_pipeline.engines.answer import Answer, Request
-from eval_pipeline.recipe.load import load_recipe
+from benchmarks.evaluation_turns import Events, ReplacingEngine, Turns
+from eval_pipeline.config import SamplingConfig
+from eval_pipeline.engines.base import GeneratedAnswer, GenerateRequest
+from eval_pipeline.recipe import load_eval_config
 from eval_pipeline.report.results import DatasetResult, EvaluatedModel
-from eval_pipeline.work.batch import Answered, BatchId, Failed, key_of
+from eval_pipeline.worker import AnswerReceived, BatchFailed, BatchId, key_of
 from verl_ext.errors import UserError
 
 
@@ -45,11 +47,11 @@ def test_each_variant_is_compared_with_the_same_generation():
 
 
 def test_a_turn_asks_for_its_part_alone(tmp_path):
-    turns = Turns(load_recipe("humaneval"), tmp_path)
+    turns = Turns(load_eval_config("humaneval"), tmp_path)
     assert turns.num_problems == 164
     generation = turns._batch_for("generation", "")
     assert generation.needs_engine and generation.judged == {key_of(each) for each in generation.requests}
-    turns._answers = {key_of(each): Answer("no program", 3, False) for each in generation.requests}
+    turns._answers = {key_of(each): GeneratedAnswer("no program", 3, False) for each in generation.requests}
     judging = turns._batch_for("judging", "canonical")
     assert not judging.needs_engine and not judging.judged
     assert all("def " in answer.text for answer in judging.answers.values())
@@ -59,25 +61,27 @@ def test_a_turn_asks_for_its_part_alone(tmp_path):
 
 def test_several_batches_are_refused(tmp_path):
     with pytest.raises(UserError, match="batch_size"):
-        Turns(load_recipe("humaneval", ["batch_size=100"]), tmp_path)
+        Turns(load_eval_config("humaneval", ["batch_size=100"]), tmp_path)
 
 
 def test_another_text_takes_an_answers_place_with_all_else_kept():
-    worker = ReplacingWorker.__new__(ReplacingWorker)
-    worker.texts = {"a": "right"}
-    drawn = Answer("wrong", 7, True)
-    a, b = Request("a", "?"), Request("b", "?")
-    assert worker.taken(a, drawn) == replace(drawn, text="right")
-    assert worker.taken(b, drawn) == drawn
-    assert worker.taken(a, replace(drawn, error="too long")).error is None
-    worker.texts = {}
-    assert worker.taken(a, replace(drawn, error="too long")).error == "too long"
+    generated = GeneratedAnswer("wrong", 7, True)
+    requests = [GenerateRequest(name, "?") for name in "abc"]
+    answers = [
+        (request, replace(generated, error="too long" if request.problem_id == "c" else None)) for request in requests
+    ]
+    engine = MagicMock(protocol={}, seconds={})
+    engine.answers.side_effect = lambda *_: iter(answers)
+    replaced = ReplacingEngine(engine, {"a": "right", "c": "right"})
+    texts = [answer for _, answer in replaced.answers(requests, SamplingConfig())]
+    assert texts == [replace(generated, text="right"), generated, replace(generated, text="right")]
+    assert list(ReplacingEngine(engine, {}).answers(requests, SamplingConfig())) == answers
 
 
 def test_events_of_a_turn_are_kept():
-    batch, events = BatchId("model", "humaneval", "", claim=1, number=0), Events()
-    events.take(Answered(batch, ("a", 0), Answer("x", 1, False)))
-    events.take(Failed(batch, "no room"))
+    batch, events = BatchId(claim=1, number=0), Events()
+    events.take(AnswerReceived(batch, ("a", 0), GeneratedAnswer("x", 1, False)))
+    events.take(BatchFailed(batch, "no room"))
     assert list(events.answers) == [("a", 0)] and events.failure == "no room"
 
 
