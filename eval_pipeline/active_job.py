@@ -17,7 +17,7 @@ from eval_pipeline.checkpoints import EvalCheckpoint
 from eval_pipeline.config import EvalConfig
 from eval_pipeline.engines.base import GeneratedAnswer, GenerateRequest
 from eval_pipeline.jobs import Job
-from eval_pipeline.judge.verdict import ERROR_TYPES, Verdict
+from eval_pipeline.judge import ERROR_TYPES, Verdict
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe import EvalDigests
 from eval_pipeline.report.metrics import JudgedAnswer

@@ -453,11 +453,11 @@ def _count_problems(config: EvalConfig) -> dict[str, int | None]:
 
 def _probe_sandbox(config: EvalConfig) -> str | None:
     """The isolation level that works here; None if other machines judge."""
-    from eval_pipeline.judge.client import JudgeServer
+    from eval_pipeline.judge import JudgeClient
 
     if config.executor.kind != "local":
         return None
-    with JudgeServer(config.judge.isolation, 1, config.judge.limits, config.judge.packages) as judge:
+    with JudgeClient(replace(config.judge, num_workers=1)) as judge:
         return judge.isolation
 
 

@@ -13,9 +13,8 @@ from types import TracebackType
 
 from eval_pipeline.config import EvalConfig, SamplingConfig
 from eval_pipeline.engines.base import Engine, EngineDied, GeneratedAnswer, GenerateRequest, open_engine
-from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.submission import Submission
-from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.judge import Submission, Verdict
+from eval_pipeline.judge.client import JudgeClient
 from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.problems.problem import Problem
 from verl_ext.errors import UserError, one_line
@@ -179,7 +178,7 @@ class EvalWorker:
         self._engine: Engine | None = None
         self._export: Path | None = None
         self._engine_lock = threading.Lock()
-        self._judge: JudgeServer | None = None
+        self._judge: JudgeClient | None = None
         self._judge_lock = threading.Lock()
 
     def __enter__(self) -> EvalWorker:
@@ -224,7 +223,7 @@ class EvalWorker:
         seconds["judge_s"] = pending.wait()
         return seconds
 
-    def _generate(self, batch: Batch, emit: Emit, judge: JudgeServer, pending: _PendingVerdicts) -> dict[str, float]:
+    def _generate(self, batch: Batch, emit: Emit, judge: JudgeClient, pending: _PendingVerdicts) -> dict[str, float]:
         """Generate the missing answers; returns the wall-clock seconds by phase."""
         previous = self._engine
         try:
@@ -258,12 +257,10 @@ class EvalWorker:
             engine, self._engine = self._engine, None
             engine.__exit__(None, None, None)
 
-    def _open_judge(self) -> JudgeServer:
+    def _open_judge(self) -> JudgeClient:
         with self._judge_lock:
             if self._judge is None:
-                config = self._config.judge
-                judge = JudgeServer(config.isolation, config.num_workers, config.limits, config.packages)
-                self._judge = judge.__enter__()
+                self._judge = JudgeClient(self._config.judge).__enter__()
             return self._judge
 
 
@@ -274,7 +271,7 @@ class _EngineLost(Exception):
 class _PendingVerdicts:
     """The verdicts of a batch that have not arrived."""
 
-    def __init__(self, judge: JudgeServer, batch: Batch, emit: Emit) -> None:
+    def __init__(self, judge: JudgeClient, batch: Batch, emit: Emit) -> None:
         self._judge, self._batch, self._emit = judge, batch, emit
         self._num_submitted = 0
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()

@@ -15,7 +15,7 @@ from eval_pipeline.active_job import ActiveJob
 from eval_pipeline.checkpoints import EvalCheckpoint, eval_dir_of_run, find_checkpoint
 from eval_pipeline.engines.base import GeneratedAnswer
 from eval_pipeline.jobs import Job
-from eval_pipeline.judge.verdict import ErrorType, Verdict
+from eval_pipeline.judge import ErrorType, Verdict
 from eval_pipeline.publish import Publisher
 from eval_pipeline.recipe import load_eval_config
 from eval_pipeline.run import EvalContext, TaskSource, write_job_result

@@ -15,8 +15,8 @@ from eval_pipeline.checkpoints import EvalCheckpoint
 from eval_pipeline.config import EvalConfig, SamplingConfig
 from eval_pipeline.engines.base import GeneratedAnswer
 from eval_pipeline.jobs import Job
-from eval_pipeline.judge.verdict import Verdict
-from eval_pipeline.problems.problem import FunctionTests, Problem
+from eval_pipeline.judge import FunctionTests, Verdict
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe import EvalDigests, load_eval_config
 from eval_pipeline.worker import (
     AnswerJudged,

@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -24,9 +23,9 @@ from eval_pipeline.config import EngineConfig, SamplingConfig
 from eval_pipeline.engines.base import EngineDied, GeneratedAnswer, GenerateRequest
 from eval_pipeline.engines.vllm_process import VllmModel
 from eval_pipeline.jobs import Job, JobQueue
-from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.judge import FunctionTests, Verdict
 from eval_pipeline.pool import WorkerPool
-from eval_pipeline.problems.problem import FunctionTests, Problem
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe import EvalDigests, load_eval_config
 from eval_pipeline.run import EvalContext, JobRunner, Task
 from eval_pipeline.worker import (
@@ -232,13 +231,10 @@ def test_an_engine_that_dies_costs_its_own_batch_alone(tmp_path: Path, monkeypat
     assert (setup.job.attempts, set(engines.asked.values())) == (0, {1})
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=FutureTimeout,
-    reason="a worker waits for verdicts without a limit, and the heartbeat keeps its claim alive",
-)
-def test_a_hung_judge_does_not_hang_its_batch() -> None:
+def test_a_hung_judge_does_not_hang_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of the answer may take 0.1 s, and the judge says nothing at all."""
+    for name, seconds in {"_CHECK_S": 0.05, "_SANDBOX_START_S": 0.0, "_GRACE_S": 0.0}.items():
+        monkeypatch.setattr(f"eval_pipeline.judge.client.{name}", seconds)
     batch = Batch(BatchId(claim=1, number=0), None, {"p0": PROBLEMS[0]}, (), SamplingConfig())
     batch = replace(batch, answers={("p0", 0): RIGHT})
     events: list[Event] = []
@@ -246,7 +242,7 @@ def test_a_hung_judge_does_not_hang_its_batch() -> None:
         hung = worker._open_judge()._process
         hung.send_signal(signal.SIGSTOP)
         try:
-            thread.submit(worker.run, batch, events.append).result(timeout=2)
+            thread.submit(worker.run, batch, events.append).result(timeout=60)
         finally:
             hung.send_signal(signal.SIGCONT)
     assert isinstance(events[-1], BatchFinished | BatchFailed)

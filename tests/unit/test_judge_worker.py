@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from eval_pipeline.config import SamplingConfig
 from eval_pipeline.engines.base import GeneratedAnswer
-from eval_pipeline.problems.problem import FunctionTests, Problem
+from eval_pipeline.judge import FunctionTests
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe import load_eval_config
 from eval_pipeline.worker import AnswerJudged, Batch, BatchFailed, BatchFinished, BatchId, EvalWorker, Event
 
@@ -29,7 +30,7 @@ def test_a_judge_server_that_has_died_is_replaced() -> None:
     """A batch that was under way is judged, and so are later ones."""
     with EvalWorker(load_eval_config(None, ["judge.num_workers=1", "judge.isolation=rlimits"])) as worker:
         assert isinstance(done(worker, 0)[-1], BatchFinished)
-        worker._judge.kill()
+        worker._open_judge()._process.kill()
         events = done(worker, 1)
         assert [event.verdict.error_type for event in events if isinstance(event, AnswerJudged)] == ["success"]
         assert isinstance(events[-1], BatchFinished) and not any(isinstance(event, BatchFailed) for event in events)
