@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.command import bench_parser, write_figures
+from benchmarks.harness import bench_parser, write_results
 from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line
 from verl_ext.health.history import History
@@ -67,7 +67,7 @@ def main() -> int:
             f"{each['stage']:8} {each['steps']} steps of {each['step_ms']:.0f} ms, rules "
             f"{each['health_us_per_step']:.0f} us: {each['share']:.3%}"
         )
-    write_figures({"every": arguments.every, "runs": found}, arguments.output)
+    write_results({"every": arguments.every, "runs": found}, arguments.output)
     return 0
 
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from transformers.cache_utils import LinearAttentionLayer
 
-from benchmarks.flops import flop_counter
+from benchmarks.adaptive_knobs import flop_counter
 from tests.helpers import vlms
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.adapters.registry import adapter_of
