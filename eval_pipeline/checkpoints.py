@@ -370,7 +370,7 @@ def find_eval_dir(directory: Path) -> EvalDir:
 
 
 @dataclass(frozen=True)
-class RunInfo:
+class TrainingRun:
     """The settings that an evaluation takes from a training run; the defaults are for a model without a run."""
 
     recipe: str | None = None
@@ -383,7 +383,7 @@ class RunInfo:
     """`model.partial_pretrain`: the initial model."""
 
 
-def read_run_info(run_dir: Path | None) -> RunInfo:
+def read_training_run(run_dir: Path | None) -> TrainingRun:
     """Read `config.yaml` of a run directory.
 
     Args:
@@ -396,12 +396,12 @@ def read_run_info(run_dir: Path | None) -> RunInfo:
         UserError: the file is not a YAML mapping, or a setting has the wrong type.
     """
     if run_dir is None:
-        return RunInfo()
+        return TrainingRun()
     path = run_dir / "config.yaml"
     if not path.is_file():
-        return RunInfo(experiment=run_dir.name)
+        return TrainingRun(experiment=run_dir.name)
     config = read_config_file(path)
-    return RunInfo(
+    return TrainingRun(
         recipe=_run_setting(config, "eval", "recipe", path),
         project=_run_setting(config, "trainer", "project_name", path) or DEFAULT_PROJECT,
         experiment=_run_setting(config, "trainer", "experiment_name", path) or run_dir.name,

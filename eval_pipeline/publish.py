@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from eval_pipeline.checkpoints import read_run_info
+from eval_pipeline.checkpoints import read_training_run
 from eval_pipeline.jobs import Job
 from eval_pipeline.report.report import format_table
 from eval_pipeline.report.results import METRICS_FILE, EvaluatedModel, read_evaluation, read_qa_logs, write_evaluation
@@ -174,7 +174,7 @@ class Publisher:
         except OSError as error:
             warn(f"the results of {model.label} are not logged to W&B, because the run's id cannot be saved: {error}")
             return
-        run, results = read_run_info(directory.run_dir), directory.results_of(model.label)
+        run, results = read_training_run(directory.run_dir), directory.results_of(model.label)
         log_to_wandb(
             model,
             read_qa_logs(results, model.datasets),

@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from eval_pipeline.checkpoints import read_run_info
+from eval_pipeline.checkpoints import read_training_run
 from eval_pipeline.config import TIERS, EvalConfig, TiersConfig
 from eval_pipeline.judge.packages import find_packages
 from eval_pipeline.problems.dataset import parser_of
@@ -70,7 +70,7 @@ def recipe_of_run(run_dir: Path | None) -> str | None:
         UserError: it is a file. A recipe decides where keys are sent and which code runs, and a run's directory may
             come from someone else, with a recipe in it.
     """
-    name = read_run_info(run_dir).recipe
+    name = read_training_run(run_dir).recipe
     if name is not None and (name.endswith((".yaml", ".yml")) or not re.fullmatch(r"[\w.-]+", name)):
         raise UserError(f"the run's config.yaml names the recipe file {name}; if you trust it, add --recipe {name}")
     return name

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval_pipeline.checkpoints import CheckpointScanner, EvalCheckpoint, read_run_info
+from eval_pipeline.checkpoints import CheckpointScanner, EvalCheckpoint, read_training_run
 from eval_pipeline.jobs import Job, JobKey
 from eval_pipeline.pool import require_engine
 from eval_pipeline.publish import Publisher
@@ -253,7 +253,7 @@ def _print_summary(context: EvalContext, failed: Sequence[Job], num_wanted: int,
     run, script = typed_path(run_dir), typed_command("eval")
     then: list[list[str]] = []
     if (run_dir / BEST).exists():
-        selected, base = read_best_checkpoint(run_dir), read_run_info(run_dir).base
+        selected, base = read_best_checkpoint(run_dir), read_training_run(run_dir).base
         best = f"global_step_{selected.step}, by {selected.metric} on {', '.join(selected.datasets)}"
         model = Path(base).expanduser() if base else None
         if model is not None and (model / "config.json").is_file():

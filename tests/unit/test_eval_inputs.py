@@ -14,14 +14,14 @@ from eval_pipeline.checkpoints import (
     CheckpointScanner,
     EvalCheckpoint,
     EvalDir,
-    RunInfo,
+    TrainingRun,
     base_model,
     eval_dir_of_checkpoint,
     eval_dir_of_run,
     find_checkpoint,
     find_eval_dir,
     lease_checkpoint,
-    read_run_info,
+    read_training_run,
     served_checkpoint,
 )
 from eval_pipeline.engines.base import ServedModel
@@ -252,14 +252,14 @@ def test_a_place_is_found_by_the_run_or_by_itself(tmp_path: Path) -> None:
 def test_the_run_config_is_read_with_defaults(tmp_path: Path) -> None:
     run_dir = tmp_path / "first"
     run_dir.mkdir()
-    assert read_run_info(None) == RunInfo()
-    assert read_run_info(run_dir) == RunInfo(experiment="first")
+    assert read_training_run(None) == TrainingRun()
+    assert read_training_run(run_dir) == TrainingRun(experiment="first")
     (run_dir / "config.yaml").write_text(
         "eval: {recipe: phase1}\ntrainer: {project_name: demo, experiment_name: sft}\n"
     )
-    assert read_run_info(run_dir) == RunInfo("phase1", "demo", "sft")
+    assert read_training_run(run_dir) == TrainingRun("phase1", "demo", "sft")
     (run_dir / "config.yaml").write_text(json.dumps({"eval": {"recipe": None}}))
-    assert read_run_info(run_dir) == RunInfo(experiment="first")
+    assert read_training_run(run_dir) == TrainingRun(experiment="first")
 
 
 @pytest.mark.parametrize(
@@ -268,4 +268,4 @@ def test_the_run_config_is_read_with_defaults(tmp_path: Path) -> None:
 def test_a_broken_run_config_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match="config.yaml"):
-        read_run_info(tmp_path)
+        read_training_run(tmp_path)

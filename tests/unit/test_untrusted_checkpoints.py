@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig
 
 from eval_pipeline.__main__ import main as evaluate
-from eval_pipeline.checkpoints import check_export, read_run_info
+from eval_pipeline.checkpoints import check_export, read_training_run
 from eval_pipeline.recipe import config_for_run, recipe_of_run
 from tests.helpers.vlms import TIERS, write_controller, write_model
 from verl_ext.checkpoint.inspection import read_retention
@@ -135,7 +135,7 @@ def test_a_run_s_configuration_reads_nothing_of_this_machine(tmp_path: Path, mon
     (tmp_path / "config.yaml").write_text(
         "trainer: {project_name: '${oc.env:HF_TOKEN}', max_ckpt_to_keep: '${oc.env:HF_TOKEN}'}\n"
     )
-    for read in (read_run_info, read_retention):
+    for read in (read_training_run, read_retention):
         with pytest.raises(UserError, match="has the interpolation") as refused:
             read(tmp_path)
         assert SECRET not in str(refused.value)
