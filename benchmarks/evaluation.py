@@ -47,7 +47,7 @@ from benchmarks.harness import (
 )
 from eval_pipeline.config import EvalConfig, SamplingConfig
 from eval_pipeline.engines.base import Engine, GeneratedAnswer, GenerateRequest
-from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.recipe import load_eval_config
 from eval_pipeline.report.results import read_evaluation
 from eval_pipeline.worker import (

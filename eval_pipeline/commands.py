@@ -235,7 +235,7 @@ def _with_problems(config: EvalConfig, problems: Path) -> EvalConfig:
 
 def _with_sample(config: EvalConfig, size: int) -> EvalConfig:
     """Sample each dataset."""
-    from eval_pipeline.problems.source import SAMPLE_SEED
+    from eval_pipeline.problems.datasets import SAMPLE_SEED
 
     print_line(
         f"--limit {size}: at most {size} problems of each data set, sampled across its file with seed {SAMPLE_SEED}; "
@@ -441,8 +441,7 @@ def check(arguments: argparse.Namespace) -> int:
 def _count_problems(config: EvalConfig) -> dict[str, int | None]:
     """Number of problems of each dataset in the tiers; None for datasets from the hub."""
     from eval_pipeline.config import TIERS
-    from eval_pipeline.problems.dataset import load_problems
-    from eval_pipeline.problems.source import is_local
+    from eval_pipeline.problems.datasets import is_local, load_problems
     from verl_ext.errors import UserError
 
     sources = [config.sources[name] for name, _ in config.datasets_up_to(max(TIERS))]

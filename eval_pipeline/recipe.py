@@ -14,8 +14,8 @@ import xxhash
 
 from eval_pipeline.checkpoints import read_training_run
 from eval_pipeline.config import TIERS, EvalConfig, TiersConfig
-from eval_pipeline.judge.packages import find_packages
-from eval_pipeline.problems.dataset import parser_of
+from eval_pipeline.judge.isolation import find_packages
+from eval_pipeline.problems.datasets import parser_of
 from eval_pipeline.report.metrics import wanted_k
 from verl_ext.config.compose import Composer, load_yaml
 from verl_ext.config.recipes import find_recipe

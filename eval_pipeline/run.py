@@ -12,9 +12,9 @@ from eval_pipeline.active_job import ActiveJob
 from eval_pipeline.checkpoints import EvalCheckpoint, EvalDir, lease_checkpoint
 from eval_pipeline.config import EvalConfig
 from eval_pipeline.jobs import HEARTBEAT_S, Job, JobKey, JobQueue
-from eval_pipeline.judge.packages import versions_of
+from eval_pipeline.judge.isolation import versions_of
 from eval_pipeline.pool import WorkerPool, open_pool
-from eval_pipeline.problems.dataset import load_problems, problems_digest
+from eval_pipeline.problems.datasets import load_problems, problems_digest
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe import EvalDigests
 from eval_pipeline.report.metrics import rate_intervals, summarize

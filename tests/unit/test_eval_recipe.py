@@ -12,7 +12,7 @@ from eval_pipeline.__main__ import main, parse
 from eval_pipeline.config import EvalConfig
 from eval_pipeline.engines.base import GeneratedAnswer
 from eval_pipeline.judge import ReferenceAnswer, Verdict
-from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe import load_eval_config, metric_names, restrict_datasets
 from eval_pipeline.report.metrics import JudgedAnswer, summarize
