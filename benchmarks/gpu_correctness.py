@@ -11,7 +11,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from benchmarks.harness import ROOT, child_command, run
 from verl_ext.checkpoint.compare import compare
 from verl_ext.checkpoint.manifest import MODEL, OPTIMIZER
 from verl_ext.errors import UserError
-from verl_ext.grpo.advantages import group_advantages
-from verl_ext.grpo.experience import Experience
+from verl_ext.grpo.algorithm import group_advantages
+from verl_ext.grpo.protocols import Trajectory
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 from verl_ext.model_files import save_tokenizer
 from verl_ext.processes import DEVICES
@@ -162,7 +161,7 @@ def resume(settings: GPUCheckSettings) -> None:
     settings.add_row("steps whose loss or gradient norm differs", len(different), limit=0)
     last = f"global_step_{LAST_STEP}"
     pairs = compare(straight / last, killed / last, (MODEL, OPTIMIZER), lambda _: None)
-    names = [each.name for each in pairs if not each.is_equal]
+    names = [each.name for each in pairs if each.what]
     settings.add_row("tensors of the last checkpoint that differ", len(names), limit=0, note=", ".join(names[:3]))
     for each in (straight, killed):
         shutil.rmtree(each)
@@ -289,11 +288,11 @@ def grpo(settings: GPUCheckSettings, engine: str) -> None:
     """Completions and one update on the GPU, and the same update on the CPU; vLLM sleeps, wakes and generates again."""
     scratch = Path(settings.scratch)
     trainer = build_trainer(grpo_config(settings, engine), GRPOTrainer)
-    experience = generated(trainer, 0)
-    update = updated(trainer, experience)
-    update["moved"] = largest_gap(trainer, experience)
+    trajectories = generated(trainer, 0)
+    update = updated(trainer, trajectories)
+    update["moved"] = largest_gap(trainer, trajectories)
     update["gap after the update"] = largest_gap(trainer, generated(trainer, 1))
-    (scratch / f"{engine}.pickle").write_bytes(pickle.dumps((experience, update)))
+    (scratch / f"{engine}.pickle").write_bytes(pickle.dumps((trajectories, update)))
     trainer.environment.close()
     trainer.policy.close()
     on_cpu("grpo_on_cpu", settings.scratch, engine)
@@ -301,10 +300,10 @@ def grpo(settings: GPUCheckSettings, engine: str) -> None:
 
 def grpo_on_cpu(settings: GPUCheckSettings, engine: str) -> None:
     """The part of `grpo` that runs on the CPU, and adds the rows."""
-    experience, expected = pickle.loads((Path(settings.scratch) / f"{engine}.pickle").read_bytes())
+    trajectories, expected = pickle.loads((Path(settings.scratch) / f"{engine}.pickle").read_bytes())
     trainer = build_trainer(grpo_config(settings, "hf"), GRPOTrainer)
-    gap = largest_gap(trainer, experience)
-    found = updated(trainer, experience)
+    gap = largest_gap(trainer, trajectories)
+    found = updated(trainer, trajectories)
     settings.add_row("log-probabilities of the engine, against the CPU's", gap, "nat", 1e-3)
     stale = expected["gap after the update"] / expected["moved"]
     note = f"the update moves them by {expected['moved']:.3g} nat"
@@ -347,33 +346,34 @@ def grpo_config(settings: GPUCheckSettings, engine: str) -> RunConfig:
     return load_config("grpo", ["recipe=quickstart", *(f"{key}={value}" for key, value in overrides.items())])
 
 
-def generated(trainer: GRPOTrainer, version: int) -> Experience:
+def generated(trainer: GRPOTrainer, version: int) -> list[Trajectory]:
     """Completions by the current model, with their numbers as rewards, because a random model has no good answers."""
     prompts = prompts_of([trainer.train_dataset[row] for row in range(NUM_PROMPTS)])
     trainer.global_step = version + 1
-    with trainer.policy.drawing(version):
-        samples, rewards = trainer.collector.rewarded(prompts, version + 1, GROUP_SIZE)
-    values = [float(sample.number) for sample in samples]
-    groups = [place // GROUP_SIZE for place in range(len(samples))]
-    return Experience(samples, rewards, group_advantages(values, groups, divide_by_std=True))
+    with trainer.policy.sampling(version):
+        trajectories = trainer.step.rollout(prompts, version + 1, GROUP_SIZE)
+    values = [float(trajectory.number) for trajectory in trajectories]
+    for trajectory, advantage in zip(trajectories, group_advantages(values, GROUP_SIZE, divide_by_std=True)):
+        trajectory.advantage = advantage
+    return trajectories
 
 
-def updated(trainer: GRPOTrainer, experience: Experience) -> dict[str, Any]:
+def updated(trainer: GRPOTrainer, trajectories: list[Trajectory]) -> dict[str, Any]:
     """Loss, gradient norm and change of the weights in one update."""
     parameters = parameters_of(trainer.fsdp_model)
     before = {name: gathered(each).clone() for name, each in parameters.items()}
     trainer.fsdp_model.train()
-    update = asdict(trainer.updater.update(experience))
+    metrics = trainer.step.update(trajectories)
     change = {name: (gathered(each) - before[name]).double() for name, each in parameters.items()}
-    return {"loss": update["loss"], "grad_norm": update["grad_norm"], "change": change}
+    return {"loss": metrics["train/loss"], "grad_norm": metrics["train/grad_norm"], "change": change}
 
 
 @torch.no_grad()
-def largest_gap(trainer: GRPOTrainer, experience: Experience) -> float:
+def largest_gap(trainer: GRPOTrainer, trajectories: list[Trajectory]) -> float:
     """Largest difference, in nat, between the rollout's log-probabilities and the model's own."""
-    micro_batch = trainer.policy.collate(experience.samples)
+    micro_batch = trainer.policy.collate(trajectories)
     values = trainer.policy.log_probs(micro_batch).values.cpu()
-    return float((values - micro_batch["rollout_log_probs"])[micro_batch["mask"].bool()].abs().max())
+    return float((values - micro_batch["rollout_log_probs"])[micro_batch["response_mask"].bool()].abs().max())
 
 
 def on_cpu(part: str, scratch: str, *words: str) -> None:

@@ -13,10 +13,10 @@ from eval_pipeline.problems import Problem, ProgramCase, ProgramTests
 from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.problem import DatasetSource
 from tests.helpers import vlms
-from tests.helpers.grpo import MAX_TOKENS, REWARD, sample
+from tests.helpers.grpo import MAX_TOKENS, REWARD, rewards_of, sample
 from verl_ext.controller.adapters.registry import adapter_of
 from verl_ext.errors import UserError
-from verl_ext.grpo.rewards.environment import TextEnvironment
+from verl_ext.grpo.rewards.text_environment import TextEnvironment
 from verl_ext.health.config import HealthLimits
 from verl_ext.health.facts import Facts
 from verl_ext.health.findings import Level
@@ -115,11 +115,9 @@ def test_what_cannot_be_loaded_is_one_sentence(mine: Path, text: str, says: str)
 
 def test_a_reward_in_the_rank_that_fails_costs_its_sample_alone(mine: Path) -> None:
     environment = TextEnvironment(replace(REWARD, functions=["package.mine:score*0.5", "reward_format"]), MAX_TOKENS, 1)
-    for text in ("good", "raise", "nan"):
-        environment.submit(sample(text, ""))
-    good, raised, nan = environment.collect()
+    good, raised, nan = rewards_of(environment, [sample(text, "") for text in ("good", "raise", "nan")])
     environment.close()
-    assert good.parts == {"score": 1.0, "reward_format": 0.0} and not good.failures
+    assert good.components == {"score": 1.0, "reward_format": 0.0} and not good.failures
     assert raised.total is nan.total is None and good.total == 1.0
     assert raised.failures["score"].reason == "ZeroDivisionError: division by zero"
     assert "mine.py" in raised.failures["score"].traceback

@@ -65,13 +65,13 @@ def controlled(tmp_path: Path) -> BudgetTrainer:
 
 
 def test_what_a_controller_chooses_from_and_how_it_learns(controlled: BudgetTrainer) -> None:
-    knobs, loss = controlled.model_config, controlled.update_settings().actor
+    knobs, loss = controlled.model_config, controlled.step.actor
     assert (knobs.hidden, knobs.vlm["tier_sizes"], knobs.vlm["max_new_tokens"]) == (24, list(TIERS), 3)
     assert (knobs.space.min_active, knobs.space.max_active, knobs.space.topk_choices) == (2, 3, (1, 2, 4))
     assert (knobs.low_ms, knobs.high_ms) == (60, 200)
     assert (loss.clip_ratio_low, loss.clip_ratio_high, loss.clip_ratio_c, loss.entropy_coeff) == (0.11, 0.22, 3.3, 0.01)
     assert controlled.executor.adapter.model.dtype == torch.bfloat16
-    assert not controlled.collector.divide_by_std
+    assert not controlled.step.algorithm.norm_adv_by_std_in_grpo
     assert (controlled.lr_scheduler.factor, controlled.lr_scheduler.patience) == (0.3, 4)
     assert list(vars(controlled.config.reward).values()) == [2, 3, 4, 5, 6]
 
@@ -89,8 +89,8 @@ def test_as_many_encodings_are_kept_as_are_wanted(controlled: BudgetTrainer) -> 
 
 def test_the_tiers_part_of_the_bonus_has_its_weight(controlled: BudgetTrainer) -> None:
     controlled.fsdp_model.eval()  # no dropout
-    samples, _ = controlled.collector.rewarded(prompts_of([controlled.train_dataset[0]]), 1, 2)
-    batch = controlled.policy.collate(samples)
+    trajectories = controlled.step.rollout(prompts_of([controlled.train_dataset[0]]), 1, 2)
+    batch = controlled.policy.collate(trajectories)
     bonus = controlled.policy.log_probs(batch)
     distribution = controlled.model.distribution(batch["vision"], batch["language"], batch["budgets_ms"])
     torch.testing.assert_close(bonus.entropy[:, 0], distribution.exploration(2.5))
@@ -108,7 +108,7 @@ def test_a_measurement_may_measure_what_training_computes(controlled: BudgetTrai
 @pytest.mark.parametrize(("split", "count", "batches"), [("test", -1, 1), ("train", -1, 2), ("train", 1, 1)])
 def test_what_is_measured(split: Literal["test", "train"], count: int, batches: int, controlled: BudgetTrainer) -> None:
     controlled.config.data.eval_split, controlled.config.data.eval_batches = split, count
-    prompts = controlled.eval_prompts()
+    prompts = controlled.eval_batches()
     assert len(prompts) == batches
     prefix = "train/" if split == "train" else "val/"
     assert all(prompt.sample_id.startswith(prefix) for batch in prompts for prompt in batch)
@@ -128,5 +128,5 @@ def test_prompts_are_shared_where_that_is_wanted(quickstart: Path, tmp_path: Pat
     for shares in (True, False):
         config = load_config("grpo", ["prepare=[]", *words, f"actor.share_prompts={str(shares).lower()}"])
         trainer = trainer_of(config)
-        drawn, _ = trainer.collector.rewarded(prompts_of([trainer.train_dataset[0]]), 1, 4)
-        assert len(trainer.policy.collate(drawn)["input_ids"]) == (1 if shares else 4)
+        trajectories = trainer.step.rollout(prompts_of([trainer.train_dataset[0]]), 1, 4)
+        assert len(trainer.policy.collate(trajectories)["input_ids"]) == (1 if shares else 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from verl_ext.controller.config import BudgetRewardConfig
 from verl_ext.controller.configuration import Configuration, ConfigurationSpace
@@ -12,12 +13,11 @@ from verl_ext.controller.execution import Executor, Outcome
 from verl_ext.controller.latency_source import LatencySource
 from verl_ext.controller.reward import NAMES, reward_parts
 from verl_ext.data.image_questions import ImageQuestion
-from verl_ext.grpo.environment import Environment, Reward
-from verl_ext.grpo.policy import Sample
+from verl_ext.grpo.protocols import Environment, Reward, StepResult, Trajectory
 
 
-class ModelEnvironment(Environment):
-    """Runs what was chosen, one after the other, when the rewards are asked for.
+class ControllerEnvironment(Environment):
+    """Runs the chosen configurations, one after the other, when their rewards are waited for.
 
     Args:
         executor: runs a configuration.
@@ -27,8 +27,8 @@ class ModelEnvironment(Environment):
         latency: where milliseconds come from.
     """
 
-    names = NAMES
-    figures = ("accuracy", "latency_ms", "budget_violation")
+    reward_names = NAMES
+    metric_names = ("accuracy", "latency_ms", "budget_violation")
 
     def __init__(
         self,
@@ -40,7 +40,6 @@ class ModelEnvironment(Environment):
     ) -> None:
         self._executor, self._space, self._weights = executor, space, weights
         self._score, self._latency = score, latency
-        self._waiting: list[Sample] = []
         self._measures = False
 
     @contextmanager
@@ -52,17 +51,9 @@ class ModelEnvironment(Environment):
         finally:
             self._measures = former
 
-    def submit(self, sample: Sample) -> None:
-        """See `Environment.submit`."""
-        self._waiting.append(sample)
-
-    def collect(self) -> list[Reward]:
-        """See `Environment.collect`."""
-        waiting, self._waiting = self._waiting, []
-        return [self._reward(sample) for sample in waiting]
-
-    def close(self) -> None:
-        """See `Environment.close`: nothing was started."""
+    def step(self, trajectory: Trajectory) -> Callable[[], StepResult]:
+        """See `Environment.step`; the configuration runs when the result is waited for."""
+        return partial(self._answer, trajectory)
 
     def _run(self, question: ImageQuestion, configuration: Configuration) -> tuple[Outcome, float]:
         """What a configuration gives, and its latency with that of the look at the lowest tier that chose it."""
@@ -76,12 +67,12 @@ class ModelEnvironment(Environment):
             looking_ms = self._latency.of_looking(self._executor.seen(question, 0), self._executor.adapter)
         return outcome, self._latency.of_run(outcome) + looking_ms + self._latency.deciding_ms
 
-    def _reward(self, sample: Sample) -> Reward:
-        action, question = sample.action, sample.prompt.content["sample"]
+    def _answer(self, trajectory: Trajectory) -> StepResult:
+        action, question = trajectory.action, trajectory.prompt.fields["sample"]
         outcome, latency_ms = self._run(question, action.configuration)
         accuracy = self._score(question, outcome.answer)
         complexity = self._space.complexity(action.configuration)
-        parts = reward_parts(self._weights, accuracy, latency_ms, action.budget_ms, complexity)
-        over = float(latency_ms > action.budget_ms)
-        figures = {"accuracy": accuracy, "latency_ms": latency_ms, "budget_violation": over}
-        return Reward(parts, finished=time.perf_counter(), figures=figures)
+        components = reward_parts(self._weights, accuracy, latency_ms, action.budget_ms, complexity)
+        violation = float(latency_ms > action.budget_ms)
+        metrics = {"accuracy": accuracy, "latency_ms": latency_ms, "budget_violation": violation}
+        return StepResult(reward=Reward(components, metrics=metrics, finished_at=time.perf_counter()))

@@ -250,7 +250,6 @@ def check_inputs(config: RunConfig, awaited: Sequence[Path] = ()) -> None:
     """Refuse a model, data and reward functions that cannot be used.
 
     Args:
-        config: the resolved configuration.
         awaited: directories that are still to be prepared; nothing in them is checked.
     """
     has_model = not is_within(config.model.partial_pretrain, awaited)

@@ -88,7 +88,6 @@ class MetricsRecorder:
         """Record one row.
 
         Args:
-            step: optimizer steps since the run began.
             metrics: value by metric name, reduced over all ranks.
 
         Raises:
@@ -98,12 +97,7 @@ class MetricsRecorder:
         self._send(lambda sink: sink.log_row(row))
 
     def log_epoch(self, split: str, row: Mapping[str, float]) -> None:
-        """Record the means of an epoch.
-
-        Args:
-            split: Train or Val.
-            row: by `EPOCH_COLUMNS`.
-        """
+        """Record the means of an epoch; see `MetricsSink.log_epoch`."""
         self._send(lambda sink: sink.log_epoch(split, row))
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:

@@ -96,16 +96,12 @@ class RunRecord:
         self._write({**run, **identity, "status": "waiting"})
 
     def start_attempt(self, *, first_step: int, world_size: int, total_steps: int, precision: str | None = None) -> int:
-        """Record that training begins. An attempt that a kill left open is closed from its last row of metrics.
+        """Record that training begins, and return the number of the attempt, from 1.
+
+        An attempt that a kill left open is closed from its last row of metrics.
 
         Args:
             first_step: the step this attempt starts from.
-            world_size: number of ranks.
-            total_steps: optimizer steps of the whole run.
-            precision: number type of the forward pass.
-
-        Returns:
-            The number of the attempt, from 1.
 
         Raises:
             UserError: the file cannot be written.
@@ -140,10 +136,8 @@ class RunRecord:
     def end_if_running(self, status: EndStatus, exit_reason: str) -> bool:
         """Mark the run as `failed` or `stopped` if it has not ended; for the launcher, after its ranks ended.
 
-        Ranks that ended before training began count as an attempt, so that the reason is kept.
-
-        Returns:
-            Whether the record was changed.
+        Ranks that ended before training began count as an attempt, so that the reason is kept. Returns whether the
+        record was changed.
 
         Raises:
             UserError: the file cannot be written.
@@ -163,9 +157,6 @@ class RunRecord:
 
         If the run was finished or stopped before and has logged nothing since, its record is restored: a mistake on the
         command line must not turn a finished run into a failed one. Any other run has failed.
-
-        Args:
-            reason: one sentence.
 
         Raises:
             UserError: the file cannot be written.
@@ -225,9 +216,6 @@ class RunRecord:
 
 def load_run(path: Path) -> dict[str, Any]:
     """Read a run record.
-
-    Args:
-        path: of the `run.json`.
 
     Returns:
         The record. If there is no file: status `waiting`, no attempts, and None for the other keys.

@@ -1,4 +1,4 @@
-"""A reward function of the user's, in processes that can be killed: it may raise, hang or crash."""
+"""A user's reward function in processes that can be killed: it may raise, hang or crash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 from verl_ext.errors import UserError
-from verl_ext.grpo.failure import RewardError, RewardFailure
+from verl_ext.grpo.protocols import RewardError, RewardFailure
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.custom_process import SIZE, Reply
 from verl_ext.paths import python_path
@@ -22,23 +22,23 @@ from verl_ext.plugins import Plugin
 
 _KILL_GROUP_AT_END_OF_INPUT = ("/bin/sh", "-c", 'read -r line; kill -KILL "-$1"', "sh")
 START_S = 120.0
-"""Importing the user's file may take long; it is not the function's time."""
+"""Seconds to import the user's file, which do not count as the function's time."""
 
 
-class CustomReward:
-    """Calls a function of the user's as `UserFunction` does, in other processes.
+class RewardProcessPool:
+    """Calls a user's function as `UserFunction` does, in other processes.
 
     Args:
         plugin: the function.
         time_limit_s: of one call.
-        num_workers: processes at a time. The first is started here, others as they are needed.
+        num_workers: largest number of processes. The first is started here, others as needed.
 
     Raises:
         UserError: the function cannot be loaded or called.
     """
 
     def __init__(self, plugin: Plugin, time_limit_s: float, num_workers: int) -> None:
-        self._own, self._time_limit_s = plugin, time_limit_s
+        self._plugin, self._time_limit_s = plugin, time_limit_s
         self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
         for _ in range(num_workers - 1):
             self._idle.put(None)
@@ -46,11 +46,11 @@ class CustomReward:
         self._threads = ThreadPoolExecutor(num_workers)
 
     def submit(self, answer: RewardedAnswer) -> Future[float]:
-        """The score of one answer, some time later; a `RewardError` where the function gives none."""
+        """Begin to score an answer; the future raises a `RewardError` if there is no score."""
         return self._threads.submit(self._score, answer)
 
     def close(self) -> None:
-        """End the processes; what is not scored by then fails."""
+        """End the processes; pending answers fail."""
         self._threads.shutdown(cancel_futures=True)
         while not self._idle.empty():
             if (process := self._idle.get()) is not None:
@@ -62,21 +62,21 @@ class CustomReward:
         except RewardError as error:
             if not error.failure.timed_out:
                 raise
-        # the machine, or a service that the function asks, may have been busy
+        # the machine, or a service that the function calls, may have been busy
         return self._score_once(answer)
 
     def _score_once(self, answer: RewardedAnswer) -> float:
         process = self._idle.get()
         try:
-            process = process or _Process(self._own)
+            process = process or _Process(self._plugin)
             return process.call(answer, self._time_limit_s)
         finally:
-            # one that has failed to answer is not used again; the next call starts another
+            # a process that failed to answer is not used again; the next call starts another
             self._idle.put(process if process is not None and process.is_alive else None)
 
 
 def try_function(plugin: Plugin, answer: RewardedAnswer, time_limit_s: float) -> None:
-    """Call a function once, in a process of its own; one that times out gets a second chance on a busy machine.
+    """Call a function once, in a process of its own, and a second time if it times out, as on a busy machine.
 
     Args:
         plugin: the function.
@@ -101,7 +101,7 @@ def try_function(plugin: Plugin, answer: RewardedAnswer, time_limit_s: float) ->
 
 
 class _Process:
-    """One process with the function, named by file or by module; one call at a time."""
+    """A process that has loaded the function; one call at a time."""
 
     def __init__(self, plugin: Plugin) -> None:
         """Start it.
@@ -117,7 +117,7 @@ class _Process:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.is_alive = True
-        # when this rank is killed, what the function has started goes too
+        # when this rank is killed, the processes that the function started end too
         self._guard = subprocess.Popen(
             [*_KILL_GROUP_AT_END_OF_INPUT, str(self._process.pid)],
             stdin=subprocess.PIPE,
@@ -135,7 +135,7 @@ class _Process:
             raise UserError(reply.reason)
 
     def call(self, answer: RewardedAnswer, time_limit_s: float) -> float:
-        """What the function returns.
+        """The function's score.
 
         Raises:
             RewardError: it raised, returned no finite number, took too long, or ended its process.
@@ -150,26 +150,26 @@ class _Process:
         reply = self._reply(time_limit_s)
         if isinstance(reply, RewardFailure):
             raise RewardError(reply)
-        assert reply is not None  # only the first reply is
+        assert reply is not None  # only the first reply is None
         return reply
 
     def kill(self) -> None:
-        """End it with all that it started."""
+        """End it with all processes that it started."""
         self.is_alive = False
-        self._guard.kill()  # first: the number of the group may soon be another's
+        self._guard.kill()  # first: the group's number may soon be reused
         self._guard.communicate()
-        with suppress(ProcessLookupError):  # it has ended by itself
+        with suppress(ProcessLookupError):  # it has already ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        with suppress(OSError):  # what it has not taken
+        with suppress(OSError):  # data that it has not read
             self._stdin.close()
         self._stdout.close()
 
     def _reply(self, time_limit_s: float) -> Reply:
         deadline = time.monotonic() + time_limit_s
         try:
-            size = SIZE.unpack(self._take(SIZE.size, deadline))[0]
-            return pickle.loads(self._take(size, deadline))
+            size = SIZE.unpack(self._read(SIZE.size, deadline))[0]
+            return pickle.loads(self._read(size, deadline))
         except TimeoutError:
             self.kill()
             raise RewardError(RewardFailure(f"it took more than {time_limit_s:g} s", timed_out=True)) from None
@@ -177,7 +177,7 @@ class _Process:
             self.kill()
             raise RewardError(RewardFailure("it ended its process")) from None
 
-    def _take(self, size: int, deadline: float) -> bytes:
+    def _read(self, size: int, deadline: float) -> bytes:
         fd, data = self._stdout.fileno(), b""
         poll = select.poll()
         poll.register(fd, select.POLLIN)

@@ -1,4 +1,4 @@
-"""The way of the trained weights to an engine that keeps its own: whole tensors, a bucket of them at a time."""
+"""Trained weights for an engine that has its own: sharded parameters to whole tensors, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a tensor's rows are in the flat tensor that each rank gives.
+    """A tensor's part of the flat tensor that each rank contributes.
 
     Attributes:
-        weights: what the export makes of the tensor.
+        weights: tensors of the export that are made of it.
         shape: of the whole tensor.
-        dtype: as it is sent.
+        dtype: that it is sent in.
         rows_per_rank: the last ranks may have fewer.
     """
 
@@ -35,7 +35,7 @@ class _Slot:
 
     @property
     def numel(self) -> int:
-        """Elements of one rank's part, padding included."""
+        """Elements of one rank's part, with padding."""
         return self.rows_per_rank * self.shape[1:].numel() if self.shape else 1
 
     @property
@@ -43,42 +43,47 @@ class _Slot:
         """Of the whole tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
-    def named(self, whole: torch.Tensor) -> Bucket:
-        """What is sent of the whole tensor."""
+    def exported(self, whole: torch.Tensor) -> Bucket:
+        """The tensors of the export that are made of the whole tensor."""
         return [(weight.name, weight.of_rows(whole, 0)[1].reshape(weight.shape(self.shape))) for weight in self.weights]
 
 
-class WeightSource:
-    """Gathers a sharded model's weights as its export has them, LoRA adapters merged, tied tensors once."""
+class WeightSync:
+    """Gathers a sharded model's weights as its export has them: LoRA adapters merged, tied tensors once."""
 
     def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype, device: str, bucket_bytes: int) -> None:
         """Plan the buckets; collective.
 
         Args:
             model: as FSDP2 modules over all ranks.
-            dtype: that the tensors are sent in; whole numbers stay what they are.
-            device: of the sent tensors.
-            bucket_bytes: a bucket is closed before it exceeds this, but holds at least one tensor.
+            dtype: that the tensors are sent in; integers keep theirs.
+            device: of the tensors that are sent.
+            bucket_bytes: largest bucket, unless a single tensor is larger.
         """
         self._model, self._dtype, self._device = model, dtype, device
         self._num_ranks = dist.get_world_size()
         weights = on_rank_zero(lambda: exported_tensors(model))
-        self._buckets = list(self._planned(weights, bucket_bytes))
+        self._buckets = list(self._plan(weights, bucket_bytes))
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of a sync."""
+        return len(self._buckets)
 
     @property
     def num_bytes(self) -> int:
-        """That an engine receives in all."""
+        """Bytes that an engine receives in a sync."""
         return sum(slot.num_bytes for bucket in self._buckets for slot in bucket)
 
     @torch.no_grad()
     def buckets(self) -> Iterator[Bucket]:
-        """Names and whole tensors, in memory that no later bucket uses and no update before the end; collective."""
+        """Names and whole tensors; no later bucket reuses their memory; collective."""
         state = self._model.state_dict()
         for slots in self._buckets:
-            tensors = self._gathered(slots, state) if self._num_ranks > 1 else self._own(slots, state)
-            yield [named for slot, tensor in zip(slots, tensors) for named in slot.named(tensor)]
+            tensors = self._gather(slots, state) if self._num_ranks > 1 else self._own(slots, state)
+            yield [named for slot, tensor in zip(slots, tensors) for named in slot.exported(tensor)]
 
-    def _planned(self, weights: list[ExportedTensor], bucket_bytes: int) -> Iterator[list[_Slot]]:
+    def _plan(self, weights: list[ExportedTensor], bucket_bytes: int) -> Iterator[list[_Slot]]:
         state, size = self._model.state_dict(), 0
         bucket: list[_Slot] = []
         for source, of_source in groupby(weights, key=lambda weight: weight.source):
@@ -94,10 +99,10 @@ class WeightSource:
         yield bucket
 
     def _own(self, slots: list[_Slot], state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Where there is no other rank: nothing is copied that need not be."""
+        """With a single rank, nothing is copied that need not be."""
         return [self._own_rows(slot, state).to(self._device, slot.dtype) for slot in slots]
 
-    def _gathered(self, slots: list[_Slot], state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    def _gather(self, slots: list[_Slot], state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         dtype = slots[0].dtype
         own = torch.empty(sum(slot.numel for slot in slots), dtype=dtype, device=self._device)
         for slot, part in zip(slots, own.split([slot.numel for slot in slots])):
@@ -109,7 +114,7 @@ class WeightSource:
         return [part.reshape(-1)[: slot.shape.numel()].view(slot.shape) for slot, part in zip(slots, parts)]
 
     def _own_rows(self, slot: _Slot, state: dict[str, torch.Tensor]) -> torch.Tensor:
-        weight = slot.weights[0]  # the adapter is that of the whole tensor
+        weight = slot.weights[0]  # all have the tensor's adapter
         tensor, adapter = state[weight.source], weight.adapter
         if not tensor.shape:
             return to_local(tensor)
