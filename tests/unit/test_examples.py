@@ -161,16 +161,38 @@ def test_the_adapter_serves_the_commands_that_measure_a_model(
     assert set(json.loads((tmp_path / "importance.json").read_text())["importance_scores"]) == {"1", "2", "3"}
 
 
+def growing_run(run_dir: Path, growth: float) -> Path:
+    """A run whose peak memory grows by so many GiB a step."""
+    write_run(run_dir, "a textbook run")
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [{**row, "system/peak_memory_gib": 1.0 + growth * row["step"]} for row in lines]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run_dir
+
+
 @pytest.mark.parametrize(("growth", "level"), [(0.002, "warning"), (0.0, "ok")])
 def test_the_health_rule_looks_at_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], growth: float, level: str
 ) -> None:
-    run_dir = write_run(tmp_path, "a textbook run")
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    rows = [{**row, "system/peak_memory_gib": 1.0 + growth * row["step"]} for row in lines]
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_dir = growing_run(tmp_path, growth)
     assert health([str(run_dir), "--own-rules", RULES, "--json"]) == 0
     found = {each["rule"]: each for each in json.loads(capsys.readouterr().out)["rules"]}
     assert found["memory_growing"]["level"] == level and "loss_not_finite" in found
     assert health([str(run_dir), "--json"]) == 0
     assert "memory_growing" not in capsys.readouterr().out
+
+
+def test_a_health_rule_of_the_former_interface_finds_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`tests/data/old_health_rule/memory.py` is the example of the release before `Rule(name, check, ...)`."""
+    run_dir = growing_run(tmp_path, 0.002)
+    words = [str(run_dir), "--json", "--own-rules"]
+    assert health([*words, RULES]) == 0
+    expected = json.loads(capsys.readouterr().out)["rules"][-1]
+    assert health([*words, "tests/data/old_health_rule/memory.py:RULES"]) == 0
+    output = capsys.readouterr()
+    found = json.loads(output.out)["rules"][-1]
+    assert (found["rule"], found["level"], found["message"]) == ("memory_growing", "warning", expected["message"])
+    [warned] = output.err.splitlines()
+    assert "uses @rule, which the next release removes" in warned

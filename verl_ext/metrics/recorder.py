@@ -118,16 +118,21 @@ class MetricsRecorder:
         self._events.append(event.step, [event.record()])
         self._send(lambda sink: sink.log_event(event))
 
-    def close(self, exit_code: int = 0) -> None:
+    def close(self, exit_code: int = 0) -> list[str]:
         """Flush and close everything; a second call does nothing.
 
         Args:
             exit_code: the run's, which W&B shows.
+
+        Returns:
+            Names of the destinations that were closed without a failure.
         """
         for file in (self._metrics, self._samples, self._events):
             file.close()
         self._send(lambda sink: sink.close(exit_code))
+        closed = [sink.name for sink in self._sinks]
         self._sinks.clear()
+        return closed
 
     def _send(self, call: Callable[[MetricsSink], None]) -> None:
         for sink in list(self._sinks):

@@ -14,6 +14,7 @@ from verl_ext.console import warn
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json, replace_file, write_errors
 from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
+from verl_ext.processes import pid_namespace
 
 RUN_FILE = "run.json"
 STATUSES = ("waiting", "running", "finished", "stopped", "failed")
@@ -48,7 +49,8 @@ _TYPES = {
 _ATTEMPT_TYPES = {
     **{"attempt": (int,), "start": (str,)},
     **dict.fromkeys(("end", "exit_reason", "host"), _TEXT),
-    **dict.fromkeys(("first_step", "last_step", "world_size", "pid"), _COUNT),
+    **dict.fromkeys(("first_step", "last_step", "world_size", "pid", "pid_namespace"), _COUNT),
+    "closed_trackers": (list,),
 }
 _REQUIRED_ATTEMPT_KEYS = frozenset({"attempt", "start", "end"})
 _LARGEST_INT = 2**63 - 1  # what the monitor's database can hold
@@ -113,13 +115,16 @@ class RunRecord:
         self._write({**run, "status": "running", "total_steps": total_steps, "precision": precision})
         return number
 
-    def end_attempt(self, status: EndStatus, last_step: int | None, exit_reason: str) -> None:
+    def end_attempt(
+        self, status: EndStatus, last_step: int | None, exit_reason: str, closed_trackers: list[str] | None = None
+    ) -> None:
         """Record how the open attempt ended.
 
         Args:
             status: `finished` (all steps are done), `stopped` (on request) or `failed`.
             last_step: the last step that was done; None takes it from `metrics.jsonl`.
             exit_reason: one sentence.
+            closed_trackers: destinations of metrics that got the end of the run; None if that is not known.
 
         Raises:
             UserError: no attempt is open, or the file cannot be written.
@@ -131,6 +136,8 @@ class RunRecord:
         if last_step is None:
             last_step, _ = self._last_row_of(attempt["attempt"])
         attempt.update(end=_now(), last_step=last_step, exit_reason=exit_reason)
+        if closed_trackers is not None:
+            attempt["closed_trackers"] = closed_trackers
         self._write({**run, "status": status})
 
     def end_if_running(self, status: EndStatus, exit_reason: str) -> bool:
@@ -279,6 +286,7 @@ def _attempt(number: int, *, first_step: int | None = None, world_size: int | No
         "exit_reason": None,
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "pid_namespace": pid_namespace(),
     }
 
 

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from verl_ext.checkpoint.manifest import committed_steps
 from verl_ext.config.schema import as_dict, to_yaml
 from verl_ext.console import warn
 from verl_ext.distributed import on_rank_zero
 from verl_ext.errors import USER_ERROR_EXIT_CODE, Stop, UserError, one_line
-from verl_ext.files import parse_json, replace_file
-from verl_ext.health.facts import REWARDED, Facts
-from verl_ext.health.findings import Finding, Level
-from verl_ext.health.own_rules import all_rules
-from verl_ext.health.replay import replay
-from verl_ext.health.rules import watched_by
-from verl_ext.health.watch import HealthWatch
-from verl_ext.metrics.jsonl import EVENTS_FILE, HealthEvent, SampleRow
+from verl_ext.files import replace_file
+from verl_ext.health.context import REWARDED
+from verl_ext.health.rule import Finding
+from verl_ext.health.watch import HealthMonitor
+from verl_ext.metrics.jsonl import HealthEvent, SampleRow
 from verl_ext.metrics.recorder import MetricsRecorder
 from verl_ext.metrics.run_record import EndStatus, RunRecord
 from verl_ext.metrics.sinks import ProgressBar
@@ -49,7 +44,7 @@ class RunLogger:
     world_size: int
     is_main: bool
     precision: str
-    health: HealthWatch | None = None
+    health: HealthMonitor | None = None
 
     def __enter__(self) -> RunLogger:
         on_rank_zero(self._open)
@@ -101,18 +96,13 @@ class RunLogger:
         for found in self._findings(step, metrics):
             self.recorder.log_event(HealthEvent(step, found.rule, found.level.word, found.sentence))
 
-    def _open_health(self, run_dir: Path) -> HealthWatch | None:
+    def _open_health(self, run_dir: Path) -> HealthMonitor | None:
         """The health rules with what earlier starts recorded."""
-        wanted = self.config.health
-        if not wanted.enabled:
+        if not self.config.health.enabled:
             return None
         try:
-            run, rules = self.record.read(), all_rules(wanted.rules, "health.rules")
-            history, _ = replay(run_dir, run["attempts"], self.first_step, watched_by(rules))
-            checkpoints, values = partial(committed_steps, run_dir), as_dict(self.config)
-            facts = Facts.of(values, self.total_steps, self.steps_per_epoch, checkpoints, run["untrained_loss"])
-            reported = reported_levels(run_dir / EVENTS_FILE, self.first_step)
-            return HealthWatch(history, facts, wanted.limits, wanted.every, list(wanted.stop_on), reported, rules)
+            steps = self.first_step, self.total_steps, self.steps_per_epoch
+            return HealthMonitor.for_run(self.config.health, as_dict(self.config), run_dir, *steps)
         except Exception as error:  # a broken file or rule must not stop training
             warn(f"the health rules are off: {one_line(error)}")
             return None
@@ -120,7 +110,7 @@ class RunLogger:
     def _findings(self, step: int, metrics: Mapping[str, float]) -> Sequence[Finding]:
         """Findings of the health rules; a rule that raises disables the rules, and the run continues."""
         try:
-            return [] if self.health is None else self.health.note(step, metrics)
+            return [] if self.health is None else self.health.check(step, metrics)
         except Exception as error:  # a broken rule must not stop training
             self.health = None
             warn(f"the health rules are off from step {step} on: {one_line(error)}")
@@ -146,9 +136,9 @@ class RunLogger:
             return
         self.bar.close()
         status, reason, exit_code = self._outcome(error)
-        self.recorder.close(exit_code)
+        closed = self.recorder.close(exit_code)
         try:
-            self.record.end_attempt(status, self.last_step, reason)
+            self.record.end_attempt(status, self.last_step, reason, closed)
         except UserError as lost:
             if error is None:
                 raise
@@ -163,16 +153,3 @@ class RunLogger:
         if isinstance(error, UserError):
             return "failed", str(error), USER_ERROR_EXIT_CODE
         return "failed", one_line(error), 1
-
-
-def reported_levels(path: Path, step: int) -> dict[str, Level]:
-    """The last level of each rule in `events.jsonl` up to a step."""
-    found: dict[str, Level] = {}
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        try:
-            row = parse_json(line)
-            if row["step"] <= step:
-                found[row["name"]] = Level[row["level"].upper()]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # a crash can leave a torn line
-    return found
