@@ -47,7 +47,7 @@ from benchmarks.harness import (
 )
 from eval_pipeline.config import EvalConfig
 from eval_pipeline.engines.answer import Answer, Request
-from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.report.results import read_evaluation
 from eval_pipeline.work.batch import Answered, Batch, BatchId, Event, Failed, Key, Verdicted, batches_of, key_of

@@ -47,8 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _count_problems(recipe: EvalConfig) -> dict[str, int | None]:
     """Of each data set that the tiers name; None where they come from the hub."""
     from eval_pipeline.config import TIERS
-    from eval_pipeline.problems.dataset import load_problems
-    from eval_pipeline.problems.source import is_local
+    from eval_pipeline.problems.datasets import is_local, load_problems
     from verl_ext.errors import UserError
 
     sources = [recipe.sources[name] for name, _ in recipe.datasets_up_to(max(TIERS))]

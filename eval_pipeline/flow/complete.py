@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from eval_pipeline.flow.session import Session
-from eval_pipeline.judge.packages import versions_of
+from eval_pipeline.judge.isolation import versions_of
 from eval_pipeline.report.metrics import rate_intervals, summarize
 from eval_pipeline.report.results import DatasetResult, EvaluatedModel, write_json, write_qa_log, write_verdicts
 from eval_pipeline.work.evaluation import Evaluation

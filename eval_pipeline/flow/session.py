@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from eval_pipeline.config import EvalConfig
 from eval_pipeline.flow.place import Place
-from eval_pipeline.judge.packages import versions_of
+from eval_pipeline.judge.isolation import versions_of
 from eval_pipeline.ledger.job import Job
 from eval_pipeline.ledger.ledger import Ledger
 from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.models.integrity import require_whole_export
-from eval_pipeline.problems.dataset import load_problems, problems_digest
+from eval_pipeline.problems.datasets import load_problems, problems_digest
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.report.results import METRICS_FILE, SUMMARY_FILE, EvaluatedModel, read_evaluation
 from eval_pipeline.work.digests import Digests, digests_of

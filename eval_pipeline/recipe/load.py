@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Sequence
 
 from eval_pipeline.config import EvalConfig
-from eval_pipeline.judge.packages import find_packages
-from eval_pipeline.problems.dataset import parser_of
+from eval_pipeline.judge.isolation import find_packages
+from eval_pipeline.problems.datasets import parser_of
 from eval_pipeline.report.metrics import wanted_k
 from verl_ext.config.compose import Composer, load_yaml
 from verl_ext.config.recipes import find_recipe

@@ -25,7 +25,18 @@ MOST_FILES = {
     "A plan": 6,
     "From a line of metrics.jsonl to a drawn point": 7,
 }
-UNIQUE_CLASSES_IN = ("trainer", "launch", "config", "data", "checkpoint", "metrics", "monitor", "plan", "health")
+UNIQUE_CLASSES_IN = (
+    "trainer",
+    "launch",
+    "grpo",
+    "config",
+    "data",
+    "checkpoint",
+    "metrics",
+    "monitor",
+    "plan",
+    "health",
+)
 """Folders of `verl_ext` whose classes, like those at the root, have unique names in the product."""
 
 

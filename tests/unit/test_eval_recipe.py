@@ -12,7 +12,7 @@ from eval_pipeline.__main__ import main, parse
 from eval_pipeline.config import EvalConfig
 from eval_pipeline.engines.answer import Answer
 from eval_pipeline.judge import ReferenceAnswer, Verdict
-from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe.choose import restricted_to
 from eval_pipeline.recipe.load import load_recipe, metric_names

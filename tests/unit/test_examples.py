@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval_pipeline.__main__ import main as evaluate
 from eval_pipeline.judge import JudgeClient, Submission
-from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.problems.record import Record
 from eval_pipeline.recipe.load import load_recipe

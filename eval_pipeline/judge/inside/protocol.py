@@ -1,6 +1,7 @@
-"""Messages over stream sockets and pipes: a JSON object, a blob of bytes, and on sockets open files.
+"""What the judge server and the processes in its sandboxes agree on: messages, the file of a program, loaded modules.
 
-JSON because a reader need not trust the writer. Used by the client, the server and inside the sandboxes.
+A message is a JSON object with a blob of bytes, and on sockets open files. It is JSON because a reader need not trust
+the writer. The server and its client import this module too, so it imports no sibling.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any
 
 _HEAD = struct.Struct(">II")
 MOST_BYTES = 1 << 30
-"""Larger parts than this are taken for garbage."""
+"""Larger parts are taken for garbage."""
 
 
 class FrameError(Exception):
-    """The other side ended in the middle of a message, or wrote something that is none."""
+    """The other side ended in the middle of a message, or wrote something else."""
 
 
 def pack(message: dict[str, Any], blob: bytes = b"") -> bytes:
@@ -31,9 +32,9 @@ def send(connection: socket.socket, message: dict[str, Any], blob: bytes = b"", 
 
     Args:
         connection: a connected unix stream socket.
-        message: anything that JSON can say.
-        blob: bytes to go with it.
-        fds: open files, which the other side gets copies of.
+        message: anything that JSON can express.
+        blob: bytes to send with it.
+        fds: open files, of which the other side gets copies.
 
     Raises:
         OSError: the other side is gone.
@@ -45,7 +46,7 @@ def send(connection: socket.socket, message: dict[str, Any], blob: bytes = b"", 
 
 
 def send_parts(connection: socket.socket, message: dict[str, Any], parts: list[memoryview]) -> None:
-    """Send one message whose blob lies in several places; no copy of it is made here.
+    """Send one message whose blob is in several places, without copying it.
 
     Raises:
         OSError: the other side is gone.
@@ -57,10 +58,10 @@ def send_parts(connection: socket.socket, message: dict[str, Any], parts: list[m
 
 
 def receive(connection: socket.socket, most_fds: int = 0) -> tuple[dict[str, Any], bytes, list[int]] | None:
-    """One message with its blob and open files; None when the other side has closed.
+    """One message with its blob and open files; None once the other side has closed.
 
     Raises:
-        FrameError: what came is not a whole message.
+        FrameError: the received data are not a whole message.
     """
     fds: list[int] = []
     head = b""
@@ -79,7 +80,7 @@ def read(fd: int) -> tuple[dict[str, Any], bytes] | None:
     """One message from a pipe; None at its end.
 
     Raises:
-        FrameError: what came is not a whole message.
+        FrameError: the data are not a whole message.
     """
     return _parts(lambda size: os.read(fd, size), b"")
 
@@ -112,9 +113,11 @@ def _exactly(take: Any, size: int, may_end: bool = False) -> bytes:
     return bytes(data)
 
 
+# The file that holds an answer
+
 _LENGTH = struct.Struct(">Q")
 _ENCODING = ("utf-8", "surrogatepass")
-"""Of program and preamble: a program may hold half a character, and is told that it does not compile."""
+"""A program may hold half a surrogate pair; its verdict is that it does not compile."""
 
 
 def pack_program(preamble: str, program: str) -> bytes:
@@ -124,7 +127,24 @@ def pack_program(preamble: str, program: str) -> bytes:
 
 
 def read_program(fd: int) -> tuple[str, str]:
-    """Preamble and program; not through the offset of the file, which all runs of the answer share."""
+    """Preamble and program, read without moving the offset of the file, which all runs of the answer share."""
     data = os.pread(fd, os.fstat(fd).st_size, 0)
     start, middle = _LENGTH.size, _LENGTH.size + _LENGTH.unpack_from(data)[0]
     return data[start:middle].decode(*_ENCODING), data[middle:].decode(*_ENCODING)
+
+
+# What programs of each role commonly import, so that each run only pays for a fork. Not `threading`, which runs code in
+# every fork, and not `hashlib`, which maps libraries: each makes every fork half as expensive again.
+PRELOADED = {
+    "answer": (
+        *("abc", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions"),
+        *("functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re", "statistics", "string"),
+        "typing",
+    ),
+    # a tester that serves several tests may serve those that import no other module (`runs.leaves_no_trace`)
+    "tester": (
+        *("bisect", "cmath", "collections", "collections.abc", "copy", "fractions", "functools", "heapq", "itertools"),
+        *("math", "operator", "random", "re", "string", "typing"),
+    ),
+}
+"""The modules that a zygote imports before it forks, by its role."""

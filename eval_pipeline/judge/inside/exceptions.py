@@ -1,4 +1,4 @@
-"""Exceptions of an answer as its test sees them: of the same classes, and no assertion that could be the test's own."""
+"""Exceptions of an answer as its test sees them: of the same classes, but never mistaken for the test's assertions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Row = tuple[int, str, list[Any]]
 
 
 class OfAnswer(BaseException):
-    """Marks an assertion that the answer raised, and every exception of a class of its own."""
+    """Marks an assertion that the answer raised, and every exception of a class that the answer defines."""
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute that the exception has over there."""
+        """An attribute of the exception on the answer's side."""
         original = vars(self).get("original")
         if original is None or name.startswith("__"):
             raise AttributeError(name)
@@ -22,13 +22,15 @@ class OfAnswer(BaseException):
 
 
 def is_of_test(error: Any) -> bool:
-    """Whether this is an assertion of the test's own that has failed."""
+    """Whether this is a failed assertion of the test itself."""
     return isinstance(error, AssertionError) and not isinstance(error, OfAnswer)
 
 
 def description_of(error: BaseException | None) -> tuple[Any, ...]:
-    """How to send an exception to where a statement or a generator handles it: its class, its arguments, and what it
-    is over there. What a failed assertion of the test's says is not for the answer."""
+    """How to send an exception to the side that handles it: its class, its arguments, and the original there.
+
+    The message of a failed assertion of the test is not for the answer.
+    """
     if error is None:
         return (None,)
     arguments = () if is_of_test(error) else error.args
@@ -36,17 +38,17 @@ def description_of(error: BaseException | None) -> tuple[Any, ...]:
 
 
 def error_of_description(kind: str | None, arguments: tuple[Any, ...] = (), original: Any = None) -> Any:
-    """The exception that `description_of` was given, one like it, or None."""
+    """The argument of `description_of`, a similar exception, or None."""
     if kind is None or original is not None:
         return original
     try:
         return known_class(kind)(*arguments)
-    except (TypeError, ValueError):  # its module is not imported here, or it wants other arguments
+    except (TypeError, ValueError):  # its module is not imported here, or it takes other arguments
         return Exception(*arguments)
 
 
 def known_name(kind: type) -> str | None:
-    """The name under which the other side knows a builtin exception class, or one of the standard library."""
+    """The name by which the other side knows an exception class of Python or the standard library."""
     module = kind.__module__
     if _is_standard(module) and vars(sys.modules[module]).get(kind.__qualname__) is kind:
         return f"{module}:{kind.__qualname__}"
@@ -62,7 +64,7 @@ def known_class(name: Any) -> type:
     """The exception class of this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such class.
     """
     module, _, attribute = name.partition(":") if type(name) is str else ("", "", "")
     kind = vars(sys.modules[module]).get(attribute) if _is_standard(module) else None
@@ -72,7 +74,7 @@ def known_class(name: Any) -> type:
 
 
 def rows_of(kind: type, number_of: Callable[[Any], int]) -> list[Row]:
-    """An answer's own classes among an exception class and its bases; the last row is the class itself."""
+    """The classes that an answer defines among an exception class and its bases; the last row is the class itself."""
     own = [base for base in reversed(kind.__mro__) if issubclass(base, BaseException) and known_name(base) is None]
     return [(number_of(base), base.__name__, [_base(part, number_of) for part in base.__bases__]) for base in own]
 
@@ -86,23 +88,22 @@ def _is_standard(module: Any) -> bool:
 
 
 class ClassesOfAnswer:
-    """The test's stand-ins for an answer's exception classes; what catches one catches no assertion of the test's."""
+    """The test's stand-ins for an answer's exception classes; no `except` for one catches an assertion of the test."""
 
     def __init__(self) -> None:
-        """None is known yet."""
         self._by_number: dict[int, type] = {}
         self._by_name: dict[str, type] = {}
         self._numbers: dict[type, int] = {}
 
     def number_of(self, value: Any) -> int | None:
-        """The number of the class that this is the stand-in for."""
+        """The number of the class that a stand-in represents."""
         return self._numbers.get(value) if isinstance(value, type) else None
 
     def of_rows(self, rows: Any) -> type:
         """The stand-in for the last class of `rows_of`.
 
         Raises:
-            ValueError, TypeError, LookupError: the rows are none.
+            ValueError, TypeError, LookupError: the rows are malformed.
         """
         for number, name, bases in rows:
             if type(number) is not int or type(name) is not str:
@@ -115,7 +116,7 @@ class ClassesOfAnswer:
         return self._by_number[rows[-1][0]]
 
     def of_name(self, name: Any) -> type:
-        """A known class; of assertions, which the test's own failures are, a stand-in.
+        """A known class; for assertions, a stand-in that is not mistaken for a failure of the test.
 
         Raises:
             ValueError, TypeError: there is no such class.

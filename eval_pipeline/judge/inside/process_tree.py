@@ -1,4 +1,7 @@
-"""What the processes of an answer use, read from /proc by somebody whom they cannot touch."""
+"""What the processes of an answer use, read from /proc by a process that they cannot reach.
+
+The server imports this module too, so it imports no sibling.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +24,34 @@ class Usage:
     num_tasks: int
     """Processes and threads."""
     memory_bytes: int
-    """Resident pages that belong to no file; those that processes share since a fork count in each."""
+    """Resident pages that belong to no file; pages that processes share since a fork count in each."""
     cpu_s: float
-    """Of them and of their children that they have waited for."""
+    """Of them, and of their children that they have waited for."""
 
 
-class Census:
-    """Reads one proc file system, which stays open although answers cannot see it."""
+class ProcessTree:
+    """The descendants of a process. The proc file system stays open although answers cannot see it.
+
+    Args:
+        page: memory for what is read of a process, which chooses its own name.
+
+    Attributes:
+        fd: of /proc, as it is now.
+        counted: the descendants that `usage` found last.
+    """
 
     def __init__(self, page: mmap.mmap | bytearray) -> None:
-        """Open /proc as it is now; what is read of a process, which names itself, stays in `page`."""
         self._page = page
         self.fd = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._own = 0
         self.counted: list[int] = []
-        """The descendants that `usage` found last."""
 
     def find_self(self) -> None:
-        """Learn this process's number in that proc file system, which may be another one than `os.getpid()`."""
+        """Learn this process's number in that proc file system, which may differ from `os.getpid()`."""
         self._own = int(os.readlink("self", dir_fd=self.fd))
 
     def descendants(self, of: int | None = None) -> dict[int, list[bytes]]:
-        """The stat fields of every descendant that there is, by its number in that file system.
+        """The stat fields of every descendant, by its number in that file system.
 
         Args:
             of: a process; None takes this one.
@@ -67,11 +76,11 @@ class Census:
         return Usage(num_tasks, sum(map(self._memory, processes)), ticks * _TICK_S)
 
     def shared_memory(self) -> int:
-        """Bytes resident in all descendants, where pages that several share count once; slower to find out."""
+        """Resident bytes of all descendants, where pages that several share count once; slower to read."""
         return sum(map(self._share_of_memory, self.descendants()))
 
     def deleted_bytes(self) -> int:
-        """Bytes of disk of the files without a name that the counted descendants hold open."""
+        """Bytes on disk of the files without a name that the counted descendants hold open."""
         sizes: dict[tuple[int, int], int] = {}
         for pid in self.counted:
             # a thread may have open files of its own, and the first one may have ended
@@ -84,14 +93,14 @@ class Census:
             try:
                 status = os.stat(f"{folder}/{name}", dir_fd=self.fd)
                 if status.st_nlink == 0 and stat.S_ISREG(status.st_mode):
-                    # what the server has handed on (`judge/sealed.py`) is no file of a disk
+                    # a sealed file from the server is not on a disk
                     if not os.readlink(f"{folder}/{name}", dir_fd=self.fd).startswith("/memfd:"):
                         yield (status.st_dev, status.st_ino), status.st_blocks * 512
             except OSError:  # closed meanwhile
                 continue
 
     def _names(self, folder: str) -> list[str]:
-        """The names in a directory of it; none when its process has ended."""
+        """The names in one of its directories; none if the process has ended."""
         try:
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.fd)
         except OSError:
@@ -118,12 +127,12 @@ class Census:
         return (int(numbers[1]) - int(numbers[2])) * _PAGE if numbers else 0
 
     def _read(self, path: str) -> bytes:
-        """A file of it that holds numbers alone; empty when its process has ended."""
+        """A file that contains only numbers; empty if the process has ended."""
         data = bytearray(_PAGE)
         return bytes(data[: self._read_into(data, path)])
 
     def _read_into(self, memory: mmap.mmap | bytearray, path: str) -> int:
-        """Returns how many bytes there are; 0 when its process has ended."""
+        """Returns the number of bytes; 0 if the process has ended."""
         try:
             fd = os.open(path, os.O_RDONLY, dir_fd=self.fd)
         except OSError:
