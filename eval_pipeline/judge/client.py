@@ -21,8 +21,8 @@ from eval_pipeline.judge.isolation import find_packages
 from eval_pipeline.judge.types import (
     ISOLATION_LEVELS,
     JudgeConfig,
-    ProgramRun,
     JudgeRequest,
+    ProgramRun,
     ResourceLimits,
     RunReport,
     Submission,
