@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from eval_pipeline.adaptive.compare import Comparison
 from eval_pipeline.adaptive.plot import PARETO_PLOT
 from eval_pipeline.adaptive.source import ControllerSource
-from eval_pipeline.models.run_config import read_run_config
+from eval_pipeline.checkpoints import read_training_run
 from verl_ext.metrics.wandb_sink import fill_wandb_run, open_wandb_run
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def track(comparison: Comparison, about: Mapping[str, Any], source: ControllerSo
         source: of the controller.
         directory: of the files.
     """
-    of_run = read_run_config(source.run_dir)
+    of_run = read_training_run(source.run_dir)
     name = "adaptive_eval" if source.step is None else f"adaptive_eval_step_{source.step}"
     run = open_wandb_run(
         project=of_run.project,

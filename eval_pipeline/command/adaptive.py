@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval_pipeline.command.arguments import add_action
-from eval_pipeline.command.paths import input_path, output_path
+from eval_pipeline.commands import add_action, input_path, output_path
 from verl_ext.cli import Commands, FloatArg, IntArg
 from verl_ext.paths import caller_directory
 
@@ -105,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def place_of(source: ControllerSource, output: Path | None) -> Path:
     """Where the files go."""
-    from eval_pipeline.flow.place import EVAL_FOLDER
+    from eval_pipeline.checkpoints import EVAL_FOLDER
 
     if output is not None:
         return output
