@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 from benchmarks.gpu_check import Settings
 from benchmarks.gpu_trainer import build_trainer, join_ranks, sft_config
 from verl_ext.controller.calibration import calibrate
-from verl_ext.controller.configuration import Configuration
-from verl_ext.controller.loading import default_device, load_adapter
+from verl_ext.controller.space import Configuration
+from verl_ext.controller.vlm import default_device, load_adapter
 from verl_ext.distributed import on_rank_zero
 from verl_ext.files import GIB, free_bytes
 from verl_ext.model_files import save_tokenizer
@@ -367,7 +367,7 @@ def controller(settings: Settings) -> None:
     space, bench = adapter.space(1, len(adapter.blocks), [1, 2, 4, 8]), Bench(adapter, new_tokens=8)
     if device == "cuda":
         rng = random.Random(0)
-        configurations = [space.draw(rng) for _ in range(20)]
+        configurations = [space.sample(rng) for _ in range(20)]
         for each in configurations:
             bench.run(each)
         ratios = [milliseconds_by_events(bench, each) / bench.run(each).total_ms for each in configurations]

@@ -8,10 +8,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from verl_ext.console import progress_bar
-from verl_ext.controller.block_importance import answer_loss
-from verl_ext.controller.configuration import Configuration, ConfigurationSpace
-from verl_ext.controller.execution import Executor
-from verl_ext.controller.scoring.scorer import AnswerScorer
+from verl_ext.controller.block_importance import reference_loss
+from verl_ext.controller.execution import VLMRunner
+from verl_ext.controller.scoring import AnswerScorer
+from verl_ext.controller.space import Configuration, ConfigurationSpace
 from verl_ext.data.image_questions import ImageQuestion
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class BlockSearch:
         questions: of the training split.
     """
 
-    executor: Executor
+    runner: VLMRunner
     space: ConfigurationSpace
     questions: Sequence[ImageQuestion]
 
@@ -59,15 +59,15 @@ class BlockSearch:
     def _accuracy(self, mask: Mask, score: AnswerScorer, bar: tqdm) -> float:
         bar.update()
         configuration = self._configuration(mask)
-        return fmean(score(each, self.executor.run(each, configuration).answer) for each in self.questions)
+        return fmean(score(each, self.runner.run(each, configuration).answer) for each in self.questions)
 
     def _likeliest(self, masks: Sequence[Mask]) -> Mask:
         return masks[0] if len(masks) == 1 else min(masks, key=self._loss)
 
     def _loss(self, mask: Mask) -> float:
-        configuration, executor = self._configuration(mask), self.executor
-        seen = ((each, executor.seen(each, configuration.tier).encoding) for each in self.questions)
-        return fmean(answer_loss(executor.adapter, each, configuration, encoding) for each, encoding in seen)
+        configuration, runner = self._configuration(mask), self.runner
+        seen = ((each, runner.encoded(each, configuration.tier).encoding) for each in self.questions)
+        return fmean(reference_loss(runner.adapter, each, configuration, encoding) for each, encoding in seen)
 
     def _configuration(self, mask: Mask) -> Configuration:
         return self.space.configuration(len(self.space.tiers) - 1, mask)

@@ -12,7 +12,7 @@ from eval_pipeline.adaptive.baselines import lookup_table, oracle, pareto_front
 from eval_pipeline.adaptive.measure import DECIDING, Measured
 from eval_pipeline.adaptive.results import Results, Row, rows_of
 from eval_pipeline.adaptive.summary import Summary, summarise
-from verl_ext.controller.configuration import Configuration
+from verl_ext.controller.space import Configuration
 
 
 @dataclass(frozen=True)

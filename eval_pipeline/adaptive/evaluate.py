@@ -23,7 +23,7 @@ from eval_pipeline.adaptive.text import console_text
 from eval_pipeline.adaptive.tracking import track
 from verl_ext.console import print_line, print_summary, typed_path, warn
 from verl_ext.controller.calibration import machine_name
-from verl_ext.controller.latency_source import LatencySource, MeasuredLatency
+from verl_ext.controller.latency import LatencySource, MeasuredLatency
 from verl_ext.plugins import Plugin
 
 

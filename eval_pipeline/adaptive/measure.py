@@ -16,11 +16,10 @@ from eval_pipeline.adaptive.results import Cell, Results
 from eval_pipeline.adaptive.sample_runs import SampleRuns
 from eval_pipeline.adaptive.subject import Subject
 from verl_ext.console import progress_bar
-from verl_ext.controller.block_importance import cheapest
-from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.inference import Decision
-from verl_ext.controller.latency_source import LatencySource
-from verl_ext.controller.scoring.scorer import AnswerScorer
+from verl_ext.controller.latency import LatencySource
+from verl_ext.controller.scoring import AnswerScorer
+from verl_ext.controller.space import Configuration, cheapest_configuration
 from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.errors import UserError
 
@@ -99,8 +98,8 @@ class Bench:
 
     def __init__(self, subject: Subject, plan: Plan, latency: LatencySource) -> None:
         self._subject, self._plan, self._latency = subject, plan, latency
-        self._cheapest = cheapest(subject.space, subject.importance)
-        self._canary = Canary(latency.is_measured and subject.model.executor.adapter.model.device.type == "cpu")
+        self._cheapest = cheapest_configuration(subject.space, subject.importance)
+        self._canary = Canary(latency.is_measured and subject.model.runner.adapter.model.device.type == "cpu")
 
     def check_budgets(self, samples: Sequence[ImageQuestion]) -> None:
         """Get warm, and refuse budgets that nothing can keep.
@@ -110,7 +109,7 @@ class Bench:
         """
         self._warm_up(samples[0])
         runs = (self._runs(sample) for sample in samples[:CHECKED_QUESTIONS])
-        needed = statistics.median(self._latency.of_run(each.run(self._cheapest)) for each in runs)
+        needed = statistics.median(self._latency.run_ms(each.run(self._cheapest)) for each in runs)
         least = min(self._plan.budgets_ms)
         if least < needed:
             raise UserError(
@@ -159,14 +158,14 @@ class Bench:
 
     def _added(self, runs: SampleRuns, decision: Decision) -> float:
         """What deciding adds: the look at the lowest tier too, unless that is what was chosen."""
-        own_ms = self._latency.of_deciding(decision)
+        own_ms = self._latency.decision_ms(decision)
         if not decision.configuration.tier:
             return own_ms
-        return own_ms + self._latency.of_looking(runs.seen(0), self._subject.adapter)
+        return own_ms + self._latency.encode_ms(runs.seen(0), self._subject.adapter)
 
     def _draw(self, sample: ImageQuestion, place: int) -> Configuration:
         rng = random.Random(f"{self._plan.seed} {sample.sample_id} {place}")
-        return self._subject.space.draw(rng)
+        return self._subject.space.sample(rng)
 
     def _statics(self, runs: SampleRuns, bar: tqdm) -> list[Cell]:
         return [self._cell(runs, configuration, bar) for configuration in self._plan.statics]
@@ -175,7 +174,7 @@ class Bench:
         outcome = runs.run(configuration)
         bar.update()
         accuracy = self._score(runs.sample, outcome.answer)
-        return accuracy, self._latency.of_run(outcome), self._subject.space.complexity(configuration)
+        return accuracy, self._latency.run_ms(outcome), self._subject.space.complexity(configuration)
 
     def _runs(self, sample: ImageQuestion) -> SampleRuns:
         return SampleRuns(self._subject.model, sample, self._plan.repeats, self._cheapest, self._canary)

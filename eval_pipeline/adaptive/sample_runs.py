@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from eval_pipeline.adaptive.canary import Canary
-from verl_ext.controller.configuration import Configuration
-from verl_ext.controller.execution import Outcome, Seen
+from verl_ext.controller.execution import EncodedImage, RunResult, median_latency
 from verl_ext.controller.inference import AdaptiveModel, Decision
-from verl_ext.controller.latency import median_of
+from verl_ext.controller.space import Configuration
 from verl_ext.data.image_questions import ImageQuestion
 
 T = TypeVar("T")
@@ -36,21 +35,21 @@ class SampleRuns:
         self.sample, self._model, self._repeats, self._cheapest = sample, model, repeats, cheapest
         self._canary = canary
         self._image = sample.load_image()
-        self._seen: dict[int, Seen] = {}
-        self._outcomes: dict[Configuration, Outcome] = {}
+        self._seen: dict[int, EncodedImage] = {}
+        self._outcomes: dict[Configuration, RunResult] = {}
 
-    def seen(self, tier: int) -> Seen:
+    def seen(self, tier: int) -> EncodedImage:
         """The image at a tier."""
         if tier not in self._seen:
             self._seen[tier] = self._see(tier)
         return self._seen[tier]
 
-    def run(self, configuration: Configuration) -> Outcome:
+    def run(self, configuration: Configuration) -> RunResult:
         """What a configuration gives."""
         if configuration not in self._outcomes:
-            seen, answer = self.seen(configuration.tier), self._model.executor.answer
+            seen, answer = self.seen(configuration.tier), self._model.runner.answer
             found = self._measure(lambda: answer(seen, configuration))
-            self._outcomes[configuration] = replace(found[0], latency=median_of([each.latency for each in found]))
+            self._outcomes[configuration] = replace(found[0], latency=median_latency([each.latency for each in found]))
         return self._outcomes[configuration]
 
     def decide(self, budget_ms: float) -> Decision:
@@ -58,7 +57,7 @@ class SampleRuns:
 
         Behind another decision it would find its weights in the processor's caches.
         """
-        question, see = self.sample.question, self._model.executor.see
+        question, see = self.sample.question, self._model.runner.encode
         found = self._measure(lambda: self._model.decide(see(self._image, question, 0), question, budget_ms))
         parts = zip(*((each.features_ms, each.network_ms, each.choice_ms) for each in found))
         return Decision(found[0].configuration, *map(statistics.median, parts))
@@ -66,9 +65,9 @@ class SampleRuns:
     def _measure(self, run: Callable[[], T]) -> list[T]:
         return [self._canary.calm(run) for _ in range(self._repeats)]
 
-    def _see(self, tier: int) -> Seen:
-        see = self._model.executor.see
+    def _see(self, tier: int) -> EncodedImage:
+        see = self._model.runner.encode
         cold = see(self._image, self.sample.question, tier)
-        self._model.executor.answer(cold, replace(self._cheapest, tier=tier))
+        self._model.runner.answer(cold, replace(self._cheapest, tier=tier))
         found = self._measure(lambda: see(self._image, self.sample.question, tier))
         return replace(found[0], vision_ms=statistics.median(each.vision_ms for each in found))

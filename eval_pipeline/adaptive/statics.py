@@ -10,8 +10,8 @@ import numpy as np
 
 from eval_pipeline.adaptive.block_search import BlockSearch, Mask
 from eval_pipeline.adaptive.subject import Subject
-from verl_ext.controller.block_importance import Importance, blocks_to_keep
-from verl_ext.controller.configuration import Configuration, ConfigurationSpace
+from verl_ext.controller.block_importance import BlockImportance
+from verl_ext.controller.space import Configuration, ConfigurationSpace, select_blocks
 from verl_ext.data.image_questions import ImageQuestion
 
 MOST_CHOSEN = 4
@@ -32,11 +32,11 @@ def statics_for(
     """
     space, model = subject.space, subject.model
     searched = questions[:num_searched]
-    search = BlockSearch(model.executor, space, searched)
+    search = BlockSearch(model.runner, space, searched)
     masks = search.best() if searched else important_blocks(space, subject.importance)
     grid = static_configurations(space, masks, most)
     chosen = Counter(
-        replace(model.decide(model.executor.seen(each, 0), each.question, budget).configuration, tier=0)
+        replace(model.decide(model.runner.encoded(each, 0), each.question, budget).configuration, tier=0)
         for each in questions
         for budget in budgets_ms
     )
@@ -45,10 +45,10 @@ def statics_for(
     return sorted({*grid, *liked}, key=lambda each: (space.complexity(each), each.tier, each.blocks, each.topk))
 
 
-def important_blocks(space: ConfigurationSpace, importance: Importance | None) -> dict[int, Mask]:
+def important_blocks(space: ConfigurationSpace, importance: BlockImportance | None) -> dict[int, Mask]:
     """By the number of blocks that run the most important ones, or without importance the first ones."""
     counts = range(space.min_active, space.max_active + 1)
-    return {count: blocks_to_keep(count, space.num_blocks, importance) for count in counts}
+    return {count: select_blocks(count, space.num_blocks, importance) for count in counts}
 
 
 def static_configurations(space: ConfigurationSpace, masks: Mapping[int, Mask], most: int) -> list[Configuration]:

@@ -12,15 +12,13 @@ import torch
 from eval_pipeline.adaptive.source import ControllerSource
 from verl_ext.console import warn
 from verl_ext.controller.adapters.base import VLMAdapter
-from verl_ext.controller.block_importance import Importance, load_importance
-from verl_ext.controller.calibration import other_machine
-from verl_ext.controller.configuration import ConfigurationSpace
-from verl_ext.controller.controlled import ControlledModel, load_controller
+from verl_ext.controller.block_importance import BlockImportance, load_importance
+from verl_ext.controller.calibration import machine_warning
 from verl_ext.controller.inference import AdaptiveModel
-from verl_ext.controller.latency_model import LATENCY_FILE
-from verl_ext.controller.latency_source import ModelledLatency
-from verl_ext.controller.loading import default_device
+from verl_ext.controller.latency import LATENCY_FILE, ModelledLatency
 from verl_ext.controller.network import BudgetController
+from verl_ext.controller.space import ConfigurationSpace
+from verl_ext.controller.vlm import ControlledModel, default_device, load_controller
 from verl_ext.plugins import Plugin
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -42,12 +40,12 @@ class Subject:
     controlled: ControlledModel
     space: ConfigurationSpace
     trained_ms: tuple[float, float]
-    importance: Importance | None
+    importance: BlockImportance | None
 
     @property
     def adapter(self) -> VLMAdapter:
         """Of the model."""
-        return self.model.executor.adapter
+        return self.model.runner.adapter
 
 
 def load_subject(
@@ -73,7 +71,7 @@ def load_subject(
         source, config, vlm, trust_remote_code=trust_remote_code, own_adapter=own_adapter
     )
     file = config.get("controller", {}).get("importance_file")
-    adapter = model.executor.adapter
+    adapter = model.runner.adapter
     importance = None if file is None else load_importance(Path(file).expanduser(), adapter)
     trained_ms = controller.config.low_ms, controller.config.high_ms
     return Subject(model, controlled, controller.space, trained_ms, importance)
@@ -103,8 +101,8 @@ def load_model(
     controller, controlled = load_controller(source.export, vlm, trust_remote_code)
     usual, dtype = default_device()
     dtype = DTYPES.get(config.get("controller", {}).get("dtype"), dtype)
-    executor = controlled.executor(usual if device is None else device, dtype, own_adapter)
-    return AdaptiveModel(executor, controller), controller, controlled
+    runner = controlled.runner(usual if device is None else device, dtype, own_adapter)
+    return AdaptiveModel(runner, controller), controller, controlled
 
 
 def load_latency(source: ControllerSource, config: Mapping[str, Any], adapter: VLMAdapter) -> ModelledLatency:
@@ -116,6 +114,6 @@ def load_latency(source: ControllerSource, config: Mapping[str, Any], adapter: V
     named = config.get("latency", {}).get("file")
     path = (source.run_dir or source.export) / LATENCY_FILE if named is None else Path(named).expanduser()
     latency = ModelledLatency.load(path, adapter)
-    if (doubt := other_machine(latency.model, adapter)) is not None:
+    if (doubt := machine_warning(latency.model, adapter)) is not None:
         warn(doubt)
     return latency

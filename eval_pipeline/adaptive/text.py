@@ -10,7 +10,7 @@ from eval_pipeline.adaptive.compare import Comparison
 from eval_pipeline.adaptive.results import Row
 from eval_pipeline.figures.table import markdown_table
 from verl_ext.console import text_table
-from verl_ext.controller.configuration import ConfigurationSpace
+from verl_ext.controller.space import ConfigurationSpace
 
 HEADER = ("method", "budget ms", "accuracy", "latency ms", "p50", "p95", "violations", "complexity")
 Table = list[list[str]]

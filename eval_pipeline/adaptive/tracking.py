@@ -29,14 +29,14 @@ def track(comparison: Comparison, about: Mapping[str, Any], source: ControllerSo
         source: of the controller.
         directory: of the files.
     """
-    of_run = read_run_config(source.run_dir)
+    run_ms = read_run_config(source.run_dir)
     name = "adaptive_eval" if source.step is None else f"adaptive_eval_step_{source.step}"
     run = open_wandb_run(
-        project=of_run.project,
+        project=run_ms.project,
         name=name,
         directory=source.run_dir or directory,
         config=about,
-        group=of_run.experiment,
+        group=run_ms.experiment,
         job_type="eval",
     )
     fill_wandb_run(run, lambda run: _log(run, comparison, source.step, directory), results_in=directory)

@@ -10,8 +10,8 @@ from typing import TextIO
 
 from eval_pipeline.lmms.question import Question
 from verl_ext.console import print_line
-from verl_ext.controller.configuration import ConfigurationSpace
-from verl_ext.controller.inference import Answered
+from verl_ext.controller.inference import AdaptiveAnswer
+from verl_ext.controller.space import ConfigurationSpace
 from verl_ext.errors import UserError
 
 
@@ -32,7 +32,7 @@ class AnswerLog:
         self._totals_ms: list[float] = []
         self._file = None if path is None else _opened(path)
 
-    def note(self, question: Question, answered: Answered, answer: str) -> None:
+    def note(self, question: Question, answered: AdaptiveAnswer, answer: str) -> None:
         """Keep an answer.
 
         Args:

@@ -13,9 +13,9 @@ from eval_pipeline.lmms.arguments import Arguments
 from eval_pipeline.lmms.log import AnswerLog
 from eval_pipeline.lmms.question import Question, Request, question_of
 from verl_ext.console import print_line, progress_bar
-from verl_ext.controller.configuration import ConfigurationSpace
-from verl_ext.controller.controlled import ControlledModel
-from verl_ext.controller.inference import AdaptiveModel, Answered
+from verl_ext.controller.inference import AdaptiveAnswer, AdaptiveModel
+from verl_ext.controller.space import ConfigurationSpace
+from verl_ext.controller.vlm import ControlledModel
 from verl_ext.errors import UserError
 
 
@@ -67,17 +67,17 @@ class Responder:
         self._log.note(question, answered, answer)
         return answer
 
-    def _answer(self, question: Question) -> Answered:
+    def _answer(self, question: Question) -> AdaptiveAnswer:
         return self._model.answer(question.image, question.text, self._budget_ms)
 
     def _warm_up(self, question: Question) -> None:
         """Run everything at each tier, so that the first answers are not later than the others."""
-        executor, space = self._model.executor, self._space
+        runner, space = self._model.runner, self._space
         for _ in range(WARM_UPS):
             self._answer(question)
             for tier in range(len(space.tiers)):
-                seen = executor.see(question.image, question.text, tier)
-                executor.answer(seen, space.configuration(tier, [True] * space.num_blocks))
+                seen = runner.encode(question.image, question.text, tier)
+                runner.answer(seen, space.configuration(tier, [True] * space.num_blocks))
         self._is_warm = True
 
     def _warn_of_settings(self, question: Question) -> None:

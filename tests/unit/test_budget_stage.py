@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.helpers.data import write_questions
-from verl_ext.controller.checkpoints import load_weights
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
+from verl_ext.controller.vlm import load_weights
 from verl_ext.data.image_questions import load_image_questions
 from verl_ext.errors import UserError
 from verl_ext.launch.preflight import check_budget_files, check_settings

@@ -14,10 +14,10 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from benchmarks.flops import flop_counter
 from tests.helpers import vlms
+from verl_ext.controller.adapters import adapter_for
 from verl_ext.controller.adapters.base import VLMAdapter
-from verl_ext.controller.adapters.registry import adapter_of
-from verl_ext.controller.configuration import Configuration
-from verl_ext.controller.latency import LatencyMeter
+from verl_ext.controller.execution import LatencyMeter
+from verl_ext.controller.space import Configuration
 from verl_ext.errors import UserError
 from verl_ext.plugins import Plugin
 
@@ -37,7 +37,7 @@ QUESTION = "what is the number ?"
 
 def make(name: str) -> VLMAdapter:
     build, sizes = MODELS[name]
-    return adapter_of(*build(), sizes, OWN.get(name))
+    return adapter_for(*build(), sizes, OWN.get(name))
 
 
 def configuration_of(
@@ -49,7 +49,7 @@ def configuration_of(
 
 def logits_of(adapter: VLMAdapter, tier: int = 2) -> torch.Tensor:
     with torch.no_grad():
-        return adapter.begin(adapter.inputs(image(), QUESTION, tier)).logits
+        return adapter.prefill(adapter.inputs(image(), QUESTION, tier)).logits
 
 
 def image(side: int = 192) -> Image.Image:
@@ -79,10 +79,10 @@ def test_skipped_blocks_are_those_of_a_model_without_them(adapter: VLMAdapter, b
     inputs = adapter.inputs(image(), QUESTION, 0)
     with torch.no_grad(), adapter.configured(configuration):
         tokens = adapter.generate(inputs, 4, [])
-        decoding = adapter.begin(inputs)
+        decoding = adapter.prefill(inputs)
         for token in tokens:
-            decoding = adapter.go_on(decoding, torch.tensor([[token]]))
-        at_once = adapter.begin(vlms.continued(inputs, tokens))
+            decoding = adapter.decode(decoding, torch.tensor([[token]]))
+        at_once = adapter.prefill(vlms.continued(inputs, tokens))
     for hook in hooks:
         hook.remove()
     assert set(ran) == {number for number, runs in enumerate(blocks) if runs == "1"}
@@ -122,7 +122,7 @@ def flops(adapter: VLMAdapter, configuration: Configuration) -> int:
     """Floating-point operations of matrix products and attention."""
     inputs = adapter.inputs(image(), QUESTION, configuration.tier)
     with flop_counter() as counter, torch.no_grad(), adapter.configured(configuration):
-        adapter.begin(inputs)
+        adapter.prefill(inputs)
     return counter.get_total_flops()
 
 
@@ -183,11 +183,11 @@ def test_an_encoding_serves_in_place_of_the_image(adapter: VLMAdapter) -> None:
     inputs = adapter.inputs(image(), QUESTION, 1)
     encoding = adapter.encode(inputs)
     with torch.no_grad():
-        plain = adapter.begin(inputs).logits
+        plain = adapter.prefill(inputs).logits
         with LatencyMeter(adapter) as alone:
             adapter.generate(inputs, 3, [])
-        with adapter.seeing(encoding), LatencyMeter(adapter) as seen:
-            again = adapter.begin(inputs).logits
+        with adapter.with_encoding(encoding), LatencyMeter(adapter) as seen:
+            again = adapter.prefill(inputs).logits
     assert torch.equal(again, plain)
     assert seen.latency.num_decoded == 0 and alone.latency.num_decoded == 2
     assert alone.latency.vision_ms > 0 and alone.latency.prefill_ms > 0 and alone.latency.decode_ms > 0
@@ -222,9 +222,9 @@ def test_a_space_that_the_model_does_not_have_is_refused(arguments: tuple, messa
 def test_models_that_cannot_be_adapted_are_refused() -> None:
     model, processor = vlms.qwen2_5_vl(use_sliding_window=True, max_window_layers=2)
     with pytest.raises(UserError, match="set use_sliding_window to false"):
-        adapter_of(model, processor, (1024,))
+        adapter_for(model, processor, (1024,))
     with pytest.raises(UserError, match="ascending numbers of pixels"):
-        adapter_of(*vlms.qwen2_5_vl(), (4096, 1024))
+        adapter_for(*vlms.qwen2_5_vl(), (4096, 1024))
     model.config.model_type = "llava"
     with pytest.raises(UserError, match="type llava; it knows qwen2_5_vl"):
-        adapter_of(model, processor, (1024,))
+        adapter_for(model, processor, (1024,))

@@ -21,15 +21,15 @@ from tests.helpers import vlms
 from tests.helpers.data import question
 from verl_ext.controller import calibration
 from verl_ext.controller.adapters.base import Inputs, VLMAdapter
-from verl_ext.controller.block_importance import Importance, blocks_to_keep, load_importance, measure_importance
+from verl_ext.controller.block_importance import BlockImportance, load_importance, measure_importance
 from verl_ext.controller.calibrate import main as calibrate_command
 from verl_ext.controller.calibration import calibrate
-from verl_ext.controller.controlled import load_controller
+from verl_ext.controller.config import PERCENTILES
 from verl_ext.controller.importance import main as importance_command
-from verl_ext.controller.latency_model import FEATURES, PERCENTILES, LatencyModel
-from verl_ext.controller.latency_source import ModelledLatency
-from verl_ext.controller.loading import fingerprint, load_adapter
+from verl_ext.controller.latency import FEATURES, LatencyModel, ModelledLatency
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
+from verl_ext.controller.space import select_blocks
+from verl_ext.controller.vlm import fingerprint, load_adapter, load_controller
 from verl_ext.errors import UserError
 
 SIZES = (1024, 4096, 9216)
@@ -108,11 +108,11 @@ def test_importance_is_the_loss_of_leaving_a_block_out(run: Run, saved: Path, tm
 
 def test_blocks_are_kept_by_importance_or_from_the_first(saved: Path, tmp_path: Path) -> None:
     adapter, path = load_adapter(str(saved / "model"), SIZES), tmp_path / "scores.json"
-    assert blocks_to_keep(2, 4, None) == [True, True, False, False]
+    assert select_blocks(2, 4, None) == [True, True, False, False]
     for content in ({"merged_scores": {"1": 0.1, "2": -1, "3": 0.5}}, {"1": 0.1, "2": -1, "3": 0.5}):
         path.write_text(json.dumps(content))
-        assert blocks_to_keep(3, 4, load_importance(path, adapter)) == [True, True, False, True]
-        assert blocks_to_keep(1, 4, load_importance(path, adapter)) == [True, False, False, False]
+        assert select_blocks(3, 4, load_importance(path, adapter)) == [True, True, False, True]
+        assert select_blocks(1, 4, load_importance(path, adapter)) == [True, False, False, False]
 
 
 def test_scores_of_another_model_are_refused(saved: Path, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_what_has_a_fingerprint_of_an_earlier_version_is_taken_with_one_warning(
 ) -> None:
     adapter, old = load_adapter(str(saved / "model"), SIZES), "0123456789abcdef"
     scores, latency = tmp_path / "scores.json", tmp_path / "latency.json"
-    Importance({1: 0.1, 2: 0.2, 3: 0.3}, 4, old).save(scores)
+    BlockImportance({1: 0.1, 2: 0.2, 3: 0.3}, 4, old).save(scores)
     coefficients = {part: dict.fromkeys(names, 1.0) for part, names in FEATURES.items()}
     LatencyModel(coefficients, 1.0, "here", old).save(latency)
     vlm = {"path": str(saved / "model"), "tier_sizes": SIZES, "max_new_tokens": 2, "fingerprint": old}

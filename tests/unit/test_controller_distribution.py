@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_ext.controller.configuration import Configuration, ConfigurationSpace
-from verl_ext.controller.controlled import load_controller
-from verl_ext.controller.distribution import Choices, ConfigurationDistribution, number_of_decisions
-from verl_ext.controller.masks import BlockMasks
+from verl_ext.controller.distribution import BlockMaskDistribution, Choices, ConfigurationDistribution, num_uniforms
+from verl_ext.controller.inference import TracedController
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
-from verl_ext.controller.traced import TracedController
+from verl_ext.controller.space import Configuration, ConfigurationSpace
+from verl_ext.controller.vlm import load_controller
 from verl_ext.errors import UserError
 
 SPACES = {
@@ -80,9 +79,9 @@ def test_an_exploration_bonus_does_not_pay_for_more_blocks(space: ConfigurationS
     distribution, logits = distribution_of(space, 1)
     tiers = logits[0][0].double().softmax(-1)
     of_tiers = -(tiers * tiers.log()).sum()
-    bonus, entropy = distribution.exploration(3.0)[0], distribution.entropy()[0]
+    bonus, entropy = distribution.entropy_bonus(3.0)[0], distribution.entropy()[0]
     torch.testing.assert_close(bonus, entropy + 2 * of_tiers, rtol=1e-10, atol=1e-10)
-    of_masks = BlockMasks(logits[1], space.min_active - 1, space.max_active - 1).entropy()[0]
+    of_masks = BlockMaskDistribution(logits[1], space.min_active - 1, space.max_active - 1).entropy()[0]
     [wanted] = torch.autograd.grad(of_masks, logits[1], retain_graph=True)
     of_topk = torch.autograd.grad(entropy, logits[2], retain_graph=True, allow_unused=True)[0]
     found = torch.autograd.grad(bonus, logits[1:], allow_unused=True)
@@ -95,8 +94,8 @@ def test_draws_have_their_probabilities(space: ConfigurationSpace) -> None:
     configurations, rows = every(space), 40_000
     exact = distribution_of(space, len(configurations))[0].log_prob(Choices.of(configurations, space)).exp().detach()
     generator = torch.Generator().manual_seed(1)
-    uniform = torch.rand(rows, number_of_decisions(space), generator=generator, dtype=torch.float64)
-    drawn = distribution_of(space, rows)[0].sample_by(uniform).configurations(space)
+    uniform = torch.rand(rows, num_uniforms(space), generator=generator, dtype=torch.float64)
+    drawn = distribution_of(space, rows)[0].sample(uniform).configurations(space)
     assert set(drawn) <= set(configurations)
     counts = torch.tensor([drawn.count(each) for each in set(drawn)])
     expected = torch.tensor([float(exact[configurations.index(each)]) * rows for each in set(drawn)])
@@ -150,8 +149,8 @@ def test_what_blocks_that_do_not_run_would_route_to_does_not_count() -> None:
 
 
 def test_many_blocks_are_no_matter() -> None:
-    masks = BlockMasks(torch.linspace(-3, 3, 64).expand(2, 64), 30, 40)
-    drawn = masks.sample_by(torch.rand(2, 64, dtype=torch.float64))
+    masks = BlockMaskDistribution(torch.linspace(-3, 3, 64).expand(2, 64), 30, 40)
+    drawn = masks.sample(torch.rand(2, 64, dtype=torch.float64))
     assert bool(((drawn.sum(1) >= 30) & (drawn.sum(1) <= 40)).all())
     assert bool((masks.log_prob(drawn) < 0).all())
 

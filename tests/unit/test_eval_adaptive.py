@@ -29,15 +29,14 @@ from tests.helpers.data import question
 from tests.helpers.vlms import TIERS, write_controller
 from tests.helpers.wandb_files import read_history, read_records, values_of
 from verl_ext.checkpoint.manifest import Manifest
-from verl_ext.controller.adapters.registry import adapter_of
-from verl_ext.controller.block_importance import Importance, cheapest, load_importance
-from verl_ext.controller.configuration import Configuration, ConfigurationSpace
-from verl_ext.controller.controlled import load_controller
-from verl_ext.controller.execution import Executor
+from verl_ext.controller.adapters import adapter_for
+from verl_ext.controller.block_importance import BlockImportance, load_importance
+from verl_ext.controller.execution import VLMRunner, Workload
 from verl_ext.controller.inference import AdaptiveModel
-from verl_ext.controller.latency_model import FEATURES, LatencyModel, Workload
-from verl_ext.controller.loading import fingerprint, load_adapter
-from verl_ext.controller.scoring.vqa import soft_accuracy
+from verl_ext.controller.latency import FEATURES, LatencyModel
+from verl_ext.controller.scoring import soft_accuracy
+from verl_ext.controller.space import Configuration, ConfigurationSpace, cheapest_configuration
+from verl_ext.controller.vlm import fingerprint, load_adapter, load_controller
 from verl_ext.data.config import QuestionSource
 from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset
 from verl_ext.metrics.registry import lookup_metric
@@ -47,11 +46,17 @@ SHORT = ("--num-samples", "3", "--num-train", "2", "--max-static", "5", "--no-wa
 
 def tiny_questions() -> list[ImageQuestion]:
     """Five of them, each with what some configuration answers as its reference."""
-    executor = Executor(adapter_of(*vlms.qwen3_vl_moe(), TIERS), max_new_tokens=3)
-    space = executor.adapter.space(2, 4, (1, 2, 4))
+    runner = VLMRunner(adapter_for(*vlms.qwen3_vl_moe(), TIERS), max_new_tokens=3)
+    space = runner.adapter.space(2, 4, (1, 2, 4))
     asked = [question(number) for number in range(5)]
-    ways = [space.full, cheapest(space, None), space.configuration(1, [True] * 4, 2), space.full, space.full]
-    answers = [executor.run(each, way).answer for each, way in zip(asked, ways)]
+    ways = [
+        space.full,
+        cheapest_configuration(space, None),
+        space.configuration(1, [True] * 4, 2),
+        space.full,
+        space.full,
+    ]
+    answers = [runner.run(each, way).answer for each, way in zip(asked, ways)]
     return [
         ImageQuestion(each.sample_id, each.image, each.question, (text or "none",))
         for each, text in zip(asked, answers)
@@ -89,7 +94,7 @@ def write_run(directory: Path) -> None:
     columns = "epoch,reward_mean,accuracy_mean,latency_mean,budget_violation_rate"
     for name in ("training_history.csv", "validation_history.csv"):
         (run / name).write_text(f"{columns}\n1,0.2,0.5,40.0,0.1\n2,0.4,0.75,35.0,0.0\n")
-    Importance({1: 0.1, 2: 0.5, 3: 0.3}, 4, fingerprint(adapter.model)).save(directory / "importance.json")
+    BlockImportance({1: 0.1, 2: 0.5, 3: 0.3}, 4, fingerprint(adapter.model)).save(directory / "importance.json")
     weights = {part: dict.fromkeys(names, 0.0) for part, names in FEATURES.items()}
     weights["vision_ms"]["patches"], weights["prefill_ms"]["blocks"], weights["decode_ms"]["experts"] = 0.2, 3.0, 0.1
     LatencyModel(weights, 1.0, "none", fingerprint(adapter.model)).save(run / "latency_model.json")
@@ -153,8 +158,8 @@ def test_the_files_agree_with_each_other(evaluated: Path) -> None:
 def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -> None:
     arrays = np.load(evaluated / "adaptive.npz")
     controller, controlled = load_controller(tiny / "run/global_step_2/huggingface")
-    model = AdaptiveModel(controlled.executor("cpu", torch.float32), controller)
-    adapter, space = model.executor.adapter, controller.space
+    model = AdaptiveModel(controlled.runner("cpu", torch.float32), controller)
+    adapter, space = model.runner.adapter, controller.space
     content = json.loads((evaluated / "adaptive.json").read_text())
     statics = [configuration_of(each["configuration"], space) for each in content["statics"]]
     trained = ImageQuestionDataset({"tiny": QuestionSource(train=2, source=str(tiny / "data"))}, "train").samples
@@ -170,14 +175,14 @@ def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -
     for place, row in enumerate(parquet.read_table(tiny / "data/val.parquet").to_pylist()):
         sample = ImageQuestion(row["question_id"], row["image"]["bytes"], row["question"], tuple(row["answers"]))
         for column, configuration in enumerate(statics):
-            outcome = model.executor.run(sample, configuration)
+            outcome = model.runner.run(sample, configuration)
             assert arrays["statics_accuracy"][place, column] == soft_accuracy(outcome.answer, sample.references)
             assert arrays["statics_latency_ms"][place, column] == told.predict(outcome.workload).total_ms
-        low = model.executor.seen(sample, 0)
+        low = model.runner.encoded(sample, 0)
         encoding = told.predict(Workload(space.full, adapter.num_patches(low.inputs), 0, 0)).vision_ms
         for column, budget in enumerate((30.0, 45.0, 60.0)):
             found = model.answer(sample.load_image(), sample.question, budget)
-            outcome = model.executor.run(sample, found.configuration)
+            outcome = model.runner.run(sample, found.configuration)
             latency = told.predict(outcome.workload).total_ms + (encoding if found.configuration.tier else 0.0)
             assert arrays["controller_latency_ms"][place, column] == latency
             assert arrays["controller_accuracy"][place, column] == soft_accuracy(found.answer, sample.references)

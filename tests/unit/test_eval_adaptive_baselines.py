@@ -9,8 +9,8 @@ from eval_pipeline.adaptive.baselines import lookup_table, oracle, pareto_front
 from eval_pipeline.adaptive.results import Results, Row, rows_of
 from eval_pipeline.adaptive.statics import important_blocks, static_configurations
 from eval_pipeline.adaptive.summary import closed_gap, mean_interval, summarise
-from verl_ext.controller.block_importance import Importance, cheapest
-from verl_ext.controller.configuration import ConfigurationSpace
+from verl_ext.controller.block_importance import BlockImportance
+from verl_ext.controller.space import ConfigurationSpace, cheapest_configuration
 
 SPACE = ConfigurationSpace(("low", "medium", "high"), 16, 12, 16, (4, 5, 6, 7, 8))
 
@@ -25,12 +25,12 @@ def test_static_configurations_are_thinned_evenly_and_keep_both_ends() -> None:
     first = important_blocks(SPACE, None)
     whole = static_configurations(SPACE, first, 1000)
     assert len(whole) == len(set(whole)) == 3 * 5 * 5
-    assert whole[0] == cheapest(SPACE, None) and whole[-1] == SPACE.full
+    assert whole[0] == cheapest_configuration(SPACE, None) and whole[-1] == SPACE.full
     few = static_configurations(SPACE, first, 36)
     assert len(set(few)) == 36 and {whole[0], whole[-1]} <= set(few)
     places = [whole.index(each) for each in few]
     assert set(np.diff(places)) == {2, 3}
-    importance = Importance({block: float(block) for block in range(1, 16)}, 16)
+    importance = BlockImportance({block: float(block) for block in range(1, 16)}, 16)
     kept = static_configurations(SPACE, important_blocks(SPACE, importance), 36)[0].blocks
     assert [block for block, runs in enumerate(kept) if not runs] == [1, 2, 3, 4]
     one = ConfigurationSpace(("low",), 3, 1, 1, (2, 4))

@@ -18,9 +18,9 @@ from eval_pipeline.lmms.question import question_of
 from eval_pipeline.lmms.responder import Responder, load_responder
 from tests.helpers.data import row
 from tests.helpers.vlms import SUFFIX, write_controller, write_model
-from verl_ext.controller.controlled import load_controller
-from verl_ext.controller.execution import Executor
+from verl_ext.controller.execution import VLMRunner
 from verl_ext.controller.inference import AdaptiveModel
+from verl_ext.controller.vlm import load_controller
 from verl_ext.errors import UserError
 
 NUM_DOCUMENTS = 3
@@ -52,7 +52,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(export: Path) -> AdaptiveModel:
     controller, controlled = load_controller(export)
-    return AdaptiveModel(controlled.executor("cpu", torch.float32), controller)
+    return AdaptiveModel(controlled.runner("cpu", torch.float32), controller)
 
 
 @pytest.fixture(autouse=True)
@@ -176,13 +176,13 @@ def test_what_is_asked_in_vain_is_told_once_for_each_task(export: Path, capsys: 
 
 def test_it_gets_warm_before_the_first_answer_alone(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
-    answer = Executor.answer
+    answer = VLMRunner.answer
 
-    def counted(self: Executor, *arguments: Any, **options: Any) -> Any:
+    def counted(self: VLMRunner, *arguments: Any, **options: Any) -> Any:
         runs.append(arguments[1].tier)
         return answer(self, *arguments, **options)
 
-    monkeypatch.setattr(Executor, "answer", counted)
+    monkeypatch.setattr(VLMRunner, "answer", counted)
     answering = responder(export)
     answering.respond([asked(0), asked(1)], DOCUMENTS)
     assert len(runs) == WARM_UPS * (1 + 3) + 2 and set(runs) == {0, 1, 2}

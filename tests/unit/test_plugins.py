@@ -14,7 +14,7 @@ from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.problem import Problem
 from tests.helpers import vlms
 from tests.helpers.grpo import MAX_TOKENS, REWARD, sample
-from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.controller.adapters import adapter_for
 from verl_ext.errors import UserError
 from verl_ext.grpo.rewards.environment import TextEnvironment
 from verl_ext.health.config import HealthLimits
@@ -155,11 +155,11 @@ def refused_stage(mine: Path) -> None:
 
 
 def refused_class(mine: Path) -> None:
-    adapter_of(*vlms.idefics3(), (32,), Plugin.parse("mine.py:Thing", "model.adapter"))
+    adapter_for(*vlms.idefics3(), (32,), Plugin.parse("mine.py:Thing", "model.adapter"))
 
 
 def refused_part(mine: Path) -> None:
-    adapter_of(*vlms.idefics3(), (32,), Plugin.parse("adapter.py:Partial", "model.adapter"))
+    adapter_for(*vlms.idefics3(), (32,), Plugin.parse("adapter.py:Partial", "model.adapter"))
 
 
 @pytest.mark.parametrize(

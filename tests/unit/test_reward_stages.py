@@ -12,8 +12,8 @@ import torch
 
 from tests.helpers.data import write_questions
 from tests.helpers.vlms import write_model
-from verl_ext.controller.latency_model import FEATURES, LatencyModel
-from verl_ext.controller.loading import fingerprint, load_adapter
+from verl_ext.controller.latency import FEATURES, LatencyModel
+from verl_ext.controller.vlm import fingerprint, load_adapter
 from verl_ext.distributed import build_meshes
 from verl_ext.metrics.jsonl import SAMPLES_FILE
 from verl_ext.trainer.budget import BudgetTrainer
@@ -70,7 +70,7 @@ def test_what_a_controller_chooses_from_and_how_it_learns(controlled: BudgetTrai
     assert (knobs.space.min_active, knobs.space.max_active, knobs.space.topk_choices) == (2, 3, (1, 2, 4))
     assert (knobs.low_ms, knobs.high_ms) == (60, 200)
     assert (loss.clip_ratio_low, loss.clip_ratio_high, loss.clip_ratio_c, loss.entropy_coeff) == (0.11, 0.22, 3.3, 0.01)
-    assert controlled.executor.adapter.model.dtype == torch.bfloat16
+    assert controlled.runner.adapter.model.dtype == torch.bfloat16
     assert not controlled.collector.divide_by_std
     assert (controlled.lr_scheduler.factor, controlled.lr_scheduler.patience) == (0.3, 4)
     assert list(vars(controlled.config.reward).values()) == [2, 3, 4, 5, 6]
@@ -78,13 +78,13 @@ def test_what_a_controller_chooses_from_and_how_it_learns(controlled: BudgetTrai
 
 def test_as_many_encodings_are_kept_as_are_wanted(controlled: BudgetTrainer) -> None:
     places = list(product(controlled.train_dataset.samples, range(len(TIERS))))
-    first = controlled.executor.seen(*places[0])
+    first = controlled.runner.encoded(*places[0])
     for place in places[1:5]:
-        controlled.executor.seen(*place)
-    assert controlled.executor.seen(*places[0]) is first  # which is the last used by now
+        controlled.runner.encoded(*place)
+    assert controlled.runner.encoded(*places[0]) is first  # which is the last used by now
     for place in places[1:6]:
-        controlled.executor.seen(*place)
-    assert controlled.executor.seen(*places[0]) is not first
+        controlled.runner.encoded(*place)
+    assert controlled.runner.encoded(*places[0]) is not first
 
 
 def test_the_tiers_part_of_the_bonus_has_its_weight(controlled: BudgetTrainer) -> None:
@@ -93,8 +93,8 @@ def test_the_tiers_part_of_the_bonus_has_its_weight(controlled: BudgetTrainer) -
     batch = controlled.policy.collate(samples)
     bonus = controlled.policy.log_probs(batch)
     distribution = controlled.model.distribution(batch["vision"], batch["language"], batch["budgets_ms"])
-    torch.testing.assert_close(bonus.entropy[:, 0], distribution.exploration(2.5))
-    assert not torch.allclose(bonus.entropy[:, 0], distribution.exploration(1.0))
+    torch.testing.assert_close(bonus.entropy[:, 0], distribution.entropy_bonus(2.5))
+    assert not torch.allclose(bonus.entropy[:, 0], distribution.entropy_bonus(1.0))
 
 
 def test_a_measurement_may_measure_what_training_computes(controlled: BudgetTrainer) -> None:

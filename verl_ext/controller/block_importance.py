@@ -90,7 +90,9 @@ def measure_importance(adapter: VLMAdapter, questions: Sequence[ImageQuestion]) 
     """The importance of each block except block 0, at the highest tier."""
     blocks, top_tier = len(adapter.blocks), len(adapter.tier_sizes) - 1
     space = adapter.space(1, blocks, (adapter.trained_topk,) if adapter.trained_topk else ())
-    masks = {0: [True] * blocks} | {skipped: [block != skipped for block in range(blocks)] for skipped in range(1, blocks)}
+    masks = {0: [True] * blocks} | {
+        skipped: [block != skipped for block in range(blocks)] for skipped in range(1, blocks)
+    }
     losses = dict.fromkeys(masks, 0.0)
     for question in progress_bar(questions, desc="measuring importance", unit="questions"):
         encoding = adapter.encode(adapter.inputs(question.load_image(), question.question, top_tier))

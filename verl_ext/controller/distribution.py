@@ -60,7 +60,7 @@ class BlockMaskDistribution:
         return (self.logits * masks).sum(-1) - self.log_normalizer
 
     def _log_prob_of_block(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities that block i runs and that it is skipped, each (batch, most + 1) by the number before it."""
+        """Log-probabilities of running and skipping block i, each (batch, most + 1) by the number chosen before."""
         here, after = self._tables[i][:, :-1], self._tables[i + 1]
         reachable = here > LOG_ZERO / 2
         run = torch.where(reachable, self.logits[:, i, None] + after[:, 1:] - here, LOG_ZERO)

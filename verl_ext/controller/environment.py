@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from verl_ext.controller.config import BudgetRewardConfig
-from verl_ext.controller.configuration import Configuration, ConfigurationSpace
-from verl_ext.controller.execution import Executor, Outcome
-from verl_ext.controller.latency_source import LatencySource
+from verl_ext.controller.execution import RunResult, VLMRunner
+from verl_ext.controller.latency import LatencySource
 from verl_ext.controller.reward import NAMES, reward_parts
+from verl_ext.controller.space import Configuration, ConfigurationSpace
 from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.policy import Sample
@@ -32,13 +32,13 @@ class ModelEnvironment(Environment):
 
     def __init__(
         self,
-        executor: Executor,
+        runner: VLMRunner,
         space: ConfigurationSpace,
         weights: BudgetRewardConfig,
         score: Callable[[ImageQuestion, str], float],
         latency: LatencySource,
     ) -> None:
-        self._executor, self._space, self._weights = executor, space, weights
+        self._runner, self._space, self._weights = runner, space, weights
         self._score, self._latency = score, latency
         self._waiting: list[Sample] = []
         self._measures = False
@@ -64,17 +64,17 @@ class ModelEnvironment(Environment):
     def close(self) -> None:
         """See `Environment.close`: nothing was started."""
 
-    def _run(self, question: ImageQuestion, configuration: Configuration) -> tuple[Outcome, float]:
+    def _run(self, question: ImageQuestion, configuration: Configuration) -> tuple[RunResult, float]:
         """What a configuration gives, and its latency with that of the look at the lowest tier that chose it."""
         if self._measures:
-            outcome = self._executor.run_anew(question, configuration)
-            looking_ms = self._executor.look_anew(question) if configuration.tier else 0.0
+            outcome = self._runner.run_uncached(question, configuration)
+            looking_ms = self._runner.time_encoding(question) if configuration.tier else 0.0
             return outcome, outcome.latency.total_ms + looking_ms + self._latency.deciding_ms
-        outcome = self._executor.run(question, configuration)
+        outcome = self._runner.run(question, configuration)
         looking_ms = 0.0
         if configuration.tier:
-            looking_ms = self._latency.of_looking(self._executor.seen(question, 0), self._executor.adapter)
-        return outcome, self._latency.of_run(outcome) + looking_ms + self._latency.deciding_ms
+            looking_ms = self._latency.encode_ms(self._runner.encoded(question, 0), self._runner.adapter)
+        return outcome, self._latency.run_ms(outcome) + looking_ms + self._latency.deciding_ms
 
     def _reward(self, sample: Sample) -> Reward:
         action, question = sample.action, sample.prompt.content["sample"]

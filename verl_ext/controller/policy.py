@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_ext.controller.configuration import Configuration, ConfigurationSpace
-from verl_ext.controller.distribution import Choices, ConfigurationDistribution, number_of_decisions
-from verl_ext.controller.execution import Executor
+from verl_ext.controller.distribution import Choices, ConfigurationDistribution, num_uniforms
+from verl_ext.controller.execution import VLMRunner
 from verl_ext.controller.network import BudgetController
+from verl_ext.controller.space import Configuration, ConfigurationSpace
 from verl_ext.grpo.policy import LogProbs, MicroBatch, Policy, Prompt, Sample
 from verl_ext.grpo.seeds import seed_of
 
@@ -56,14 +56,14 @@ class ControllerPolicy(Policy):
     def __init__(
         self,
         controller: BudgetController,
-        executor: Executor,
+        runner: VLMRunner,
         budgets_ms: tuple[float, float],
         seed: int,
         device: str,
         tier_entropy_weight: float = 1.0,
     ) -> None:
         self._tier_entropy_weight = tier_entropy_weight
-        self._controller, self._executor, self._seed, self._device = controller, executor, seed, device
+        self._controller, self._runner, self._seed, self._device = controller, runner, seed, device
         self._low, self._high = budgets_ms
         self._space: ConfigurationSpace = controller.config.space
 
@@ -77,7 +77,7 @@ class ControllerPolicy(Policy):
     @torch.no_grad()
     def draw(self, prompts: Sequence[Prompt], step: int, *, num_samples: int, greedy: bool = False) -> Iterator[Sample]:
         """See `Policy.draw`; measurements have the same budgets in every step, of the whole range for all samples."""
-        features = [self._executor.features(prompt.content["sample"]) for prompt in prompts]
+        features = [self._runner.features(prompt.content["sample"]) for prompt in prompts]
         budgets = [self._budget(prompt, 0 if greedy else step) for prompt in prompts]
         places = [(place, number) for place in range(len(prompts)) for number in range(num_samples)]
         if not places:  # the other ranks need this one for their forward pass
@@ -89,7 +89,7 @@ class ControllerPolicy(Policy):
         self._controller.eval()
         distribution = self._distribution(vision, language, [budgets[place] for place, _ in places])
         self._controller.train(training)
-        chosen = distribution.mode() if greedy else distribution.sample_by(self._uniform(prompts, places, step))
+        chosen = distribution.mode() if greedy else distribution.sample(self._uniform(prompts, places, step))
         log_probs = distribution.log_prob(chosen).tolist()
         for (place, number), configuration, log_prob in zip(
             places, chosen.configurations(self._space), log_probs, strict=True
@@ -117,7 +117,7 @@ class ControllerPolicy(Policy):
         tensors = {name: tensor.to(self._device) for name, tensor in micro_batch.items()}
         distribution = self._controller_distribution(tensors["vision"], tensors["language"], tensors["budgets_ms"])
         choices = Choices(tensors["tiers"], tensors["masks"], tensors["topk"])
-        bonus = distribution.exploration(self._tier_entropy_weight)
+        bonus = distribution.entropy_bonus(self._tier_entropy_weight)
         return LogProbs(distribution.log_prob(choices)[:, None], bonus[:, None])
 
     def reference_log_probs(self, micro_batch: MicroBatch) -> torch.Tensor:
@@ -161,7 +161,7 @@ class ControllerPolicy(Policy):
         rows = []
         for place, number in places:
             generator = torch.Generator().manual_seed(seed_of(self._seed, step, prompts[place].sample_id, number))
-            rows.append(torch.rand(number_of_decisions(self._space), generator=generator, dtype=torch.float64))
+            rows.append(torch.rand(num_uniforms(self._space), generator=generator, dtype=torch.float64))
         return torch.stack(rows).to(self._device)
 
     def _distribution(

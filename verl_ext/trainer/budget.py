@@ -15,19 +15,16 @@ from transformers import PreTrainedModel
 from verl_ext.checkpoint.save import FileWriter
 from verl_ext.console import print_line, warn
 from verl_ext.controller.adapters.base import VLMAdapter
-from verl_ext.controller.block_importance import Importance, cheapest, load_importance
-from verl_ext.controller.calibration import calibrate, deciding_ms, doubts, other_machine
-from verl_ext.controller.checkpoints import STATE, load_weights
-from verl_ext.controller.configuration import Configuration, ConfigurationSpace
-from verl_ext.controller.controlled import ControlledModel
+from verl_ext.controller.block_importance import BlockImportance, load_importance
+from verl_ext.controller.calibration import calibrate, machine_warning, measure_deciding_ms, r2_warning
 from verl_ext.controller.environment import ModelEnvironment
-from verl_ext.controller.execution import Executor
-from verl_ext.controller.latency_model import LATENCY_FILE
-from verl_ext.controller.latency_source import LatencySource, MeasuredLatency, ModelledLatency
-from verl_ext.controller.loading import fingerprint
+from verl_ext.controller.execution import VLMRunner
+from verl_ext.controller.latency import LATENCY_FILE, LatencySource, MeasuredLatency, ModelledLatency
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.policy import ControllerPolicy
-from verl_ext.controller.scoring.scorer import AnswerScorer
+from verl_ext.controller.scoring import AnswerScorer
+from verl_ext.controller.space import Configuration, ConfigurationSpace, cheapest_configuration
+from verl_ext.controller.vlm import STATE_KEY, ControlledModel, fingerprint, load_weights
 from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.distributed import on_every_rank, on_rank_zero, reduce_over_ranks, to_full
@@ -67,11 +64,11 @@ class BudgetTrainer(RewardTrainer):
     def build_model(self) -> PreTrainedModel:
         """See `PipelineTrainer.build_model`: the controller; also builds the frozen model that it controls."""
         config = self.config
-        self.executor = on_every_rank(lambda: build_executor(config))
+        self.runner = on_every_rank(lambda: build_executor(config))
         questions = self.train_dataset.samples
-        self.latency = latency_source(config, self.executor, questions)
-        self.budgets_ms = budgets_of(config, self.executor, questions, self.latency)
-        controller = on_every_rank(lambda: build_controller(config, self.executor, questions[0], self.budgets_ms))
+        self.latency = latency_source(config, self.runner, questions)
+        self.budgets_ms = budgets_of(config, self.runner, questions, self.latency)
+        controller = on_every_rank(lambda: build_controller(config, self.runner, questions[0], self.budgets_ms))
         return shard(controller, config.model.fsdp_config, self.device_mesh, self.precision)
 
     def build_scheduler(self) -> LRScheduler:
@@ -83,20 +80,22 @@ class BudgetTrainer(RewardTrainer):
         config, space, questions = self.config, self.model_config.space, self.train_dataset.samples
         if isinstance(self.latency, ModelledLatency):
             r2 = self.latency.model.r2
-            on_rank_zero(lambda: print_line(f"latency model: R squared {r2:.3f} on what was not fitted{doubts(r2)}"))
-            if self.is_main and (doubt := other_machine(self.latency.model, self.executor.adapter)) is not None:
+            on_rank_zero(
+                lambda: print_line(f"latency model: R squared {r2:.3f} on what was not fitted{r2_warning(r2)}")
+            )
+            if self.is_main and (doubt := machine_warning(self.latency.model, self.runner.adapter)) is not None:
                 warn(doubt)
         checked = questions[:CHECKED_QUESTIONS]
-        least = cheapest(space, importance_of(config, self.executor.adapter))
+        least = cheapest_configuration(space, importance_of(config, self.runner.adapter))
         low_ms = self.budgets_ms[0]
-        on_every_rank(lambda: check_budgets(config, low_ms, self.executor, least, checked, self.latency))
+        on_every_rank(lambda: check_budgets(config, low_ms, self.runner, least, checked, self.latency))
         scorer = AnswerScorer([*questions, *self.val_dataset.samples])
-        return ModelEnvironment(self.executor, space, config.reward, scorer, self.latency)
+        return ModelEnvironment(self.runner, space, config.reward, scorer, self.latency)
 
     def build_policy(self) -> ControllerPolicy:
         """See `RewardTrainer.build_policy`: the controller."""
         weight, seed = self.config.actor.tier_entropy_weight, self.config.trainer.seed
-        return ControllerPolicy(self.model, self.executor, self.budgets_ms, seed, self.device_name, weight)
+        return ControllerPolicy(self.model, self.runner, self.budgets_ms, seed, self.device_name, weight)
 
     def build_reshard_policy(self) -> FSDPReshardPolicy:
         """See `RewardTrainer.build_reshard_policy`; the controller is too small for it to matter."""
@@ -110,9 +109,9 @@ class BudgetTrainer(RewardTrainer):
 
     def training_step(self, batch: PromptBatch) -> Metrics:
         """See `PipelineTrainer.training_step`."""
-        asked, found = self.executor.outcomes.num_asked, self.executor.outcomes.num_found
+        asked, found = self.runner.results.num_lookups, self.runner.results.num_hits
         metrics = super().training_step(batch)
-        new = {"asked": self.executor.outcomes.num_asked - asked, "found": self.executor.outcomes.num_found - found}
+        new = {"asked": self.runner.results.num_lookups - asked, "found": self.runner.results.num_hits - found}
         counts = reduce_over_ranks(sums=new, device=self.device_name)
         metrics["train/loss"] = metrics["train/policy_gradient_loss"]
         metrics["throughput/train/cache_hit_rate"] = counts["found"] / max(counts["asked"], 1.0)
@@ -196,12 +195,12 @@ def controlled_model(config: BudgetConfig) -> ControlledModel:
     )
 
 
-def build_executor(config: BudgetConfig) -> Executor:
+def build_executor(config: BudgetConfig) -> VLMRunner:
     """The frozen model, whole on every rank."""
     controller, device = config.controller, config.trainer.device
     dtype = pick_precision(controller.dtype, device)
     plugin = own_adapter_of(config)
-    return controlled_model(config).executor(device, dtype, plugin, most_encodings=controller.most_encodings)
+    return controlled_model(config).runner(device, dtype, plugin, max_encodings=controller.most_encodings)
 
 
 def own_adapter_of(config: BudgetConfig) -> Plugin | None:
@@ -216,14 +215,14 @@ def space_of(config: BudgetConfig, adapter: VLMAdapter) -> ConfigurationSpace:
     return adapter.space(section.min_active, section.max_active, list(section.topk_choices))
 
 
-def importance_of(config: BudgetConfig, adapter: VLMAdapter) -> Importance | None:
+def importance_of(config: BudgetConfig, adapter: VLMAdapter) -> BlockImportance | None:
     """Importance of the model's blocks from `controller.importance_file`; None without one."""
     path = config.controller.importance_file
     return None if path is None else load_importance(Path(path).expanduser(), adapter)
 
 
 def build_controller(
-    config: BudgetConfig, executor: Executor, question: ImageQuestion, budgets_ms: tuple[float, float]
+    config: BudgetConfig, runner: VLMRunner, question: ImageQuestion, budgets_ms: tuple[float, float]
 ) -> BudgetController:
     """A controller for the model, with new weights or those of `controller.init_from`.
 
@@ -233,8 +232,8 @@ def build_controller(
         question: any, which gives the width of the features.
         budgets_ms: lowest and highest.
     """
-    section, adapter = config.controller, executor.adapter
-    vision, language = executor.features(question)
+    section, adapter = config.controller, runner.adapter
+    vision, language = runner.features(question)
     vlm = {**controlled_model(config).to_dict(), "fingerprint": fingerprint(adapter.model)}
     controller = BudgetController(
         BudgetControllerConfig(
@@ -250,31 +249,31 @@ def build_controller(
     )
     importance = importance_of(config, adapter)
     if importance is not None:
-        controller.prefer(importance.scores)
+        controller.init_block_bias(importance.scores)
     if section.init_from is not None:
         load_weights(controller, Path(section.init_from).expanduser())
     return controller
 
 
-def latency_source(config: BudgetConfig, executor: Executor, questions: Sequence[ImageQuestion]) -> LatencySource:
+def latency_source(config: BudgetConfig, runner: VLMRunner, questions: Sequence[ImageQuestion]) -> LatencySource:
     """Measured latency or a latency model, which rank 0 fits if it is missing; collective."""
-    space, sample = space_of(config, executor.adapter), questions[:MEASURED_QUESTIONS]
+    space, sample = space_of(config, runner.adapter), questions[:MEASURED_QUESTIONS]
     if config.latency.source == "measured":
-        return MeasuredLatency(deciding_ms(executor, space, sample, config.controller.hidden))
-    make = lambda: modelled_latency(config, executor, space, sample)  # noqa: E731
+        return MeasuredLatency(measure_deciding_ms(runner, space, sample, config.controller.hidden))
+    make = lambda: modelled_latency(config, runner, space, sample)  # noqa: E731
     on_rank_zero(make)  # the other ranks read its file
     return on_every_rank(make)
 
 
 def modelled_latency(
-    config: BudgetConfig, executor: Executor, space: ConfigurationSpace, questions: Sequence[ImageQuestion]
+    config: BudgetConfig, runner: VLMRunner, space: ConfigurationSpace, questions: Sequence[ImageQuestion]
 ) -> ModelledLatency:
     """The latency model of `latency.file`, or that of the run, which is fitted if it is missing.
 
     Raises:
         UserError: the latency model was fitted on another model.
     """
-    given, adapter = config.latency.file, executor.adapter
+    given, adapter = config.latency.file, runner.adapter
     path = config.trainer.run_dir / LATENCY_FILE if given is None else Path(given).expanduser()
     if given is None and not path.is_file():
         controller = config.controller
@@ -285,7 +284,7 @@ def modelled_latency(
 
 
 def budgets_of(
-    config: BudgetConfig, executor: Executor, questions: Sequence[ImageQuestion], latency: LatencySource
+    config: BudgetConfig, runner: VLMRunner, questions: Sequence[ImageQuestion], latency: LatencySource
 ) -> tuple[float, float]:
     """Lowest and highest budget in milliseconds, as configured, or as shares of the full configuration's latency.
 
@@ -299,8 +298,8 @@ def budgets_of(
     if section.budgets_of_full is None:
         low_ms, high_ms = section.budgets_ms
         return low_ms, high_ms
-    full = space_of(config, executor.adapter).full
-    full_ms = statistics.fmean(latency.of_run(executor.run(each, full)) for each in questions[:MEASURED_QUESTIONS])
+    full = space_of(config, runner.adapter).full
+    full_ms = statistics.fmean(latency.run_ms(runner.run(each, full)) for each in questions[:MEASURED_QUESTIONS])
     low_ms, high_ms = (share * full_ms for share in section.budgets_of_full)
     return low_ms, high_ms
 
@@ -308,7 +307,7 @@ def budgets_of(
 def check_budgets(
     config: BudgetConfig,
     low_ms: float,
-    executor: Executor,
+    runner: VLMRunner,
     least: Configuration,
     questions: Sequence[ImageQuestion],
     latency: LatencySource,
@@ -327,9 +326,9 @@ def check_budgets(
         UserError: for most of the questions, the cheapest configuration and the decision for it exceed the lowest
             budget.
     """
-    executor.run(questions[0], least)  # the first run includes the warm-up
+    runner.run(questions[0], least)  # the first run includes the warm-up
     # as the reward counts it: at the lowest tier, deciding and answering share the image encoding
-    taken = sorted(latency.of_run(executor.run_anew(question, least)) + latency.deciding_ms for question in questions)
+    taken = sorted(latency.run_ms(runner.run_uncached(question, least)) + latency.deciding_ms for question in questions)
     needed = taken[len(taken) // 2]
     if low_ms >= needed:
         return
@@ -360,7 +359,7 @@ def write_controllers(paths: Sequence[Path], weights: Mapping[str, torch.Tensor]
     """
     for path in paths:
         with write_errors(path), replacing(path) as temporary, FileWriter() as writer:
-            writer.write_object(temporary, {STATE: dict(weights), **about})
+            writer.write_object(temporary, {STATE_KEY: dict(weights), **about})
 
 
 def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
