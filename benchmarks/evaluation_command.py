@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from benchmarks.running import run
-from eval_pipeline.figures.files import read_evaluation
+from eval_pipeline.report.results import read_evaluation
 
 
 def command_parts(model: Path, overrides: list[str]) -> dict[str, float]:
@@ -42,7 +42,7 @@ def parts_of(directory: Path, begun: float, ended: float) -> dict[str, float]:
     metrics = directory / "metrics.json"
     ready, judged, public = (path.stat().st_mtime for path in (protocol, verdicts, metrics))
     result = read_evaluation(directory).datasets["humaneval"]
-    num_problems = result.figures["num_problems"]
+    num_problems = result.metrics["num_problems"]
     assert num_problems is not None
     return {
         "start_s": ready - begun,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from eval_pipeline.adaptive.source import ControllerSource
-from eval_pipeline.figures.plots.style import BLUE, ORANGE, legend_below, panels, percent_axis, write_figure
+from eval_pipeline.report.plot_style import BLUE, ORANGE, legend_below, panels, percent_axis, write_figure
 from verl_ext.metrics.csv_tables import TRAINING_FILE, VALIDATION_FILE
 
 CURVES_PLOT = "curves.png"

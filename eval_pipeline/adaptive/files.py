@@ -16,7 +16,7 @@ from eval_pipeline.adaptive.curves import plot_curves
 from eval_pipeline.adaptive.plot import plot_pareto
 from eval_pipeline.adaptive.source import ControllerSource
 from eval_pipeline.adaptive.text import markdown_text
-from eval_pipeline.figures.writing import write_json, write_text
+from eval_pipeline.report.results import write_json, write_text
 from verl_ext.controller.space import Configuration, ConfigurationSpace
 from verl_ext.errors import UserError
 from verl_ext.files import replacing

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from eval_pipeline.adaptive.baselines import ALLOWED_VIOLATIONS
 from eval_pipeline.adaptive.compare import Comparison
 from eval_pipeline.adaptive.results import Results
-from eval_pipeline.figures.plots.labels import label_points
-from eval_pipeline.figures.plots.style import (
+from eval_pipeline.report.plot_style import (
     BLUE,
     GREEN,
     ORANGE,
     PURPLE,
     VERMILLION,
+    label_points,
     legend_below,
     panels,
     write_figure,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy.stats import t
 
 from eval_pipeline.adaptive.results import Results
-from eval_pipeline.figures.intervals import CONFIDENCE, Interval
+from eval_pipeline.report.metrics import CONFIDENCE, Interval
 
 LEAST_GAP = 0.01
 """Accuracy that the oracle must have above the lookup table for the share of that gap to mean something: one point."""

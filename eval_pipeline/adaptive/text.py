@@ -8,7 +8,7 @@ from typing import Any
 
 from eval_pipeline.adaptive.compare import Comparison
 from eval_pipeline.adaptive.results import Row
-from eval_pipeline.figures.table import markdown_table
+from eval_pipeline.report.report import markdown_table
 from verl_ext.console import text_table
 from verl_ext.controller.space import ConfigurationSpace
 

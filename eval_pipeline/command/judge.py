@@ -59,9 +59,9 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge and write the verdicts."""
-    from eval_pipeline.figures.writing import write_lines
     from eval_pipeline.judge.client import JudgeServer
     from eval_pipeline.recipe.load import load_recipe
+    from eval_pipeline.report.results import write_lines
 
     _require_writable(arguments.output, [path for path in (arguments.answers, arguments.problems) if path])
     recipe = load_recipe(arguments.recipe, arguments.overrides)

@@ -36,13 +36,13 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate the base model where that is not done, and write the report."""
     from eval_pipeline.config import TIERS
-    from eval_pipeline.figures.best_file import read_best_checkpoint
-    from eval_pipeline.figures.files import read_evaluation
     from eval_pipeline.flow.evaluate import evaluate_now
     from eval_pipeline.flow.place import place_of_run
     from eval_pipeline.flow.session import Session
     from eval_pipeline.models.checkpoint import base_model
     from eval_pipeline.recipe.choose import choose_recipe, restricted_to
+    from eval_pipeline.report.results import read_evaluation
+    from eval_pipeline.report.selection import read_best_checkpoint
 
     place = place_of_run(arguments.directory)
     recipe = choose_recipe(arguments, place.of_run)
@@ -60,11 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write(session: Session, base_label: str, best_label: str) -> Path:
-    from eval_pipeline.figures.best_file import read_best_checkpoint
-    from eval_pipeline.figures.files import read_evaluation
-    from eval_pipeline.figures.report import write_report
-    from eval_pipeline.figures.verdict_files import read_outcomes
     from eval_pipeline.flow.choose import published_models
+    from eval_pipeline.report.report import write_report
+    from eval_pipeline.report.results import read_evaluation, read_outcomes
+    from eval_pipeline.report.selection import read_best_checkpoint
     from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
 
     place = session.place

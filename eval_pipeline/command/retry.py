@@ -23,9 +23,9 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Reset the jobs and name them."""
-    from eval_pipeline.figures.files import read_evaluation
     from eval_pipeline.flow.place import find_place
     from eval_pipeline.ledger.ledger import Ledger
+    from eval_pipeline.report.results import read_evaluation
     from verl_ext.errors import UserError
 
     place = find_place(arguments.directory)

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from eval_pipeline.figures.best_file import BestCheckpoint, read_best_checkpoint, write_best_checkpoint
-from eval_pipeline.figures.evaluated import EvaluatedModel
-from eval_pipeline.figures.files import METRICS_FILE, read_evaluation
-from eval_pipeline.figures.selection import Choice, choose_best
 from eval_pipeline.flow.complete import settings_of
 from eval_pipeline.flow.session import Session
+from eval_pipeline.report.results import METRICS_FILE, EvaluatedModel, read_evaluation
+from eval_pipeline.report.selection import (
+    BestCheckpoint,
+    SelectionResult,
+    read_best_checkpoint,
+    select_best,
+    write_best_checkpoint,
+)
 from verl_ext.checkpoint.manifest import BEST
 from verl_ext.console import warn
 from verl_ext.errors import UserError
@@ -44,7 +48,7 @@ class Chooser:
             recipe, selection = self._session.recipe, self._session.recipe.selection
             names = recipe.tiers.tier1 if selection.dataset is None else [selection.dataset]
             settings = {name: settings_of(self._session, name) for name in names}
-            choice = choose_best(evaluated, settings, selection.metric, selection.mode, selection.dataset)
+            choice = select_best(evaluated, settings, selection.metric, selection.mode, selection.dataset)
             why = "no checkpoint has results of the metric that the best one is chosen by"
         else:
             last = read_best_checkpoint(place.run_dir)
@@ -62,15 +66,15 @@ class Chooser:
             warn(f"{why}; {BEST} is unchanged")
 
 
-def _choose_again(evaluated: Sequence[EvaluatedModel], last: BestCheckpoint, run_dir: Path) -> Choice | None:
+def _choose_again(evaluated: Sequence[EvaluatedModel], last: BestCheckpoint, run_dir: Path) -> SelectionResult | None:
     """Choose by the rule of the last choice.
 
     Returns:
         The choice; None where the last one could not take part in it, or not on all of its data sets.
     """
-    if not any(last.metric in result.figures for model in evaluated for result in model.datasets.values()):
+    if not any(last.metric in result.metrics for model in evaluated for result in model.datasets.values()):
         return None
-    choice = choose_best(evaluated, last.settings, last.metric, last.mode)
+    choice = select_best(evaluated, last.settings, last.metric, last.mode)
     is_there = (run_dir / f"global_step_{last.step}").is_dir()
     if choice is None or (is_there and choice.values.get(last.step) is None):
         return None

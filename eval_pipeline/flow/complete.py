@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from eval_pipeline.figures.evaluated import DatasetResult, EvaluatedModel
-from eval_pipeline.figures.intervals import rate_intervals
-from eval_pipeline.figures.qa_log import write_qa_log
-from eval_pipeline.figures.summary import summarize
-from eval_pipeline.figures.verdict_files import write_verdicts
-from eval_pipeline.figures.writing import write_json
 from eval_pipeline.flow.session import Session
 from eval_pipeline.judge.packages import versions_of
+from eval_pipeline.report.metrics import rate_intervals, summarize
+from eval_pipeline.report.results import DatasetResult, EvaluatedModel, write_json, write_qa_log, write_verdicts
 from eval_pipeline.work.evaluation import Evaluation
 
 
@@ -32,7 +28,7 @@ def write_result(session: Session, evaluation: Evaluation) -> None:
     write_verdicts(directory, job.dataset, judged)
     write_qa_log(directory, job.dataset, judged, session.recipe.qa_per_error_type)
     result = DatasetResult(
-        figures=summarize(judged, elapsed_s=seconds["active_s"]),
+        metrics=summarize(judged, elapsed_s=seconds["active_s"]),
         intervals=rate_intervals(judged),
         tier=job.tier,
         protocol=_protocol(session, evaluation),

@@ -7,13 +7,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from eval_pipeline.figures.evaluated import EvaluatedModel
-from eval_pipeline.figures.files import read_evaluation, write_evaluation
-from eval_pipeline.figures.table import format_table
 from eval_pipeline.flow.choose import Chooser
 from eval_pipeline.flow.session import Session
 from eval_pipeline.flow.track import track
 from eval_pipeline.ledger.job import Job
+from eval_pipeline.report.report import format_table
+from eval_pipeline.report.results import EvaluatedModel, read_evaluation, write_evaluation
 from eval_pipeline.work.driver import Task
 from verl_ext.commands import program
 from verl_ext.console import print_summary, typed_path, warn
@@ -121,7 +120,7 @@ class Publisher:
     def _result_of(self, job: Job) -> EvaluatedModel:
         path = self._session.place.result_of(job.checkpoint, job.dataset)
         try:
-            return EvaluatedModel.of_json(parse_json(path.read_bytes()))
+            return EvaluatedModel.from_json(parse_json(path.read_bytes()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"cannot read {path} ({error!r}); delete {self._session.ledger.path} to judge everything again"

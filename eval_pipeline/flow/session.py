@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eval_pipeline.config import EvalConfig
-from eval_pipeline.figures.evaluated import EvaluatedModel
-from eval_pipeline.figures.files import METRICS_FILE, SUMMARY_FILE, read_evaluation
 from eval_pipeline.flow.place import Place
 from eval_pipeline.judge.packages import versions_of
 from eval_pipeline.ledger.job import Job
@@ -15,6 +13,7 @@ from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.models.integrity import require_whole_export
 from eval_pipeline.problems.dataset import load_problems, problems_digest
 from eval_pipeline.problems.problem import Problem
+from eval_pipeline.report.results import METRICS_FILE, SUMMARY_FILE, EvaluatedModel, read_evaluation
 from eval_pipeline.work.digests import Digests, digests_of
 from eval_pipeline.work.driver import Task
 from eval_pipeline.work.evaluation import Evaluation
@@ -100,7 +99,7 @@ class Session:
     def _judged_with(self, label: str, dataset: str) -> dict[str, str]:
         """Versions of packages by name, as the last result has them."""
         try:
-            model = EvaluatedModel.of_json(parse_json(self.place.result_of(label, dataset).read_bytes()))
+            model = EvaluatedModel.from_json(parse_json(self.place.result_of(label, dataset).read_bytes()))
             return dict(model.datasets[dataset].protocol["packages"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # it is judged again
             return {}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from eval_pipeline.figures.evaluated import EvaluatedModel
-from eval_pipeline.figures.qa_log import read_qa_logs
-from eval_pipeline.figures.tracking import log_to_wandb
 from eval_pipeline.flow.session import Session
 from eval_pipeline.models.run_config import read_run_config
+from eval_pipeline.report.results import EvaluatedModel, read_qa_logs
+from eval_pipeline.report.tracking import log_to_wandb
 from verl_ext.console import warn
 from verl_ext.metrics.wandb_sink import persistent_run_id
 

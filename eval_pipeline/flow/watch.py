@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval_pipeline.executors.executor import require_engine
-from eval_pipeline.figures.best_file import read_best_checkpoint
 from eval_pipeline.flow.publish import Publisher
 from eval_pipeline.flow.run_status import RunStatus
 from eval_pipeline.flow.session import Session
@@ -16,6 +15,7 @@ from eval_pipeline.ledger.job import Job
 from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.models.discover import Discovery
 from eval_pipeline.models.run_config import read_run_config
+from eval_pipeline.report.selection import read_best_checkpoint
 from eval_pipeline.work.driver import Task
 from verl_ext.checkpoint.manifest import BEST
 from verl_ext.commands import typed_command

@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Sequence
 
 from eval_pipeline.config import EvalConfig
-from eval_pipeline.figures.pass_at_k import WANTED_K
 from eval_pipeline.judge.packages import find_packages
 from eval_pipeline.problems.dataset import parser_of
+from eval_pipeline.report.metrics import wanted_k
 from verl_ext.config.compose import Composer, load_yaml
 from verl_ext.config.recipes import find_recipe
 from verl_ext.config.schema import keys
@@ -67,4 +67,4 @@ def metric_names(num_samples: int) -> list[str]:
     names = [name for name in plain if "<" not in name and name != "num_samples"]
     if num_samples == 1:
         return names
-    return [*names, "num_samples", *(f"pass_at_{k}" for k in sorted({*WANTED_K, num_samples}) if k <= num_samples)]
+    return [*names, "num_samples", *(f"pass_at_{k}" for k in wanted_k(num_samples))]

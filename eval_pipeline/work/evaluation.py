@@ -12,11 +12,10 @@ from types import TracebackType
 from typing import Any
 
 from eval_pipeline.config import EvalConfig
-from eval_pipeline.figures.judged import Judged
 from eval_pipeline.ledger.job import Job
 from eval_pipeline.models.checkpoint import Checkpoint
-from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.problems.problem import Problem
+from eval_pipeline.report.metrics import JudgedAnswer
 from eval_pipeline.work.batch import (
     Answered,
     Batch,
@@ -204,14 +203,13 @@ class Evaluation:
         self._waiting.appendleft(event.batch.number)
         return None
 
-    def judged(self) -> list[Judged]:
+    def judged(self) -> list[JudgedAnswer]:
         """All of it, in the order of the problems."""
         return [
-            Judged(
-                problem := self._problems[problem_id],
+            JudgedAnswer(
+                self._problems[problem_id],
                 sample,
-                answer := self._store.answers[problem_id, sample],
-                extract_program(problem, answer.text),
+                self._store.answers[problem_id, sample],
                 self._store.verdicts[problem_id, sample],
             )
             for problem_id, sample in self._keys

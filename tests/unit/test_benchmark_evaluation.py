@@ -10,8 +10,8 @@ from benchmarks.evaluation import overlap_of, summary_of
 from benchmarks.evaluation_command import parts_of
 from benchmarks.evaluation_turns import Events, ReplacingWorker, Turns
 from eval_pipeline.engines.answer import Answer, Request
-from eval_pipeline.figures.evaluated import DatasetResult, EvaluatedModel
 from eval_pipeline.recipe.load import load_recipe
+from eval_pipeline.report.results import DatasetResult, EvaluatedModel
 from eval_pipeline.work.batch import Answered, BatchId, Failed, key_of
 from verl_ext.errors import UserError
 

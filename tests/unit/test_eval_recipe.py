@@ -11,13 +11,12 @@ import pytest
 from eval_pipeline.__main__ import main, parse
 from eval_pipeline.config import EvalConfig
 from eval_pipeline.engines.answer import Answer
-from eval_pipeline.figures.judged import Judged
-from eval_pipeline.figures.summary import summarize
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.problem import Problem, ReferenceAnswer
 from eval_pipeline.recipe.choose import restricted_to
 from eval_pipeline.recipe.load import load_recipe, metric_names
+from eval_pipeline.report.metrics import JudgedAnswer, summarize
 from tests.helpers import ROOT
 from verl_ext.config.schema import check_value, keys
 from verl_ext.errors import UserError
@@ -283,7 +282,7 @@ def test_a_pass_at_k_that_is_not_reported_is_refused(k: int) -> None:
 @pytest.mark.parametrize("num_samples", [1, 7])
 def test_the_figures_to_choose_by_are_those_that_an_evaluation_has(num_samples: int) -> None:
     problem, verdict = Problem("a", "Say 1.", ReferenceAnswer("1")), Verdict("success", 1, 1)
-    answers = [Judged(problem, sample, Answer("1", 1, False), "1", verdict) for sample in range(num_samples)]
+    answers = [JudgedAnswer(problem, sample, Answer("1", 1, False), verdict) for sample in range(num_samples)]
     assert set(summarize(answers, elapsed_s=1.0)) == set(metric_names(num_samples))
 
 

@@ -14,20 +14,22 @@ import wandb
 from PIL import Image
 
 from eval_pipeline.engines.answer import Answer
-from eval_pipeline.figures.best_file import read_best_checkpoint, write_best_checkpoint
-from eval_pipeline.figures.evaluated import DatasetResult, EvaluatedModel
-from eval_pipeline.figures.files import read_evaluation, write_evaluation
-from eval_pipeline.figures.intervals import rate_intervals
-from eval_pipeline.figures.judged import Judged
-from eval_pipeline.figures.plots.loss import loss_history
-from eval_pipeline.figures.qa_log import qa_row
-from eval_pipeline.figures.report import write_report
-from eval_pipeline.figures.selection import choose_best
-from eval_pipeline.figures.summary import summarize
-from eval_pipeline.figures.tracking import log_to_wandb
-from eval_pipeline.figures.verdict_files import read_outcomes, write_verdicts
 from eval_pipeline.judge.verdict import Verdict
 from eval_pipeline.problems.problem import Problem, ReferenceAnswer
+from eval_pipeline.report.metrics import JudgedAnswer, rate_intervals, summarize
+from eval_pipeline.report.plots import loss_history
+from eval_pipeline.report.report import write_report
+from eval_pipeline.report.results import (
+    DatasetResult,
+    EvaluatedModel,
+    qa_row,
+    read_evaluation,
+    read_outcomes,
+    write_evaluation,
+    write_verdicts,
+)
+from eval_pipeline.report.selection import read_best_checkpoint, select_best, write_best_checkpoint
+from eval_pipeline.report.tracking import log_to_wandb
 from tests.helpers.wandb_files import read_records, values_of
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import MetricsFile, iter_metrics
@@ -35,7 +37,7 @@ from verl_ext.metrics.jsonl import MetricsFile, iter_metrics
 ISOLATION = "bwrap"
 
 
-def answer_all(dataset: str, share: float, num_problems: int, num_samples: int) -> list[Judged]:
+def answer_all(dataset: str, share: float, num_problems: int, num_samples: int) -> list[JudgedAnswer]:
     rng = random.Random(f"{dataset}{share}")
     answers = []
     for number in range(num_problems):
@@ -44,7 +46,7 @@ def answer_all(dataset: str, share: float, num_problems: int, num_samples: int) 
             kind = "success" if draw < share / 2 else "wrong_answer" if draw < share else "timeout"
             problem = Problem(f"{dataset}/{number}", "p|rompt \ud800", ReferenceAnswer("1"))
             verdict = Verdict(kind, int(kind == "success"), 1, judge_time=0.5)
-            answers.append(Judged(problem, sample, Answer("text", 7, False), "program", verdict))
+            answers.append(JudgedAnswer(problem, sample, Answer("text", 7, False), verdict))
     return answers
 
 
@@ -73,7 +75,7 @@ def report(run_dir: Path, rows: Any) -> tuple[str, dict[str, Any], Path]:
     folders = [path for path in sorted((run_dir / "eval").iterdir()) if path.name != "report"]
     models = {folder.name: read_evaluation(folder) for folder in folders}
     history = [model for model in models.values() if model.step is not None]
-    choice = choose_best(history, {name: {} for model in history for name in model.datasets})
+    choice = select_best(history, {name: {} for model in history for name in model.datasets})
     assert choice is not None
     write_best_checkpoint(run_dir, choice, history)
     best_name = f"eval_{choice.best.label}"
@@ -223,7 +225,7 @@ def test_wandb_has_figures_intervals_and_the_table(tmp_path: Path, offline: None
     [history] = [values_of(r.history.item) for r in records if r.WhichOneof("record_type") == "history"]
     result = model.datasets["x"]
     assert history["global_step"] == 30
-    assert history["eval/x/exec_success_rate"] == result.figures["exec_success_rate"]
+    assert history["eval/x/exec_success_rate"] == result.metrics["exec_success_rate"]
     bounds = (history["eval/x/exec_success_rate_low"], history["eval/x/exec_success_rate_high"])
     assert bounds == pytest.approx(result.intervals["exec_success_rate"])
     assert "eval/y/accepted_at_1" in history and not any(name.startswith("eval/y/qa") for name in history)

@@ -1,25 +1,22 @@
-"""Two models on the same problems: which is better, and could it be chance."""
+"""Paired comparison of two models on the same problems, with significance tests."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest, permutation_test, t
 
-from eval_pipeline.figures.intervals import CONFIDENCE, Interval
-from eval_pipeline.figures.rates import RAN, SOLVED
 from eval_pipeline.judge.verdict import ErrorType
+from eval_pipeline.report.metrics import CONFIDENCE, RAN, SOLVED, Interval
+from eval_pipeline.report.results import Outcomes
 from verl_ext.errors import UserError
 
-Outcomes = Mapping[str, Sequence[ErrorType]]
-"""Error types of a problem's answers, by problem_id."""
-
 COMPARED: dict[str, tuple[ErrorType, ...]] = {"exec_success_rate": RAN, "accepted_at_1": SOLVED}
-"""Rates that are compared, each with the error types that count towards it."""
+"""The compared rates, each with the error types that count towards it."""
 
 _RESAMPLES = 9999
 _SEED = 0
@@ -27,19 +24,19 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Comparison:
-    """Model b against model a in one rate.
+    """Model b compared with model a in one rate.
 
     Attributes:
-        num_problems: problems that both were asked.
-        num_samples: answers of each model to each problem.
+        num_problems: number of problems.
+        num_samples: answers per problem and model.
         both: problems that count for both models; this and the next three are None with several answers per problem.
-        only_a: problems that count for a alone.
-        only_b: problems that count for b alone.
+        only_a: problems that count only for a.
+        only_b: problems that count only for b.
         neither: problems that count for neither.
         difference: rate of b minus rate of a.
         interval: 95 % confidence interval of the difference.
-        p_value: chance of a difference at least as large, in either direction, if the two were equally good.
-        test: name of the test that gave `p_value`.
+        p_value: probability of a difference at least this large, in either direction, if the two were equally good.
+        test: name of the test.
     """
 
     num_problems: int
@@ -54,24 +51,24 @@ class Comparison:
     test: str
 
 
-def compare(a: Outcomes, b: Outcomes) -> dict[str, Comparison]:
+def compare_models(a: Outcomes, b: Outcomes) -> dict[str, Comparison]:
     """Compare two models problem by problem in each rate of `COMPARED`.
 
-    With one answer per problem the test is McNemar's exact one. With several it is the test that McNemar's is a case
-    of: under random exchange of the two models' answers to a problem, how often is the mean difference as large.
+    With one answer per problem, the test is McNemar's exact test. With several, it is the sign-flip permutation test,
+    of which McNemar's is a special case.
 
     Raises:
-        UserError: the two were not asked the same problems, or not as often.
+        UserError: the models were evaluated on different problems, or with different numbers of answers.
     """
     num_samples = _require_same_problems(a, b)
     return {name: _compare(a, b, kinds, num_samples) for name, kinds in COMPARED.items()}
 
 
 def mcnemar_exact(only_a: int, only_b: int) -> float:
-    """Two-sided p-value of McNemar's exact test: among discordant problems each side is as likely.
+    """Two-sided p-value of McNemar's exact test.
 
     Source:
-        McNemar 1947, Psychometrika 12(2), with the binomial distribution in the place of its normal approximation.
+        McNemar 1947, Psychometrika 12(2), with the binomial distribution instead of its normal approximation.
     """
     discordant = only_a + only_b
     return float(binomtest(only_b, discordant, 0.5).pvalue) if discordant else 1.0
@@ -80,15 +77,15 @@ def mcnemar_exact(only_a: int, only_b: int) -> float:
 def paired_interval(differences: NDArray[np.float64]) -> Interval:
     """95 % confidence interval of the mean of paired differences.
 
-    A problem that is gained and one that is lost are added, then the interval is Student's. Without them it would be
-    too narrow for few discordant problems, and a point for none.
+    Student's interval after one won and one lost problem are added. Without these, it would be too narrow with few
+    discordant problems, and a point with none.
 
     Args:
-        differences: of each problem, b minus a, -1 to 1.
+        differences: b minus a for each problem, -1 to 1.
 
     Source:
         Bonett and Price 2012, J. Educational and Behavioral Statistics 37(4), for one answer per problem and with the
-        normal in the place of Student's distribution.
+        normal instead of Student's distribution.
     """
     padded = np.append(differences, [1.0, -1.0])
     size = len(padded)
@@ -98,11 +95,11 @@ def paired_interval(differences: NDArray[np.float64]) -> Interval:
 
 
 def _require_same_problems(a: Outcomes, b: Outcomes) -> int:
-    strangers = sorted(a.keys() ^ b.keys())
-    if strangers or not a:
-        example = f", such as {strangers[0]!r}" if strangers else ""
+    unshared = sorted(a.keys() ^ b.keys())
+    if unshared or not a:
+        example = f", such as {unshared[0]!r}" if unshared else ""
         raise UserError(
-            f"{len(strangers)} problems were answered by only one of the two{example}, {len(a.keys() & b.keys())} by "
+            f"{len(unshared)} problems were answered by only one of the two{example}, {len(a.keys() & b.keys())} by "
             "both; evaluate both on the same problems"
         )
     sizes = {len(kinds) for outcomes in (a, b) for kinds in outcomes.values()}
@@ -137,7 +134,7 @@ def _compare(a: Outcomes, b: Outcomes, kinds: Collection[ErrorType], num_samples
 
 
 def _sign_flip_test(differences: NDArray[np.float64]) -> float:
-    """p-value of a mean difference of 0: exact for up to 13 problems, else from random flips of a fixed seed."""
+    """p-value of the mean difference: exact for up to 13 problems, otherwise from random flips with a fixed seed."""
     if not differences.any():
         return 1.0
     result = permutation_test(

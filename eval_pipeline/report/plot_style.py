@@ -1,10 +1,16 @@
-"""What the plots share: colours, panels, axes of steps and of percent, and how a figure is written."""
+"""Shared parts of plots: colours, panels, axes, labels next to points, and atomic writes of figures.
+
+matplotlib is imported inside functions, because it takes a second.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from eval_pipeline.judge.verdict import ErrorType
 from verl_ext.files import replacing
@@ -13,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, whose colours are told apart with any form of colour blindness
+# Okabe and Ito's palette, which is distinguishable with every form of colour blindness
 BLUE, ORANGE, GREEN, VERMILLION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PURPLE, GREY = "#56B4E9", "#CC79A7", "#595959"
 
@@ -30,13 +36,22 @@ _PANEL_INCHES = (6.2, 4.0)
 _LEGEND_INCHES = 0.9
 _DPI = 130
 
+# candidate positions of a label: offset from its point in points, and alignment
+_LABEL_POSITIONS = [
+    ((6, 4), "left", "bottom"),
+    ((6, -4), "left", "top"),
+    ((-6, 4), "right", "bottom"),
+    ((-6, -4), "right", "top"),
+]
+_POINT_RADIUS = 5.0  # pixels
+
 
 def panels(names: Sequence[str], title: str) -> tuple[Figure, list[Axes]]:
-    """A figure with a panel for each name, two in a row, and room for a legend below.
+    """A figure with one panel per name, two in a row.
 
     Args:
         names: titles of the panels, at least one.
-        title: of the whole.
+        title: of the figure.
     """
     from matplotlib.figure import Figure
 
@@ -63,7 +78,7 @@ def _titled(grid: Iterable[Axes], names: Sequence[str]) -> Iterator[Axes]:
 
 
 def percent_axis(axes: Axes, label: str, margin: float = 0.02) -> None:
-    """A y axis from 0 to 100 % for shares, and a margin so that points at the ends are seen whole."""
+    """A y axis for shares, from 0 to 100 %, with a margin so that markers at the ends are not cut off."""
     from matplotlib.ticker import PercentFormatter
 
     axes.set_ylim(-margin, 1 + margin)
@@ -72,7 +87,7 @@ def percent_axis(axes: Axes, label: str, margin: float = 0.02) -> None:
 
 
 def step_axis(axes: Axes, steps: Sequence[int]) -> None:
-    """An x axis of ascending steps, which are whole numbers; all are marked where there is room."""
+    """An x axis of ascending integer steps, each with a tick if there is room."""
     from matplotlib.ticker import FixedLocator, MaxNLocator
 
     span = max(steps) - min(steps)
@@ -85,7 +100,7 @@ def step_axis(axes: Axes, steps: Sequence[int]) -> None:
 
 
 def legend_below(figure: Figure, all_axes: Sequence[Axes], most_columns: int) -> None:
-    """One legend for all panels, with each entry that is in any of them."""
+    """One legend below all panels, with the entries of every panel."""
     entries = {
         label: handle for axes in all_axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
@@ -96,11 +111,45 @@ def legend_below(figure: Figure, all_axes: Sequence[Axes], most_columns: int) ->
 
 
 def write_figure(figure: Figure, path: Path) -> Path:
-    """Write a PNG whole or not at all.
+    """Replace a PNG file.
 
     Raises:
-        OSError: the disk is full or the directory not writable.
+        OSError: the disk is full or the directory is not writable.
     """
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", dpi=_DPI)
     return path
+
+
+def label_points(axes: Axes, x: NDArray[np.float64], y: NDArray[np.float64], labels: Sequence[str]) -> None:
+    """Write a label next to each point; a label that would cover another label or a point is skipped.
+
+    The first point has priority, then the last ones.
+
+    Args:
+        axes: with their final limits.
+        x: of each point, in data coordinates.
+        y: of each point, in data coordinates.
+        labels: one per point.
+    """
+    from matplotlib.transforms import Bbox
+
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()  # a label has no size before the layout is known
+    pixels = axes.transData.transform(np.column_stack([x, y]))
+    taken = [Bbox([point - _POINT_RADIUS, point + _POINT_RADIUS]) for point in pixels]
+    for index in sorted(range(len(labels)), key=lambda index: (index != 0, -index)):
+        _place_label(axes, (x[index], y[index]), labels[index], taken)
+
+
+def _place_label(axes: Axes, point: tuple[float, float], label: str, taken: list) -> None:
+    for offset, horizontal, vertical in _LABEL_POSITIONS:
+        text = axes.annotate(
+            label, point, xytext=offset, textcoords="offset points", ha=horizontal, va=vertical, fontsize="x-small"
+        )
+        box = text.get_window_extent()
+        if axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max) and not box.count_overlaps(taken):
+            taken.append(box)
+            return
+        text.remove()

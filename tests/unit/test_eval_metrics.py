@@ -15,21 +15,31 @@ import pytest
 from scipy.stats import binomtest
 
 from eval_pipeline.engines.answer import Answer
-from eval_pipeline.figures.best_file import read_best_checkpoint, write_best_checkpoint
-from eval_pipeline.figures.comparison import compare, mcnemar_exact, paired_interval
-from eval_pipeline.figures.evaluated import DatasetResult, EvaluatedModel
-from eval_pipeline.figures.files import read_evaluation, write_evaluation
-from eval_pipeline.figures.intervals import rate_intervals, wilson, wilson_clustered
-from eval_pipeline.figures.judged import Judged
-from eval_pipeline.figures.pass_at_k import pass_at_k
-from eval_pipeline.figures.qa_log import qa_row, sample_answers, write_qa_log
-from eval_pipeline.figures.rates import RATES
-from eval_pipeline.figures.selection import choose_best
-from eval_pipeline.figures.summary import summarize
-from eval_pipeline.figures.table import format_table
-from eval_pipeline.figures.verdict_files import read_outcomes, write_verdicts
 from eval_pipeline.judge.verdict import ERROR_TYPES, ErrorType, Verdict
 from eval_pipeline.problems.problem import Problem, ReferenceAnswer
+from eval_pipeline.report.comparison import compare_models, mcnemar_exact, paired_interval
+from eval_pipeline.report.metrics import (
+    RATES,
+    JudgedAnswer,
+    pass_at_k,
+    rate_intervals,
+    summarize,
+    wilson,
+    wilson_clustered,
+)
+from eval_pipeline.report.report import format_table
+from eval_pipeline.report.results import (
+    DatasetResult,
+    EvaluatedModel,
+    qa_row,
+    read_evaluation,
+    read_outcomes,
+    sample_answers,
+    write_evaluation,
+    write_qa_log,
+    write_verdicts,
+)
+from eval_pipeline.report.selection import read_best_checkpoint, select_best, write_best_checkpoint
 from verl_ext.checkpoint.retention import read_best_file
 from verl_ext.errors import UserError
 
@@ -38,10 +48,10 @@ SURROGATE = "写 \ud800"
 
 def judged(
     problem_id: str, kind: ErrorType, passed: int = 0, sample: int = 0, tokens: int = 10, truncated: bool = False
-) -> Judged:
+) -> JudgedAnswer:
     problem = Problem(problem_id, SURROGATE, ReferenceAnswer("1"))
     verdict = Verdict(kind, 4 if kind == "success" else passed, 4, judge_time=2.0)
-    return Judged(problem, sample, Answer("text", tokens, truncated), "program", verdict)
+    return JudgedAnswer(problem, sample, Answer("text", tokens, truncated), verdict)
 
 
 FOUR = [
@@ -133,7 +143,7 @@ def test_figures_that_do_not_exist_are_none_and_a_dash() -> None:
     ("answers", "message"),
     [([], "at least one"), (FOUR + FOUR[:1], "occurs twice"), (SAMPLED[:7], r"not \[3, 4\]")],
 )
-def test_answers_that_make_no_data_set_are_refused(answers: list[Judged], message: str) -> None:
+def test_answers_that_make_no_data_set_are_refused(answers: list[JudgedAnswer], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         summarize(answers, elapsed_s=1.0)
 
@@ -197,7 +207,7 @@ def outcomes(*kinds: ErrorType) -> dict[str, tuple[ErrorType, ...]]:
 def test_comparison_by_hand() -> None:
     base = outcomes("success", "success", "timeout", "timeout", "timeout", "wrong_answer")
     best = outcomes("success", "timeout", "success", "success", "success", "timeout")
-    found = compare(base, best)
+    found = compare_models(base, best)
     accepted, ran = found["accepted_at_1"], found["exec_success_rate"]
     assert (accepted.both, accepted.only_a, accepted.only_b, accepted.neither) == (1, 1, 3, 1)
     assert (ran.both, ran.only_a, ran.only_b, ran.neither) == (1, 2, 3, 0)
@@ -209,14 +219,14 @@ def test_comparison_by_hand() -> None:
 def test_mcnemar_of_models_that_never_differ_and_of_one_that_always_wins() -> None:
     assert mcnemar_exact(0, 0) == 1.0
     assert mcnemar_exact(0, 10) == pytest.approx(2 / 2**10)
-    same = compare(outcomes("success", "timeout"), outcomes("success", "timeout"))["accepted_at_1"]
+    same = compare_models(outcomes("success", "timeout"), outcomes("success", "timeout"))["accepted_at_1"]
     assert same.p_value == 1.0 and same.interval[0] < 0 < same.interval[1]
 
 
 def test_several_samples_are_compared_problem_by_problem() -> None:
     base = {f"p{n}": ("timeout", "timeout") for n in range(5)}
     best = {f"p{n}": ("success", "success" if n else "timeout") for n in range(5)}
-    found = compare(base, best)["accepted_at_1"]
+    found = compare_models(base, best)["accepted_at_1"]
     assert (found.both, found.only_a, found.num_samples) == (None, None, 2)
     assert found.difference == pytest.approx(0.9)
     assert found.p_value == pytest.approx(2 / 2**5)  # all signs one way or all the other
@@ -226,8 +236,8 @@ def test_several_samples_that_are_copies_give_mcnemars_p() -> None:
     rng = np.random.default_rng(3)
     kinds = np.array(["success", "timeout"])
     base, best = (outcomes(*kinds[rng.integers(2, size=12)]) for _ in range(2))
-    doubled = compare(*({name: kind * 2 for name, kind in side.items()} for side in (base, best)))
-    assert doubled["accepted_at_1"].p_value == pytest.approx(compare(base, best)["accepted_at_1"].p_value)
+    doubled = compare_models(*({name: kind * 2 for name, kind in side.items()} for side in (base, best)))
+    assert doubled["accepted_at_1"].p_value == pytest.approx(compare_models(base, best)["accepted_at_1"].p_value)
 
 
 @pytest.mark.parametrize("cells", [(0.5, 0.05, 0.15, 0.3), (0.2, 0.2, 0.2, 0.4), (0.9, 0.02, 0.03, 0.05)])
@@ -241,9 +251,9 @@ def test_intervals_of_differences_hold_them_as_often_as_they_say(cells: tuple[fl
 
 def test_other_problems_are_refused() -> None:
     with pytest.raises(UserError, match="1 problems .*'p1'"):
-        compare(outcomes("success"), outcomes("success", "timeout"))
+        compare_models(outcomes("success"), outcomes("success", "timeout"))
     with pytest.raises(UserError, match="num_samples"):
-        compare({"p": ("success",)}, {"p": ("success", "success")})
+        compare_models({"p": ("success",)}, {"p": ("success", "success")})
 
 
 # the choice
@@ -251,7 +261,7 @@ def test_other_problems_are_refused() -> None:
 
 def test_the_best_is_named_to_rotation(tmp_path: Path) -> None:
     evaluated = [checkpoint(tmp_path, step, x=result(rate)) for step, rate in ((10, 0.2), (20, 0.8), (30, 0.5))]
-    choice = choose_best(evaluated, X)
+    choice = select_best(evaluated, X)
     assert choice is not None and (choice.best.step, choice.value) == (20, 0.8)
     write_best_checkpoint(tmp_path, choice, evaluated)
     assert read_best_file(tmp_path) == (tmp_path / "global_step_20", None)
@@ -267,7 +277,7 @@ def test_the_best_is_named_to_rotation(tmp_path: Path) -> None:
 
 def test_of_equal_checkpoints_the_newer_is_chosen_in_both_modes(tmp_path: Path) -> None:
     evaluated = [checkpoint(tmp_path, step, x=result(0.5)) for step in (30, 10, 20)]
-    assert [choose_best(evaluated, X, mode=mode).best.step for mode in ("max", "min")] == [30, 30]
+    assert [select_best(evaluated, X, mode=mode).best.step for mode in ("max", "min")] == [30, 30]
 
 
 def test_a_checkpoint_that_is_gone_or_has_no_value_is_not_chosen(tmp_path: Path) -> None:
@@ -278,20 +288,20 @@ def test_a_checkpoint_that_is_gone_or_has_no_value_is_not_chosen(tmp_path: Path)
         checkpoint(tmp_path, 40, x=result(0.05, cost=math.nan)),
         EvaluatedModel("base", None, tmp_path, "base", "w", {"x": result(1.0, cost=0.0)}),
     ]
-    by_rate, by_cost = choose_best(evaluated, X), choose_best(evaluated, X, "cost", "min")
+    by_rate, by_cost = select_best(evaluated, X), select_best(evaluated, X, "cost", "min")
     assert by_rate.best.step == by_cost.best.step == 10
     assert by_rate.values[20] == 0.9 and by_cost.values[40] is None and by_cost.interval is None
-    assert choose_best(evaluated[1:2], X) is None
+    assert select_best(evaluated[1:2], X) is None
     with pytest.raises(UserError, match="selection.metric is 'speed'"):
-        choose_best(evaluated, X, "speed")
+        select_best(evaluated, X, "speed")
 
 
 def test_a_checkpoint_that_was_evaluated_otherwise_is_not_compared(tmp_path: Path) -> None:
     evaluated = [checkpoint(tmp_path, step, x=result(rate)) for step, rate in ((10, 0.2), (20, 0.1))]
     other = replace(result(0.9), protocol={"n": 2, "batch_size": 1})
-    choice = choose_best([*evaluated, checkpoint(tmp_path, 30, x=other)], X)
+    choice = select_best([*evaluated, checkpoint(tmp_path, 30, x=other)], X)
     assert (choice.best.step, choice.values) == (10, {10: 0.2, 20: 0.1, 30: None})
-    assert choose_best([checkpoint(tmp_path, 40, x=other)], {"x": {"n": 2}}).best.step == 40
+    assert select_best([checkpoint(tmp_path, 40, x=other)], {"x": {"n": 2}}).best.step == 40
 
 
 def test_the_choice_is_over_the_problems_that_count_and_that_all_have(tmp_path: Path) -> None:
@@ -300,13 +310,13 @@ def test_the_choice_is_over_the_problems_that_count_and_that_all_have(tmp_path: 
         checkpoint(tmp_path, 20, x=result(0.9, 100), y=result(0.5, 300), big=result(0.9, tier=2)),
     ]
     settings = {name: {"n": 1} for name in ("x", "y", "z")}
-    choice = choose_best(evaluated, settings)
+    choice = select_best(evaluated, settings)
     assert (choice.best.step, choice.datasets) == (10, ("x", "y"))
     assert choice.value == pytest.approx((50 + 270) / 400)
     low, high = choice.interval
     assert (low, high) == pytest.approx(wilson(320, 400), abs=0.01)
-    assert choose_best(evaluated, {"big": {"n": 1}}, dataset="big").best.step == 20
-    assert choose_best(evaluated, settings, dataset="z").best.step == 10
+    assert select_best(evaluated, {"big": {"n": 1}}, dataset="big").best.step == 20
+    assert select_best(evaluated, settings, dataset="z").best.step == 10
 
 
 # files
@@ -361,7 +371,7 @@ def test_verdicts_are_read_back_in_the_order_of_the_samples(tmp_path: Path) -> N
 # the question-and-answer log
 
 
-def many() -> list[Judged]:
+def many() -> list[JudgedAnswer]:
     kinds = np.random.default_rng(0).choice(ERROR_TYPES, size=200, p=(0.5, 0.3, 0.1, 0.07, 0.02, 0.01))
     return [judged(f"p{number}", kind) for number, kind in enumerate(kinds)]
 
@@ -383,7 +393,7 @@ def test_the_log_holds_any_text(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert path == tmp_path / "new" / "qa_logs" / "heart_qa.jsonl"
     assert [row["error_type"] for row in rows] == ["success", "wrong_answer", "timeout", "api_error"]
-    assert rows[0] == qa_row(FOUR[0]) and rows[0]["prompt"] == SURROGATE and rows[0]["program"] == "program"
+    assert rows[0] == qa_row(FOUR[0]) and rows[0]["prompt"] == SURROGATE and rows[0]["program"] == "text"
     assert os.listdir(path.parent) == [path.name]
 
 
@@ -413,7 +423,7 @@ def changed(content: dict[str, Any], key: str, *value: Any) -> dict[str, Any]:
 def test_files_of_another_version_are_refused(name: str, tmp_path: Path) -> None:
     model = checkpoint(tmp_path, 10, x=result(0.5))
     write_evaluation(tmp_path, model)
-    write_best_checkpoint(tmp_path, choose_best([model], X), [model])
+    write_best_checkpoint(tmp_path, select_best([model], X), [model])
     path, read = tmp_path / f"{name}.json", read_evaluation if name == "metrics" else read_best_checkpoint
     content = json.loads(path.read_text())
     missing, others = OTHERS[name]

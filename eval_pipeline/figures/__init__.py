@@ -1,1 +1,0 @@
-"""What an evaluation says: figures with intervals, comparisons, the choice of a checkpoint, logs and the report."""

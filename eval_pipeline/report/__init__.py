@@ -1,0 +1,1 @@
+"""Results of evaluations: metrics with confidence intervals, result files, checkpoint selection, reports and plots."""

@@ -1,0 +1,217 @@
+"""The plots of a report: rates over steps, distribution of error types, and success rate against loss."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from eval_pipeline.report.plot_style import (
+    BLUE,
+    ERROR_COLOURS,
+    GREY,
+    ORANGE,
+    label_points,
+    legend_below,
+    panels,
+    percent_axis,
+    step_axis,
+    write_figure,
+)
+from eval_pipeline.report.results import DatasetResult, EvaluatedModel
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+RATES_PLOT = "rates_over_steps.png"
+ERRORS_PLOT = "error_distribution.png"
+LOSS_PLOT = "loss_against_success.png"
+
+_RATE_LINES = {"exec_success_rate": (BLUE, "o"), "accepted_at_1": (ORANGE, "s")}
+_FEW_STEPS = 8  # a band between so few points is hard to read, so error bars are drawn too
+_MAX_BAR_LABELS = 16
+_LOSSES = ("val/loss", "train/loss")
+_LOSS_METRIC = "exec_success_rate"
+_LOG_SCALE_RATIO = 20  # of largest to smallest loss
+_STEP_COLOURS = "viridis"  # perceptually uniform, also in greyscale
+
+
+def plot_rates(
+    directory: Path,
+    datasets: Sequence[str],
+    baseline: EvaluatedModel,
+    best: EvaluatedModel,
+    history: Sequence[EvaluatedModel],
+) -> Path:
+    """Draw `exec_success_rate` and `accepted_at_1` over the steps, one panel per dataset.
+
+    Args:
+        directory: for the PNG file.
+        datasets: the panels; each was evaluated for some checkpoint.
+        baseline: the initial model; its rates are those of step 0, and horizontal lines.
+        best: its step is marked.
+        history: checkpoints, ordered by step.
+    """
+    figure, all_axes = panels(datasets, "Rates over the training, with 95 % intervals")
+    for axes, dataset in zip(all_axes, datasets):
+        evaluated = [model for model in history if dataset in model.datasets]
+        _draw_rates(axes, dataset, evaluated, baseline.datasets.get(dataset))
+        axes.axvline(best.saved_at, color=GREY, linestyle=":", zorder=1, label=f"best checkpoint (step {best.step})")
+    legend_below(figure, all_axes, most_columns=3)
+    return write_figure(figure, directory / RATES_PLOT)
+
+
+def _draw_rates(axes: Axes, dataset: str, evaluated: Sequence[EvaluatedModel], baseline: DatasetResult | None) -> None:
+    start = [] if baseline is None else [(0, baseline)]
+    points = start + [(model.saved_at, model.datasets[dataset]) for model in evaluated]
+    steps, results = [step for step, _ in points], [result for _, result in points]
+    for metric, (colour, marker) in _RATE_LINES.items():
+        rates = np.array([result.metrics[metric] for result in results])
+        bounds = np.array([result.intervals[metric] for result in results])
+        axes.plot(steps, rates, color=colour, marker=marker, markersize=4, label=metric)
+        axes.fill_between(steps, bounds[:, 0], bounds[:, 1], color=colour, alpha=0.18, linewidth=0)
+        if len(steps) <= _FEW_STEPS:
+            axes.errorbar(steps, rates, yerr=np.abs(bounds.T - rates), color=colour, fmt="none", capsize=3)
+        if baseline is not None:
+            base = baseline.rate(metric)
+            axes.axhline(base, color=colour, linestyle="--", linewidth=1.2, label=f"{metric}, base model")
+    step_axis(axes, steps)
+    percent_axis(axes, "share of answers")
+
+
+def plot_errors(
+    directory: Path,
+    datasets: Sequence[str],
+    baseline: EvaluatedModel,
+    best: EvaluatedModel,
+    history: Sequence[EvaluatedModel],
+) -> Path:
+    """Draw the shares of the six error types as stacked bars, one panel per dataset and one bar per model.
+
+    Args:
+        directory: for the PNG file.
+        datasets: the panels.
+        baseline: the first bar.
+        best: its bar is marked.
+        history: checkpoints, ordered by step.
+    """
+    figure, all_axes = panels(datasets, "How the answers ended")
+    for axes, dataset in zip(all_axes, datasets):
+        _draw_errors(axes, dataset, [model for model in (baseline, *history) if dataset in model.datasets], best)
+    legend_below(figure, all_axes, most_columns=6)
+    return write_figure(figure, directory / ERRORS_PLOT)
+
+
+def _draw_errors(axes: Axes, dataset: str, models: Sequence[EvaluatedModel], best: EvaluatedModel) -> None:
+    x, below = np.arange(len(models)), np.zeros(len(models))
+    for kind, colour in ERROR_COLOURS.items():
+        heights = np.array([model.datasets[dataset].metrics[f"{kind}_rate"] for model in models])
+        axes.bar(x, heights, 0.8, bottom=below, color=colour, edgecolor="white", linewidth=0.5, label=kind)
+        below += heights
+    for bar, model in enumerate(models):
+        if model.step == best.step:
+            axes.annotate("best", (bar, 1), xytext=(0, 2), textcoords="offset points", ha="center", fontsize="small")
+    names = ["base" if model.step is None else str(model.step) for model in models]
+    named = range(0, len(models), -(-len(models) // _MAX_BAR_LABELS))  # always includes the base model
+    axes.set_xticks(named, [names[bar] for bar in named], rotation=45 if len(named) > 8 else 0)
+    axes.set_xlim(-0.8, max(len(models) - 0.2, 2.2))
+    axes.set_xlabel("optimizer step")
+    percent_axis(axes, "share of answers", margin=0)
+
+
+@dataclass(frozen=True)
+class LossHistory:
+    """The loss of a run.
+
+    Attributes:
+        name: `val/loss` or `train/loss`.
+        values: finite losses by step, for evaluated steps only.
+    """
+
+    name: str
+    values: Mapping[int, float]
+
+    def at(self, step: int) -> float | None:
+        """The loss at exactly this step, if any."""
+        return self.values.get(step)
+
+
+def loss_history(rows: Iterable[Mapping[str, Any]], steps: Collection[int]) -> LossHistory | None:
+    """Extract the loss at the evaluated steps.
+
+    Args:
+        rows: of `metrics.jsonl`, oldest first; a later row of the same step takes precedence.
+        steps: of the evaluated checkpoints.
+
+    Returns:
+        The validation loss if it was measured at as many of these steps as the training loss, otherwise the training
+        loss; a loss of another step says nothing about the checkpoint. None if no such step has a finite loss.
+    """
+    values: dict[str, dict[int, float]] = {name: {} for name in _LOSSES}
+    for row in rows:
+        for name in _LOSSES:
+            if row["step"] in steps and name in row and np.isfinite(row[name]):
+                values[name][row["step"]] = row[name]
+    most = max(_LOSSES, key=lambda name: len(values[name]))
+    return LossHistory(most, values[most]) if values[most] else None
+
+
+def plot_loss(
+    directory: Path, datasets: Sequence[str], losses: LossHistory, history: Sequence[EvaluatedModel]
+) -> Path | None:
+    """Draw `exec_success_rate` against the loss, one panel per dataset and one point per checkpoint.
+
+    Args:
+        directory: for the PNG file.
+        datasets: the panels; a dataset without a checkpoint with a loss is skipped.
+        losses: of the run.
+        history: checkpoints, ordered by step.
+
+    Returns:
+        The path of the PNG file; None if no checkpoint has a loss.
+    """
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    known = [model for model in history if losses.at(model.saved_at) is not None]
+    if not known:
+        return None
+    shown = [dataset for dataset in datasets if any(dataset in model.datasets for model in known)]
+    figure, all_axes = panels(shown, f"{_LOSS_METRIC} against {losses.name}, with 95 % intervals")
+    steps = [model.saved_at for model in known]
+    colours = Normalize(min(steps), max(max(steps), min(steps) + 1))  # also valid for a single checkpoint
+    if len(steps) > 1:  # before the points: it takes room, which affects where labels fit
+        _add_colour_bar(all_axes, ScalarMappable(colours, _STEP_COLOURS))
+    for axes, dataset in zip(all_axes, shown):
+        _draw_loss(axes, dataset, losses, [model for model in known if dataset in model.datasets], colours)
+    return write_figure(figure, directory / LOSS_PLOT)
+
+
+def _draw_loss(
+    axes: Axes, dataset: str, losses: LossHistory, models: Sequence[EvaluatedModel], colours: Normalize
+) -> None:
+    x = np.array([losses.at(model.saved_at) for model in models], dtype=np.float64)
+    y = np.array([model.datasets[dataset].metrics[_LOSS_METRIC] for model in models], dtype=np.float64)
+    bounds = np.array([model.datasets[dataset].intervals[_LOSS_METRIC] for model in models]).reshape(-1, 2)
+    steps = [model.saved_at for model in models]
+    axes.errorbar(x, y, yerr=np.abs(bounds.T - y), fmt="none", ecolor="#BBBBBB", elinewidth=1, zorder=1)
+    axes.plot(x, y, color="#888888", linewidth=0.8, zorder=2)
+    axes.scatter(x, y, c=steps, cmap=_STEP_COLOURS, norm=colours, edgecolor="white", linewidth=0.5, s=42, zorder=3)
+    axes.set_xlabel(f"{losses.name} (nat/token)")
+    if len(x) and x.min() > 0 and x.max() > _LOG_SCALE_RATIO * x.min():
+        axes.set_xscale("log")
+    axes.margins(x=0.12)
+    percent_axis(axes, _LOSS_METRIC)
+    label_points(axes, x, y, [str(step) for step in steps])
+
+
+def _add_colour_bar(all_axes: Sequence[Axes], scale: ScalarMappable) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    figure = all_axes[0].figure
+    figure.colorbar(scale, ax=all_axes, label="optimizer step", ticks=MaxNLocator(integer=True), fraction=0.04)

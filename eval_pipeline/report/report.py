@@ -1,0 +1,301 @@
+"""The report that compares the base model with the best checkpoint: Markdown, JSON and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from eval_pipeline.report.comparison import COMPARED, Comparison, compare_models
+from eval_pipeline.report.metrics import Interval
+from eval_pipeline.report.plots import LOSS_PLOT, LossHistory, loss_history, plot_errors, plot_loss, plot_rates
+from eval_pipeline.report.results import DatasetResult, EvaluatedModel, Outcomes, write_json, write_text
+from eval_pipeline.report.selection import BestCheckpoint
+from verl_ext.console import text_table
+from verl_ext.errors import UserError
+
+TABLE_FILE = "comparison_table.md"
+DATA_FILE = "comparison_data.json"
+
+_COMPARED_COLUMNS = ("metric", "base model", "best checkpoint", "difference", "p")
+_COUNTED_COLUMNS = ("number of problems", "both", "base only", "best only", "neither")
+_EXPLANATION = (
+    "Brackets hold 95 % confidence intervals: Wilson's for rates (clustered by problem where a problem has several "
+    "answers), Bonett and Price's for differences. They cover the variation over problems of the same kind. p is the "
+    "probability of a difference at least this large if both models were equally good."
+)
+
+
+def write_report(
+    directory: Path,
+    baseline: EvaluatedModel,
+    best: EvaluatedModel,
+    history: Sequence[EvaluatedModel],
+    training_history: Iterable[Mapping[str, Any]],
+    outcomes: tuple[Mapping[str, Outcomes], Mapping[str, Outcomes]],
+    chosen_by: BestCheckpoint,
+) -> Path:
+    """Write `comparison_table.md`, `comparison_data.json` and the plots.
+
+    Args:
+        directory: for the report; created if missing.
+        baseline: the initial model of the training.
+        best: the best checkpoint.
+        history: all evaluated checkpoints of the run, including the best.
+        training_history: rows of the run's `metrics.jsonl`, oldest first; empty without such a file.
+        outcomes: of the base model and of the best checkpoint, by dataset, from `read_outcomes`.
+        chosen_by: how the best checkpoint was selected.
+
+    Returns:
+        The path of `comparison_table.md`.
+
+    Raises:
+        UserError: the two have no common dataset, were evaluated on different problems, or the report cannot be
+            written.
+    """
+    history = sorted((model for model in history if model.step is not None), key=lambda model: model.saved_at)
+    comparisons = _compare(baseline, best, outcomes)
+    losses = loss_history(training_history, {model.saved_at for model in history})
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        plots = _plot(directory, baseline, best, history, losses)
+    except OSError as error:
+        raise UserError(f"cannot write the plots to {directory} ({error}); name another directory") from error
+    data = {
+        "baseline": baseline.to_json(),
+        "best": best.to_json(),
+        "chosen_by": asdict(chosen_by),
+        "comparisons": {
+            dataset: {metric: asdict(comparison) for metric, comparison in of_metrics.items()}
+            for dataset, of_metrics in comparisons.items()
+        },
+        "loss": losses
+        and {"name": losses.name, "by_step": {model.step: losses.at(model.saved_at) for model in history}},
+        "history": [model.to_json() for model in history],
+    }
+    write_json(directory / DATA_FILE, data)
+    text = render_report(baseline, best, len(history), comparisons, chosen_by, [path.name for path in plots])
+    return write_text(directory / TABLE_FILE, text)
+
+
+def _compare(
+    baseline: EvaluatedModel, best: EvaluatedModel, outcomes: tuple[Mapping[str, Outcomes], Mapping[str, Outcomes]]
+) -> dict[str, dict[str, Comparison]]:
+    common = [name for name in best.datasets if name in baseline.datasets]
+    if not common:
+        raise UserError(
+            f"{baseline.label} was evaluated on {', '.join(baseline.datasets) or 'nothing'} and {best.label} on "
+            f"{', '.join(best.datasets) or 'nothing'}; evaluate both on a common data set"
+        )
+    return {name: _compare_on(name, baseline, best, outcomes) for name in common}
+
+
+def _compare_on(
+    name: str,
+    baseline: EvaluatedModel,
+    best: EvaluatedModel,
+    outcomes: tuple[Mapping[str, Outcomes], Mapping[str, Outcomes]],
+) -> dict[str, Comparison]:
+    for model, of_datasets in zip((baseline, best), outcomes):
+        if name not in of_datasets:
+            raise UserError(f"the verdicts of {model.label} on {name} are missing; evaluate it again")
+    try:
+        return compare_models(outcomes[0][name], outcomes[1][name])
+    except UserError as error:
+        raise UserError(f"{baseline.label} and {best.label} cannot be compared on {name}: {error}") from error
+
+
+def _plot(
+    directory: Path,
+    baseline: EvaluatedModel,
+    best: EvaluatedModel,
+    history: Sequence[EvaluatedModel],
+    losses: LossHistory | None,
+) -> list[Path]:
+    datasets = list(dict.fromkeys(name for model in history for name in model.datasets))
+    plots = [draw(directory, datasets, baseline, best, history) for draw in (plot_rates, plot_errors)]
+    against_loss = plot_loss(directory, datasets, losses, history) if losses else None
+    return plots + ([against_loss] if against_loss else [])
+
+
+# Markdown
+
+
+def render_report(
+    baseline: EvaluatedModel,
+    best: EvaluatedModel,
+    num_checkpoints: int,
+    comparisons: Mapping[str, Mapping[str, Comparison]],
+    chosen_by: BestCheckpoint,
+    plots: Sequence[str],
+) -> str:
+    """The report as Markdown.
+
+    Args:
+        baseline: the initial model of the training.
+        best: the best checkpoint.
+        num_checkpoints: number of evaluated checkpoints.
+        comparisons: best against base, by dataset and metric.
+        chosen_by: how the best checkpoint was selected.
+        plots: names of the PNG files next to the report.
+    """
+    blocks = [
+        f"# {best.label} against the base model",
+        _models(baseline, best, num_checkpoints, chosen_by),
+        *_caveats(baseline, best, num_checkpoints, comparisons, chosen_by),
+        *(
+            _dataset(name, baseline.datasets[name], best.datasets[name], of_metrics)
+            for name, of_metrics in comparisons.items()
+        ),
+        _EXPLANATION,
+        "## Settings",
+        _settings(baseline, best, list(comparisons)),
+        "## The run",
+        *(f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in plots),
+    ]
+    if LOSS_PLOT not in plots:
+        blocks.append("There is no plot of the success rate over the loss, because the run recorded no loss.")
+    return "\n\n".join(blocks) + "\n"
+
+
+def _models(baseline: EvaluatedModel, best: EvaluatedModel, num_checkpoints: int, chosen_by: BestCheckpoint) -> str:
+    extreme = "largest" if chosen_by.mode == "max" else "smallest"
+    evaluated = "one evaluated checkpoint" if num_checkpoints == 1 else f"{num_checkpoints} evaluated checkpoints"
+    return (
+        f"- Base model: `{baseline.label}`, loaded from `{baseline.export}`\n"
+        f"- Best checkpoint: `{best.label}`, loaded from `{best.export}`; {extreme} `{chosen_by.metric}` on "
+        f"{_listed(chosen_by.datasets)} of {evaluated}"
+    )
+
+
+def _caveats(
+    baseline: EvaluatedModel,
+    best: EvaluatedModel,
+    num_checkpoints: int,
+    comparisons: Mapping[str, Any],
+    chosen_by: BestCheckpoint,
+) -> Iterator[str]:
+    chosen_on = [name for name in comparisons if name in chosen_by.datasets]
+    if num_checkpoints > 1 and chosen_on:
+        yield (
+            f"The checkpoint was selected by its results on {_listed(chosen_on)}. Its lead there is therefore biased "
+            "upwards and p is too small; other data sets have no such bias."
+        )
+    differing = [name for name in comparisons if _conditions(baseline, name) != _conditions(best, name)]
+    if differing:
+        yield (
+            f"**The two models were evaluated with different settings on {_listed(differing)}**, so the settings may "
+            "explain a difference there; they are listed below."
+        )
+    for model in (baseline, best):
+        for name, num in model.incomplete.items():
+            yield (
+                f"**The results of `{model.label}` on `{name}` are incomplete**: {num} answers have no verdict "
+                "(`api_error`) and count as wrong."
+            )
+    alone = [name for name in {**baseline.datasets, **best.datasets} if name not in comparisons]
+    if alone:
+        yield f"Not compared, because only one of the two models was evaluated on it: {_listed(alone)}."
+
+
+def _dataset(name: str, base: DatasetResult, best: DatasetResult, comparisons: Mapping[str, Comparison]) -> str:
+    example = next(iter(comparisons.values()))
+    answers = "one answer" if example.num_samples == 1 else f"{example.num_samples} answers"
+    blocks = [
+        f"## {name}",
+        f"{example.num_problems} problems with {answers} each; p from {example.test}.",
+        markdown_table(_COMPARED_COLUMNS, _metric_rows(base, best, comparisons)),
+    ]
+    if example.num_samples == 1:
+        blocks.append(markdown_table(_COUNTED_COLUMNS, _count_rows(comparisons)))
+    return "\n\n".join(blocks)
+
+
+def _metric_rows(
+    base: DatasetResult, best: DatasetResult, comparisons: Mapping[str, Comparison]
+) -> Iterator[tuple[str, ...]]:
+    for metric in best.metrics:
+        cells = [format_value(result.metrics.get(metric), result.intervals.get(metric)) for result in (base, best)]
+        comparison = comparisons.get(metric)
+        compared = ("", "") if comparison is None else (_difference(comparison), _p_value(comparison.p_value))
+        yield (f"`{metric}`", *cells, *compared)
+
+
+def _count_rows(comparisons: Mapping[str, Comparison]) -> Iterator[tuple[str, ...]]:
+    for metric, comparison in comparisons.items():
+        counts = (comparison.both, comparison.only_a, comparison.only_b, comparison.neither)
+        yield (f"counted in `{metric}` ({_listed(COMPARED[metric])})", *map(str, counts))
+
+
+def _difference(comparison: Comparison) -> str:
+    low, high = comparison.interval
+    return f"{comparison.difference:+.4f} [{low:+.4f}, {high:+.4f}]"
+
+
+def _p_value(value: float) -> str:
+    return "< 0.0001" if value < 0.0001 else f"{value:.4f}"
+
+
+def _settings(baseline: EvaluatedModel, best: EvaluatedModel, datasets: Sequence[str]) -> str:
+    columns = [{name: _conditions(model, name) for name in datasets} for model in (baseline, best)]
+    keys = dict.fromkeys(key for column in columns for settings in column.values() for key in settings)
+    rows = ((f"`{key}`", *(_setting(column, key) for column in columns)) for key in keys)
+    return markdown_table(("setting", "base model", "best checkpoint"), rows)
+
+
+def _conditions(model: EvaluatedModel, dataset: str) -> dict[str, str]:
+    """The settings of one evaluation as text, by dotted key."""
+    result = model.datasets[dataset]
+    return {"isolation": result.isolation, **dict(_flat(result.protocol))}
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, str(value)
+
+
+def _setting(of_datasets: Mapping[str, Mapping[str, str]], key: str) -> str:
+    """The value of a setting; if datasets differ, each value with its datasets."""
+    values: dict[str, list[str]] = {}
+    for name, settings in of_datasets.items():
+        values.setdefault(settings.get(key, "-"), []).append(name)
+    return next(iter(values)) if len(values) == 1 else "; ".join(f"{v} ({', '.join(on)})" for v, on in values.items())
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+# Tables
+
+
+def format_table(datasets: Mapping[str, DatasetResult]) -> str:
+    """A table for the terminal with one row per metric and one column per dataset; an undefined metric is a dash.
+
+    Args:
+        datasets: result by dataset, at least one.
+    """
+    names = list(dict.fromkeys(name for result in datasets.values() for name in result.metrics))
+    columns = [["", *names]]
+    for dataset, result in datasets.items():
+        cells = (format_value(result.metrics.get(name), result.intervals.get(name)) for name in names)
+        columns.append([dataset, *cells])
+    return text_table(list(zip(*columns, strict=True)))
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def format_value(value: float | int | None, interval: Interval | None = None) -> str:
+    """A metric with four decimals, or an integer as it is; its interval follows in brackets."""
+    if value is None:
+        return "-"
+    text = str(value) if isinstance(value, int) else f"{value:.4f}"
+    return text if interval is None else f"{text} [{interval[0]:.4f}, {interval[1]:.4f}]"

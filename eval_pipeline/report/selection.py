@@ -1,0 +1,250 @@
+"""Selection of the best checkpoint, and `best_checkpoint.json`, which rotation, reports and the next stage read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from eval_pipeline.report.metrics import Interval
+from eval_pipeline.report.results import DatasetResult, EvaluatedModel, metrics_with_intervals, write_json
+from verl_ext.checkpoint.manifest import BEST
+from verl_ext.errors import UserError
+from verl_ext.files import parse_json
+
+ComparedSettings = Mapping[str, Mapping[str, Any]]
+"""By dataset, the part of the protocol that must be equal for results to be compared."""
+
+
+@dataclass(frozen=True)
+class SelectionResult:
+    """The best checkpoint and how it was selected.
+
+    Attributes:
+        best: the checkpoint.
+        metric: name of the metric.
+        mode: whether the largest (`max`) or smallest (`min`) value is best.
+        datasets: the datasets that the metric was averaged over.
+        settings: of each dataset that may count.
+        value: the best checkpoint's metric.
+        interval: its 95 % confidence interval; None if the metric is not a rate.
+        values: the metric of every evaluated checkpoint by step, including those that could not be selected; None
+            without a value.
+    """
+
+    best: EvaluatedModel
+    metric: str
+    mode: Literal["max", "min"]
+    datasets: tuple[str, ...]
+    settings: ComparedSettings
+    value: float
+    interval: Interval | None
+    values: dict[int, float | None]
+
+
+def select_best(
+    evaluated: Sequence[EvaluatedModel],
+    settings: ComparedSettings,
+    metric: str = "exec_success_rate",
+    mode: Literal["max", "min"] = "max",
+    dataset: str | None = None,
+) -> SelectionResult | None:
+    """Select the best checkpoint; of equal ones the newest.
+
+    Without `dataset`, the metric is the mean over the datasets that all compared checkpoints have, weighted by their
+    numbers of problems; the mean of a rate is the rate over all problems. A checkpoint is compared if its directory
+    still exists (training could not continue from it otherwise) and it was evaluated on a dataset that counts.
+
+    Args:
+        evaluated: the run's checkpoints; models without a step are skipped.
+        settings: the datasets that count.
+        metric: name of the metric.
+        mode: whether the largest or the smallest value is best.
+        dataset: select by this dataset only.
+
+    Returns:
+        The selection; None if no checkpoint has a value.
+
+    Raises:
+        UserError: there are results, but none has the metric.
+    """
+    _require_known(metric, evaluated)
+    counting = {name: its for name, its in settings.items() if dataset in (None, name)}
+    compared = [model for model in evaluated if _can_be_selected(model, counting)]
+    datasets = _common_datasets(compared, counting)
+    if not datasets:
+        return None
+    values = {
+        model.saved_at: _mean(model, metric, datasets) if _comparable(model, counting) >= set(datasets) else None
+        for model in evaluated
+        if model.step is not None
+    }
+    measured = {step: value for step, value in values.items() if value is not None}
+    if not measured:
+        return None
+    sign = 1 if mode == "max" else -1
+    candidates = (model for model in compared if model.step in measured)
+    best = max(candidates, key=lambda model: (sign * measured[model.saved_at], model.saved_at))
+    value, interval = measured[best.saved_at], _interval(best, metric, datasets)
+    return SelectionResult(best, metric, mode, datasets, settings, value, interval, values)
+
+
+def _require_known(metric: str, evaluated: Sequence[EvaluatedModel]) -> None:
+    known = {name for model in evaluated for result in model.datasets.values() for name in result.metrics}
+    if known and metric not in known:
+        raise UserError(f"selection.metric is {metric!r}; use one of {', '.join(sorted(known))}")
+
+
+def _can_be_selected(model: EvaluatedModel, settings: ComparedSettings) -> bool:
+    return model.step is not None and bool(_comparable(model, settings)) and model.checkpoint.is_dir()
+
+
+def _comparable(model: EvaluatedModel, settings: ComparedSettings) -> set[str]:
+    """Datasets on which a model was evaluated with these settings."""
+    return {
+        name
+        for name, result in model.datasets.items()
+        if name in settings and _without_versions(settings[name]).items() <= _without_versions(result.protocol).items()
+    }
+
+
+def _without_versions(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce importable packages to their names; results with different releases of a package stay comparable."""
+    packages = settings.get("packages")
+    return {**settings, "packages": sorted(packages)} if isinstance(packages, Mapping) else {**settings}
+
+
+def _common_datasets(models: Sequence[EvaluatedModel], settings: ComparedSettings) -> tuple[str, ...]:
+    return tuple(sorted(set.intersection(*(_comparable(model, settings) for model in models)))) if models else ()
+
+
+def _weighted_results(model: EvaluatedModel, datasets: Collection[str]) -> list[tuple[float, DatasetResult]]:
+    """Each dataset's result with its share of the problems."""
+    results = [model.datasets[name] for name in datasets]
+    sizes = [result.metrics["num_problems"] or 0 for result in results]
+    return [(size / sum(sizes), result) for size, result in zip(sizes, results)]
+
+
+def _mean(model: EvaluatedModel, metric: str, datasets: Collection[str]) -> float | None:
+    parts: list[float] = []
+    for weight, result in _weighted_results(model, datasets):
+        value = result.metrics.get(metric)
+        if value is None or not math.isfinite(value):
+            return None
+        parts.append(weight * value)
+    return math.fsum(parts)
+
+
+def _interval(model: EvaluatedModel, metric: str, datasets: Collection[str]) -> Interval | None:
+    """Interval of the weighted mean: the distances of each dataset's rate to its bounds add up in squares.
+
+    Source:
+        Zou and Donner 2008, Statistics in Medicine 27(10), the method MOVER.
+    """
+    results = _weighted_results(model, datasets)
+    if any(metric not in result.intervals for _, result in results):
+        return None
+    mean = math.fsum(weight * result.rate(metric) for weight, result in results)
+    below, above = (_distance(results, metric, side) for side in (0, 1))
+    return mean - below, mean + above
+
+
+def _distance(results: Collection[tuple[float, DatasetResult]], metric: str, side: int) -> float:
+    distances = ((weight, result.rate(metric) - result.intervals[metric][side]) for weight, result in results)
+    return math.sqrt(math.fsum((weight * distance) ** 2 for weight, distance in distances))
+
+
+# best_checkpoint.json
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """The part of `best_checkpoint.json` that is read again.
+
+    Attributes:
+        step: of the best checkpoint.
+        metric: what it was selected by.
+        mode: `max` or `min`.
+        datasets: datasets that the metric was averaged over.
+        settings: of each dataset that may count.
+    """
+
+    step: int
+    metric: str
+    mode: Literal["max", "min"]
+    datasets: tuple[str, ...]
+    settings: dict[str, dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        """Refuse what another version, or a person, may have written."""
+        named = isinstance(self.metric, str) and self.mode in ("max", "min")
+        settings = isinstance(self.settings, dict) and all(isinstance(each, dict) for each in self.settings.values())
+        datasets = self.datasets and all(isinstance(name, str) for name in self.datasets)
+        if not isinstance(self.step, int) or not named or not settings or not datasets:
+            raise TypeError("a value has the wrong type")
+
+
+def write_best_checkpoint(run_dir: Path, selected: SelectionResult, evaluated: Sequence[EvaluatedModel]) -> Path:
+    """Replace `best_checkpoint.json` in the run directory.
+
+    Args:
+        run_dir: holds the `global_step_N` directories; rotation reads `step` from the file and keeps that checkpoint.
+        selected: the best checkpoint.
+        evaluated: all evaluated checkpoints, whose metrics go into the file.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    best = selected.best
+    content = {
+        "step": best.step,
+        "checkpoint": best.checkpoint.name,
+        "export": best.export,
+        "metric": selected.metric,
+        "mode": selected.mode,
+        "value": selected.value,
+        "interval": selected.interval,
+        "datasets": selected.datasets,
+        "incomplete": {name: num for name, num in best.incomplete.items() if name in selected.datasets},
+        "settings": selected.settings,
+        "selected_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "checkpoints": [_entry(model, selected) for model in evaluated if model.step is not None],
+    }
+    return write_json(run_dir / BEST, content)
+
+
+def _entry(model: EvaluatedModel, selected: SelectionResult) -> dict[str, Any]:
+    return {
+        "step": model.step,
+        "checkpoint": model.checkpoint.name,
+        "exists": model.checkpoint.is_dir(),
+        "value": selected.values[model.saved_at],
+        "datasets": {name: metrics_with_intervals(result) for name, result in model.datasets.items()},
+    }
+
+
+def read_best_checkpoint(run_dir: Path) -> BestCheckpoint:
+    """Read `best_checkpoint.json`.
+
+    Raises:
+        UserError: it is missing or malformed.
+    """
+    path = run_dir / BEST
+    if not path.exists():
+        raise UserError(f"{run_dir} has no {BEST}; evaluate the run with `watch`, which writes it")
+    try:
+        content = parse_json(path.read_bytes())
+        return BestCheckpoint(
+            step=content["step"],
+            metric=content["metric"],
+            mode=content["mode"],
+            datasets=tuple(content["datasets"]),
+            settings=content["settings"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"cannot read {path} ({error!r}); delete it and evaluate the run with `watch`, which writes it"
+        ) from error
