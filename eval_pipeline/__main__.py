@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from eval_pipeline.command import adaptive, check, judge, report, retry, run, status, watch
+from eval_pipeline.command import check, judge, report, retry, run, status, watch
 from eval_pipeline.command.arguments import PROGRAM
 from eval_pipeline.command.paths import input_path
 from verl_ext.cli import FAILURES, CommandParser, add_commands, clean_exit
+from verl_ext.controller.evaluation import command as adaptive
 
 
 def build_parser() -> CommandParser:

@@ -16,7 +16,7 @@ from verl_ext.controller.adapters import adapter_for
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.calibration import machine_name, machine_warning
 from verl_ext.controller.config import PERCENTILES, BudgetRewardConfig
-from verl_ext.controller.execution import Latency, RunResult, Workload
+from verl_ext.controller.execution import Latency, RunResult, RunWorkload
 from verl_ext.controller.latency import FEATURES, LatencyModel, ModelledLatency, fit_coefficients, r2_score
 from verl_ext.controller.reward import NAMES, reward_parts
 from verl_ext.controller.space import ConfigurationSpace
@@ -32,7 +32,7 @@ TRUTH = {
 }
 
 
-def workloads(count: int, seed: int = 0) -> list[Workload]:
+def workloads(count: int, seed: int = 0) -> list[RunWorkload]:
     rng = random.Random(seed)
     found = []
     for _ in range(count):
@@ -42,7 +42,7 @@ def workloads(count: int, seed: int = 0) -> list[Workload]:
         tier = rng.randrange(3)
         configuration = SPACE.configuration(tier, blocks, [0] + [rng.choice((1, 2, 4)) for _ in range(7)])
         patches = (36, 144, 324)[tier]
-        found.append(Workload(configuration, patches, patches // 4 + rng.randint(5, 30), rng.randint(0, 6)))
+        found.append(RunWorkload(configuration, patches, patches // 4 + rng.randint(5, 30), rng.randint(0, 6)))
     return found
 
 
@@ -77,7 +77,7 @@ def test_r2_is_one_for_the_truth_and_zero_for_the_mean() -> None:
 
 
 def test_answers_of_one_token_decode_nothing() -> None:
-    seen = [Workload(each.configuration, each.num_patches, each.num_prompt_tokens, 0) for each in workloads(50)]
+    seen = [RunWorkload(each.configuration, each.num_patches, each.num_prompt_tokens, 0) for each in workloads(50)]
     coefficients = fit_coefficients(seen, [model(TRUTH).predict(each) for each in seen])
     assert set(coefficients["decode_ms"].values()) == {0.0}
 

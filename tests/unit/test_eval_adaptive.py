@@ -31,7 +31,7 @@ from tests.helpers.wandb_files import read_history, read_records, values_of
 from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.controller.adapters import adapter_for
 from verl_ext.controller.block_importance import BlockImportance, load_importance
-from verl_ext.controller.execution import VLMRunner, Workload
+from verl_ext.controller.execution import VLMRunner, RunWorkload
 from verl_ext.controller.inference import AdaptiveModel
 from verl_ext.controller.latency import FEATURES, LatencyModel
 from verl_ext.controller.scoring import soft_accuracy
@@ -179,7 +179,7 @@ def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -
             assert arrays["statics_accuracy"][place, column] == soft_accuracy(outcome.answer, sample.references)
             assert arrays["statics_latency_ms"][place, column] == told.predict(outcome.workload).total_ms
         low = model.runner.encoded(sample, 0)
-        encoding = told.predict(Workload(space.full, adapter.num_patches(low.inputs), 0, 0)).vision_ms
+        encoding = told.predict(RunWorkload(space.full, adapter.num_patches(low.inputs), 0, 0)).vision_ms
         for column, budget in enumerate((30.0, 45.0, 60.0)):
             found = model.answer(sample.load_image(), sample.question, budget)
             outcome = model.runner.run(sample, found.configuration)

@@ -19,6 +19,8 @@ from verl_ext.controller.space import Configuration, ConfigurationSpace
 from verl_ext.data.image_questions import ImageQuestion
 
 MAX_CACHED_RESULTS = 1 << 20
+NUM_WARM_UPS = 3
+"""Runs of everything at each tier before a run is measured."""
 T = TypeVar("T")
 
 
@@ -106,7 +108,7 @@ class LatencyMeter:
 
 
 @dataclass(frozen=True)
-class Workload:
+class RunWorkload:
     """The amount of work of one run, from which a latency model predicts its latency.
 
     Attributes:
@@ -134,7 +136,7 @@ class RunResult:
 
     answer: str
     latency: Latency
-    workload: Workload
+    workload: RunWorkload
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ class VLMRunner:
         latency = Latency(encoded.vision_ms, measured.prefill_ms, measured.decode_ms, measured.num_decoded)
         answer = self.adapter.tokenizer.decode(tokens, skip_special_tokens=True).strip()
         sizes = self.adapter.num_patches(encoded.inputs), encoded.inputs["input_ids"].shape[1]
-        return RunResult(answer, latency, Workload(configuration, *sizes, measured.num_decoded))
+        return RunResult(answer, latency, RunWorkload(configuration, *sizes, measured.num_decoded))
 
     def warm_up(self, image: Image.Image, question: str, space: ConfigurationSpace) -> None:
         """Run all blocks at each tier, because the first run at an input size is slower.

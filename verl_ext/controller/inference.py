@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from PIL import Image
@@ -12,13 +14,18 @@ from torch import nn
 from verl_ext.controller.distribution import ConfigurationDistribution
 from verl_ext.controller.execution import EncodedImage, Latency, LRUCache, VLMRunner, synchronized_time
 from verl_ext.controller.network import BudgetController
+from verl_ext.controller.source import ControllerSource
 from verl_ext.controller.space import Configuration
+from verl_ext.controller.vlm import ControlledModel, default_device, load_controller
+from verl_ext.plugins import Plugin
 
 MAX_CACHED_BUDGETS = 256
 """Budgets whose features are cached; a service uses a few, and one takes half a kilobyte."""
 TRACE_WARM_UPS = 3
 """Runs in which torch's interpreter optimizes a traced network; the first two are slow."""
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""By `controller.dtype`; "auto" depends on the device."""
 Logits = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -139,11 +146,16 @@ class AdaptiveModel:
     Args:
         runner: of the model, as in the controller's training.
         controller: trained for the model; it is moved to the model's device.
+
+    Attributes:
+        space: the configurations that the controller can choose.
+        trained_ms: lowest and highest budget of the controller's training.
     """
 
     def __init__(self, runner: VLMRunner, controller: BudgetController) -> None:
         self.runner, self._device = runner, runner.adapter.model.device
-        self._network, self._space = TracedController(controller.to(self._device).eval()), controller.space
+        self._network = TracedController(controller.to(self._device).eval())
+        self.space, self.trained_ms = controller.space, (controller.config.low_ms, controller.config.high_ms)
 
     def answer(self, image: Image.Image, question: str, budget_ms: float) -> AdaptiveAnswer:
         """Decide, and answer.
@@ -176,7 +188,35 @@ class AdaptiveModel:
         logits = self._network(vision.float()[None], language.float()[None], budget_ms)
         times.append(synchronized_time(self._device))
         # on the CPU, because launching these few small operations on a GPU takes longer than running them
-        choices = ConfigurationDistribution(self._space, *(each.cpu() for each in logits)).mode()
-        [configuration] = choices.configurations(self._space)
+        choices = ConfigurationDistribution(self.space, *(each.cpu() for each in logits)).mode()
+        [configuration] = choices.configurations(self.space)
         times.append(synchronized_time(self._device))
         return Decision(configuration, *(1e3 * (end - start) for start, end in zip(times, times[1:])))
+
+
+def load_adaptive_model(
+    source: ControllerSource,
+    config: Mapping[str, Any],
+    vlm: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    own_adapter: Plugin | None = None,
+) -> tuple[AdaptiveModel, ControlledModel]:
+    """Load a controller and the model that it was trained for.
+
+    Args:
+        source: of the controller.
+        config: of its run; empty without a run.
+        vlm: path of the vision-language model; None for its path in training.
+        device: cpu or cuda; None for a GPU if there is one.
+        trust_remote_code: whether the model's own code may run.
+        own_adapter: see `ControlledModel.load`.
+
+    Raises:
+        UserError: the controller or its model cannot be loaded, or they do not belong together.
+    """
+    controller, controlled = load_controller(source.export, vlm, trust_remote_code)
+    default, dtype = default_device()
+    dtype = DTYPES.get(config.get("controller", {}).get("dtype"), dtype)
+    runner = controlled.runner(default if device is None else device, dtype, own_adapter)
+    return AdaptiveModel(runner, controller), controlled

@@ -13,7 +13,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from verl_ext.controller.adapters import VLMAdapter
-from verl_ext.controller.execution import EncodedImage, Latency, RunResult, Workload
+from verl_ext.controller.execution import EncodedImage, Latency, RunResult, RunWorkload
 from verl_ext.controller.inference import Decision
 from verl_ext.controller.vlm import matches_fingerprint
 from verl_ext.errors import UserError
@@ -35,7 +35,7 @@ MARGIN = 1.05
 """Factor by which a suggested budget exceeds the measured time."""
 
 
-def workload_features(part: str, workload: Workload) -> list[float]:
+def workload_features(part: str, workload: RunWorkload) -> list[float]:
     """The values of `FEATURES[part]`."""
     if part == "vision_ms":
         return vision_features(workload.num_patches)
@@ -72,7 +72,7 @@ class LatencyModel:
     deciding_ms: float = 0.0
     scatter: dict[str, float] = field(default_factory=dict)
 
-    def predict(self, workload: Workload) -> Latency:
+    def predict(self, workload: RunWorkload) -> Latency:
         """The latency of a workload."""
         parts = {
             part: float(np.dot(workload_features(part, workload), [self.coefficients[part][name] for name in names]))
@@ -110,7 +110,7 @@ class LatencyModel:
         return model
 
 
-def fit_coefficients(workloads: Sequence[Workload], latencies: Sequence[Latency]) -> dict[str, dict[str, float]]:
+def fit_coefficients(workloads: Sequence[RunWorkload], latencies: Sequence[Latency]) -> dict[str, dict[str, float]]:
     """Coefficients of at least 0 that minimize the squared relative error.
 
     Args:

@@ -1,4 +1,4 @@
-"""Loads a vision-language model and identifies its weights; loads and saves the controllers trained for it."""
+"""Loads a vision-language model and identifies its weights; loads the controllers that were trained for it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
-from verl_ext.checkpoint.save import FileWriter
 from verl_ext.console import warn
 from verl_ext.controller.adapters import VLMAdapter, adapter_for
 from verl_ext.controller.execution import VLMRunner
 from verl_ext.controller.network import BudgetController
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.files import replacing, write_errors
 from verl_ext.model_files import load_whole
 from verl_ext.plugins import Plugin
 from verl_ext.remote_code import require_no_remote_code
@@ -260,19 +258,3 @@ def load_weights(controller: BudgetController, path: Path) -> None:
             f"controller.init_from={path} is not a controller of this size ({first_line_of(error)}); give a "
             "best_model.pt that was trained for this model with these settings"
         ) from error
-
-
-def save_weights(paths: Sequence[Path], weights: Mapping[str, torch.Tensor], info: Mapping[str, Any]) -> None:
-    """Write `.pt` files of a controller, which `load_weights` reads; each is complete or absent.
-
-    Args:
-        paths: the files.
-        weights: the controller's state on the CPU.
-        info: other keys of the files.
-
-    Raises:
-        UserError: a file cannot be written.
-    """
-    for path in paths:
-        with write_errors(path), replacing(path) as temporary, FileWriter() as writer:
-            writer.write_object(temporary, {STATE_KEY: dict(weights), **info})

@@ -1,18 +1,17 @@
-"""`adaptive`: a budget controller against what could be had without it."""
+"""`eval_pipeline adaptive`: compares a budget controller with its baselines; imports torch only when it starts."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import add_action
 from eval_pipeline.command.paths import input_path, output_path
+from eval_pipeline.flow.place import EVAL_FOLDER
 from verl_ext.cli import Commands, FloatArg, IntArg
+from verl_ext.controller.source import ControllerSource, find_controller
 from verl_ext.paths import caller_directory
-
-if TYPE_CHECKING:
-    from eval_pipeline.adaptive.source import ControllerSource
+from verl_ext.plugins import Plugin
 
 TEXT = (
     "Compare a budget controller with baselines on the same questions, by latency. The baselines are the full model, "
@@ -78,13 +77,10 @@ def add_number(parser: argparse._ActionsContainer, name: str, default: int, text
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare."""
-    from eval_pipeline.adaptive.source import find_controller
-    from verl_ext.plugins import Plugin
-
     source = find_controller(arguments.checkpoint)
-    from eval_pipeline.adaptive.evaluate import Settings, evaluate  # here, as torch takes seconds to import
+    from verl_ext.controller.evaluation.evaluate import AdaptiveEvalConfig, evaluate  # here, as torch takes seconds
 
-    settings = Settings(
+    config = AdaptiveEvalConfig(
         budgets_ms=tuple(arguments.budgets),
         num_budgets=arguments.num_budgets,
         questions=arguments.questions,
@@ -99,14 +95,12 @@ def run(arguments: argparse.Namespace) -> int:
         trust_remote_code=arguments.trust_remote_code,
         adapter=None if arguments.adapter is None else Plugin.parse(arguments.adapter, "--adapter"),
     )
-    evaluate(source, settings, place_of(source, arguments.output), not arguments.no_wandb)
+    evaluate(source, config, output_directory(source, arguments.output), not arguments.no_wandb)
     return 0
 
 
-def place_of(source: ControllerSource, output: Path | None) -> Path:
-    """Where the files go."""
-    from eval_pipeline.flow.place import EVAL_FOLDER
-
-    if output is not None:
-        return output
+def output_directory(source: ControllerSource, given: Path | None) -> Path:
+    """The directory for the files: the given one, else the run's, else one in the user's directory."""
+    if given is not None:
+        return given
     return (caller_directory() if source.run_dir is None else source.run_dir / EVAL_FOLDER) / source.label
