@@ -125,7 +125,7 @@ class VLMAdapter(ABC):
                 setattr(cls, name, vars(cls)[current])
         if former:
             if "router" not in vars(cls):
-                cls.router = _former_router  # type: ignore[method-assign]
+                cls.router = _former_router  # type: ignore[assignment, method-assign]
             names = ", ".join(f"{name} is now {RENAMED[name]}" for name in former)
             warn(f"the adapter {cls.__name__} has methods by names that the next release drops; rename them: {names}")
 

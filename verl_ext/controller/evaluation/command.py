@@ -1,17 +1,19 @@
-"""`eval_pipeline adaptive`: compares a budget controller with its baselines; imports torch only when it starts."""
+"""`eval_pipeline adaptive`: compares a budget controller with its baselines."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import add_action
 from eval_pipeline.command.paths import input_path, output_path
-from eval_pipeline.flow.place import EVAL_FOLDER
 from verl_ext.cli import Commands, FloatArg, IntArg
-from verl_ext.controller.source import ControllerSource, find_controller
 from verl_ext.paths import caller_directory
 from verl_ext.plugins import Plugin
+
+if TYPE_CHECKING:
+    from verl_ext.controller.source import ControllerSource
 
 TEXT = (
     "Compare a budget controller with baselines on the same questions, by latency. The baselines are the full model, "
@@ -77,6 +79,8 @@ def add_number(parser: argparse._ActionsContainer, name: str, default: int, text
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare."""
+    from verl_ext.controller.source import find_controller
+
     source = find_controller(arguments.checkpoint)
     from verl_ext.controller.evaluation.evaluate import AdaptiveEvalConfig, evaluate  # here, as torch takes seconds
 
@@ -101,6 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def output_directory(source: ControllerSource, given: Path | None) -> Path:
     """The directory for the files: the given one, else the run's, else one in the user's directory."""
+    from eval_pipeline.flow.place import EVAL_FOLDER
+
     if given is not None:
         return given
     return (caller_directory() if source.run_dir is None else source.run_dir / EVAL_FOLDER) / source.label

@@ -169,7 +169,7 @@ def load_questions(
         used = {name: each for name, each in sources.items() if each.size(split) != 0}
         share = -(-num_questions // max(len(used), 1))
         limited = {
-            name: replace(each, **{split: share if each.size(split) < 0 else min(each.size(split), share)})
+            name: replace(each, **dict[str, Any]({split: share if each.size(split) < 0 else min(each.size(split), share)}))
             for name, each in used.items()
         }
         dataset = ImageQuestionDataset(limited, split, suffix, data.get("max_unreadable_images", 0), progress=True)
