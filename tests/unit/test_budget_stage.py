@@ -114,7 +114,7 @@ def test_weights_of_another_size_are_refused(recipe: Path, tmp_path: Path) -> No
     controller, wider = (BudgetController(BudgetControllerConfig(**sizes, hidden=hidden)) for hidden in (8, 16))
     wider.save_pretrained(tmp_path / "wider")
     for path in (recipe, tmp_path / "wider"):
-        with pytest.raises(UserError, match="is no controller of this size"):
+        with pytest.raises(UserError, match="is not a controller of this size"):
             load_weights(controller, path)
 
 

@@ -11,8 +11,9 @@ from tests.helpers import vlms
 from tests.helpers.data import question
 from verl_ext.controller.adapters import adapter_for
 from verl_ext.controller.adapters.base import VLMAdapter
+from verl_ext.controller.distribution import ConfigurationDistribution
 from verl_ext.controller.execution import VLMRunner
-from verl_ext.controller.inference import AdaptiveModel, Decision
+from verl_ext.controller.inference import AdaptiveModel, Decision, decision_overhead_ms
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 
 SIZES = (1024, 4096, 9216)
@@ -66,7 +67,8 @@ def test_it_chooses_the_mode_for_image_question_and_budget() -> None:
     adaptive = AdaptiveModel(VLMRunner(adapter, max_new_tokens=3), controller)
     vision, language = adaptive.runner.features(sample)
     for budget in (5.0, 50.0, 5.0):
-        chosen = controller.distribution(vision[None], language[None], torch.tensor([budget])).mode()
+        logits = controller(vision[None], language[None], torch.tensor([budget]))
+        chosen = ConfigurationDistribution(controller.space, *logits).mode()
         [expected] = chosen.configurations(controller.space)
         assert adaptive.answer(sample.load_image(), sample.question, budget).configuration == expected
 
@@ -74,4 +76,5 @@ def test_it_chooses_the_mode_for_image_question_and_budget() -> None:
 def test_deciding_costs_the_encoding_where_the_answer_does_not_use_it() -> None:
     space = model(0).runner.adapter.space(2, 4, (1, 2, 4))
     low, high = (Decision(space.configuration(tier, [True] * 4), 1.0, 2.0, 4.0) for tier in (0, 2))
-    assert low.total_ms(100.0) == 7.0 and high.total_ms(100.0) == 107.0
+    assert decision_overhead_ms(low.configuration, low.own_ms, 100.0) == 7.0
+    assert decision_overhead_ms(high.configuration, high.own_ms, 100.0) == 107.0

@@ -104,7 +104,9 @@ def test_a_model_without_scatter_has_no_percentile(tmp_path: Path) -> None:
     adapter = adapter_for(vlm, processor, (256,))
     LatencyModel(TRUTH, 1.0, "a machine", fingerprint(vlm)).save(tmp_path / "old.json")
     assert ModelledLatency.load(tmp_path / "old.json", adapter).deciding_ms == 0
-    with pytest.raises(UserError, match="old.json does not say how far single runs are from it; make it anew"):
+    with pytest.raises(
+        UserError, match="old.json does not say how far single runs are from its predictions; create it again"
+    ):
         ModelledLatency.load(tmp_path / "old.json", adapter, 95)
 
 
@@ -131,9 +133,9 @@ def test_a_saved_model_predicts_as_before_and_another_file_is_refused(tmp_path: 
     of_no_machine = path.read_text().replace('"a machine"', "null")
     for text in ("{", "[]", '{"coefficients": {}, "r2": 1, "machine": "", "model": ""}', '{"other": 1}', of_no_machine):
         path.write_text(text)
-        with pytest.raises(UserError, match=r"latency.json is no latency model .*calibrate"):
+        with pytest.raises(UserError, match=r"latency.json is not a latency model .*calibrate"):
             LatencyModel.load(path)
-    with pytest.raises(UserError, match="is no latency model"):
+    with pytest.raises(UserError, match="is not a latency model"):
         LatencyModel.load(tmp_path / "none.json")
 
 

@@ -19,11 +19,6 @@ import yaml
 from pyarrow import parquet
 
 from eval_pipeline.__main__ import main
-from eval_pipeline.adaptive import canary
-from eval_pipeline.adaptive.baselines import lookup_table, pareto_front
-from eval_pipeline.adaptive.results import Results, rows_of
-from eval_pipeline.adaptive.statics import MOST_CHOSEN, important_blocks, static_configurations
-from eval_pipeline.adaptive.summary import summarise
 from tests.helpers import vlms
 from tests.helpers.data import question
 from tests.helpers.vlms import TIERS, write_controller
@@ -31,7 +26,16 @@ from tests.helpers.wandb_files import read_history, read_records, values_of
 from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.controller.adapters import adapter_for
 from verl_ext.controller.block_importance import BlockImportance, load_importance
-from verl_ext.controller.execution import VLMRunner, RunWorkload
+from verl_ext.controller.evaluation import measure
+from verl_ext.controller.evaluation.results import (
+    ResultMatrices,
+    lookup_table,
+    method_rows,
+    pareto_front,
+    summarize_comparison,
+)
+from verl_ext.controller.evaluation.statics import NUM_FAVORITES, important_blocks, static_grid
+from verl_ext.controller.execution import RunWorkload, VLMRunner
 from verl_ext.controller.inference import AdaptiveModel
 from verl_ext.controller.latency import FEATURES, LatencyModel
 from verl_ext.controller.scoring import soft_accuracy
@@ -133,11 +137,11 @@ def test_the_files_agree_with_each_other(evaluated: Path) -> None:
     assert content["step"] == 2 and content["budgets_ms"] == [30.0, 45.0, 60.0]
     assert all((evaluated / name).read_bytes().startswith(b"\x89PNG") for name in ("pareto.png", "curves.png"))
 
-    def of(name: str) -> Results:
-        return Results(*(arrays[f"{name}_{part}"] for part in ("accuracy", "latency_ms", "complexity")))
+    def of(name: str) -> ResultMatrices:
+        return ResultMatrices(*(arrays[f"{name}_{part}"] for part in ("accuracy", "latency_ms", "complexity")))
 
     methods = ["controller", "lookup_table", "oracle", "random", "full"]
-    rows = [row for name in methods for row in rows_of(name, of(name), content["budgets_ms"])]
+    rows = [row for name in methods for row in method_rows(name, of(name), content["budgets_ms"])]
     assert [vars(row) for row in rows] == content["rows"]
     table = [entry["static"] for entry in content["lookup_table"]]
     assert table == lookup_table(of("train"), content["budgets_ms"])
@@ -148,7 +152,7 @@ def test_the_files_agree_with_each_other(evaluated: Path) -> None:
     compared = {name: of(name) for name in ("controller", "lookup_table", "oracle")}
     deciding = dict(zip(("decision_ms", "features_ms", "network_ms", "choice_ms"), arrays["deciding_ms"].mean((0, 1))))
     full_ms = content["summary"]["full_ms"]
-    again = vars(summarise(compared, content["budgets_ms"], deciding, full_ms))
+    again = vars(summarize_comparison(compared, content["budgets_ms"], deciding, full_ms, 0.0))
     assert json.loads(json.dumps(again)) == content["summary"]
     page = (evaluated / "adaptive.md").read_text()
     assert "(pareto.png)" in page and "(curves.png)" in page
@@ -165,9 +169,9 @@ def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -
     trained = ImageQuestionDataset({"tiny": QuestionSource(train=2, source=str(tiny / "data"))}, "train").samples
     budgets = content["budgets_ms"]
     decided = [model.answer(each.load_image(), each.question, ms).configuration for each in trained for ms in budgets]
-    liked = Counter(replace(each, tier=0) for each in decided).most_common(MOST_CHOSEN)
-    masks = important_blocks(space, load_importance(tiny / "importance.json", adapter))
-    grid = static_configurations(space, masks, 5)
+    liked = Counter(replace(each, tier=0) for each in decided).most_common(NUM_FAVORITES)
+    masks = important_blocks(space, load_importance(tiny / "importance.json", adapter).scores)
+    grid = static_grid(space, masks, 5)
     everywhere = {replace(each, tier=tier) for each, _ in liked for tier in range(len(space.tiers))}
     assert {*statics} == {*grid} | everywhere and not everywhere <= {*grid} and len({*statics}) == len(statics)
     told = LatencyModel.load(tiny / "run/latency_model.json")
@@ -213,7 +217,7 @@ def test_measured_it_counts_deciding_and_all_of_the_model(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(canary, "DISTURBED", math.inf)  # each run once, however busy this machine is
+    monkeypatch.setattr(measure, "DISTURBED", math.inf)  # each run once, however busy this machine is
     export = tiny / "run/global_step_2/huggingface"
     assert adaptive("--checkpoint", export, "--budgets", "2e6", "1e6", *SHORT[:-1]) == 0
     output = tiny / "run/eval/adaptive_step_2"
@@ -276,12 +280,16 @@ def test_an_export_alone_takes_questions_from_a_folder(tiny: Path, tmp_path: Pat
         ("model", (), "has no budget controller's export"),
         ("data", (), "has no budget controller's export"),
         ("nowhere", (), "has no budget controller's export"),
-        ("run", ("--latency", "model", "--budgets", "1e-3"), "begin at 0.001 ms, but the cheapest configuration takes"),
+        (
+            "run",
+            ("--latency", "model", "--budgets", "1e-3"),
+            "--budgets begins at 0.001 ms, but the cheapest configuration and the decision for it",
+        ),
         ("run", ("--questions", "{tiny}/model"), r"has no train\*.parquet"),
-        ("run", ("--vlm", "{tiny}/other"), "is another model than the one"),
+        ("run", ("--vlm", "{tiny}/other"), "was trained for another model than"),
         ("run", ("--vlm", "{tiny}/nowhere"), "cannot be loaded"),
         ("alone", (), "no questions are named; give --questions"),
-        ("alone", ("--questions", "{tiny}/data", "--latency", "model"), "is no latency model"),
+        ("alone", ("--questions", "{tiny}/data", "--latency", "model"), "is not a latency model"),
         ("misfit", ("--latency", "model"), "was fitted on another model"),
         ("foreign", (), "no configuration of the stage budget"),
     ],

@@ -7,11 +7,11 @@ from statistics import fmean
 
 import pytest
 
-from eval_pipeline.adaptive.block_search import BlockSearch
 from tests.helpers import vlms
 from tests.helpers.data import question
 from verl_ext.controller.adapters import adapter_for
 from verl_ext.controller.block_importance import reference_loss
+from verl_ext.controller.evaluation.statics import search_blocks
 from verl_ext.controller.execution import VLMRunner
 from verl_ext.controller.space import Configuration
 from verl_ext.data.image_questions import ImageQuestion
@@ -38,9 +38,9 @@ def test_each_block_is_the_one_with_which_the_most_answers_are_right(runner: VLM
     samples, space = answered(runner, 0, 3), runner.adapter.space(1, 4, (1, 2, 4))
     answers = [[runner.run(each, at_high_tier(runner, 0, block)).answer for each in samples] for block in (1, 2)]
     assert all(answer != each.references[0] for found in answers for answer, each in zip(found, samples))
-    found = BlockSearch(runner, space, samples).best()
+    found = search_blocks(runner, space, samples)
     assert found[1] == FIRST and found[2] == LAST and found[4] == [True] * 4
-    few = BlockSearch(runner, runner.adapter.space(2, 3, (1, 2, 4)), samples).best()
+    few = search_blocks(runner, runner.adapter.space(2, 3, (1, 2, 4)), samples)
     assert few == {count: found[count] for count in (2, 3)}
 
 
@@ -55,4 +55,4 @@ def test_of_equally_right_ones_it_is_that_with_the_least_loss(runner: VLMRunner)
 
     least = min((1, 2, 3), key=loss)
     assert len({loss(block) for block in (1, 2, 3)}) == 3
-    assert BlockSearch(runner, space, samples).best() == {2: [block in (0, least) for block in range(4)]}
+    assert search_blocks(runner, space, samples) == {2: [block in (0, least) for block in range(4)]}

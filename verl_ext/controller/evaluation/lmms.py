@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from PIL import Image
 
@@ -21,9 +21,6 @@ from verl_ext.controller.space import ConfigurationSpace
 from verl_ext.controller.vlm import ControlledModel
 from verl_ext.errors import UserError
 from verl_ext.plugins import Plugin
-
-if TYPE_CHECKING:
-    from lmms_eval.api.instance import Instance
 
 BATCH_SIZES = ("batch_size", "max_batch_size")
 """Arguments that lmms-eval adds."""
@@ -104,11 +101,11 @@ class LmmsQuestion:
     settings: Mapping[str, Any]
 
     @classmethod
-    def from_request(cls, request: Instance, documents: Mapping[str, Any], suffix: str) -> LmmsQuestion:
+    def from_request(cls, request: Any, documents: Mapping[str, Any], suffix: str) -> LmmsQuestion:
         """Read a request.
 
         Args:
-            request: of output type `generate_until`.
+            request: an `Instance` of lmms-eval, of output type `generate_until`.
             documents: by task, split and index.
             suffix: of every question in the controller's training; it is not appended twice.
 
@@ -245,11 +242,11 @@ class LmmsResponder:
         log = AnswerLog(arguments.log, model.space, arguments.budget_ms)
         return cls(model, controlled, arguments.budget_ms, log)
 
-    def respond(self, requests: Sequence[Instance], documents: Mapping[str, Any]) -> list[str]:
+    def respond(self, requests: Sequence[Any], documents: Mapping[str, Any]) -> list[str]:
         """The answers in the order of the requests.
 
         Args:
-            requests: of output type `generate_until`.
+            requests: see `LmmsQuestion.from_request`.
             documents: by task, split and index.
 
         Raises:

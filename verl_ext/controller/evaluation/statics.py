@@ -51,11 +51,11 @@ def static_configurations(
     )
     tiers = range(len(space.tiers))
     favorites = [replace(each, tier=tier) for each, _ in decisions.most_common(NUM_FAVORITES) for tier in tiers]
-    statics = {*grid(space, masks, max_static), *favorites}
+    statics = {*static_grid(space, masks, max_static), *favorites}
     return sorted(statics, key=lambda each: (space.complexity(each), each.tier, each.blocks, each.topk))
 
 
-def grid(space: ConfigurationSpace, masks: Mapping[int, Mask], max_static: int) -> list[Configuration]:
+def static_grid(space: ConfigurationSpace, masks: Mapping[int, Mask], max_static: int) -> list[Configuration]:
     """Every tier with every mask and every top-k, the same for all blocks; by ascending complexity.
 
     Args:
