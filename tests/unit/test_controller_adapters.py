@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,9 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from benchmarks.flops import flop_counter
 from tests.helpers import vlms
-from verl_ext.controller.adapters import adapter_for
-from verl_ext.controller.adapters.base import VLMAdapter
+from verl_ext.controller.adapters import Inputs, VLMAdapter, adapter_for
+from verl_ext.controller.adapters.base import Decoding
+from verl_ext.controller.adapters.molmo import MolmoAdapter
 from verl_ext.controller.execution import LatencyMeter
 from verl_ext.controller.space import Configuration
 from verl_ext.errors import UserError
@@ -28,8 +30,14 @@ MODELS: dict[str, tuple[Callable, tuple[int, ...]]] = {
     "qwen3_5_moe": (partial(vlms.qwen3_5, experts=True), (1024, 4096, 16384)),
     "molmo": (vlms.molmo, (3, 6, 12)),
     "idefics3": (vlms.idefics3, (32, 64, 128)),
+    "idefics3 of an earlier release": (vlms.idefics3, (32, 64, 128)),
 }
-OWN = {"idefics3": Plugin.parse("examples/new_adapter/idefics3.py:Idefics3Adapter", "--adapter")}
+FORMER = Plugin.parse("tests/data/old_adapter/idefics3.py:Idefics3Adapter", "--adapter")
+"""The example of an earlier release, as it was."""
+OWN = {
+    "idefics3": Plugin.parse("examples/new_adapter/idefics3.py:Idefics3Adapter", "--adapter"),
+    "idefics3 of an earlier release": FORMER,
+}
 """Adapters that are examples, as a user names them."""
 WITH_EXPERTS = ["qwen3_vl_moe", "qwen3_5_moe", "molmo"]
 QUESTION = "what is the number ?"
@@ -204,6 +212,38 @@ def test_generation_is_that_of_transformers() -> None:
         assert end not in adapter.generate(inputs, 6, [end])
 
 
+def test_an_adapter_of_an_earlier_release_is_told_the_new_names(capsys: pytest.CaptureFixture[str]) -> None:
+    FORMER.load()
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: the adapter Idefics3Adapter has methods by names that the next release drops; ")
+    assert "skip is now skipped_block" in line and "go_on is now decode" in line
+    Plugin.parse("examples/new_adapter/idefics3.py:Idefics3Adapter", "--adapter").load()
+    assert capsys.readouterr().err == ""
+
+
+def test_an_adapter_of_an_earlier_release_may_extend_ours_and_leave_top_k_to_its_mixture() -> None:
+    class Own(MolmoAdapter):
+        def begin(self, inputs: Inputs) -> Decoding:
+            begun.append(len(inputs))
+            return super().begin(inputs)
+
+        def go_on(self, decoding: Decoding, token: torch.Tensor) -> Decoding:
+            return super().go_on(decoding, token)
+
+        def seeing(self, encoding: Any) -> AbstractContextManager[None]:
+            return super().seeing(encoding)
+
+    begun: list[int] = []
+    own, ours = (kind(*vlms.molmo(), (3, 6, 12)) for kind in (Own, MolmoAdapter))
+    inputs = ours.inputs(image(), QUESTION, 1)
+    for topk in (1, 4):
+        with own.configured(configuration_of(own, "1101", topk)), own.with_encoding(own.encode(inputs)):
+            found = own.generate(inputs, 4, [])
+        with ours.configured(configuration_of(ours, "1101", topk)):
+            assert found == ours.generate(inputs, 4, [])
+    assert len(begun) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -226,5 +266,5 @@ def test_models_that_cannot_be_adapted_are_refused() -> None:
     with pytest.raises(UserError, match="ascending numbers of pixels"):
         adapter_for(*vlms.qwen2_5_vl(), (4096, 1024))
     model.config.model_type = "llava"
-    with pytest.raises(UserError, match="type llava; it knows qwen2_5_vl"):
+    with pytest.raises(UserError, match="type llava; use one of qwen2_5_vl"):
         adapter_for(model, processor, (1024,))

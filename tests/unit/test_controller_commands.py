@@ -111,8 +111,8 @@ def test_blocks_are_kept_by_importance_or_from_the_first(saved: Path, tmp_path: 
     assert select_blocks(2, 4, None) == [True, True, False, False]
     for content in ({"merged_scores": {"1": 0.1, "2": -1, "3": 0.5}}, {"1": 0.1, "2": -1, "3": 0.5}):
         path.write_text(json.dumps(content))
-        assert select_blocks(3, 4, load_importance(path, adapter)) == [True, True, False, True]
-        assert select_blocks(1, 4, load_importance(path, adapter)) == [True, False, False, False]
+        assert select_blocks(3, 4, load_importance(path, adapter).scores) == [True, True, False, True]
+        assert select_blocks(1, 4, load_importance(path, adapter).scores) == [True, False, False, False]
 
 
 def test_scores_of_another_model_are_refused(saved: Path, tmp_path: Path) -> None:
@@ -125,10 +125,10 @@ def test_scores_of_another_model_are_refused(saved: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match="is of another model"):
         load_importance(path, adapter)
     path.write_text(json.dumps({str(block): 1.0 for block in range(1, 7)}))
-    with pytest.raises(UserError, match="scores of 6 blocks, and this one has 4"):
+    with pytest.raises(UserError, match="scores of 6 blocks, and this model has 4"):
         load_importance(path, adapter)
     path.write_text('{"importance_scores": [1, 2]}')
-    with pytest.raises(UserError, match="has no importance of blocks"):
+    with pytest.raises(UserError, match="has no block importance"):
         load_importance(path, adapter)
 
 
@@ -183,8 +183,11 @@ def test_a_calibration_is_written_with_how_good_it_is(run: Run, saved: Path, tmp
     assert done.returncode == 0, done.stderr
     found = LatencyModel.load(tmp_path / "latency.json")
     assert found.model == fingerprint(load_adapter(str(saved / "model"), SIZES).model)
-    assert f"not fitted: {found.r2:.4f}" in done.stdout
-    assert f"a controller of this width takes {found.deciding_ms:.2f} ms" in done.stdout and found.deciding_ms > 0
+    assert f"held-out configurations: {found.r2:.4f}" in done.stdout
+    assert (
+        f"a decision of a controller of this width takes {found.deciding_ms:.2f} ms" in done.stdout
+        and found.deciding_ms > 0
+    )
     assert list(found.scatter) == list(map(str, PERCENTILES))
     assert 0 < found.scatter["50"] <= found.scatter["75"] <= found.scatter["90"] <= found.scatter["95"]
     assert f"95 % within {found.scatter['95']:.2f}" in done.stdout
@@ -202,7 +205,7 @@ def test_what_deciding_takes_is_measured_on_a_controller_of_the_width_that_is_as
             super().__init__(config)
 
     monkeypatch.setattr(calibration, "BudgetController", Noted)
-    monkeypatch.setattr(calibration, "CALM", math.inf)  # however busy this machine is
+    monkeypatch.setattr(calibration, "QUIET", math.inf)  # however busy this machine is
     words = ["--model", saved / "model", "--questions", saved, "--tier-sizes", *SIZES, "--output", tmp_path / "x.json"]
     sizes = ["--num-questions", 1, "--topk-choices", 4, "--configurations", 10, "--repeats", 1, "--max-new-tokens", 1]
     monkeypatch.setattr(sys, "argv", ["calibrate", *map(str, [*words, *sizes, "--hidden", 24])])
@@ -220,7 +223,7 @@ def test_the_same_seed_measures_the_same_configurations(saved: Path, monkeypatch
         return generate(self, inputs, *more)
 
     monkeypatch.setattr(type(adapter), "generate", noted)
-    monkeypatch.setattr(calibration, "CALM", math.inf)  # however busy this machine is
+    monkeypatch.setattr(calibration, "QUIET", math.inf)  # however busy this machine is
     for _ in range(2):
         calibrate(adapter, space, [question(0), question(1)], 10, 2, 1, seed=5)
     assert ran[: len(ran) // 2] == ran[len(ran) // 2 :] and len(set(ran)) == 3
@@ -239,7 +242,7 @@ def test_a_busy_machine_is_measured_again_and_the_quickest_counts(
 ) -> None:
     models = [LatencyModel({}, 1.0, "", "", 0.0, {"90": each}) for each in scatters]
     results = iter(zip(models, costs))
-    monkeypatch.setattr(calibration, "fitted", lambda *_: next(results))
+    monkeypatch.setattr(calibration, "fit_latency_model", lambda *_: next(results))
     adapter = load_adapter(str(saved / "model"), SIZES)
     assert calibrate(adapter, adapter.space(2, 4, (1, 4)), [question(0)], 10, 1, 1) is models[kept]
     assert next(results, None) is None

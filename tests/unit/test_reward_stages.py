@@ -12,6 +12,7 @@ import torch
 
 from tests.helpers.data import write_questions
 from tests.helpers.vlms import write_model
+from verl_ext.controller.distribution import ConfigurationDistribution
 from verl_ext.controller.latency import FEATURES, LatencyModel
 from verl_ext.controller.vlm import fingerprint, load_adapter
 from verl_ext.distributed import build_meshes
@@ -92,7 +93,10 @@ def test_the_tiers_part_of_the_bonus_has_its_weight(controlled: BudgetTrainer) -
     samples, _ = controlled.collector.rewarded(prompts_of([controlled.train_dataset[0]]), 1, 2)
     batch = controlled.policy.collate(samples)
     bonus = controlled.policy.log_probs(batch)
-    distribution = controlled.model.distribution(batch["vision"], batch["language"], batch["budgets_ms"])
+    distribution = ConfigurationDistribution(
+        controlled.model_config.space,
+        *controlled.model(batch["vision"], batch["language"], batch["budgets_ms"]),
+    )
     torch.testing.assert_close(bonus.entropy[:, 0], distribution.entropy_bonus(2.5))
     assert not torch.allclose(bonus.entropy[:, 0], distribution.entropy_bonus(1.0))
 

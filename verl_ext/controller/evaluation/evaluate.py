@@ -168,14 +168,17 @@ def load_questions(
     def load(split: str, num_questions: int) -> list[ImageQuestion]:
         used = {name: each for name, each in sources.items() if each.size(split) != 0}
         share = -(-num_questions // max(len(used), 1))
-        limited = {
-            name: replace(each, **dict[str, Any]({split: share if each.size(split) < 0 else min(each.size(split), share)}))
-            for name, each in used.items()
-        }
+        limited = {name: _limit(each, split, share) for name, each in used.items()}
         dataset = ImageQuestionDataset(limited, split, suffix, data.get("max_unreadable_images", 0), progress=True)
         return dataset.samples[:num_questions]
 
     return load("train", config.num_train), load("val", config.num_samples)
+
+
+def _limit(source: QuestionSource, split: str, num_questions: int) -> QuestionSource:
+    size = source.size(split)
+    limit = num_questions if size < 0 else min(size, num_questions)
+    return replace(source, **dict[str, Any]({split: limit}))
 
 
 def latency_source(
