@@ -32,11 +32,10 @@ from verl_ext.controller.vlm import default_device, load_adapter
 from verl_ext.distributed import on_rank_zero
 from verl_ext.files import GIB, free_bytes
 from verl_ext.model_files import save_tokenizer
-from verl_ext.plan.hardware import HARDWARE, Hardware
-from verl_ext.plan.links import Cluster
-from verl_ext.plan.plan import Plan, make_plan
-from verl_ext.plan.shape import ModelShape, shape_of
-from verl_ext.plan.workload import Lengths
+from verl_ext.plan.model_shape import ModelShape, shape_of
+from verl_ext.plan.planner import RunPlan, make_plan
+from verl_ext.plan.step_time import HARDWARE, Cluster, Hardware
+from verl_ext.plan.workload import DataLengths
 from verl_ext.trainer.stages import SFTConfig
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ def report(settings: Settings, trainer: Any, times: Sequence[float]) -> None:
     dense = (4 if by_lora else 6) * shape.matmul_numel * rate
     attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * length * rate
     peak = hardware.flops * dist.get_world_size()
-    if hardware.source:
+    if hardware.name in HARDWARE:
         what = "MFU by 4N" if by_lora else "MFU by 6N"
         settings.add_row(what, 100 * dense / peak, "%")
         settings.add_row(f"{what} and attention", 100 * (dense + attention) / peak, "%")
@@ -136,7 +135,7 @@ def report(settings: Settings, trainer: Any, times: Sequence[float]) -> None:
         settings.add_row("peak of reserved memory", torch.cuda.max_memory_reserved() / GIB, "GiB")
 
 
-def add_memory(settings: Settings, plan: Plan) -> None:
+def add_memory(settings: Settings, plan: RunPlan) -> None:
     """What the plan says, and how far it is from what was allocated."""
     predicted = plan.memory.peak_bytes
     settings.add_row("peak memory by the plan", predicted / GIB, "GiB")
@@ -218,20 +217,20 @@ def why_not(config: SFTConfig, shape: Shape) -> str:
     return "" if plan.fits else f"it needs {needed:.0f} GiB by the plan, and the GPU has {room:.0f} GiB"
 
 
-def plan_of(config: SFTConfig, hardware: Hardware, shape: ModelShape) -> Plan:
+def plan_of(config: SFTConfig, hardware: Hardware, shape: ModelShape) -> RunPlan:
     """The plan of a configuration on these GPUs; all samples have the largest length."""
     num_gpus = dist.get_world_size()
-    return make_plan(config, shape, Cluster(hardware, num_gpus, num_gpus), Lengths(are_equal=True))
+    return make_plan(config, shape, Cluster(hardware, num_gpus, num_gpus), DataLengths(are_equal=True))
 
 
 def hardware_here() -> Hardware:
-    """The data sheet of the GPU; of an unknown one its memory alone, with an empty `source`."""
+    """The data sheet of the GPU; of an unknown one only its memory."""
     if not torch.cuda.is_available():
         return HARDWARE["cpu"]
     name = torch.cuda.get_device_name()
     known = next((each for key, each in HARDWARE.items() if key.upper() in name.upper()), None)
     total = torch.cuda.get_device_properties(0).total_memory
-    return known or replace(HARDWARE["h100"], name=name, source="", memory_bytes=0.94 * total)
+    return known or replace(HARDWARE["h100"], name=name, memory_bytes=0.94 * total)
 
 
 def model_shape(config: SFTConfig) -> ModelShape:

@@ -35,7 +35,7 @@ from benchmarks.command import bench_parser, write_figures
 from benchmarks.judge_answers import Answer, answer_sets
 from benchmarks.judge_sessions import PEERS, OurSession, PeerSession
 from benchmarks.processor_time import ProcessorTime
-from eval_pipeline.judge.levels import LEVELS
+from eval_pipeline.judge import ISOLATION_LEVELS, JudgeConfig
 from verl_ext.cli import FAILURES, IntArg, clean_exit
 from verl_ext.console import print_line, progress_bar
 
@@ -88,7 +88,8 @@ def started_once(arguments: argparse.Namespace, sets: dict[str, list[Answer]]) -
     sessions: dict[str, OurSession | PeerSession] = {
         peer: PeerSession(peer, arguments.peers_python, arguments.num_workers, sets) for peer in PEERS
     }
-    sessions["ours"] = OurSession(arguments.isolation, arguments.num_workers, sets)
+    config = JudgeConfig(isolation=arguments.isolation, num_workers=arguments.num_workers, packages=[])
+    sessions["ours"] = OurSession(config, sets)
     for session in sessions.values():
         with session:
             session.judge("warm_up")
@@ -153,7 +154,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=IntArg(), default=3, help="turns of each judge, best a multiple of 3")
     parser.add_argument("--num-workers", type=IntArg(), default=2, help="answers judged at a time, by each judge")
-    parser.add_argument("--isolation", default="auto", choices=("auto", *LEVELS), help="of our judge")
+    parser.add_argument("--isolation", default="auto", choices=("auto", *ISOLATION_LEVELS), help="of our judge")
     arguments = parser.parse_args()
     figures = measure(arguments)
     print_line(table_of(figures))

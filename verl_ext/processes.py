@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -182,6 +182,19 @@ def is_alive(pid: int) -> bool:
 def pid_namespace() -> int:
     """Identifies the numbering of processes; containers can share a host name and number their processes alike."""
     return os.stat("/proc/self/ns/pid").st_ino
+
+
+_HARMLESS = ("PATH", "HOME", "TMPDIR", "LANG", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD")
+"""Variables that a Python process may need."""
+
+
+def bare_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The part of an environment that a Python process needs."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _HARMLESS or name.startswith(("LC_", "PYTHON", "OMP_"))
+    }
 
 
 # A quiet start

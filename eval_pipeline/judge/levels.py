@@ -21,7 +21,6 @@ from typing import Literal
 from eval_pipeline.judge.packages import Package
 
 Role = Literal["answer", "tester"]
-LEVELS = ("bwrap", "sandlock", "rlimits")
 
 _INSIDE = Path(__file__).with_name("inside")
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -30,13 +29,13 @@ _PACKAGES = "/packages"
 
 
 @dataclass(frozen=True)
-class Level:
+class IsolationLevel:
     """One way to start a zygote."""
 
     name: str
     bwrap: str | None = None
     """The program; None at the other levels."""
-    once: bool = False
+    single_use: bool = False
     """Each answer gets a whole sandbox, since namespaces cannot be made inside of one here."""
     sandlock: str | None = None
     """The folder where the package is installed; None at the other levels."""
@@ -49,19 +48,19 @@ class Level:
         return self.bwrap is None
 
     @property
-    def lasting(self) -> bool:
+    def reusable(self) -> bool:
         """Whether a supervisor serves many answers, and a tester many tests: no answer can come near them then."""
-        return self.bwrap is not None and not self.once
+        return self.bwrap is not None and not self.single_use
 
     def command(self, role: Role) -> list[str]:
         """What to run; it is given its control socket as standard input, and an empty environment."""
-        once = self.once and role == "answer"
+        single_use = self.single_use and role == "answer"
         as_root = self.bwrap is not None and os.geteuid() == 0
         options = {
             "role": role,
             "server": os.getpid(),  # for whoever looks at a list of processes
             "own_namespaces": self.bwrap is not None,
-            "once": once,
+            "single_use": single_use,
             "drop_user": as_root,
             "sandlock": self.sandlock if role == "answer" else None,
             "modules": {
@@ -71,7 +70,7 @@ class Level:
         }
         inside = "/judge" if self.bwrap else str(_INSIDE)
         python = [os.path.realpath(sys.executable), "-S", "-s", "-B", f"{inside}/zygote.py", json.dumps(options)]
-        return python if self.bwrap is None else [self.bwrap, *self._bwrap_options(as_root, once), *python]
+        return python if self.bwrap is None else [self.bwrap, *self._bwrap_options(as_root, single_use), *python]
 
     @property
     def _package_paths(self) -> list[str]:
@@ -81,22 +80,26 @@ class Level:
         """Where a file of a package is in the sandbox: away from /tmp, which answers have of their own."""
         return path if self.bwrap is None else f"{_PACKAGES}{path}"
 
-    def _bwrap_options(self, as_root: bool, once: bool) -> list[str]:
+    def _bwrap_options(self, as_root: bool, single_use: bool) -> list[str]:
         python = sorted({sys.base_prefix, sys.base_exec_prefix})
         visible = {path: path for path in python if not path.startswith("/usr/")}
-        return _bwrap_options(as_root, once, visible | {path: self._inside(path) for path in self._package_paths})
+        return _bwrap_options(as_root, single_use, visible | {path: self._inside(path) for path in self._package_paths})
 
 
-def candidates(isolation: str, packages: tuple[Package, ...] = ()) -> list[Level]:
+def candidates(isolation: str, packages: tuple[Package, ...] = ()) -> list[IsolationLevel]:
     """Levels to try for a wanted one, best first; `auto` never tries `rlimits`."""
     levels = []
     if isolation in ("auto", "bwrap"):
         programs = _bwrap_programs()
-        levels += [Level("bwrap", bwrap=program, once=once) for once in (False, True) for program in programs]
+        levels += [
+            IsolationLevel("bwrap", bwrap=program, single_use=single_use)
+            for single_use in (False, True)
+            for program in programs
+        ]
     if isolation in ("auto", "sandlock") and (folder := _installed("sandlock")):
-        levels.append(Level("sandlock", sandlock=str(folder.parent)))
+        levels.append(IsolationLevel("sandlock", sandlock=str(folder.parent)))
     if isolation == "rlimits":
-        levels.append(Level("rlimits"))
+        levels.append(IsolationLevel("rlimits"))
     return [replace(level, packages=packages) for level in levels]
 
 
@@ -113,7 +116,7 @@ def _bwrap_programs() -> list[str]:
     return [program for program in programs if program is not None and os.access(program, os.X_OK)]
 
 
-def _bwrap_options(as_root: bool, once: bool, visible: dict[str, str]) -> list[str]:
+def _bwrap_options(as_root: bool, single_use: bool, visible: dict[str, str]) -> list[str]:
     options = ["--die-with-parent", "--new-session", "--clearenv", "--setenv", "PYTHONHASHSEED", "0"]
     options += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if as_root:
@@ -121,9 +124,9 @@ def _bwrap_options(as_root: bool, once: bool, visible: dict[str, str]) -> list[s
         options += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         # who is not root inside gets no power over mounts from bubblewrap, and a supervisor without nesting needs it
-        inner = "0" if once else "65534"
+        inner = "0" if single_use else "65534"
         options += ["--unshare-user", "--uid", inner, "--gid", inner]
-    if once:
+    if single_use:
         options += ["--as-pid-1", "--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_KILL"]
     options += ["--ro-bind", "/usr", "/usr"]
     for path in _SYSTEM:

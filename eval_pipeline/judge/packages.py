@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib.machinery
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import machinery
 
 from verl_ext.errors import UserError
 
@@ -47,6 +46,8 @@ def versions_of(names: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def _find(name: str, key: str) -> Package:
+    from importlib import metadata  # slow, and a configuration that imports this package rarely needs it
+
     try:
         installed = metadata.distribution(name)
     except (metadata.PackageNotFoundError, ValueError) as error:
@@ -63,5 +64,5 @@ def _find(name: str, key: str) -> Package:
 def _module(top: str, files: set[str]) -> Iterable[tuple[str, str]]:
     if f"{top}/__init__.py" in files:
         yield top, f"{top}/__init__.py"
-    elif top in files and top.endswith(tuple(importlib.machinery.all_suffixes())):
+    elif top in files and top.endswith(tuple(machinery.all_suffixes())):
         yield top.split(".")[0], top

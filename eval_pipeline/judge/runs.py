@@ -1,70 +1,157 @@
-"""The runs of one answer, as the server asks its supervisor for them."""
+"""The runs of answers in the two sandboxes of a worker: one holds the answers and their supervisor, one the tests."""
 
 from __future__ import annotations
 
+import builtins
+import dis
+import functools
 import json
+import marshal
 import socket
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
-from eval_pipeline.config import JudgeLimits
 from eval_pipeline.judge.inside import frames
-from eval_pipeline.judge.sandbox import SandboxError, readable
-from eval_pipeline.judge.sealed import sealed_file
-from eval_pipeline.judge.tester import Tester
+from eval_pipeline.judge.inside.preloaded import MODULES
+from eval_pipeline.judge.levels import IsolationLevel, Role
+from eval_pipeline.judge.sandbox import SandboxError, Zygote, readable, sealed_file
+from eval_pipeline.judge.types import FunctionTests, ResourceLimits, RunReport, TesterReport
 
+_MOST_ANSWERS = 300
+"""Of one supervisor, or tests of one tester. They keep nothing; should that ever fail, it does not add up forever."""
 _LOST_S = 1.0
-"""Time for an answer that its test has lost to end by itself, so that its exit status tells why."""
+"""For an answer that its test has lost to end by itself, so that its exit status tells why."""
 _EXTRA_TEST_S = 5.0
 """Past the wall-clock limit of its answer, whose end makes a test end by itself, the kernel ends a test that hangs."""
 _GRACE_S = 15.0
-"""Past the wall-clock limit, which the supervisor watches: it is taken for broken then."""
+"""Past the wall-clock limit, which the supervisor enforces, the supervisor counts as broken."""
 _ERROR_CHARS = 2000
 _NUMBERS = {"exit": int, "cpu_s": float, "wall_s": float}
-_UNDISTURBED = ("exited", "ended")
-_REASONS = (*_UNDISTURBED, "cpu", "wall", "memory", "processes", "files")
+_ENDED_NORMALLY = ("exited", "ended")
+_ENDS = (*_ENDED_NORMALLY, "cpu", "wall", "memory", "processes", "files")
+_DIED = TesterReport("died", "the test could not be finished with what the answer returned")
 
 
-class Place(Protocol):
-    """Where the runs take place (`workshop.py`)."""
+class SandboxPool:
+    """The two sandboxes of one worker, which runs one answer at a time. They start when they are first needed."""
 
-    def test(self, job: dict[str, Any], answer: socket.socket) -> AbstractContextManager[Tester]:
-        """A test under way against the answer behind a connection."""
+    def __init__(self, level: IsolationLevel) -> None:
+        self._level = level
+        self._zygotes: dict[Role, Zygote] = {}
+        self._supervisor: socket.socket | None = None
+        self._num_answers = 0
+        self._tester: TesterProcess | None = None
+
+    @contextmanager
+    def runs_of(self, program: str, preamble: str, limits: ResourceLimits) -> Iterator[AnswerRuns]:
+        """Runs of one answer. On exit, nothing of the answer is left.
+
+        Raises:
+            SandboxError: there is no supervisor, or it failed.
+        """
+        supervisor, self._supervisor = self._supervisor or self._new_supervisor(), None
+        try:
+            with sealed_file(frames.pack_program(preamble, program)) as file:
+                runs = AnswerRuns(supervisor, file, limits, self)
+                yield runs
+            self._num_answers += 1
+            # one that had to stop an answer is not used again, though nothing should be left in it
+            if self._level.reusable and runs.ended_normally and self._num_answers < _MOST_ANSWERS:
+                self._supervisor = supervisor
+        finally:
+            if self._supervisor is None:
+                supervisor.close()
+        if self._level.single_use:
+            self._close("answer")
+
+    @contextmanager
+    def test(self, job: dict[str, Any], answer: socket.socket) -> Iterator[TesterProcess]:
+        """A test that runs against the answer behind a connection.
+
+        Raises:
+            SandboxError: there is no process for it.
+        """
+        tester, self._tester = self._tester, None
+        # the connection of one that has ended meanwhile is readable
+        if tester is None or readable([tester], 0):
+            tester = TesterProcess(self._zygote("tester").fork())
+        try:
+            try:
+                tester.start(job, answer)
+            except OSError as error:
+                raise SandboxError(self._zygotes["tester"].failure()) from error
+            yield tester
+            if self._level.reusable and tester.is_clean and tester.num_tests < _MOST_ANSWERS:
+                self._tester = tester
+        finally:
+            if self._tester is None:
+                tester.close()
+
+    def close(self) -> None:
+        """End both sandboxes with everything in them."""
+        for process in (self._supervisor, self._tester):
+            if process is not None:
+                process.close()
+        self._supervisor = self._tester = None
+        for role in list(self._zygotes):
+            self._close(role)
 
     def failure(self) -> str:
         """What the sandbox of the answers said last."""
+        return self._zygotes["answer"].failure()
+
+    def _new_supervisor(self) -> socket.socket:
+        self._num_answers = 0
+        return self._zygote("answer").fork()
+
+    def _zygote(self, role: Role) -> Zygote:
+        if role not in self._zygotes:
+            self._zygotes[role] = Zygote(self._level, role)
+        return self._zygotes[role]
+
+    def _close(self, role: Role) -> None:
+        self._zygotes.pop(role).close()
 
 
-class Runs:
-    """Has one answer run once for each of its tests."""
+class AnswerRuns:
+    """Runs one answer, once for each of its tests.
 
-    def __init__(self, supervisor: socket.socket, file: int, limits: JudgeLimits, place: Place) -> None:
-        """Talk to a supervisor about the answer in a sealed file."""
+    Args:
+        supervisor: connection to the supervisor.
+        file: a sealed file with the answer.
+        limits: of each run.
+        sandboxes: where the tests run.
+
+    Attributes:
+        ended_normally: whether every run so far ended by itself, or because its test was over.
+    """
+
+    def __init__(self, supervisor: socket.socket, file: int, limits: ResourceLimits, sandboxes: SandboxPool) -> None:
         self._supervisor = supervisor
         self._file = file
         self._limits = limits
-        self._place = place
-        self.undisturbed = True
-        """Whether every run has ended by itself, or because its test had ended."""
+        self._sandboxes = sandboxes
+        self.ended_normally = True
 
-    def run_program(self, stdin: bytes) -> tuple[dict[str, Any], bytes]:
-        """Run the answer as a program; returns what was seen of it (`inside/supervise.py`), and its output.
+    def run_program(self, stdin: str) -> RunReport:
+        """Run the answer as a program.
 
         Raises:
-            SandboxError: the supervisor broke.
+            SandboxError: the supervisor failed.
         """
-        with sealed_file(stdin) as input_file:
+        with sealed_file(stdin.encode(errors="surrogatepass")) as input_file:
             self._start("program", input_file)
         return self._report(self._deadline())
 
-    def run_function_test(self, preamble: str, entry_point: str, test: str) -> tuple[dict[str, Any], dict[str, str]]:
-        """Run a test against the answer; returns what was seen of the answer, and the outcome of the test.
+    def run_test(self, tests: FunctionTests, test: str) -> tuple[RunReport, TesterReport]:
+        """Run one test of a function against the answer.
 
         Raises:
-            SandboxError: a sandbox broke.
+            SandboxError: a sandbox failed.
         """
         answers_end, testers_end = socket.socketpair()
         limits = {
@@ -72,24 +159,24 @@ class Runs:
             "test_cpu_s": self._limits.test_cpu_s,
             "test_wall_s": self._limits.wall_s + _EXTRA_TEST_S,
         }
-        job = {"preamble": preamble, "entry_point": entry_point, "test": test, "limits": limits}
+        job = {"preamble": tests.preamble, "entry_point": tests.entry_point, "test": test, "limits": limits}
         with testers_end:
             with answers_end:
                 self._start("function", answers_end.fileno())
             return self._finish_test(job, testers_end)
 
-    def _finish_test(self, job: dict[str, Any], testers_end: socket.socket) -> tuple[dict[str, Any], dict[str, str]]:
-        with self._place.test(job, testers_end) as tester:
+    def _finish_test(self, job: dict[str, Any], testers_end: socket.socket) -> tuple[RunReport, TesterReport]:
+        with self._sandboxes.test(job, testers_end) as tester:
             testers_end.close()
             deadline = self._deadline()
             ready = readable([tester, self._supervisor], deadline - time.monotonic())
             if self._supervisor in ready:
-                # the answer has ended; its test notices, and may just have come to its end itself
-                return self._report(deadline)[0], tester.outcome(deadline)
+                # the answer has ended; its test notices, and may just have ended itself
+                return self._report(deadline), tester.outcome(deadline)
             outcome = tester.outcome(deadline)
-            if outcome["outcome"] != "lost" or not readable([self._supervisor], _LOST_S):
+            if outcome.kind != "lost" or not readable([self._supervisor], _LOST_S):
                 self._send({"op": "end"})
-            return self._report(deadline)[0], outcome
+            return self._report(deadline), outcome
 
     def _deadline(self) -> float:
         return time.monotonic() + self._limits.wall_s + _GRACE_S
@@ -101,45 +188,170 @@ class Runs:
         try:
             frames.send(self._supervisor, message, fds=fds)
         except OSError as error:
-            raise SandboxError(self._place.failure()) from error
+            raise SandboxError(self._sandboxes.failure()) from error
 
-    def _report(self, deadline: float) -> tuple[dict[str, Any], bytes]:
+    def _report(self, deadline: float) -> RunReport:
         if not readable([self._supervisor], deadline - time.monotonic()):
             raise SandboxError("the supervisor of the answer does not reply")
         with suppress(frames.FrameError):
             if (received := frames.receive(self._supervisor)) is not None:
-                report, output = _read_report(*received[:2])
-                self.undisturbed &= report["reason"] in _UNDISTURBED
-                return report, output
-        raise SandboxError(self._place.failure())
+                report = read_report(*received[:2])
+                self.ended_normally &= report.end in _ENDED_NORMALLY
+                return report
+        raise SandboxError(self._sandboxes.failure())
 
 
-def _read_report(report: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
-    """A supervisor's report with the texts that came beside it, and the answer's output.
+def read_report(message: dict[str, Any], blob: bytes) -> RunReport:
+    """The report of a supervisor, which is not trusted to be well-formed.
+
+    Args:
+        message: `reason`, `exit`, `cpu_s`, `wall_s` and the `sizes` of the parts of the blob.
+        blob: standard output, standard error, and the status of compiling.
 
     Raises:
-        SandboxError: it is not well-formed, or the answer could not be started.
+        SandboxError: the report is malformed, or the answer could not be started.
     """
     try:
-        well_formed = report["reason"] in _REASONS and all(type(report[n]) is kind for n, kind in _NUMBERS.items())
-        output, errors, status = _cut(blob, report["sizes"])
+        well_formed = message["reason"] in _ENDS and all(type(message[n]) is kind for n, kind in _NUMBERS.items())
+        output, errors, status = _split(blob, message["sizes"])
         compiling = json.loads(status or b"{}")
     except (KeyError, TypeError, ValueError) as error:
-        raise SandboxError(f"the supervisor of the answer does not reply as it should: {error!r}") from error
-    if not well_formed or type(compiling) is not dict:
-        raise SandboxError(f"the supervisor of the answer does not reply as it should: {report}")
+        raise SandboxError(f"the supervisor of the answer sent a malformed report: {error!r}") from error
+    if not well_formed or type(compiling) is not dict or type(compiling.get("syntax_error", "")) is not str:
+        raise SandboxError(f"the supervisor of the answer sent a malformed report: {message}")
     if "failed" in compiling:
         raise SandboxError(compiling["failed"])
-    return {**report, "errors": errors.decode(errors="replace")[-_ERROR_CHARS:], "compiling": compiling}, output
+    syntax_error = compiling.get("syntax_error")
+    if syntax_error is None and message["reason"] == "exited" and "compiled" not in compiling:
+        syntax_error = "the compiler did not survive it"
+    return RunReport(
+        end=message["reason"],
+        exit_code=message["exit"],
+        cpu_s=message["cpu_s"],
+        wall_s=message["wall_s"],
+        stdout=output,
+        stderr=errors.decode(errors="replace")[-_ERROR_CHARS:],
+        syntax_error=syntax_error,
+    )
 
 
-def _cut(blob: bytes, sizes: Sequence[int]) -> list[bytes]:
-    """The parts of these sizes.
-
-    Raises:
-        ValueError: they are not the whole.
-    """
+def _split(blob: bytes, sizes: Sequence[int]) -> list[bytes]:
     if sum(sizes) != len(blob) or min(sizes) < 0:
         raise ValueError(f"{sizes} of {len(blob)} bytes")
     ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
     return [blob[end - size : end] for size, end in zip(sizes, ends)]
+
+
+class TesterProcess:
+    """A process that runs one test at a time, until one leaves a trace in it.
+
+    Args:
+        control: connection to it.
+
+    Attributes:
+        num_tests: how many it has run.
+        is_clean: whether another test may run in it.
+    """
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self.num_tests = 0
+        self.is_clean = True
+
+    def start(self, job: dict[str, Any], answer: socket.socket) -> None:
+        """Run a test against the answer behind a connection.
+
+        Args:
+            job: `preamble`, `entry_point`, `test` and `limits`, see `inside/tester.py`.
+            answer: may be closed here afterwards.
+
+        Raises:
+            OSError: the process has ended.
+        """
+        self.is_clean = False
+        self.num_tests += 1
+        test = compile_test(job["preamble"], job["test"])
+        message = {**job, "leaves_no_trace": test.leaves_no_trace}
+        frames.send(self._control, message, test.code, (answer.fileno(),))
+
+    def outcome(self, deadline: float) -> TesterReport:
+        """How the test ended; "died" if the process says nothing before `deadline` of the monotonic clock."""
+        if readable([self._control], deadline - time.monotonic()):
+            with suppress(frames.FrameError):
+                if (received := frames.receive(self._control)) is not None:
+                    message = received[0]
+                    self.is_clean = message["is_clean"]
+                    return TesterReport(message["outcome"], message["message"])
+        return _DIED
+
+    def fileno(self) -> int:
+        """Of the connection, which is readable once there is an outcome."""
+        return self._control.fileno()
+
+    def close(self) -> None:
+        """End the process, once it looks at its connection."""
+        self._control.close()
+
+
+# Tests are compiled once for all answers. Answers are never compiled here, because the compiler may not survive it.
+
+
+class CompiledTest(NamedTuple):
+    """A test in the form that `inside/tester.py` takes."""
+
+    code: bytes = b""
+    """Preamble and test, marshalled; empty if they do not compile, which the tester then reports."""
+    leaves_no_trace: bool = False
+    """Whether another test may run in the same process afterwards."""
+
+
+@functools.lru_cache(maxsize=64)
+def compile_test(preamble: str, test: str) -> CompiledTest:
+    """Compile a test with its preamble."""
+    try:
+        # optimize=0: the flags of the server must not remove the assertions
+        codes = [
+            compile(text, name, "exec", dont_inherit=True, optimize=0)
+            for text, name in ((preamble, "<preamble>"), (test, "<test>"))
+        ]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return CompiledTest()
+    return CompiledTest(marshal.dumps(tuple(codes)), all(map(leaves_no_trace, codes)))
+
+
+_LOADED_MODULES = frozenset((*MODULES["tester"], "__future__"))
+_HARMLESS_BUILTINS = frozenset(
+    "abs all any ascii bin bool bytearray bytes callable chr classmethod complex dict divmod enumerate filter float "
+    "format frozenset hash hex id int isinstance issubclass iter len list map max min next object oct ord pow print "
+    "property range repr reversed round set slice sorted staticmethod str sum super tuple type zip".split()
+)
+_OTHER_BUILTINS = frozenset(
+    name
+    for name, value in vars(builtins).items()
+    if name not in _HARMLESS_BUILTINS and not (isinstance(value, type) and issubclass(value, BaseException))
+)
+_CHANGE_ATTRIBUTES = frozenset((dis.opmap["STORE_ATTR"], dis.opmap["DELETE_ATTR"]))
+_IMPORT = dis.opmap["IMPORT_NAME"]
+
+
+def leaves_no_trace(code: types.CodeType) -> bool:
+    """Whether code changes only its own variables and the random numbers, which every test seeds again.
+
+    Tests are the problem set's own and not hostile, so what counts is what they do in passing. Anything that is not
+    known to be harmless counts as a trace. Compiled code is faster to check than a syntax tree is to build.
+    """
+    operations = frozenset(code.co_code[::2])
+    if operations & _CHANGE_ATTRIBUTES or any(map(_may_leave_a_trace, code.co_names)):
+        return False
+    if _IMPORT in operations and not _LOADED_MODULES.issuperset(_imported(code)):
+        return False
+    return all(leaves_no_trace(part) for part in code.co_consts if isinstance(part, types.CodeType))
+
+
+def _may_leave_a_trace(name: str) -> bool:
+    """Whether a global or an attribute of this name may lead to more than plain values."""
+    return name in _OTHER_BUILTINS or (name.startswith("_") and name != "_")
+
+
+def _imported(code: types.CodeType) -> list[str]:
+    return [step.argval for step in dis.get_instructions(code) if step.opcode == _IMPORT]

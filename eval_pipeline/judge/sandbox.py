@@ -1,45 +1,89 @@
-"""A sandbox, and the process in it that forks for each piece of work."""
+"""One sandbox: the process in it that forks for each piece of work, and what it needs to start and to end."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
 import os
 import select
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Protocol
 
-from eval_pipeline.judge import leftovers
-from eval_pipeline.judge.gate import Gate
-from eval_pipeline.judge.levels import Level, Role
-
-STARTS = Gate()
-"""Shared by sandboxes that are starting. The server exits alone in it: bubblewrap asks to be killed with its parent
-before it releases the first process of the sandbox, and if it is killed in between, that process waits forever."""
-_START_S = 60.0
+from eval_pipeline.judge.inside.census import Census
+from eval_pipeline.judge.inside.directories import remove_tree
+from eval_pipeline.judge.levels import IsolationLevel, Role
 
 
 class SandboxError(Exception):
     """The sandbox failed, not the answer."""
 
 
-class Connection(Protocol):
-    """Whatever can be waited for."""
+class SharedGate:
+    """A lock that many hold together, or one alone; those that want it alone go first."""
 
-    def fileno(self) -> int:
-        """Its descriptor."""
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_inside = 0
+        self._num_waiting_alone = 0
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Hold it together with others."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_waiting_alone == 0)
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold it alone."""
+        with self._changed:
+            self._num_waiting_alone += 1
+            self._changed.wait_for(lambda: self._num_inside == 0)
+            self._num_inside = 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_inside = 0
+                self._num_waiting_alone -= 1
+                self._changed.notify_all()
+
+
+STARTS = SharedGate()
+"""Shared by sandboxes that are starting; the server exits while it holds it alone. bubblewrap asks to be killed with
+its parent before it releases the first process of the sandbox, and if it is killed in between, that process waits
+forever."""
+_START_S = 60.0
 
 
 class Zygote:
-    """A process that forks on request."""
+    """A process in a sandbox that forks on request.
 
-    def __init__(self, level: Level, role: Role) -> None:
-        """Start it.
+    Args:
+        level: how to isolate it.
+        role: what its forks do.
 
-        Raises:
-            SandboxError: it does not come up.
-        """
+    Raises:
+        SandboxError: it does not start.
+    """
+
+    def __init__(self, level: IsolationLevel, role: Role) -> None:
         self._level, self._role = level, role
         self._log = tempfile.TemporaryFile()
         self._control, theirs = socket.socketpair()
@@ -59,16 +103,20 @@ class Zygote:
             self.close()
             raise SandboxError(failure)
 
-    def fork(self, *fds: int) -> None:
-        """Have it fork, handing the open files on.
+    def fork(self) -> socket.socket:
+        """Fork; returns a connection to the new process.
 
         Raises:
-            SandboxError: it is gone.
+            SandboxError: the sandbox has ended.
         """
-        try:
-            socket.send_fds(self._control, [b"F"], fds)
-        except OSError as error:
-            raise SandboxError(self.failure()) from error
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"F"], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise SandboxError(self.failure()) from error
+        return ours
 
     def failure(self) -> str:
         """The end of what it wrote to standard error."""
@@ -80,20 +128,87 @@ class Zygote:
         """End it with all that it forked."""
         try:
             if self._level.on_host:
-                leftovers.end_below(self._process.pid)
+                _end_below(self._process.pid)
         finally:
             self._control.close()
             self._process.kill()
             self._process.wait()
             self._log.close()
         if self._level.on_host:
-            leftovers.remove_directories(self._process.pid)
+            remove_directories(self._process.pid)
 
 
-def readable(connections: Sequence[Connection], timeout_s: float) -> list[Connection]:
-    """Those of the connections that have something to read, waiting for the first at most so long."""
+class _HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+def readable(connections: Sequence[_HasFileno], timeout_s: float) -> list[_HasFileno]:
+    """The connections that have something to read, after waiting for the first of them for at most `timeout_s`."""
     poll = select.poll()  # not `select`, which knows only the first 1024 open files
     by_fd = {connection.fileno(): connection for connection in connections}
     for fd in by_fd:
         poll.register(fd, select.POLLIN)
     return [by_fd[fd] for fd, _ in poll.poll(max(0.0, timeout_s) * 1000)]
+
+
+# Sealed files, which carry texts past the memory of a process that later answers inherit
+
+_NOT_EXECUTABLE = 8  # MFD_NOEXEC_SEAL, which some machines require
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+
+@contextmanager
+def sealed_file(data: bytes) -> Iterator[int]:
+    """A file without a name, with content that nobody can change, open at its beginning."""
+    fd = _create_unnamed()
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(data)
+        os.lseek(fd, 0, os.SEEK_SET)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _create_unnamed() -> int:
+    flags = os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC
+    try:
+        return os.memfd_create("judge", flags | _NOT_EXECUTABLE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create("judge", flags)  # a kernel before 6.3
+
+
+# Clean-up below a zygote without namespaces, where an answer may have killed its supervisor
+
+_PAUSE_S = 0.0005
+_MOST_S = 10.0
+
+
+def _end_below(zygote: int) -> None:
+    """Kill every process below a zygote, which adopts orphans and does not wait for them."""
+    census = Census(bytearray(mmap.PAGESIZE))
+    deadline = time.monotonic() + _MOST_S
+    try:
+        # reading /proc is not atomic and may miss a process that was just born: two readings in a row must find none
+        num_empty = 0
+        while num_empty < 2 and time.monotonic() < deadline:
+            found = census.descendants(zygote)
+            num_empty = 0 if found else num_empty + 1
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_PAUSE_S)
+    finally:
+        os.close(census.fd)
+
+
+def remove_directories(zygote: int) -> None:
+    """Remove the temporary directories of a zygote's answers, and report those that stay."""
+    for directory in Path("/tmp").glob(f"judge_{zygote}_*"):
+        try:
+            remove_tree(str(directory))
+        except OSError as error:
+            print(f"warning: cannot remove {directory} of a judged answer ({error}); remove it", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""The process that owns all sandboxes: reads submissions from its input, writes verdicts as they are found.
+"""The judge server, which owns all sandboxes: reads requests from its input and writes each result as it is found.
 
-`python -m eval_pipeline.judge.server OPTIONS` with OPTIONS a JSON object; started by `client.py`. It ends when its
-input does, and every sandbox ends with it.
+`python -m eval_pipeline.judge.server OPTIONS` with OPTIONS a JSON object; `client.py` starts it. It ends with its
+input, and every sandbox ends with it.
 """
 
 from __future__ import annotations
@@ -14,26 +14,46 @@ import select
 import threading
 import traceback
 import warnings
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
-from eval_pipeline.config import JudgeLimits
-from eval_pipeline.judge.gate import Gate
+from eval_pipeline.judge.comparisons import Comparer
 from eval_pipeline.judge.inside import frames
-from eval_pipeline.judge.judging import Worker
-from eval_pipeline.judge.levels import Level, candidates
+from eval_pipeline.judge.levels import IsolationLevel, candidates
 from eval_pipeline.judge.packages import Package
-from eval_pipeline.judge.rules import MESSAGE_CHARS
-from eval_pipeline.judge.sandbox import STARTS
-from eval_pipeline.judge.submission import Submission
-from eval_pipeline.judge.verdict import Verdict
-from eval_pipeline.judge.wire import dump_verdict, load_submission, num_tests_of
-from eval_pipeline.problems.problem import FunctionTests
+from eval_pipeline.judge.runs import AnswerRuns, SandboxPool
+from eval_pipeline.judge.sandbox import STARTS, SandboxError, SharedGate
+from eval_pipeline.judge.types import (
+    FunctionTests,
+    ProgramCase,
+    ProgramRun,
+    ProgramTests,
+    ReferenceAnswer,
+    ResourceLimits,
+    RunReport,
+    Submission,
+    Verdict,
+    request_from_json,
+    result_to_json,
+)
+from eval_pipeline.judge.verdicts import (
+    MESSAGE_CHARS,
+    NO_PROGRAM,
+    TestResult,
+    combine_results,
+    judge_function_run,
+    judge_program_run,
+)
 from verl_ext.cli import child_process_args
 from verl_ext.commands import program
 
+T = TypeVar("T")
+
 _PARENT_CHECK_S = 1.0
 _MOST_OPEN_FILES = 1 << 16
-"""No more: processes of the sandboxes close that many when they start."""
+"""No more, because processes of the sandboxes close this many when they start."""
+_ATTEMPTS = 2
 _PROBE = Submission("def f(x):\n    return x + 1\n", FunctionTests("f", ("assert f(1) == 2",)))
 
 
@@ -48,7 +68,7 @@ def main() -> None:
     options = json.loads(words)
     # of the tests, which this process compiles: nobody here can do anything about them
     warnings.simplefilter("ignore", SyntaxWarning)
-    _allow_open_files()
+    _raise_open_files_limit()
     output = Output(os.dup(1))
     os.dup2(2, 1)
     level, reasons = _find_level(options["isolation"], tuple(Package(**package) for package in options["packages"]))
@@ -57,21 +77,112 @@ def main() -> None:
         return
     output.write({"isolation": level.name, "reasons": reasons})
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    gate = Gate()
+    gate = SharedGate()
     for _ in range(options["num_workers"]):
         threading.Thread(target=_work, args=(jobs, level, gate, output), daemon=True).start()
     _read_jobs(jobs, os.getppid())
     _end(0)
 
 
+class JudgeWorker:
+    """Serves one request at a time in two sandboxes, which start when they are first needed.
+
+    Args:
+        level: of the sandboxes.
+        gate: shared by all workers of the machine.
+    """
+
+    def __init__(self, level: IsolationLevel, gate: SharedGate) -> None:
+        self._gate = gate
+        self._sandboxes = SandboxPool(level)
+        self._comparer = Comparer()
+
+    def judge(self, submission: Submission, limits: ResourceLimits) -> Verdict:
+        """The verdict on one answer; `api_error` if the sandbox fails twice."""
+        try:
+            return self._retry(partial(self._judge, submission, limits))
+        except SandboxError as error:
+            return Verdict("api_error", 0, submission.num_tests, str(error)[:MESSAGE_CHARS])
+
+    def run(self, request: ProgramRun, limits: ResourceLimits) -> RunReport:
+        """Run one program.
+
+        Raises:
+            SandboxError: the sandbox fails twice.
+        """
+        return self._retry(partial(self._run, request, limits))
+
+    def close(self) -> None:
+        """End the sandboxes; the next request starts new ones."""
+        self._sandboxes.close()
+        self._comparer.close()
+
+    def _retry(self, serve: Callable[[], T]) -> T:
+        failure = ""
+        for _ in range(_ATTEMPTS):
+            try:
+                return serve()
+            except (SandboxError, OSError) as error:
+                self.close()
+                failure = str(error)
+        raise SandboxError(failure)
+
+    def _run(self, request: ProgramRun, limits: ResourceLimits) -> RunReport:
+        with self._sandboxes.runs_of(request.program, "", limits) as runs:
+            return self._not_starved(lambda: runs.run_program(request.stdin), lambda report: report.end == "wall")
+
+    def _judge(self, submission: Submission, limits: ResourceLimits) -> Verdict:
+        tests = submission.tests
+        if isinstance(tests, ReferenceAnswer):
+            with self._gate.shared():
+                return self._comparer.judge(submission.program, tests.answer, limits)
+        if not submission.program:
+            return combine_results([NO_PROGRAM], tests.num_tests)
+        results = []
+        preamble = tests.preamble if isinstance(tests, FunctionTests) else ""
+        with self._sandboxes.runs_of(submission.program, preamble, limits) as runs:
+            for test in self._tests(tests, runs, limits):
+                results.append(self._not_starved(test, lambda result: result.is_doubtful))
+                if results[-1].error_type in ("timeout", "syntax_error"):
+                    break  # the remaining tests are not passed
+        return combine_results(results, tests.num_tests)
+
+    def _tests(
+        self, tests: FunctionTests | ProgramTests, runs: AnswerRuns, limits: ResourceLimits
+    ) -> list[Callable[[], TestResult]]:
+        if isinstance(tests, FunctionTests):
+            return [partial(_run_test, runs, tests, test, limits) for test in tests.tests]
+        match = partial(self._comparer.outputs_match, tolerance=tests.tolerance)
+        return [partial(_run_case, runs, case, match, limits) for case in tests.cases]
+
+    def _not_starved(self, run: Callable[[], T], is_doubtful: Callable[[T], bool]) -> T:
+        """The result of a run, which is repeated alone if a busy machine may have decided the first one."""
+        with self._gate.shared():
+            result = run()
+        if not is_doubtful(result):
+            return result
+        with self._gate.exclusive():
+            return run()
+
+
+def _run_test(runs: AnswerRuns, tests: FunctionTests, test: str, limits: ResourceLimits) -> TestResult:
+    return judge_function_run(*runs.run_test(tests, test), limits)
+
+
+def _run_case(
+    runs: AnswerRuns, case: ProgramCase, match: Callable[[str, str], bool], limits: ResourceLimits
+) -> TestResult:
+    return judge_program_run(runs.run_program(case.stdin), case, match, limits)
+
+
 def _end(status: int) -> None:
-    """End this process, which ends its sandboxes, but not while one of them is starting."""
-    with STARTS.alone():
+    """End this process, and with it its sandboxes, but not while one of them is starting."""
+    with STARTS.exclusive():
         os._exit(status)
 
 
-def _allow_open_files() -> None:
-    """Each worker holds several, and a machine may have hundreds of processors."""
+def _raise_open_files_limit() -> None:
+    """Each worker holds several files, and a machine may have hundreds of processors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < highest:
@@ -79,16 +190,15 @@ def _allow_open_files() -> None:
 
 
 class Output:
-    """Where verdicts go."""
+    """Where results go: a file descriptor that all workers write to."""
 
     def __init__(self, fd: int) -> None:
-        """Write to an open file."""
         self._fd = fd
         self._lock = threading.Lock()
 
-    def write(self, message: dict[str, Any]) -> None:
-        """Write one message whole; the process ends when nobody reads any more."""
-        data = frames.pack(message)
+    def write(self, message: dict[str, Any], blob: bytes = b"") -> None:
+        """Write one whole message. The process ends if nobody reads any more."""
+        data = frames.pack(message, blob)
         with self._lock:
             try:
                 while data:
@@ -97,38 +207,48 @@ class Output:
                 _end(0)
 
 
-def _find_level(isolation: str, packages: tuple[Package, ...]) -> tuple[Level | None, list[str]]:
-    """The first level at which a right answer is judged right, and why the ones before it were not taken."""
+def _find_level(isolation: str, packages: tuple[Package, ...]) -> tuple[IsolationLevel | None, list[str]]:
+    """The first level that judges a correct answer as correct, and why stronger ones do not work."""
     reasons: list[str] = []
     for level in candidates(isolation, packages):
-        worker = Worker(level, Gate())
-        verdict = worker.judge(_PROBE, JudgeLimits())
+        worker = JudgeWorker(level, SharedGate())
+        verdict = worker.judge(_PROBE, ResourceLimits())
         worker.close()
-        if verdict.error_type == "success":
+        if verdict.solved:
             return level, reasons
         reasons.append(f"{level.name}: {' '.join(verdict.message.split())[-200:]}")
     return None, reasons
 
 
-def _work(jobs: queue.SimpleQueue[dict[str, Any]], level: Level, gate: Gate, output: Output) -> None:
-    worker = Worker(level, gate)
+def _work(jobs: queue.SimpleQueue[dict[str, Any]], level: IsolationLevel, gate: SharedGate, output: Output) -> None:
+    """One thread of the server."""
+    worker = JudgeWorker(level, gate)
     while True:
         message = jobs.get()
-        num_tests = 1
         try:
-            submission, limits = load_submission(message)
-            num_tests = max(1, num_tests_of(submission.tests))
-            verdict = worker.judge(submission, limits)
+            request, limits = request_from_json(message)
+            result: Verdict | RunReport
+            if isinstance(request, Submission):
+                result = worker.judge(request, limits)
+            else:
+                result = worker.run(request, limits)
+            answer, blob = result_to_json(result)
         except BaseException as error:
-            # a fault of the judge itself costs this one submission and the worker's sandboxes, not the server
-            traceback.print_exc()
-            verdict = Verdict("api_error", 0, num_tests, f"the judge failed: {error!r}"[:MESSAGE_CHARS])
+            # a fault of the judge costs this one request and the worker's sandboxes, not the server
+            answer, blob = {"failed": _failure(error)}, b""
             _close(worker)
-            worker = Worker(level, gate)
-        output.write({"id": message["id"], "verdict": dump_verdict(verdict)})
+            worker = JudgeWorker(level, gate)
+        output.write({"id": message["id"], **answer}, blob)
 
 
-def _close(worker: Worker) -> None:
+def _failure(error: BaseException) -> str:
+    if isinstance(error, SandboxError):
+        return str(error)[:MESSAGE_CHARS]
+    traceback.print_exc()
+    return f"the judge failed: {error!r}"[:MESSAGE_CHARS]
+
+
+def _close(worker: JudgeWorker) -> None:
     try:
         worker.close()
     except BaseException:  # what is left of it ends with this process
@@ -136,9 +256,9 @@ def _close(worker: Worker) -> None:
 
 
 def _read_jobs(jobs: queue.SimpleQueue[dict[str, Any]], parent: int) -> None:
-    """Hand out submissions until the input ends.
+    """Pass requests on until the input ends.
 
-    The parent is looked after too: its input does not end while another child of it holds a copy.
+    The parent is watched too: its end does not end the input while another child of it holds a copy.
     """
     while os.getppid() == parent:
         if not select.select([0], [], [], _PARENT_CHECK_S)[0]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from eval_pipeline.problems.problem import Case, Problem, ProgramTests
+from eval_pipeline.judge import ProgramCase, ProgramTests
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.record import Record
 from eval_pipeline.problems.tolerance import stated_tolerance
 
@@ -37,8 +38,8 @@ def parse_problem(record: Record) -> Problem:
     )
 
 
-def _cases(record: Record) -> tuple[Case, ...]:
-    cases: dict[str, Case] = {}
+def _cases(record: Record) -> tuple[ProgramCase, ...]:
+    cases: dict[str, ProgramCase] = {}
     for key in TEST_KEYS:
         for case in _cases_of(record.fields.get(key), key, record):
             cases.setdefault(case.stdin, case)
@@ -51,7 +52,7 @@ def _cases(record: Record) -> tuple[Case, ...]:
     return tuple(cases.values())
 
 
-def _cases_of(tests: Any, key: str, record: Record) -> list[Case]:
+def _cases_of(tests: Any, key: str, record: Record) -> list[ProgramCase]:
     """The cases of one group of tests, in either of the two ways to write it."""
     if tests is None:
         return []
@@ -66,7 +67,7 @@ def _cases_of(tests: Any, key: str, record: Record) -> list[Case]:
         raise record.error(f"{key!r} must be an object of 'input' and 'output' lists, or a list of such pairs")
     if not all(isinstance(text, str) for pair in pairs for text in pair):
         raise record.error(f"every 'input' and 'output' of {key} must be a string")
-    return [Case(stdin, expected) for stdin, expected in pairs]
+    return [ProgramCase(stdin, expected) for stdin, expected in pairs]
 
 
 def _canonical_solution(record: Record) -> str | None:

@@ -8,10 +8,9 @@ from dataclasses import asdict
 
 import xxhash
 
-from eval_pipeline.config import DatasetSource
 from eval_pipeline.problems import codecontests, gsm8k, humaneval, mbpp, quickstart, verl_rl
 from eval_pipeline.problems.own_format import OwnFormat
-from eval_pipeline.problems.problem import Problem
+from eval_pipeline.problems.problem import DatasetSource, Problem
 from eval_pipeline.problems.record import Record
 from eval_pipeline.problems.source import read_records
 from verl_ext.errors import UserError

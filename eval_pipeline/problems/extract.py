@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import textwrap
 
+from eval_pipeline.judge import FunctionTests, ReferenceAnswer
 from eval_pipeline.problems.answer_text import behind_reasoning, clean_text, code_before, code_blocks
 from eval_pipeline.problems.fences import PYTHON_TAGS, one_line_blocks
-from eval_pipeline.problems.problem import FunctionTests, Problem, ReferenceAnswer
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_effects import acts, gives_a_value, is_blank
 from eval_pipeline.problems.python_source import (
     SourceParser,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from eval_pipeline.problems.problem import Problem, ReferenceAnswer
+from eval_pipeline.judge import ReferenceAnswer
+from eval_pipeline.judge.numeric_answer import parse_number
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.record import Record
-from eval_pipeline.problems.reference import number_of
 
 INSTRUCTION = """{question}
 
@@ -23,7 +24,7 @@ def parse_problem(record: Record) -> Problem:
     """
     question, answer = record.text("question"), record.text("answer")
     _, mark, reference = answer.rpartition("####")
-    if not mark or number_of(reference) is None:
+    if not mark or parse_number(reference) is None:
         raise record.error("'answer' must end with #### and a number")
     row_id = record.first("id", "task_id", "problem_id")
     return Problem(

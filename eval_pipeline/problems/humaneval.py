@@ -4,7 +4,8 @@ the latter import NumPy."""
 
 from __future__ import annotations
 
-from eval_pipeline.problems.problem import FunctionTests, Problem
+from eval_pipeline.judge import FunctionTests
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import PARSE_ERRORS, find_definition, first_line, parse
 from eval_pipeline.problems.quickstart import entry_point
 from eval_pipeline.problems.record import Record

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ast
 
-from eval_pipeline.problems.problem import FunctionTests, Problem
+from eval_pipeline.judge import FunctionTests
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import PARSE_ERRORS, called_names, defined_names, parse, runs_alone
 from eval_pipeline.problems.quickstart import check_assertion
 from eval_pipeline.problems.record import Record

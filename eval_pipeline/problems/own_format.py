@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer
+from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import PARSE_ERRORS, parse
 from eval_pipeline.problems.record import Record
 from verl_ext.errors import UserError, one_line
@@ -98,8 +99,8 @@ def _fault_of_function(tests: FunctionTests) -> str | None:
 
 def _fault_of_program(tests: ProgramTests) -> str | None:
     for index, case in enumerate(tests.cases):
-        if not isinstance(case, Case) or not isinstance(case.stdin, str) or not isinstance(case.expected, str):
-            return f"whose cases[{index}] is {case!r}, not a Case of two strings"
+        if not isinstance(case, ProgramCase) or not isinstance(case.stdin, str) or not isinstance(case.expected, str):
+            return f"whose cases[{index}] is {case!r}, not a ProgramCase of two strings"
     if not isinstance(tests.tolerance, int | float | None):
         return f"whose tolerance is {tests.tolerance!r}, not a number or None"
     return None

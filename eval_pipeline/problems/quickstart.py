@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import ast
 
-from eval_pipeline.problems.problem import FunctionTests, Problem
+from eval_pipeline.judge import FunctionTests
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import PARSE_ERRORS, parse
 from eval_pipeline.problems.record import Record
 

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from eval_pipeline.config import DatasetSource
+from eval_pipeline.problems.problem import DatasetSource
 from eval_pipeline.problems.record import Record
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import parse_json

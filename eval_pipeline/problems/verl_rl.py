@@ -8,7 +8,8 @@ from typing import Any, TypeGuard
 
 import regex
 
-from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer, Tests
+from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer, Tests
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.record import Record
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json
@@ -92,7 +93,7 @@ def _tests_of(fields: Mapping[str, Any], problem_id: str) -> FunctionTests | Pro
         more = {key: str(fields.get(key) or "") for key in _OF_FUNCTIONS}
         return FunctionTests(fields["entry_point"], tuple(fields["tests"]), **more)
     if _is_program(fields):
-        return ProgramTests(tuple(map(Case, fields["inputs"], fields["outputs"])), fields.get("tolerance"))
+        return ProgramTests(tuple(map(ProgramCase, fields["inputs"], fields["outputs"])), fields.get("tolerance"))
     raise UserError(f"cannot read the tests of {problem_id} (reward_model.ground_truth); {_FORM}")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest, permutation_test, t
 
-from eval_pipeline.judge.verdict import ErrorType
+from eval_pipeline.judge import ErrorType
 from eval_pipeline.report.metrics import CONFIDENCE, RAN, SOLVED, Interval
 from eval_pipeline.report.results import Outcomes
 from verl_ext.errors import UserError

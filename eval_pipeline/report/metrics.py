@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import norm, t
 
 from eval_pipeline.engines.answer import Answer
-from eval_pipeline.judge.verdict import ERROR_TYPES, ErrorType, Verdict
+from eval_pipeline.judge import ERROR_TYPES, ErrorType, Verdict
 from eval_pipeline.problems.problem import Problem
 
 CONFIDENCE = 0.95

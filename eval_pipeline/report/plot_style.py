@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from eval_pipeline.judge.verdict import ErrorType
+from eval_pipeline.judge import ErrorType
 from verl_ext.files import replacing
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval_pipeline.judge.verdict import ERROR_TYPES, ErrorType
+from eval_pipeline.judge import ERROR_TYPES, ErrorType
 from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.report.metrics import Intervals, JudgedAnswer, Metrics
 from verl_ext.errors import UserError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eval_pipeline.config import SamplingConfig
 from eval_pipeline.engines.answer import Answer, Request
-from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.judge import Verdict
 from eval_pipeline.problems.problem import Problem
 
 Key = tuple[str, int]

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from eval_pipeline.engines.answer import Answer
-from eval_pipeline.judge.verdict import ERROR_TYPES, Verdict
+from eval_pipeline.judge import ERROR_TYPES, Verdict
 from eval_pipeline.work.batch import Key
 from verl_ext.console import warn
 from verl_ext.files import LineWriter, drop_torn_tail, parse_json, replace_file

@@ -13,9 +13,7 @@ from types import TracebackType
 from eval_pipeline.config import EvalConfig
 from eval_pipeline.engines.answer import Answer, Request
 from eval_pipeline.engines.engine import Engine, open_engine
-from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.submission import Submission
-from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.judge import JudgeClient, Submission, Verdict
 from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.work.batch import Answered, Batch, Described, Event, Failed, Finished, Key, Verdicted, key_of
 from verl_ext.errors import UserError, one_line
@@ -38,8 +36,7 @@ class Worker:
         self._engine: Engine | None = None
         self._export: Path | None = None
         self._engine_lock = threading.Lock()
-        judge = recipe.judge
-        self._judge = JudgeServer(judge.isolation, judge.num_workers, judge.limits, judge.packages)
+        self._judge = JudgeClient(recipe.judge)
         self._judge.__enter__()
 
     def __enter__(self) -> Worker:
@@ -123,7 +120,7 @@ class Worker:
 class _Judging:
     """The verdicts of one batch that are under way."""
 
-    def __init__(self, judge: JudgeServer, batch: Batch, emit: Emit) -> None:
+    def __init__(self, judge: JudgeClient, batch: Batch, emit: Emit) -> None:
         self._judge, self._batch, self._emit = judge, batch, emit
         self._num_submitted = 0
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()

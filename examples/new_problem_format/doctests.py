@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import doctest
 
-from eval_pipeline.problems.problem import FunctionTests, Problem
-from eval_pipeline.problems.record import Record
+from eval_pipeline.problems import FunctionTests, Problem, Record
 
 PROMPT = """{task}
 

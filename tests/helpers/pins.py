@@ -142,8 +142,8 @@ def evaluation_digests(recipe: str, checkpoint: Path) -> dict[str, str]:
 
 def problems_digest_of(format: str, path: Path) -> str:
     """The digest of the problems of a file."""
-    from eval_pipeline.config import DatasetSource
     from eval_pipeline.problems.dataset import load_problems, problems_digest
+    from eval_pipeline.problems.problem import DatasetSource
 
     return problems_digest(load_problems(DatasetSource("any", format, str(path))))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from eval_pipeline.judge.client import JudgeServer
+from eval_pipeline.judge import JudgeClient
 from tests.helpers.hostile_answers import FUNCTIONS, PROGRAMS
 from tests.helpers.judge import HOSTILE_LIMITS, check_hostile, check_hostile_at_once, serving
 
@@ -15,14 +15,14 @@ AT_ONCE = random.Random(26).sample([*FUNCTIONS, *PROGRAMS], 30)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[JudgeServer]:
+def server() -> Iterator[JudgeClient]:
     """A server with namespaces."""
     with serving("bwrap", 2, HOSTILE_LIMITS) as server:
         yield server
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *PROGRAMS])
-def test_hostile_answer(server: JudgeServer, name: str) -> None:
+def test_hostile_answer(server: JudgeClient, name: str) -> None:
     check_hostile(server, name)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eval_pipeline.judge.client import JudgeServer
+from eval_pipeline.judge import JudgeClient
 from tests.helpers.hostile_answers import FUNCTIONS_ON_HOST, RIGHT, TEST
 from tests.helpers.judge import (
     HOSTILE_LIMITS,
@@ -36,7 +36,7 @@ PROGRAMS = ("daemon that goes on printing", "leaves a stopped child")
 
 
 @pytest.fixture(scope="module", params=["sandlock", "rlimits"])
-def server(request: pytest.FixtureRequest) -> Iterator[JudgeServer]:
+def server(request: pytest.FixtureRequest) -> Iterator[JudgeClient]:
     """A server at each of these levels, of which no process may be left at the end."""
     with serving(request.param, 2, HOSTILE_LIMITS) as server:
         yield server
@@ -44,12 +44,12 @@ def server(request: pytest.FixtureRequest) -> Iterator[JudgeServer]:
 
 
 @pytest.mark.parametrize("name", [*TELLING, *SEEDED, *PROGRAMS])
-def test_hostile_answer(server: JudgeServer, name: str) -> None:
+def test_hostile_answer(server: JudgeClient, name: str) -> None:
     check_hostile(server, name)
     wait_until_nothing_is_left(server)
 
 
-def test_modes_and_times_of_files(server: JudgeServer, tmp_path: Path) -> None:
+def test_modes_and_times_of_files(server: JudgeClient, tmp_path: Path) -> None:
     """Where files are protected, not even the owner of a file can change its mode, owner, times or attributes."""
     if server.isolation == "rlimits":
         pytest.skip("this level does not protect files")
@@ -67,9 +67,9 @@ def test_modes_and_times_of_files(server: JudgeServer, tmp_path: Path) -> None:
     assert os.listxattr(victim) == ["user.kept"]
 
 
-def test_daemons(server: JudgeServer) -> None:
+def test_daemons(server: JudgeClient) -> None:
     check_daemons(server, 20)
 
 
-def test_killed_supervisor(server: JudgeServer) -> None:
+def test_killed_supervisor(server: JudgeClient) -> None:
     check_killed_supervisor(server)

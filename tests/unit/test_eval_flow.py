@@ -19,7 +19,7 @@ from eval_pipeline.flow.place import place_of_run
 from eval_pipeline.flow.publish import Publisher
 from eval_pipeline.flow.session import Session
 from eval_pipeline.flow.watch import Watcher, watch
-from eval_pipeline.judge.verdict import ErrorType, Verdict
+from eval_pipeline.judge import ErrorType, Verdict
 from eval_pipeline.ledger.job import Job
 from eval_pipeline.models.checkpoint import Checkpoint, find_checkpoint
 from eval_pipeline.recipe.load import load_recipe

@@ -15,8 +15,8 @@ import pytest
 from scipy.stats import binomtest
 
 from eval_pipeline.engines.answer import Answer
-from eval_pipeline.judge.verdict import ERROR_TYPES, ErrorType, Verdict
-from eval_pipeline.problems.problem import Problem, ReferenceAnswer
+from eval_pipeline.judge import ERROR_TYPES, ErrorType, ReferenceAnswer, Verdict
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.report.comparison import compare_models, mcnemar_exact, paired_interval
 from eval_pipeline.report.metrics import (
     RATES,

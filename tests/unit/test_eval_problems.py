@@ -15,9 +15,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from eval_pipeline.config import DatasetSource
+from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer
 from eval_pipeline.problems.dataset import load_problems, problems_digest
-from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer
+from eval_pipeline.problems.problem import DatasetSource, Problem
 from eval_pipeline.problems.tolerance import stated_tolerance
 from eval_pipeline.problems.verl_rl import ground_truth_of, read_tests
 from verl_ext.data.prepare.quickstart_families import BUGGY_FAMILIES
@@ -374,7 +374,7 @@ def test_codecontests_tests_are_gathered_once_from_every_group(tmp_path: Path) -
         "solutions": {"language": [1, 3, 3], "solution": ["print 3", "print(3)", "print(4)"]},
     }
     [problem] = load(tmp_path, "codecontests", row)
-    assert problem.tests == ProgramTests((Case("1 2", "3"), Case("3 4", "7"), Case("", "0")))
+    assert problem.tests == ProgramTests((ProgramCase("1 2", "3"), ProgramCase("3 4", "7"), ProgramCase("", "0")))
     assert problem.canonical_solution == "print(3)"
 
 
@@ -453,8 +453,8 @@ def test_digest_covers_what_decides_prompts_and_verdicts() -> None:
         [replace(problem, tests=replace(tests, preamble=""))],
         [replace(problem, tests=replace(tests, code_prompt=""))],
         [replace(problem, tests=ReferenceAnswer("1"))],
-        [replace(problem, tests=ProgramTests((Case("1", "1"),)))],
-        [replace(problem, tests=ProgramTests((Case("1", "1"),), tolerance=1e-6))],
-        [replace(problem, tests=ProgramTests((Case("1", "2"),)))],
+        [replace(problem, tests=ProgramTests((ProgramCase("1", "1"),)))],
+        [replace(problem, tests=ProgramTests((ProgramCase("1", "1"),), tolerance=1e-6))],
+        [replace(problem, tests=ProgramTests((ProgramCase("1", "2"),)))],
     ]
     assert len({digest, *map(problems_digest, others)}) == len(others) + 1

@@ -11,9 +11,9 @@ import pytest
 from eval_pipeline.__main__ import main, parse
 from eval_pipeline.config import EvalConfig
 from eval_pipeline.engines.answer import Answer
-from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.judge import ReferenceAnswer, Verdict
 from eval_pipeline.problems.dataset import load_problems
-from eval_pipeline.problems.problem import Problem, ReferenceAnswer
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe.choose import restricted_to
 from eval_pipeline.recipe.load import load_recipe, metric_names
 from eval_pipeline.report.metrics import JudgedAnswer, summarize
@@ -248,13 +248,18 @@ def test_every_key_is_described() -> None:
         check_value(key, key.default)
 
 
-def test_the_configuration_needs_no_engine_and_no_judge() -> None:
+def test_the_configuration_needs_no_engine_and_no_sandbox() -> None:
     code = "import sys, eval_pipeline.config; print(*sorted(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     modules = found.stdout.split()
     assert not {"torch", "vllm", "numpy", "omegaconf", "hydra"} & set(modules)
-    ours = {name for name in modules if name.startswith("eval_pipeline")}
-    assert ours == {"eval_pipeline", "eval_pipeline.config"}
+    ours = {name for name in modules if name.startswith("eval_pipeline.")}
+    assert ours >= {"eval_pipeline.config", "eval_pipeline.judge.types"}
+    folders = {name.split(".")[1] for name in ours}
+    assert folders == {"config", "judge", "problems"} and not ours & {
+        "eval_pipeline.judge.server",
+        "eval_pipeline.judge.sandbox",
+    }
 
 
 SEVERAL = ("sampling.num_samples=7", "sampling.temperature=1")

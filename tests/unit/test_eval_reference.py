@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from eval_pipeline.problems.reference import is_right
+from eval_pipeline.judge.numeric_answer import is_right
 from tests.helpers import ROOT
 
 
@@ -171,7 +171,7 @@ def test_hostile_answer_is_wrong_in_linear_time(answer: str) -> None:
 def test_works_without_math_verify_and_imports_the_standard_library_alone() -> None:
     code = (
         "import sys; sys.modules['math_verify'] = None\n"
-        "from eval_pipeline.problems.reference import is_right\n"
+        "from eval_pipeline.judge.numeric_answer import is_right\n"
         "assert 'sympy' not in sys.modules\n"
         "print(is_right('<answer>42</answer>', '42'), is_right('<answer>6*7</answer>', '42'))"
     )

@@ -14,8 +14,8 @@ import wandb
 from PIL import Image
 
 from eval_pipeline.engines.answer import Answer
-from eval_pipeline.judge.verdict import Verdict
-from eval_pipeline.problems.problem import Problem, ReferenceAnswer
+from eval_pipeline.judge import ReferenceAnswer, Verdict
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.report.metrics import JudgedAnswer, rate_intervals, summarize
 from eval_pipeline.report.plots import loss_history
 from eval_pipeline.report.report import write_report

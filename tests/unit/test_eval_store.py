@@ -11,10 +11,10 @@ import pytest
 
 from eval_pipeline.config import EvalConfig, SamplingConfig
 from eval_pipeline.engines.answer import Answer
-from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.judge import FunctionTests, Verdict
 from eval_pipeline.ledger.job import Job
 from eval_pipeline.models.checkpoint import Checkpoint
-from eval_pipeline.problems.problem import FunctionTests, Problem
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.work import evaluation as evaluation_module
 from eval_pipeline.work.batch import (

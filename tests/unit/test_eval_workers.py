@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -22,11 +21,11 @@ from eval_pipeline.engines.answer import Answer, Request
 from eval_pipeline.engines.engine import EngineDied
 from eval_pipeline.engines.vllm_model import VllmModel
 from eval_pipeline.executors.executor import Executor
-from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.judge import FunctionTests, Verdict
 from eval_pipeline.ledger.job import Job
 from eval_pipeline.ledger.ledger import Ledger
 from eval_pipeline.models.checkpoint import Checkpoint
-from eval_pipeline.problems.problem import FunctionTests, Problem
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.work.batch import Answered, Batch, BatchId, Described, Event, Failed, Finished, Verdicted, key_of
 from eval_pipeline.work.digests import Digests
@@ -222,13 +221,10 @@ def test_an_engine_that_dies_costs_its_own_batch_alone(tmp_path: Path, monkeypat
     assert (setup.job.attempts, set(engines.asked.values())) == (0, {1})
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=FutureTimeout,
-    reason="a worker waits for verdicts without a limit, and the heartbeat keeps its claim alive",
-)
-def test_a_hung_judge_does_not_hang_its_batch() -> None:
+def test_a_hung_judge_does_not_hang_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of the answer may take 0.1 s, and the judge says nothing at all."""
+    for name, seconds in {"_CHECK_S": 0.05, "_SANDBOX_START_S": 0.0, "_GRACE_S": 0.0}.items():
+        monkeypatch.setattr(f"eval_pipeline.judge.client.{name}", seconds)
     batch = Batch(BatchId("step_1", "few", "d", claim=1, number=0), None, {"p0": PROBLEMS[0]}, (), SamplingConfig())
     batch = replace(batch, answers={("p0", 0): RIGHT})
     events: list[Event] = []
@@ -236,7 +232,7 @@ def test_a_hung_judge_does_not_hang_its_batch() -> None:
         hung = worker._judge._process
         hung.send_signal(signal.SIGSTOP)
         try:
-            thread.submit(worker.work, batch, events.append).result(timeout=2)
+            thread.submit(worker.work, batch, events.append).result(timeout=60)
         finally:
             hung.send_signal(signal.SIGCONT)
     assert isinstance(events[-1], Finished | Failed)

@@ -16,8 +16,7 @@ from pyarrow import parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval_pipeline.__main__ import main as evaluate
-from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.submission import Submission
+from eval_pipeline.judge import JudgeClient, Submission
 from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.problems.record import Record
@@ -85,7 +84,7 @@ def test_the_problem_format_is_loaded_and_judged(tmp_path: Path) -> None:
     problems = load_problems(recipe.sources["doctests"])
     assert problems[0].tests.tests == ("assert double(2) == 4", "assert double(-1.5) == -3.0")
     right = [Submission(extract_program(each, each.canonical_solution), each.tests) for each in problems]
-    with JudgeServer(recipe.judge.isolation, 1, recipe.judge.limits, recipe.judge.packages) as judge:
+    with JudgeClient(replace(recipe.judge, num_workers=1)) as judge:
         assert [verdict.error_type for verdict in judge.judge_all(right)] == ["success"] * 3
     words = ["judge", "--recipe", "examples/new_problem_format/doctests.yaml", "--dataset", "doctests"]
     words += ["--answers", "examples/new_problem_format/answers.jsonl", "--output", str(tmp_path / "verdicts.jsonl")]

@@ -16,10 +16,10 @@ import psutil
 import pytest
 import torch
 
-from eval_pipeline.problems.problem import Case, FunctionTests, ProgramTests, ReferenceAnswer
+from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer
 from eval_pipeline.problems.verl_rl import read_tests
 from tests.helpers import ROOT
-from tests.helpers.processes import wait_gone
+from tests.helpers.processes import wait_gone, wait_until
 from verl_ext.errors import UserError
 from verl_ext.grpo.config import RewardConfig
 from verl_ext.grpo.policy import Prompt, Sample
@@ -105,7 +105,7 @@ def test_tests_of() -> None:
     assert read_tests(json.loads(TESTS), "s") == read_tests(TESTS, "s")
     assert read_tests(TESTS, "s") == FunctionTests("double", ("assert double(1) == 2", "assert double(2) == 4"))
     program = read_tests('{"inputs": ["1\\n", "2\\n"], "outputs": ["1", "4"]}', "s")
-    assert program == ProgramTests((Case("1\n", "1"), Case("2\n", "4")))
+    assert program == ProgramTests((ProgramCase("1\n", "1"), ProgramCase("2\n", "4")))
 
 
 @pytest.mark.parametrize(
@@ -246,26 +246,19 @@ def test_a_judge_that_dies_is_replaced(opened: TextEnvironment) -> None:
 
 
 @pytest.mark.parametrize("opened", [["code_tests"]], indirect=True)
-def test_a_judge_that_hangs_is_replaced(opened: TextEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_that_hangs_is_replaced(opened: TextEnvironment) -> None:
     """A rank waits for it only for a limited time."""
-    judged = opened._judged
-    assert judged is not None
-    server, process, patience_s = judged._server, judged._server._process, judged._patience_s
+    assert opened._judged is not None
+    server = opened._judged._server
+    process = server._process
     opened.submit(sample("def double(x): return 2 * x", TESTS))
     process.send_signal(signal.SIGSTOP)
-
-    def kill() -> None:
-        judged._patience_s = patience_s  # the next server gets its full time
-        process.kill()
-
-    monkeypatch.setattr(server, "kill", kill)
-    judged._patience_s = 0.5
+    server._longest_s = 0.5
+    wait_until(lambda: process.poll() is not None)
+    server._longest_s = 300.0  # the next server gets its full time
     opened.submit(sample("def double(x): return 0", TESTS))
-    long = "x" * 200_000  # more than a pipe holds
-    opened.submit(sample(f"def double(x): return 2 * x  # {long}", TESTS))
     found = opened.collect()
-    assert [reward.total for reward in found] == [1.0, 0.0, 1.0], [reward.failures for reward in found]
-    assert process.poll() is not None
+    assert [reward.total for reward in found] == [1.0, 0.0], [reward.failures for reward in found]
 
 
 @pytest.mark.parametrize("opened", [["TMP/mine.py:score*2"]], indirect=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from eval_pipeline.judge import JudgeClient, JudgeConfig, ResourceLimits
 from tests.helpers.grpo import MAX_TOKENS
 from verl_ext.errors import UserError
 from verl_ext.grpo.config import RewardConfig, RolloutConfig
@@ -26,17 +27,16 @@ def config_with(*overrides: str) -> GRPOConfig:
 def test_the_judge_has_the_limits_of_the_section(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
-    class Watched(environment.JudgeServer):
-        def __init__(self, *arguments: Any) -> None:
-            given.extend(arguments)
-            super().__init__(*arguments)
+    class Watched(JudgeClient):
+        def __init__(self, config: JudgeConfig, *, section: str) -> None:
+            given.extend((config, section))
+            super().__init__(config, section=section)
 
-    monkeypatch.setattr(environment, "JudgeServer", Watched)
+    monkeypatch.setattr(environment, "JudgeClient", Watched)
     limits = {"isolation": "rlimits", "packages": ["numpy"], "cpu_s": 2, "wall_s": 3, "memory_mb": 400}
     environment.TextEnvironment(RewardConfig(**limits, num_workers=6), MAX_TOKENS, num_ranks_here=1).close()  # type: ignore[arg-type]
-    isolation, num_workers, judged, packages = given
-    assert (isolation, num_workers, packages) == ("rlimits", 6, ["numpy"])
-    assert (judged.cpu_s, judged.wall_s, judged.memory_mb) == (2, 3, 400)
+    judged = ResourceLimits(cpu_s=2, wall_s=3, memory_mb=400)
+    assert given == [JudgeConfig(isolation="rlimits", num_workers=6, packages=["numpy"], limits=judged), "reward"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ ROW = re.compile(r"^\| `([\w.]+)` \| (.+) \| (.*) \|$", re.MULTILINE)
 ROWS = {folder: (purpose, imports) for folder, purpose, imports in ROW.findall(PAGE.partition("## Folders\n")[2])}
 COMMAND_FOLDERS = {"data.prepare"}
 """Folders inside others that are commands and import more than the folder around them."""
+EVALUATION = {"eval_pipeline", "eval_pipeline.problems", "eval_pipeline.judge"}
 RING_EDGE = ("eval_pipeline", "controller")
 """`eval_pipeline.adaptive` evaluates the controller, which is built on what evaluations are built on."""
 WITH_TORCH = {"verl_ext.distributed", "verl_ext.verl_api"}
@@ -49,7 +50,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def package_of(folder: str) -> str:
-    return folder if folder == "eval_pipeline" else f"verl_ext.{folder}"
+    return folder if is_in(folder, "eval_pipeline") else f"verl_ext.{folder}"
 
 
 def is_in(module: str, package: str) -> bool:
@@ -71,7 +72,7 @@ def imports_of(folder: str) -> set[str]:
 
 def test_every_folder_has_a_row() -> None:
     folders = {path.parent.name for path in (ROOT / "verl_ext").glob("*/__init__.py")}
-    assert set(ROWS) == folders | COMMAND_FOLDERS | {"eval_pipeline"}
+    assert set(ROWS) == folders | COMMAND_FOLDERS | EVALUATION
 
 
 @pytest.mark.parametrize("folder", ROWS)

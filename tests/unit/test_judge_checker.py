@@ -9,15 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from eval_pipeline.config import JudgeLimits
-from eval_pipeline.judge import checker, comparisons
-from eval_pipeline.judge.checker import outputs_match
+from eval_pipeline.judge import ProgramCase, ProgramTests, ResourceLimits, Submission, comparisons, verdicts
 from eval_pipeline.judge.comparisons import Comparer
-from eval_pipeline.judge.gate import Gate
-from eval_pipeline.judge.judging import Worker
-from eval_pipeline.judge.levels import Level
-from eval_pipeline.judge.submission import Submission
-from eval_pipeline.problems.problem import Case, ProgramTests
+from eval_pipeline.judge.levels import IsolationLevel
+from eval_pipeline.judge.sandbox import SharedGate
+from eval_pipeline.judge.server import JudgeWorker
+from eval_pipeline.judge.verdicts import outputs_match
 
 
 @pytest.mark.parametrize(
@@ -70,7 +67,7 @@ def _by_definition(actual: str, expected: str, tolerance: float | None) -> bool:
 
     ours, theirs = lines(actual), lines(expected)
     return [*map(len, ours)] == [*map(len, theirs)] and all(
-        checker._same(a, b, tolerance) for x, y in zip(ours, theirs) for a, b in zip(x, y)
+        verdicts._same(a, b, tolerance) for x, y in zip(ours, theirs) for a, b in zip(x, y)
     )
 
 
@@ -79,7 +76,7 @@ def test_outputs_are_compared_as_lists_of_lines_would_be(monkeypatch: pytest.Mon
     generator = random.Random(28)
     results = []
     for _ in range(1500):
-        monkeypatch.setattr(checker, "_BLOCK_CHARS", generator.choice((1, 3, 8, 1 << 14)))
+        monkeypatch.setattr(verdicts, "_BLOCK_CHARS", generator.choice((1, 3, 8, 1 << 14)))
         parts = [generator.choice(TOKENS) + generator.choice(SPACES) for _ in range(generator.randint(0, 12))]
         expected = [part + generator.choice(("", " ")) * part[-1].isspace() for part in parts]
         for change in (TOKENS, SPACES)[: generator.randint(0, 2)]:
@@ -132,7 +129,7 @@ def test_long_outputs_are_compared_in_another_process(comparer: Comparer, monkey
         (LONG, LONG + "x", None, False),
     ):
         assert comparer.outputs_match(actual, expected, tolerance) is match
-    assert comparer.judge("The answer is 42.", "42", JudgeLimits()).error_type == "success"
+    assert comparer.judge("The answer is 42.", "42", ResourceLimits()).error_type == "success"
 
 
 def test_short_outputs_start_no_process(comparer: Comparer) -> None:
@@ -157,13 +154,15 @@ def test_a_comparison_without_an_end_is_no_verdict(comparer: Comparer, monkeypat
 
 def test_a_killed_comparison_is_made_again() -> None:
     """By the worker, whose verdict is then that of an undisturbed one."""
-    worker = Worker(Level("rlimits"), Gate())
-    submission = Submission(f"print('0.5 1 x\\n' * {2**15} + '1.0')", ProgramTests((Case("", LONG + "1"),), 1e-6))
+    worker = JudgeWorker(IsolationLevel("rlimits"), SharedGate())
+    submission = Submission(
+        f"print('0.5 1 x\\n' * {2**15} + '1.0')", ProgramTests((ProgramCase("", LONG + "1"),), 1e-6)
+    )
     try:
-        assert worker.judge(submission, JudgeLimits()).error_type == "success"
+        assert worker.judge(submission, ResourceLimits()).error_type == "success"
         process = worker._comparer._process
         assert process is not None
         process.kill()
-        assert worker.judge(submission, JudgeLimits()).error_type == "success"
+        assert worker.judge(submission, ResourceLimits()).error_type == "success"
     finally:
         worker.close()

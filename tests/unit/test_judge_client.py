@@ -8,19 +8,35 @@ import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from eval_pipeline.judge import (
+    FunctionTests,
+    JudgeClient,
+    JudgeServerError,
+    ProgramTests,
+    ResourceLimits,
+    Submission,
+    Verdict,
+)
+from eval_pipeline.judge import client as client_module
 from eval_pipeline.judge import server as server_module
-from eval_pipeline.judge.client import JudgeServer, JudgeServerError
-from eval_pipeline.judge.levels import Level, candidates
+from eval_pipeline.judge.levels import IsolationLevel, candidates
 from eval_pipeline.judge.sandbox import STARTS, Zygote
-from eval_pipeline.judge.submission import Submission
-from eval_pipeline.judge.verdict import Verdict
-from eval_pipeline.judge.wire import load_verdict
-from eval_pipeline.problems.problem import FunctionTests, ProgramTests
+from eval_pipeline.judge.types import result_from_json
 from tests.helpers import ROOT
-from tests.helpers.judge import SLEEPER, check_killed_client, function, processes_of, start_sleeper, until_settled
+from tests.helpers.judge import (
+    LONG,
+    SLEEPER,
+    check_killed_client,
+    function,
+    judge_config,
+    processes_of,
+    start_sleeper,
+    until_settled,
+)
 from tests.helpers.processes import wait_until
 from verl_ext.errors import UserError
 
@@ -31,17 +47,17 @@ RIGHT = function("def f(x): return x + 1")
 def test_a_killed_server_is_replaced(isolation: str) -> None:
     """Whatever is pending is judged again, and no sandbox is left."""
     slow = function("import time\ndef f(x):\n    time.sleep(0.2)\n    return x + 1")
-    with JudgeServer(isolation, num_workers=2) as server:
+    with JudgeClient(judge_config(isolation, num_workers=2)) as server:
         level, futures = server.isolation, [server.submit(slow) for _ in range(8)]
         for left in (7, 5, 3):
             wait_until(lambda left=left: len(server._pending) <= left)
-            server.kill()
+            server._process.kill()
         assert [future.result(timeout=300).error_type for future in futures] == ["success"] * 8
         assert server.submit(RIGHT).result(timeout=300).error_type == "success" and server.isolation == level
     assert until_settled(server, most=0) == 0
 
 
-def kill_until_it_fails(server: JudgeServer, waiting: Future) -> None:
+def kill_until_it_fails(server: JudgeClient, waiting: Future) -> None:
     """Kill every process of a server that a submission waits for."""
     while not waiting.done():
         process = server._process
@@ -49,10 +65,76 @@ def kill_until_it_fails(server: JudgeServer, waiting: Future) -> None:
         wait_until(lambda process=process: waiting.done() or server._process is not process)
 
 
+def test_a_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also while a submission waits for it to read, which a large one does."""
+    monkeypatch.setattr(client_module, "_CHECK_S", 0.05)
+    large = function(f"def f(x): return x  # {'x' * 200_000}")  # more than a pipe holds
+    with JudgeClient(judge_config("rlimits", num_workers=1)) as server, ThreadPoolExecutor(1) as threads:
+        process = server._process
+        process.send_signal(signal.SIGSTOP)
+        right, wrong = server.submit(RIGHT), threads.submit(server.submit, large)
+        wait_until(lambda: len(server._pending) == 2)
+        server._longest_s = 0.2
+        wait_until(lambda: process.poll() is not None)
+        server._longest_s = 300.0  # the next server gets its full time
+        assert right.result(timeout=300).error_type == "success"
+        assert wrong.result(timeout=300).result(timeout=300).error_type == "wrong_answer"
+    assert "it hangs and is replaced" in capsys.readouterr().err
+
+
+def test_a_busy_server_does_not_hang() -> None:
+    """The time for a result grows with the tests of the submission, and their limits."""
+    few, many = (client_module._Pending(function("", *["x"] * n), ResourceLimits(wall_s=10), Future()) for n in (1, 20))
+    assert few.longest_s > 20 and many.longest_s > 20 * 20
+    with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
+        server.submit(function("def f(x): return x + 1", *["assert f(1) == 2"] * 20), LONG)
+        assert server._longest_s > 20 * 2000
+
+
+def test_a_server_that_hangs_at_its_start_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 1000\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(client_module, "_START_S", 0.1)
+    with pytest.raises(JudgeServerError, match="did not start"):
+        JudgeClient(judge_config("rlimits")).__enter__()
+
+
+RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "output": ("print(input() * 2)", "ab", {"end": "exited", "exit_code": 0, "stdout": b"abab\n", "stderr": ""}),
+    "surrogates": ("print(ascii(input()))", "\ud800", {"stdout": b"'\\udced\\udca0\\udc80'\n"}),
+    "exit": ("import sys\nprint('why', file=sys.stderr)\nsys.exit(3)", "", {"exit_code": 3, "stderr": "why\n"}),
+    "signal": ("import os\nos.kill(os.getpid(), 9)", "", {"end": "exited", "exit_code": -9}),
+    "syntax": ("x = (", "", {"syntax_error": "SyntaxError: '(' was never closed (<answer>, line 1)", "stdout": b""}),
+    "cpu": ("while True: pass", "", {"end": "cpu"}),
+    "empty": ("", "", {"end": "exited", "exit_code": 0, "stdout": b""}),
+}
+
+
+@pytest.mark.parametrize("isolation", ["auto", "rlimits"])
+def test_programs_run_without_being_judged(isolation: str) -> None:
+    limits = ResourceLimits(cpu_s=0.5, wall_s=60)
+    with JudgeClient(judge_config(isolation, num_workers=2)) as server:
+        futures = {name: server.run(program, stdin, limits) for name, (program, stdin, _) in RUNS.items()}
+        reports = {name: future.result(timeout=300) for name, future in futures.items()}
+    for name, (_, _, expected) in RUNS.items():
+        report = reports[name]
+        assert {field: getattr(report, field) for field in expected} == expected, report
+        assert report.wall_s > 0 and report.cpu_s >= 0
+
+
+def test_a_run_without_a_sandbox_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no verdict that could say so."""
+    monkeypatch.setattr("eval_pipeline.judge.client.request_to_json", lambda *_: {"op": "no such operation"})
+    with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
+        with pytest.raises(JudgeServerError, match="the judge failed"):
+            server.run("print(1)").result(timeout=300)
+
+
 @pytest.mark.parametrize("isolation", ["auto", "rlimits"])
 def test_a_server_that_dies_without_end_is_an_error(isolation: str) -> None:
     """What is pending fails; the next submission has another server."""
-    with JudgeServer(isolation, num_workers=1) as server:
+    with JudgeClient(judge_config(isolation, num_workers=1)) as server:
         waiting = start_sleeper(server)
         kill_until_it_fails(server, waiting)
         with pytest.raises(JudgeServerError, match="died 5 times.*signal 9|did not start.*-9"):
@@ -64,7 +146,7 @@ def test_a_server_that_dies_without_end_is_an_error(isolation: str) -> None:
 
 def test_all_verdicts_are_kept_where_one_answer_ends_the_server() -> None:
     """That one is no verdict."""
-    with JudgeServer("rlimits", num_workers=1) as server, ThreadPoolExecutor(1) as threads:
+    with JudgeClient(judge_config("rlimits", num_workers=1)) as server, ThreadPoolExecutor(1) as threads:
         judging = threads.submit(server.judge_all, [RIGHT, SLEEPER, RIGHT], progress=False)
         wait_until(lambda: server._pending.keys() == {2, 3})  # all are submitted, and the first is judged
         kill_until_it_fails(server, server._pending[2].future)
@@ -73,14 +155,14 @@ def test_all_verdicts_are_kept_where_one_answer_ends_the_server() -> None:
 
 def test_a_failed_sandbox_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first verdict that is none is dropped, the second one is not."""
-    with JudgeServer("rlimits", num_workers=1) as server:
+    with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
         answered: list[str] = []
 
-        def broken(message: dict) -> Verdict:
-            answered.append(message["error_type"])
-            return Verdict("api_error", 0, 1, "broken") if len(answered) != 2 else load_verdict(message)
+        def broken(message: dict[str, Any], blob: bytes) -> Any:
+            answered.append(message["verdict"]["error_type"])
+            return Verdict("api_error", 0, 1, "broken") if len(answered) != 2 else result_from_json(message, blob)
 
-        monkeypatch.setattr("eval_pipeline.judge.client.load_verdict", broken)
+        monkeypatch.setattr("eval_pipeline.judge.client.result_from_json", broken)
         assert server.submit(RIGHT).result(timeout=300).error_type == "success"
         assert server.submit(RIGHT).result(timeout=300).error_type == "api_error"
         assert answered == ["success"] * 4
@@ -89,7 +171,7 @@ def test_a_failed_sandbox_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_callback_may_submit_after_the_end() -> None:
     """The submission fails at once and does not deadlock."""
     again: list[Future] = []
-    with JudgeServer("rlimits", num_workers=1) as server:
+    with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
         waiting = start_sleeper(server)
         waiting.add_done_callback(lambda done: again.append(server.submit(RIGHT)))
     with pytest.raises(JudgeServerError, match="closed"):
@@ -98,14 +180,14 @@ def test_a_callback_may_submit_after_the_end() -> None:
 
 @pytest.mark.parametrize("tests", [FunctionTests("f", ()), ProgramTests(())])
 def test_a_problem_without_tests_does_not_end_the_server(tests: FunctionTests | ProgramTests) -> None:
-    with JudgeServer("rlimits", num_workers=1) as server:
+    with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
         verdicts = server.judge_all([Submission(RIGHT.program, tests), Submission("", tests), RIGHT], progress=False)
     assert [verdict.error_type for verdict in verdicts] == ["api_error", "syntax_error", "success"]
     assert [verdict.pass_ratio for verdict in verdicts] == [0, 0, 1]
 
 
 def test_a_cancelled_answer_does_not_block_later_ones() -> None:
-    with JudgeServer("rlimits", num_workers=1) as server:
+    with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
         cancelled, kept = server.submit(RIGHT), server.submit(RIGHT)
         assert cancelled.cancel()
         assert kept.result(timeout=300).error_type == "success"
@@ -115,7 +197,7 @@ def test_a_cancelled_answer_does_not_block_later_ones() -> None:
 @pytest.mark.parametrize("isolation", ["auto", "rlimits"])
 def test_leaving_the_context_ends_everything(isolation: str) -> None:
     """Pending submissions fail."""
-    with JudgeServer(isolation, num_workers=1) as server:
+    with JudgeClient(judge_config(isolation, num_workers=1)) as server:
         waiting = start_sleeper(server)
     with pytest.raises(JudgeServerError):
         waiting.result(timeout=300)
@@ -132,7 +214,7 @@ def test_killed_client_leaves_nothing(isolation: str, num_processes: int) -> Non
 def test_the_server_does_not_exit_while_a_sandbox_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If bubblewrap is killed at a certain point of its start, a process in the sandbox waits forever."""
     waits = f"while [ ! -e {tmp_path}/go ]; do sleep 0.01; done; printf R >&0; read -r line <&0"
-    monkeypatch.setattr(Level, "command", lambda level, role: ["sh", "-c", waits])
+    monkeypatch.setattr(IsolationLevel, "command", lambda level, role: ["sh", "-c", waits])
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     with ThreadPoolExecutor(2) as threads:
@@ -149,7 +231,7 @@ def test_the_server_does_not_exit_while_a_sandbox_starts(tmp_path: Path, monkeyp
 
 def test_interrupt_of_the_terminal_spares_the_server() -> None:
     """The server has its own session, which Ctrl-C does not reach."""
-    with JudgeServer("rlimits", num_workers=1) as server:
+    with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
         assert os.getsid(server._process.pid) != os.getsid(0)
         assert server.submit(RIGHT).result(timeout=300).error_type == "success"
 
@@ -157,7 +239,7 @@ def test_interrupt_of_the_terminal_spares_the_server() -> None:
 def test_answers_are_in_order() -> None:
     """The order of the verdicts is that of the submissions, not the order in which they are judged."""
     slow = function("import time\ndef f(x): time.sleep(0.3)")
-    with JudgeServer(num_workers=2) as server:
+    with JudgeClient(judge_config(num_workers=2)) as server:
         verdicts = server.judge_all([slow, RIGHT, RIGHT, slow, RIGHT], progress=False)
     assert [v.error_type for v in verdicts] == ["wrong_answer", "success", "success", "wrong_answer", "success"]
 
@@ -165,13 +247,13 @@ def test_answers_are_in_order() -> None:
 def test_no_answer_is_an_api_error_without_a_sandbox() -> None:
     """This needs no running server."""
     submission = Submission("", FunctionTests("f", ("assert 1", "assert 2")), error="the engine said no")
-    verdict = JudgeServer().submit(submission).result(timeout=1)
+    verdict = JudgeClient().submit(submission).result(timeout=1)
     assert (verdict.error_type, verdict.num_passed, verdict.num_tests) == ("api_error", 0, 2)
     assert verdict.message == "the engine said no"
 
 
 def test_a_sandbox_that_is_killed_is_replaced() -> None:
-    with JudgeServer("auto", num_workers=1) as server:
+    with JudgeClient(judge_config("auto", num_workers=1)) as server:
         assert server.submit(RIGHT).result(timeout=300).error_type == "success"
         for pid in processes_of(server):
             try:
@@ -191,9 +273,9 @@ def test_server_imports_little() -> None:
 
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(UserError, match="docker.*bwrap, sandlock, rlimits"):
-        JudgeServer("docker")
+        JudgeClient(judge_config("docker"))
     with pytest.raises(UserError, match="num_workers is 0"):
-        JudgeServer(num_workers=0)
+        JudgeClient(judge_config(num_workers=0))
 
 
 def test_auto_never_takes_rlimits() -> None:
@@ -210,6 +292,6 @@ def test_no_level_that_works_is_a_user_error(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr("eval_pipeline.judge.client.IMPORT_PATH", f"{tmp_path}:{ROOT}")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="isolation=rlimits"):
-        JudgeServer("auto").__enter__()
+        JudgeClient(judge_config("auto")).__enter__()
     with pytest.raises(UserError, match="isolation bwrap does not work"):
-        JudgeServer("bwrap").__enter__()
+        JudgeClient(judge_config("bwrap")).__enter__()

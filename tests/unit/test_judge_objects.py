@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from eval_pipeline.config import JudgeLimits
-from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.verdict import Verdict
-from tests.helpers.judge import function, submit_all
+from eval_pipeline.judge import JudgeClient, ResourceLimits, Verdict
+from tests.helpers.judge import function, judge_config, submit_all
 
-LIMITS = JudgeLimits(cpu_s=5, wall_s=60)
+LIMITS = ResourceLimits(cpu_s=5, wall_s=60)
 SAME = "def f(x): return x"
 VECTOR = """
 class f:
@@ -441,7 +439,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def judged() -> Iterator[Callable[[str], Verdict]]:
     """The verdict on a case, of a server at any level."""
-    with JudgeServer(num_workers=2) as server:
+    with JudgeClient(judge_config(num_workers=2)) as server:
         yield submit_all(server, {name: (function(*case[:2]), LIMITS) for name, case in CASES.items()})
 
 

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from eval_pipeline.config import JudgeLimits
-from eval_pipeline.judge.client import JudgeServer
+from eval_pipeline.judge import JudgeClient, ResourceLimits, Verdict
 from eval_pipeline.judge.packages import find_packages, versions_of
-from eval_pipeline.judge.verdict import Verdict
-from tests.helpers.judge import LEVELS, function, judged, script, serving, submit_all
+from tests.helpers.judge import LEVELS, function, judge_config, judged, script, serving, submit_all
 from verl_ext.errors import UserError
 
-LIMITS = JudgeLimits(cpu_s=20, wall_s=120)
+LIMITS = ResourceLimits(cpu_s=20, wall_s=120)
 IN_PROGRAMS = "import importlib\nimportlib.invalidate_caches()\nimport numpy as np\nprint(int(np.ones(2).sum()))"
 IMPORTS_ANOTHER = "import numpy\nimport yaml\ndef f(x): return 1"
 ANSWERS = {
@@ -63,20 +61,27 @@ def test_numpy_starts_no_threads() -> None:
     """It works where one task is allowed, and the environment stays empty."""
     program = "import numpy as np, os\ndef f(n): return (np.ones((n, n)) @ np.ones((n, n)))[0, 0] + len(os.environ)"
     submission = function(program, "assert f(300) == 300")
-    with JudgeServer(num_workers=1, packages=["numpy"]) as server:
-        assert judged(server, submission, JudgeLimits(num_processes=1)) == ("success", "")
+    with JudgeClient(judge_config(num_workers=1, packages=["numpy"])) as server:
+        assert judged(server, submission, ResourceLimits(num_processes=1)) == ("success", "")
 
 
 def test_without_packages_only_the_standard_library_can_be_imported() -> None:
     submission = function("import numpy\ndef f(x): return 1", "assert f(1) == 1")
-    with JudgeServer(num_workers=1) as server:
+    with JudgeClient(judge_config(num_workers=1)) as server:
         assert "No module named 'numpy'" in judged(server, submission)[1]
 
 
 def test_unknown_packages_are_refused() -> None:
     """The error comes before anything starts."""
     with pytest.raises(UserError, match="'no-such-package', which is not installed"):
-        JudgeServer(packages=["numpy", "no-such-package"])
+        JudgeClient(judge_config(packages=["numpy", "no-such-package"]))
+
+
+def test_the_message_names_the_key_that_the_user_set() -> None:
+    """GRPO's key is `reward.packages`."""
+    for section in ("judge", "reward"):
+        with pytest.raises(UserError, match=rf"^{section}\.packages names 'no-such-package'"):
+            JudgeClient(judge_config(packages=["no-such-package"]), section=section)
 
 
 def test_packages_are_found_with_their_libraries() -> None:

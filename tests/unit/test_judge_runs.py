@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 
-from eval_pipeline.judge.compiled import compiled
 from eval_pipeline.judge.inside.captures import Capture, unforked
-from eval_pipeline.judge.runs import _read_report
-from eval_pipeline.judge.sandbox import SandboxError, readable
-from eval_pipeline.judge.sealed import sealed_file
+from eval_pipeline.judge.runs import compile_test, read_report
+from eval_pipeline.judge.sandbox import SandboxError, readable, sealed_file
 
 REPORT: dict[str, Any] = {"reason": "exited", "exit": 0, "cpu_s": 0.5, "wall_s": 0.5, "sizes": [2, 1, 18]}
 BLOB = b'12e{"compiled": true}'
@@ -25,8 +23,8 @@ BLOB = b'12e{"compiled": true}'
 
 def test_report() -> None:
     """The texts beside it are told apart."""
-    report, output = _read_report(REPORT, BLOB)
-    assert (output, report["errors"], report["compiling"]) == (b"12", "e", {"compiled": True})
+    report = read_report(REPORT, BLOB)
+    assert (report.stdout, report.stderr, report.syntax_error) == (b"12", "e", None)
 
 
 @pytest.mark.parametrize(
@@ -43,12 +41,13 @@ def test_report() -> None:
         ({}, BLOB[:-1] + b"]"),
         ({}, b'12e["failed", "why!!"]'),
         ({}, b"12e" + b'{"failed": "why!"}'),
+        ({}, b"12e" + b'{"syntax_error": 1}'),
     ],
 )
 def test_report_that_is_none(change: dict[str, Any], blob: bytes) -> None:
     """The sandbox has failed then, and is replaced."""
     with pytest.raises(SandboxError):
-        _read_report({**REPORT, **change}, blob)
+        read_report({**REPORT, **change}, blob)
 
 
 def test_sealed_file() -> None:
@@ -100,14 +99,14 @@ def test_forks_do_not_inherit_captures() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) < 0
 
 
-def test_compiled() -> None:
+def test_compile_test() -> None:
     """Assertions stay and lines keep their numbers; what does not compile is left to the tester."""
-    codes = marshal.loads(compiled("import math\n", "\n\nassert math.pi < 3\n").code)
+    codes = marshal.loads(compile_test("import math\n", "\n\nassert math.pi < 3\n").code)
     names: dict[str, Any] = {}
     exec(codes[0], names)
     with pytest.raises(AssertionError) as caught:
         exec(codes[1], names)
     frame = caught.traceback[-1]
     assert (str(frame.path), frame.lineno + 1) == ("<test>", 3)
-    assert not compiled("", "assert (").code and not compiled("", "(" * 5000 + ")" * 5000).code
+    assert not compile_test("", "assert (").code and not compile_test("", "(" * 5000 + ")" * 5000).code
     assert sys.flags.optimize == 0

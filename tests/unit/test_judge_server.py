@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from eval_pipeline.config import JudgeLimits
-from eval_pipeline.judge import server
-from eval_pipeline.judge.gate import Gate
-from eval_pipeline.judge.levels import Level
-from eval_pipeline.judge.submission import Submission
-from eval_pipeline.judge.verdict import Verdict
-from eval_pipeline.judge.wire import dump_submission
+from eval_pipeline.judge import ResourceLimits, Submission, Verdict, server
+from eval_pipeline.judge.levels import IsolationLevel
+from eval_pipeline.judge.sandbox import SharedGate
+from eval_pipeline.judge.types import request_to_json
 from tests.helpers.judge import function
 from tests.helpers.processes import wait_until
 
@@ -24,10 +21,10 @@ class FailingWorker:
 
     num_made = 0
 
-    def __init__(self, level: Level, gate: Gate) -> None:
+    def __init__(self, level: IsolationLevel, gate: SharedGate) -> None:
         type(self).num_made += 1
 
-    def judge(self, submission: Submission, limits: JudgeLimits) -> Verdict:
+    def judge(self, submission: Submission, limits: ResourceLimits) -> Verdict:
         """Fail, or judge it right."""
         if submission.program == "fail":
             raise RecursionError("too deep")
@@ -41,19 +38,21 @@ class FailingWorker:
 def test_a_failing_worker_costs_its_own_submission(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That is an `api_error` with the reason; a new worker judges the next one, and the server does not end."""
-    monkeypatch.setattr(server, "Worker", FailingWorker)
+    """Its reason is reported; a new worker judges the next one, and the server does not end."""
+    monkeypatch.setattr(server, "JudgeWorker", FailingWorker)
     ended: list[int] = []
     monkeypatch.setattr(server, "_end", ended.append)
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     for number, submission in enumerate((function("fail", "a", "b"), function("right"))):
-        jobs.put({"id": number, **dump_submission(submission, JudgeLimits())})
+        jobs.put({"id": number, **request_to_json(submission, ResourceLimits())})
     jobs.put({"id": 2})  # what no client sends
     written: list[dict[str, Any]] = []
-    output: Any = type("Output", (), {"write": staticmethod(written.append)})
-    threading.Thread(target=server._work, args=(jobs, Level("rlimits"), Gate(), output), daemon=True).start()
+    output: Any = type("Output", (), {"write": staticmethod(lambda message, blob: written.append(message))})
+    threading.Thread(
+        target=server._work, args=(jobs, IsolationLevel("rlimits"), SharedGate(), output), daemon=True
+    ).start()
     wait_until(lambda: len(written) == 3 or ended)
-    verdicts = {message["id"]: message["verdict"] for message in written}
-    assert not ended and [verdicts[n]["error_type"] for n in range(3)] == ["api_error", "success", "api_error"]
-    assert verdicts[0]["num_tests"] == 2 and "too deep" in verdicts[0]["message"]
+    found = {message["id"]: message for message in written}
+    assert not ended and found[1]["verdict"]["error_type"] == "success"
+    assert "too deep" in found[0]["failed"] and "KeyError" in found[2]["failed"]
     assert FailingWorker.num_made == 3 and "RecursionError: too deep again" in capsys.readouterr().err

@@ -7,15 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from eval_pipeline.config import JudgeLimits
-from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.rules import function_result
-from eval_pipeline.judge.submission import Submission
-from eval_pipeline.judge.verdict import Verdict
-from eval_pipeline.problems.problem import ReferenceAnswer
+from eval_pipeline.judge import JudgeClient, ReferenceAnswer, ResourceLimits, RunReport, Submission, Verdict
+from eval_pipeline.judge.types import TesterReport
+from eval_pipeline.judge.verdicts import judge_function_run
 from tests.helpers.judge import LEVELS, function, script, serving, submit_all
 
-LIMITS = JudgeLimits(cpu_s=5, wall_s=60, memory_mb=768)
+LIMITS = ResourceLimits(cpu_s=5, wall_s=60, memory_mb=768)
 SHORT = replace(LIMITS, cpu_s=0.5)
 """Of answers that must time out."""
 
@@ -135,7 +132,7 @@ SCRIPTS = {
 }
 
 
-OTHERS: dict[str, tuple[Submission, JudgeLimits]] = {
+OTHERS: dict[str, tuple[Submission, ResourceLimits]] = {
     "the worst counts": (
         function(
             "def f(x):\n    if x == 3: raise ValueError\n    return 2 if x % 2 else 4",
@@ -166,7 +163,7 @@ OTHERS: dict[str, tuple[Submission, JudgeLimits]] = {
 }
 
 
-def submissions() -> dict[str, tuple[Submission, JudgeLimits]]:
+def submissions() -> dict[str, tuple[Submission, ResourceLimits]]:
     """Every case of this file under a name of its own."""
     kinds = (("function", function, FUNCTIONS), ("script", script, SCRIPTS))
     return OTHERS | {
@@ -180,14 +177,14 @@ Judged = Callable[[str], Verdict]
 
 
 @pytest.fixture(scope="module", params=LEVELS)
-def server(request: pytest.FixtureRequest) -> Iterator[JudgeServer]:
+def server(request: pytest.FixtureRequest) -> Iterator[JudgeClient]:
     """A server at each level."""
     with serving(request.param, 8, LIMITS) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def judged(server: JudgeServer) -> Judged:
+def judged(server: JudgeClient) -> Judged:
     """The verdict on a case; all cases are judged at the same time."""
     return submit_all(server, submissions())
 
@@ -202,7 +199,7 @@ def test_function(judged: Judged, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_script(server: JudgeServer, judged: Judged, name: str) -> None:
+def test_script(server: JudgeClient, judged: Judged, name: str) -> None:
     """The program must print 2 for 1."""
     if name == "process pool" and server.isolation == "sandlock":
         pytest.skip("its semaphores are files in /dev/shm, which all processes share and this level closes")
@@ -241,12 +238,12 @@ def test_a_test_that_hangs_is_a_timeout(judged: Judged) -> None:
 
 def test_a_test_that_hangs_is_not_run_again() -> None:
     """It used up its own processor time, so the machine was not too busy for the answer."""
-    limits = JudgeLimits(cpu_s=100, wall_s=10)
-    report = {"reason": "ended", "compiling": {"compiled": True}, "wall_s": limits.test_cpu_s}
-    result = function_result(report, {"outcome": "died", "message": "why"}, limits)
-    assert (result.error_type, result.doubtful) == ("timeout", False)
-    early = function_result({**report, "wall_s": 1}, {"outcome": "died", "message": "why"}, limits)
-    assert (early.error_type, early.doubtful) == ("runtime_error", True)
+    limits = ResourceLimits(cpu_s=100, wall_s=10)
+    report = RunReport("ended", exit_code=-9, cpu_s=0, wall_s=limits.test_cpu_s)
+    result = judge_function_run(report, TesterReport("died", "why"), limits)
+    assert (result.error_type, result.is_doubtful) == ("timeout", False)
+    early = judge_function_run(replace(report, wall_s=1), TesterReport("died", "why"), limits)
+    assert (early.error_type, early.is_doubtful) == ("runtime_error", True)
 
 
 def test_tolerance(judged: Judged) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from eval_pipeline.config import SamplingConfig
 from eval_pipeline.engines.answer import Answer
-from eval_pipeline.problems.problem import FunctionTests, Problem
+from eval_pipeline.judge import FunctionTests
+from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.work.batch import Batch, BatchId, Event, Failed, Finished, Verdicted
 from eval_pipeline.work.worker import Worker
@@ -30,7 +31,7 @@ def test_a_judge_server_that_has_died_is_replaced() -> None:
     """A batch that was under way is judged, and so are later ones."""
     with Worker(load_recipe(None, ["judge.num_workers=1", "judge.isolation=rlimits"])) as worker:
         assert isinstance(done(worker, 0)[-1], Finished)
-        worker._judge.kill()
+        worker._judge._process.kill()
         events = done(worker, 1)
         assert [event.verdict.error_type for event in events if isinstance(event, Verdicted)] == ["success"]
         assert isinstance(events[-1], Finished) and not any(isinstance(event, Failed) for event in events)

@@ -14,27 +14,26 @@ from transformers import AutoConfig, GPT2Config, Qwen2Config
 from benchmarks.plan_runs import predicted, sft_config
 from benchmarks.plan_settings import PLAIN, SETTINGS
 from tests.helpers import ROOT
-from verl_ext.plan import models
+from verl_ext.files import GIB
+from verl_ext.plan import model_shape
 from verl_ext.plan.__main__ import main
-from verl_ext.plan.hardware import HARDWARE
-from verl_ext.plan.links import Cluster
-from verl_ext.plan.models import BUILT_IN
-from verl_ext.plan.plan import GIB, Plan, advice, largest_that_fits, make_plan, remedies, room_for_engine
-from verl_ext.plan.shape import shape_of
-from verl_ext.plan.workload import Lengths
+from verl_ext.plan.model_shape import BUILT_IN, shape_of
+from verl_ext.plan.planner import RunPlan, candidate_fixes, largest_that_fits, make_plan, room_for_engine, suggest_fix
+from verl_ext.plan.step_time import DISK_GBPS, HARDWARE, Cluster
+from verl_ext.plan.workload import DataLengths
 from verl_ext.trainer.stages import load_config
 
-ALL = Lengths()
+ALL = DataLengths()
 H100 = HARDWARE["h100"]
 SHAPE_7B = shape_of(AutoConfig.for_model(**BUILT_IN["Qwen/Qwen2.5-Coder-7B-Instruct"]))
 
 
 @pytest.fixture(autouse=True)
 def without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "hub_answers", lambda: False)
+    monkeypatch.setattr(model_shape, "hub_answers", lambda: False)
 
 
-def plan_7b(*overrides: str, gpus: int = 8, recipe: str = "qwen2.5_coder_7b", command: str = "sft") -> Plan:
+def plan_7b(*overrides: str, gpus: int = 8, recipe: str = "qwen2.5_coder_7b", command: str = "sft") -> RunPlan:
     plain = PLAIN if command == "sft" else ()
     config = load_config(command, [f"recipe={recipe}", *plain, *overrides])
     return make_plan(config, SHAPE_7B, Cluster(H100, gpus, 8), ALL)
@@ -83,9 +82,9 @@ def test_weights_that_stay_gathered_save_communication() -> None:
 
 def test_the_memory_of_the_7b_grpo_recipe() -> None:
     plan = plan_7b(recipe="qwen2.5_coder_7b_code", command="grpo")
-    drawing = plan.memory.moments["drawing"]
-    assert drawing["engine weights"] == 2 * SHAPE_7B.numel
-    assert drawing["engine weights"] + drawing["KV cache"] == 0.5 * H100.memory_bytes
+    rollout = plan.memory.phases["rollout"]
+    assert rollout["engine weights"] == 2 * SHAPE_7B.numel
+    assert rollout["engine weights"] + rollout["KV cache"] == 0.5 * H100.memory_bytes
     assert plan.memory.peak_bytes / GIB == pytest.approx(48.9, abs=0.3)  # docs/grpo.md has this by hand
     assert set(plan.time.parts) == {"generation", "weights to the engine", "compute", "communication", "optimizer"}
 
@@ -93,27 +92,27 @@ def test_the_memory_of_the_7b_grpo_recipe() -> None:
 def test_an_engine_that_does_not_sleep_is_there_in_the_update() -> None:
     asleep = plan_7b(recipe="qwen2.5_coder_7b_code", command="grpo")
     awake = plan_7b("rollout.free_cache_engine=false", recipe="qwen2.5_coder_7b_code", command="grpo")
-    moment = "loss, backward"
-    more = sum(awake.memory.moments[moment].values()) - sum(asleep.memory.moments[moment].values())
+    phase = "loss, backward"
+    more = sum(awake.memory.phases[phase].values()) - sum(asleep.memory.phases[phase].values())
     assert more == 0.5 * H100.memory_bytes
 
 
 def test_advice_names_settings_that_fit() -> None:
     plan = plan_7b("data.micro_batch_size_per_gpu=16")
     assert not plan.fits
-    assert advice(plan, ALL).startswith("with model.fused_loss=true it takes ")
-    assert "8 GPUs" in advice(plan_7b(gpus=1), ALL) or "2 GPUs" in advice(plan_7b(gpus=1), ALL)
+    assert suggest_fix(plan).startswith("with model.fused_loss=true it takes ")
+    assert "8 GPUs" in suggest_fix(plan_7b(gpus=1)) or "2 GPUs" in suggest_fix(plan_7b(gpus=1))
     tiny = make_plan(plan.config, SHAPE_7B, Cluster(replace(H100, memory_bytes=1e9), 8, 8), ALL)
-    assert advice(tiny, ALL).startswith("no setting that the plan knows makes it fit")
+    assert suggest_fix(tiny).startswith("no setting that the plan knows makes it fit")
 
 
 def test_advice_for_grpo_begins_with_the_engine() -> None:
     awake = ("rollout.free_cache_engine=false", "rollout.gpu_memory_utilization=0.75")
     plan = plan_7b(*awake, recipe="qwen2.5_coder_7b_code", command="grpo")
     assert not plan.fits
-    assert advice(plan, ALL).startswith("with rollout.free_cache_engine=true it takes ")
+    assert suggest_fix(plan).startswith("with rollout.free_cache_engine=true it takes ")
     asleep = {"rollout.free_cache_engine": True}, {"rollout.gpu_memory_utilization": 0.5}
-    assert list(remedies(plan))[:2] == [(each, None) for each in asleep]
+    assert list(candidate_fixes(plan))[:2] == [(each, None) for each in asleep]
 
 
 GRPO = {"recipe": "qwen2.5_coder_7b_code", "command": "grpo"}
@@ -122,7 +121,7 @@ GRPO = {"recipe": "qwen2.5_coder_7b_code", "command": "grpo"}
 def test_engine_without_room_for_its_weights_does_not_fit() -> None:
     plan = plan_7b("rollout.gpu_memory_utilization=0.15", **GRPO)
     assert plan.memory.peak_bytes < 0.5 * H100.memory_bytes and not plan.fits
-    told = advice(plan, ALL)
+    told = suggest_fix(plan)
     assert "vLLM cannot start with rollout.gpu_memory_utilization=0.15" in told
     assert "with rollout.gpu_memory_utilization=0.25 it takes" in told
     assert plan_7b("rollout.gpu_memory_utilization=0.25", **GRPO).fits
@@ -140,7 +139,7 @@ def test_ranks_that_share_an_engine_share_its_weights() -> None:
     large = make_plan(plan_7b(**GRPO).config, SHAPE_7B, Cluster(replace(H100, memory_bytes=16e9), 32, 8), ALL)
     room = {"rollout.tensor_model_parallel_size": 2, "rollout.gpu_memory_utilization": 0.55}
     assert large.shortage and room_for_engine(large) == room
-    assert all(settings.keys() >= room.keys() for settings, _ in remedies(large))
+    assert all(settings.keys() >= room.keys() for settings, _ in candidate_fixes(large))
 
 
 def test_transformers_and_cpus_have_no_share_to_fill() -> None:
@@ -151,12 +150,74 @@ def test_transformers_and_cpus_have_no_share_to_fill() -> None:
 
 def test_advice_for_an_engine_keeps_its_room() -> None:
     plan = plan_7b("rollout.gpu_memory_utilization=0.15", "data.micro_batch_size_per_gpu=32", **GRPO)
-    told = advice(plan, ALL)
+    told = suggest_fix(plan)
     assert "rollout.gpu_memory_utilization=0.25 and data.micro_batch_size_per_gpu=8 it takes" in told
 
 
+CHECKPOINTS = json.loads((ROOT / "benchmarks/results/checkpoint_2cpu_disk.json").read_text())
+SMALL = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+
+
+def test_a_checkpoint_takes_what_was_measured_on_the_disk() -> None:
+    shape = shape_of(Qwen2Config(**SMALL, num_key_value_heads=4, vocab_size=32000, tie_word_embeddings=False))
+    assert shape.numel == CHECKPOINTS["parameters"]
+    disk = make_plan(plan_7b().config, shape, Cluster(HARDWARE["cpu"], 2, 2), ALL).disk
+    assert disk.checkpoint_bytes / GIB == pytest.approx(CHECKPOINTS["saves"]["sync"]["gib"], rel=1e-3)
+
+
+def test_the_disk_holds_what_the_configuration_saves_and_keeps() -> None:
+    numel, keep = SHAPE_7B.numel, ("trainer.save_freq=100", "trainer.max_ckpt_to_keep=3")
+    disk = plan_7b(*keep, "trainer.checkpoint.keep_best=2").disk
+    assert disk.parts == {"weights": 4 * numel, "optimizer": 8 * numel, "export": 2 * numel}
+    assert disk.max_checkpoints == 6 and disk.total_bytes == 6 * 14 * numel
+    stripped = plan_7b(*keep, "trainer.checkpoint.keep_best=2", "trainer.checkpoint.drop_optimizer_of_best=true").disk
+    assert stripped.total_bytes == disk.total_bytes - 2 * 8 * numel
+    without = plan_7b("trainer.checkpoint.save_contents=[model]", "model.fsdp_config.model_dtype=bf16").disk
+    assert without.checkpoint_bytes == 2 * numel
+    in_fp32 = plan_7b("trainer.checkpoint.export.dtype=fp32").disk
+    assert in_fp32.parts["export"] == 4 * numel
+
+
+@pytest.mark.parametrize(
+    ("overrides", "number"),
+    [
+        (["trainer.save_freq=-1"], 1),
+        (["trainer.save_freq=10", "trainer.max_ckpt_to_keep=null"], None),
+        (["trainer.save_freq=10", "trainer.max_ckpt_to_keep=null", "trainer.total_training_steps=35"], 4),
+        (["trainer.save_freq=10", "trainer.max_ckpt_to_keep=9", "trainer.total_training_steps=35"], 4),
+        (["trainer.save_freq=10", "trainer.max_ckpt_to_keep=1", "trainer.total_training_steps=35"], 3),
+    ],
+)
+def test_how_many_checkpoints_exist_at_a_time(overrides: list[str], number: int | None) -> None:
+    disk = plan_7b(*overrides).disk
+    assert disk.max_checkpoints == number and (disk.total_bytes is None) == (number is None)
+
+
+def test_a_save_takes_as_long_as_the_disk_needs_for_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe=qwen2.5_coder_7b", "disk_gbps=2.5", "trainer.max_ckpt_to_keep=2", "trainer.save_freq=10"]
+    main([*words, "--json"])
+    [found] = json.loads(capsys.readouterr().out)
+    assert found["disk_gbps"] == 2.5 and found["max_checkpoints"] == 4
+    assert found["save_s"] == pytest.approx(14 * SHAPE_7B.numel / 2.5e9)
+    assert found["all_checkpoints_bytes"] == 4 * found["checkpoint_bytes"] == 4 * sum(found["disk_bytes"].values())
+    main(words)
+    text = capsys.readouterr().out
+    assert "99.30   42.6 s to write at disk_gbps=2.5, while training waits" in text
+    assert "397.19   at most 4, the one being written included" in text
+    main([*words, "--markdown"])
+    assert capsys.readouterr().out.splitlines()[-1].endswith("| 99.3 | 397.2 | 42.6 |")
+    main([*words, "trainer.checkpoint.async_save=true", "trainer.max_ckpt_to_keep=null"])
+    text = capsys.readouterr().out
+    assert "in the background" in text and "keeps all, so this much is added every 10 steps" in text
+
+
+def test_without_a_bandwidth_the_disk_is_storage_at_ten_gigabits(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["recipe=qwen2.5_coder_7b", "--json"])
+    assert json.loads(capsys.readouterr().out)[0]["disk_gbps"] == DISK_GBPS == 1.0
+
+
 def test_the_largest_micro_batch_fits_and_twice_that_does_not() -> None:
-    best = largest_that_fits(plan_7b("data.train_batch_size=1024"), ALL)
+    best = largest_that_fits(plan_7b("data.train_batch_size=1024"))
     size = best.config.data.micro_batch_size_per_gpu
     assert best.fits and not plan_7b("data.train_batch_size=1024", f"data.micro_batch_size_per_gpu={2 * size}").fits
 
@@ -185,9 +246,15 @@ def test_the_command_refuses_an_engine_without_room(capsys: pytest.CaptureFixtur
     ("words", "says"),
     [
         (["recipe=nowhere"], "error: there is no recipe 'nowhere'"),
-        (["hardware=h1000"], "error: there is no hardware 'h1000'"),
+        (
+            ["hardware=h1000"],
+            "error: the command line sets 'hardware' to 'h1000', but it must be h100, h200, a100 or cpu",
+        ),
         (["gpus=3", "recipe=qwen2.5_coder_7b"], "error: data.train_batch_size=128 does not divide over 3 GPUs"),
-        (["gpus=1e99"], "error: gpus=1e99 must be a whole number up to 1000000"),
+        (
+            ["gpus=1e99"],
+            "error: the command line sets 'gpus' to [1e+99], but it must be a list [a, b] of whole numbers from 1 to",
+        ),
         (["data.train_batch_size=0"], "error: data.train_batch_size is 0; it must be a whole number of at least 1"),
         (["data.max_length=0"], "error: data.max_length is 0; it must be a whole number of at least 1"),
     ],

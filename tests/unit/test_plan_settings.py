@@ -9,12 +9,13 @@ import pytest
 
 from benchmarks.plan_settings import PLAIN
 from tests.helpers.models import cache_as_hub
+from verl_ext.config.schema import keys
 from verl_ext.errors import UserError
-from verl_ext.plan import models
-from verl_ext.plan.hardware import HARDWARE, find_hardware
-from verl_ext.plan.models import find_model, named_model
-from verl_ext.plan.options import read_words
-from verl_ext.plan.workload import Lengths, Workload, refuse_unknown, workload_of
+from verl_ext.plan import model_shape
+from verl_ext.plan.__main__ import PlanOptions, stage_of
+from verl_ext.plan.model_shape import find_model, named_model
+from verl_ext.plan.step_time import HARDWARE
+from verl_ext.plan.workload import DataLengths, RankWorkload, require_formulas, workload_of
 from verl_ext.trainer.stages import GRPOConfig, SFTConfig, load_config
 
 
@@ -25,7 +26,7 @@ def config(*overrides: str, recipe: str = "qwen2.5_coder_7b", command: str = "sf
     return loaded
 
 
-def workload(*overrides: str, gpus: int = 8, lengths: Lengths = Lengths(), **which: str) -> Workload:  # noqa: B008
+def workload(*overrides: str, gpus: int = 8, lengths: DataLengths = DataLengths(), **which: str) -> RankWorkload:  # noqa: B008
     return workload_of(config(*overrides, **which), 7_615_616_512, gpus, HARDWARE["h100"], lengths)
 
 
@@ -34,20 +35,20 @@ def test_the_7b_recipe_on_eight_gpus() -> None:
     assert (work.samples, work.rows, work.row_tokens, work.num_micro_batches) == (128, 2, 4096, 8)
     assert (work.master_bytes, work.compute_bytes, work.reduce_bytes) == (4, 2, 4)
     assert work.checkpointing and not work.keeps_gathered and not work.fused_loss
-    assert work.logit_tokens == work.learnt_tokens == 8192
+    assert work.logit_tokens == work.loss_tokens == 8192
 
 
 def test_a_rank_with_less_than_a_micro_batch_has_what_there_is() -> None:
     work = workload(gpus=128)
-    assert (work.rows, work.num_micro_batches, work.is_padded) == (1, 1, False)
+    assert (work.rows, work.num_micro_batches, work.attention) == (1, 1, "causal")
 
 
 def test_a_token_budget_counts_tokens_not_samples() -> None:
-    work = workload("data.max_tokens_per_gpu=16384", lengths=Lengths(mean=1024))
+    work = workload("data.max_tokens_per_gpu=16384", lengths=DataLengths(mean=1024))
     assert (work.rows, work.num_micro_batches) == (4, 1)
     packed = workload("data.packing=true", "data.max_tokens_per_gpu=8192")
     assert (packed.rows, packed.row_tokens, packed.num_micro_batches) == (1, 8192, 8)
-    assert packed.is_packed and not packed.is_padded
+    assert packed.attention == "packed"
 
 
 def test_a_budget_below_the_longest_sample_holds_one_of_it() -> None:
@@ -69,8 +70,8 @@ def test_weights_stay_gathered_by_themselves_where_they_are_small() -> None:
     settings = config()
     settings.model.fsdp_config.keep_gathered = "auto"
     # 6 bytes a parameter, in 15 % of 80 GB
-    assert workload_of(settings, 1_999_999_999, 8, HARDWARE["h100"], Lengths()).keeps_gathered
-    assert not workload_of(settings, 2_000_000_001, 8, HARDWARE["h100"], Lengths()).keeps_gathered
+    assert workload_of(settings, 1_999_999_999, 8, HARDWARE["h100"], DataLengths()).keeps_gathered
+    assert not workload_of(settings, 2_000_000_001, 8, HARDWARE["h100"], DataLengths()).keeps_gathered
 
 
 @pytest.mark.parametrize(
@@ -87,12 +88,12 @@ def test_the_optimizer_is_implemented_as_asked_or_as_torch_takes_it(
     arguments: str, hardware: str, expected: str
 ) -> None:
     settings = config(f"optim.override_optimizer_config={arguments}")
-    work = workload_of(settings, 7_615_616_512, 8, HARDWARE[hardware], Lengths())
+    work = workload_of(settings, 7_615_616_512, 8, HARDWARE[hardware], DataLengths())
     assert work.optimizer_implementation == expected
 
 
 def test_a_share_of_the_tokens_is_learnt() -> None:
-    assert workload(lengths=Lengths(learnt_share=0.5)).learnt_tokens == 4096
+    assert workload(lengths=DataLengths(loss_share=0.5)).loss_tokens == 4096
 
 
 def test_grpo_counts_completions_and_updates() -> None:
@@ -115,46 +116,62 @@ def test_what_the_plan_cannot_do_is_refused(overrides: list[str], gpus: int, say
 
 
 def test_other_stages_and_lengths_that_cannot_be_are_refused() -> None:
-    with pytest.raises(UserError, match="stages sft and grpo, not vlm_sft"):
-        refuse_unknown(load_config("sft", ["recipe=budget_vlm"]))
+    with pytest.raises(UserError, match="covers the stages sft and grpo, not vlm_sft"):
+        require_formulas(load_config("sft", ["recipe=budget_vlm"]))
     with pytest.raises(UserError, match="mean_length=5000 is more than the longest sample of 4096"):
-        workload(lengths=Lengths(mean=5000))
-
-
-def test_hardware_that_is_not_known_is_refused() -> None:
-    with pytest.raises(UserError, match="did you mean hardware=h100"):
-        find_hardware("h10")
+        workload(lengths=DataLengths(mean=5000))
 
 
 def test_words_are_settings_or_overrides() -> None:
     words = ["recipe=qwen2.5_coder_7b", "gpus=8,64", "mfu=0.5", "hardware=h200", "mean_length=700", "optim.lr=1"]
-    options = read_words(words)
-    assert options.gpus == (8, 64) and options.hardware.compute_share == 0.5 and options.hardware.name == "h200"
-    assert options.lengths.mean == 700 and options.overrides == ["recipe=qwen2.5_coder_7b", "optim.lr=1"]
-    assert options.command == "sft"
-    assert read_words(["recipe=qwen2.5_coder_7b_code"]).command == "grpo"
-    assert read_words(["recipe=gsm8k"]).command == "sft"
-    assert read_words(["recipe=gsm8k", "stage=grpo"]).command == "grpo"
+    options, overrides = PlanOptions.parse(words)
+    assert options.gpus == [8, 64] and options.mfu == 0.5 and options.hardware == "h200"
+    assert options.mean_length == 700 and overrides == ["recipe=qwen2.5_coder_7b", "optim.lr=1"]
+    assert PlanOptions.parse(["gpus=[2]"])[0].gpus == PlanOptions.parse(["gpus=2"])[0].gpus == [2]
+
+
+@pytest.mark.parametrize(
+    ("words", "stage"),
+    [
+        ([], "sft"),
+        (["recipe=qwen2.5_coder_7b"], "sft"),
+        (["recipe=qwen2.5_coder_7b_code"], "grpo"),
+        (["recipe=gsm8k"], "sft"),
+        (["recipe=gsm8k", "stage=grpo"], "grpo"),
+    ],
+)
+def test_the_stage_is_that_of_the_recipe_or_the_given_one(words: list[str], stage: str) -> None:
+    options, overrides = PlanOptions.parse(words)
+    assert stage_of(options.stage, overrides) == stage
+
+
+def test_hardware_has_a_description_for_every_name() -> None:
+    assert keys(PlanOptions)["hardware"].takes == "h100, h200, a100 or cpu"
+    assert list(HARDWARE) == ["h100", "h200", "a100", "cpu"]
 
 
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("gpus=0", "gpus=0 must be a number greater than 0"),
-        ("gpus=many", "gpus=many must be a number"),
-        ("gpus=1.5", "gpus=1.5 must be a whole number"),
-        ("mfu=40", "mfu=40 is a share"),
-        ("stage=eval", "take stage=sft or stage=grpo"),
+        ("gpus=0", r"gpus is \[0\]; it must be a list \[a, b\] of whole numbers from 1 to 1000000"),
+        ("gpus=many", r"sets 'gpus' to \['many'\], but it must be"),
+        ("gpus=1.5", r"sets 'gpus' to \[1.5\], but it must be"),
+        ("gpus=", "gpus is empty; give a number of GPUs"),
+        ("mfu=40", "mfu is 40; it must be a number above 0 and at most 1"),
+        ("disk_gbps=0", "disk_gbps is 0; it must be a number above 0"),
+        ("mean_length=inf", "mean_length is inf; it must be a finite number"),
+        ("hardware=h10", "sets 'hardware' to 'h10', but it must be h100, h200, a100 or cpu"),
+        ("stage=eval", "sets 'stage' to 'eval', but it must be sft or grpo"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(word: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        read_words([word])
+        PlanOptions.parse([word])
 
 
 @pytest.fixture
 def without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "hub_answers", lambda: False)
+    monkeypatch.setattr(model_shape, "hub_answers", lambda: False)
 
 
 @pytest.mark.usefixtures("without_a_network")
@@ -175,14 +192,14 @@ def test_dimensions_are_built_in_where_the_hub_cannot_be_reached() -> None:
     found, notes = find_model(config())
     assert (found.hidden_size, found.num_hidden_layers, found.vocab_size) == (3584, 28, 152064)
     assert notes == ["Qwen/Qwen2.5-Coder-7B-Instruct cannot be read here; its dimensions are built in"]
-    with pytest.raises(UserError, match="nobody/nothing is neither here nor"):
+    with pytest.raises(UserError, match="nobody/nothing is neither on this machine nor"):
         find_model(config("model.partial_pretrain=nobody/nothing"))
-    with pytest.raises(UserError, match="is not there; `python -m verl_ext.data.prepare quickstart --output"):
+    with pytest.raises(UserError, match="does not exist; run `python -m verl_ext.data.prepare quickstart --output"):
         find_model(config("model.partial_pretrain=data/none/model", recipe="quickstart"))
 
 
 def test_the_model_of_a_run_is_that_of_its_recipe() -> None:
     name, notes = named_model(config(recipe="gsm8k", command="grpo"))
     assert name == "Qwen/Qwen2.5-1.5B-Instruct" and "recipe=gsm8k" in notes[0]
-    with pytest.raises(UserError, match="give model.partial_pretrain"):
+    with pytest.raises(UserError, match="set model.partial_pretrain"):
         named_model(config("model.sft_run=checkpoints/other/run", recipe="gsm8k", command="grpo"))

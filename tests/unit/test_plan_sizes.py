@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from verl_ext.plan import activations
-from verl_ext.plan.memory import StepMemory
-from verl_ext.plan.models import BUILT_IN
-from verl_ext.plan.shape import Group, ModelShape, shape_of
-from verl_ext.plan.workload import Workload
+from verl_ext.plan import memory
+from verl_ext.plan.memory import StepMemory, UpdatePhases
+from verl_ext.plan.model_shape import BUILT_IN, ModelShape, ParameterGroup, shape_of
+from verl_ext.plan.workload import RankWorkload
 
 DIMENSIONS = {
     "hidden_size": 64,
@@ -34,8 +33,8 @@ def built_in(name: str) -> ModelShape:
     return shape_of(AutoConfig.for_model(**BUILT_IN[name]))
 
 
-def work(**settings: Any) -> Workload:
-    plain = Workload(
+def work(**settings: Any) -> RankWorkload:
+    plain = RankWorkload(
         is_grpo=False,
         samples=8,
         tokens_per_sample=32,
@@ -44,16 +43,14 @@ def work(**settings: Any) -> Workload:
         num_micro_batches=1,
         num_updates=1,
         logit_tokens=64,
-        learnt_tokens=64,
-        is_padded=False,
-        is_packed=False,
+        loss_tokens=64,
+        attention="causal",
         forward_passes=0,
         master_bytes=4,
         compute_bytes=4,
         reduce_bytes=4,
+        engine_bytes=0,
         checkpointing=False,
-        is_flash=False,
-        is_eager=False,
         fused_loss=False,
         keeps_gathered=False,
         optimizer_implementation="foreach",
@@ -84,8 +81,8 @@ def test_groups_are_those_that_verl_wraps() -> None:
 
 
 def test_a_shard_is_rounded_up_by_rows() -> None:
-    assert Group(((5, 3), (4,))).shard_numel(4) == 2 * 3 + 1
-    assert Group(((5, 3), (4,))).shard_numel(1) == 19
+    assert ParameterGroup(((5, 3), (4,))).shard_numel(4) == 2 * 3 + 1
+    assert ParameterGroup(((5, 3), (4,))).shard_numel(1) == 19
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
@@ -110,13 +107,13 @@ def test_a_layer_keeps_what_autograd_keeps(kind: Any, dtype: torch.dtype, is_pad
         result = model.model.layers[0](hidden, attention_mask=mask, position_embeddings=rotary)
     assert torch.is_tensor(result) or result
     measured = sum(size for pointer, size in kept.items() if pointer not in not_counted)
-    settings = work(is_padded=is_padded, **(BF16 if dtype == torch.bfloat16 else {}))
-    assert activations.layer_bytes(shape_of(config), settings) == pytest.approx(measured, rel=0.01)
+    settings = work(attention="masked" if is_padded else "causal", **(BF16 if dtype == torch.bfloat16 else {}))
+    assert memory.layer_bytes(shape_of(config), settings) == pytest.approx(measured, rel=0.01)
 
 
 def test_sharded_state_is_sixteen_bytes_a_parameter() -> None:
     shape = built_in("Qwen/Qwen2.5-Coder-7B-Instruct")
-    at_update = StepMemory(shape, work(**BF16), 8, is_gpu=True).memory().moments["optimizer"]
+    at_update = UpdatePhases(shape, work(**BF16), 8, is_gpu=True).all()["optimizer"]
     state = at_update["weights"] + at_update["gradients"] + at_update["optimizer"]
     # ZeRO's 16 bytes are for bf16 weights and gradients beside fp32 ones; here all is fp32, with AdamW's temporary
     assert state == pytest.approx((4 + 4 + 8 + 4) * shape.numel / 8)
@@ -127,7 +124,7 @@ def test_the_optimizer_adds_what_its_implementation_holds_at_a_time() -> None:
     held = {}
     for implementation in ("foreach", "for-loop", "fused"):
         settings = work(**BF16, optimizer_implementation=implementation)
-        held[implementation] = StepMemory(shape, settings, 8, is_gpu=True).memory().moments["optimizer"]["optimizer"]
+        held[implementation] = UpdatePhases(shape, settings, 8, is_gpu=True).all()["optimizer"]["optimizer"]
     assert held["fused"] == 8 * shape.numel / 8
     assert held["foreach"] - held["fused"] == 4 * shape.numel / 8
     assert held["for-loop"] - held["fused"] == 2 * 4 * shape.vocab * shape.hidden / 8
@@ -135,38 +132,38 @@ def test_the_optimizer_adds_what_its_implementation_holds_at_a_time() -> None:
 
 def test_more_ranks_hold_less() -> None:
     shape = built_in("Qwen/Qwen2.5-1.5B-Instruct")
-    sizes = [StepMemory(shape, work(**BF16), ranks, True).memory().peak_bytes for ranks in (2, 8, 64, 512)]
+    sizes = [peak(shape, ranks, **BF16) for ranks in (2, 8, 64, 512)]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
 
 
 def peak(shape: ModelShape | None = None, ranks: int = 2, **settings: Any) -> float:
-    return StepMemory(shape or small_shape(), work(**settings), ranks, True).memory().peak_bytes
+    return StepMemory(UpdatePhases(shape or small_shape(), work(**settings), ranks, True).all()).peak_bytes
 
 
 def test_a_larger_micro_batch_holds_more_and_checkpointing_less() -> None:
-    many = {"rows": 64, "logit_tokens": 2048, "learnt_tokens": 2048}
+    many = {"rows": 64, "logit_tokens": 2048, "loss_tokens": 2048}
     assert peak(**many) > peak()
     assert peak(**many, checkpointing=True) < peak(**many)
 
 
 def test_a_fused_loss_needs_the_logits_of_a_chunk() -> None:
     shape = built_in("Qwen/Qwen2.5-1.5B-Instruct")
-    whole = work(logit_tokens=8192, learnt_tokens=8192, **BF16)
+    whole = work(logit_tokens=8192, loss_tokens=8192, **BF16)
     fused = replace(whole, fused_loss=True)
-    assert activations.loss_forward_bytes(shape, whole) == 12 * 8192 * 151936
-    assert activations.loss_forward_bytes(shape, fused) == (4 + 2) * 128 * 151936
-    moments = StepMemory(shape, fused, 2, True).memory().moments
-    plain = StepMemory(shape, whole, 2, True).memory().moments
+    assert memory.loss_forward_bytes(shape, whole) == 12 * 8192 * 151936
+    assert memory.loss_forward_bytes(shape, fused) == (4 + 2) * 128 * 151936
+    phases = UpdatePhases(shape, fused, 2, True).all()
+    plain = UpdatePhases(shape, whole, 2, True).all()
     output = 151936 * 1536
-    more = moments["loss, forward"]["gradients"] - plain["loss, forward"]["gradients"]
+    more = phases["loss, forward"]["gradients"] - plain["loss, forward"]["gradients"]
     assert more == 4 * output + 2 * output  # added up in fp32, and a chunk's part in bf16
 
 
 def test_weights_that_stay_gathered_are_held_whole_with_their_gradients() -> None:
     shape = small_shape()
-    moments = StepMemory(shape, work(keeps_gathered=True, num_micro_batches=2), 2, True).memory().moments
-    assert moments["loss, forward"]["communication"] == moments["loss, forward"]["gradients"] == 4 * shape.numel
-    sharded = StepMemory(shape, work(num_micro_batches=2), 2, True).memory().moments
+    phases = UpdatePhases(shape, work(keeps_gathered=True, num_micro_batches=2), 2, True).all()
+    assert phases["loss, forward"]["communication"] == phases["loss, forward"]["gradients"] == 4 * shape.numel
+    sharded = UpdatePhases(shape, work(num_micro_batches=2), 2, True).all()
     assert sharded["loss, forward"]["communication"] == 0
     assert sharded["loss, forward"]["gradients"] == 4 * shape.shard_numel(2)
-    assert moments["optimizer"] == sharded["optimizer"]
+    assert phases["optimizer"] == sharded["optimizer"]

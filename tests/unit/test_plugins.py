@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from eval_pipeline.config import DatasetSource
+from eval_pipeline.problems import Problem, ProgramCase, ProgramTests
 from eval_pipeline.problems.dataset import load_problems
-from eval_pipeline.problems.problem import Problem
+from eval_pipeline.problems.problem import DatasetSource
 from tests.helpers import vlms
 from tests.helpers.grpo import MAX_TOKENS, REWARD, sample
 from verl_ext.controller.adapters import adapter_for
@@ -191,7 +191,7 @@ def problems_of(mine: Path, format: str, row: str) -> list[Problem]:
 
 
 PROBLEMS_FILE = """
-from eval_pipeline.problems.problem import Case, FunctionTests, Problem, ProgramTests, ReferenceAnswer
+from eval_pipeline.problems import FunctionTests, Problem, ProgramCase, ProgramTests, ReferenceAnswer
 def made(record): return Problem("p7", "Write f.", eval(record.fields["tests"]))
 """
 
@@ -209,9 +209,9 @@ def made(record): return Problem("p7", "Write f.", eval(record.fields["tests"]))
         ("FunctionTests('f', ('assert f()',), preamble=None)", "preamble is None"),
         ("FunctionTests('f', ('assert f()',), code_prompt=1)", "code_prompt is 1"),
         ("FunctionTests('f()', ('assert f()',))", r"entry_point is 'f\(\)'"),
-        ("ProgramTests((Case('1', '2'), Case(1, 2)))", r"cases\[1\] is Case"),
+        ("ProgramTests((ProgramCase('1', '2'), ProgramCase(1, 2)))", r"cases\[1\] is ProgramCase"),
         ("ProgramTests((('1', '2'),))", r"cases\[0\] is \('1'"),
-        ("ProgramTests((Case('1', '2'),), tolerance='1e-6')", "tolerance is '1e-6'"),
+        ("ProgramTests((ProgramCase('1', '2'),), tolerance='1e-6')", "tolerance is '1e-6'"),
         ("ReferenceAnswer(42)", "reference answer is 42"),
         ("ReferenceAnswer(' ')", "reference answer is ' '"),
     ],
@@ -227,7 +227,7 @@ def test_tests_that_no_answer_can_be_judged_by_are_refused(mine: Path, tests: st
     "tests",
     [
         "FunctionTests('f', ['assert f()'], 'import math', 'def f():')",
-        "ProgramTests((Case('', ''),), 1e-6)",
+        "ProgramTests((ProgramCase('', ''),), 1e-6)",
         "ReferenceAnswer('42')",
     ],
 )
@@ -235,6 +235,19 @@ def test_tests_of_every_kind_are_taken(mine: Path, tests: str) -> None:
     (mine / "made.py").write_text(PROBLEMS_FILE)
     [problem] = problems_of(mine, "made.py:made", json.dumps({"tests": tests}))
     assert type(problem.tests).__name__ == tests.partition("(")[0]
+
+
+def test_a_format_of_an_earlier_release_still_works(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It imports the tests from `problems.problem`, under their names of then; a warning names the new one."""
+    (mine / "made.py").write_text(
+        "from eval_pipeline.problems.problem import Case, Problem, ProgramTests\n"
+        "from eval_pipeline.problems.record import Record\n"
+        "def made(record: Record) -> Problem:\n"
+        "    return Problem('p7', 'Write f.', ProgramTests((Case('1', '2'),)))\n"
+    )
+    [problem] = problems_of(mine, "made.py:made", "{}")
+    assert problem.tests == ProgramTests((ProgramCase("1", "2"),))
+    assert "Case is now called ProgramCase" in capsys.readouterr().err
 
 
 def test_a_rule_that_fails_is_a_notice_and_keeps_no_other_from_its_work(mine: Path) -> None:

@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eval_pipeline.config import JudgeLimits
 from eval_pipeline.engines.vllm_child import VllmChild
-from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.submission import Submission
-from eval_pipeline.problems.problem import Case, ProgramTests
+from eval_pipeline.judge import JudgeClient, ProgramCase, ProgramTests, ResourceLimits, Submission
 from eval_pipeline.recipe.load import load_recipe
 from tests.helpers import ROOT
+from tests.helpers.judge import judge_config
 from verl_ext.config.schema import as_dict
 from verl_ext.config.secrets import HIDDEN, masked, require_no_secrets, without_secrets
 from verl_ext.errors import UserError
@@ -120,11 +118,15 @@ def test_the_process_of_vllm_gets_no_key_but_the_hub_s(monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("planted")
 def test_answers_see_no_key_of_any_process(isolation: str) -> None:
     try:
-        server = JudgeServer(isolation, num_workers=1, limits=JudgeLimits(cpu_s=5, wall_s=20)).__enter__()
+        server = JudgeClient(
+            judge_config(isolation, num_workers=1, limits=ResourceLimits(cpu_s=5, wall_s=20))
+        ).__enter__()
     except UserError as error:
         pytest.skip(f"{isolation} does not work on this machine: {error}")
     with server:
         assert b"PLANTED" not in Path(f"/proc/{server._process.pid}/environ").read_bytes()
-        looked = server.submit(Submission(LOOK_AROUND, ProgramTests((Case("", "not seen\n"),)))).result(timeout=60)
+        looked = server.submit(Submission(LOOK_AROUND, ProgramTests((ProgramCase("", "not seen\n"),)))).result(
+            timeout=60
+        )
     assert looked.error_type == "success", looked.message
     assert b"PLANTED" in os.environb[b"OPENAI_API_KEY"]

@@ -17,7 +17,7 @@ from verl_ext.config.schema import keys
 from verl_ext.data.prepare import build_parser as build_prepare_parser
 from verl_ext.errors import UserError
 from verl_ext.launch.__main__ import make_parser, parse_arguments
-from verl_ext.plan.options import OWN, known_words, read_words
+from verl_ext.plan.__main__ import PlanOptions, known_words
 from verl_ext.suggestions import COMMANDS, KEYS, OPTIONS, meant_key
 from verl_ext.trainer.stages import STAGES, known_keys, load_config
 
@@ -78,7 +78,7 @@ def test_every_suggested_key_is_one_of_the_stage(stage: str) -> None:
 
 
 def test_every_target_of_the_table_of_keys_exists_somewhere() -> None:
-    everywhere = {key for stage in STAGES.values() for key in keys(stage.root)} | OWN.keys()
+    everywhere = {key for stage in STAGES.values() for key in keys(stage.root)} | keys(PlanOptions).keys()
     everywhere |= {"sampling.n", "sampling.max_tokens"}  # of an evaluation
     assert {key for targets in KEYS.values() for key in targets} <= everywhere
 
@@ -171,7 +171,7 @@ def test_a_value_that_looks_like_no_option_is_left_alone() -> None:
 )
 def test_a_setting_of_the_plan(word: str, meant: str) -> None:
     with pytest.raises(UserError, match=f"did you mean {meant}"):
-        read_words([word])
+        PlanOptions.parse([word])
     assert {"gpus", "optim.lr"} <= {*known_words([])}
 
 

@@ -20,7 +20,6 @@ _OF_SETTINGS = re.compile(
 _PASSWORD = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]+(?=@)")
 _SHORTEST = 12
 """Characters of a variable's value that is looked for: a shorter one may be an ordinary word."""
-_HARMLESS = ("PATH", "HOME", "TMPDIR", "LANG", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD")
 
 
 def require_no_secrets(settings: Mapping[str, Any]) -> None:
@@ -68,15 +67,6 @@ def without_secrets(environment: Mapping[str, str], keep: Collection[str] = ()) 
         name: value
         for name, value in environment.items()
         if name in keep or not (_OF_VARIABLES.search(name) or _PASSWORD.search(value))
-    }
-
-
-def bare_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a Python process needs of an environment, and nothing else of it."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name in _HARMLESS or name.startswith(("LC_", "PYTHON", "OMP_"))
     }
 
 

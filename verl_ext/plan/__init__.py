@@ -1,1 +1,1 @@
-"""Predicts memory and speed of a recipe on so many GPUs, before any of them is there; nothing else imports it."""
+"""Predicts memory, speed and disk use of a recipe on a number of GPUs before any exists; nothing else imports it."""

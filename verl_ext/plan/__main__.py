@@ -4,27 +4,268 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from verl_ext.cli import FAILURES, CommandParser, clean_exit, definitions
 from verl_ext.commands import program
+from verl_ext.config.recipes import RECIPES, default_recipe
+from verl_ext.config.schema import keys, setting
 from verl_ext.console import print_line
-from verl_ext.plan.options import OWN, known_words, read_words
+from verl_ext.errors import UserError
+from verl_ext.files import GIB
+from verl_ext.suggestions import meant_key
+
+if TYPE_CHECKING:
+    from verl_ext.plan.planner import RunPlan
 
 EXIT_CODES = {"0": "every plan fits", "1": "one does not fit", **FAILURES}
+TOP_LEVEL = ("recipe", "prepare", "use_remove_padding", "ulysses_sequence_parallel_size")
+"""Keys of the configuration that are in no section."""
+
+
+@dataclass(kw_only=True)
+class PlanOptions:
+    """The command's own words; all other words are overrides of the configuration."""
+
+    gpus: list[int] = setting([8], "Numbers of GPUs, such as 8 or 8,64,512 (default: 8)", ge=1, le=1_000_000)
+    hardware: Literal["h100", "h200", "a100", "cpu"] = setting(
+        "h100", "h100, h200, a100, or cpu: one core of a Xeon per rank (default: h100)"
+    )
+    gpus_per_node: int = setting(8, "GPUs that share a node (default: 8)", ge=1, le=1_000_000)
+    stage: Literal["sft", "grpo"] | None = setting(
+        None, "sft or grpo, if recipes of both have the name (default: the first that has it)"
+    )
+    mfu: float | None = setting(
+        None, "Share of the GPU's peak that compute reaches (default: assumed per hardware)", gt=0, le=1
+    )
+    mean_length: float | None = setting(None, "Mean tokens per sample (default: the longest possible)", gt=0)
+    learnt_share: float = setting(1.0, "Share of a sample's tokens that are in the loss (default: 1)", gt=0, le=1)
+    disk_gbps: float | None = setting(
+        None,
+        "GB per second that all ranks together write to the disk (default: 1, which a 10 Gbit/s link to shared storage "
+        "allows)",
+        gt=0,
+    )
+
+    def check(self) -> None:
+        """There is a number of GPUs."""
+        if not self.gpus:
+            raise UserError("gpus is empty; give a number of GPUs, or several such as 8,64,512")
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
+        """The command's own words, and the overrides of the configuration among which they are.
+
+        Raises:
+            UserError: a value that its word cannot have, or a word that is misspelt.
+        """
+        from verl_ext.config.compose import COMMAND_LINE, Composer  # here, because it imports hydra
+
+        known = keys(cls)
+        pairs = [word.partition("=") for word in words]
+        for key, equals, value in pairs:
+            meant = meant_key(key, known) if equals and "." not in key and key not in (*known, *TOP_LEVEL) else None
+            if meant is not None:
+                raise UserError(f"there is no setting '{key}'; did you mean {meant}={value}?")
+        own = {key: value for key, equals, value in pairs if equals and key in known}
+        if "gpus" in own:
+            own["gpus"] = f"[{own['gpus'].strip('[]')}]"
+        composer = Composer(cls, extensible=False)
+        composer.add_overrides(f"{key}={value}" for key, value in own.items())
+        return composer.build(COMMAND_LINE), [word for word, (key, _, _) in zip(words, pairs) if key not in own]
+
+
+def known_words(words: Sequence[str]) -> list[str]:
+    """The command's own words and the keys of the configuration, for suggestions."""
+    from verl_ext.trainer.stages import known_keys  # here, because it imports hydra
+
+    words = [word for word in words if word.startswith(("recipe=", "stage="))]
+    stage = next((word.removeprefix("stage=") for word in words if word.startswith("stage=")), None)
+    return [*keys(PlanOptions), *known_keys(stage_of(stage, words), words)]
+
+
+def stage_of(stage: str | None, overrides: Iterable[str]) -> str:
+    """sft or grpo: the given stage, or the first that has the recipe."""
+    if stage is not None:
+        return stage
+    recipes = [text.removeprefix("recipe=") for text in overrides if text.startswith("recipe=")]
+    recipe = recipes[-1] if recipes else default_recipe("sft")
+    is_grpo = (RECIPES / "grpo" / f"{recipe}.yaml").is_file() or "grpo" in recipe.split("/")
+    return "grpo" if is_grpo and not (RECIPES / "sft" / f"{recipe}.yaml").is_file() else "sft"
+
+
+def make_plans(options: PlanOptions, overrides: list[str], largest: bool) -> tuple[list[RunPlan], list[str]]:
+    """A plan for each number of GPUs, and notes about all of them.
+
+    Args:
+        options: the command's own words.
+        overrides: of the configuration, with `recipe=`.
+        largest: whether to take the largest micro-batch that fits instead of the configured one.
+
+    Raises:
+        UserError: bad input.
+    """
+    from verl_ext.plan.model_shape import find_model, shape_of  # here, because torch takes seconds to import
+    from verl_ext.plan.planner import largest_that_fits, make_plan
+    from verl_ext.plan.step_time import DISK_GBPS, HARDWARE, Cluster
+    from verl_ext.plan.workload import DataLengths, require_formulas
+    from verl_ext.trainer.stages import load_config
+
+    config = require_formulas(load_config(stage_of(options.stage, overrides), overrides))
+    model_config, notes = find_model(config)
+    shape = shape_of(model_config)
+    if config.model.use_liger:
+        notes.append("model.use_liger saves activations, which is not counted; the plan is an upper bound")
+    hardware = HARDWARE[options.hardware]
+    if options.mfu is not None:
+        hardware = replace(hardware, compute_share=options.mfu)
+    lengths = DataLengths(options.mean_length, options.learnt_share)
+    plans = []
+    for gpus in options.gpus:
+        cluster = Cluster(hardware, gpus, options.gpus_per_node, options.disk_gbps or DISK_GBPS)
+        plan = make_plan(config, shape, cluster, lengths)
+        plans.append(largest_that_fits(plan) if largest else plan)
+    return plans, notes
+
+
+# Output
+
+
+def as_text(plan: RunPlan, fix: str, notes: Iterable[str]) -> str:
+    """One plan for people.
+
+    Args:
+        plan: to show.
+        fix: what makes it fit; empty if it fits.
+        notes: about the plan.
+    """
+    config, cluster, work, time, disk = plan.config, plan.cluster, plan.work, plan.time, plan.disk
+    is_async = config.trainer.checkpoint.async_save
+    lines = [
+        f"{config.recipe} ({config.stage}) on {cluster.gpus} x {cluster.hardware.name}, {cluster.num_nodes} "
+        f"{'node' if cluster.num_nodes == 1 else 'nodes'}: {plan.shape.model_type}, {plan.shape.numel:,} parameters",
+        f"one rank's step: {work.num_updates} x {work.num_micro_batches} micro-batches of at most {work.rows} x "
+        f"{work.row_tokens} tokens; {work.samples} samples of {work.tokens_per_sample:,.0f} tokens in total",
+        *(f"note: {each}" for each in notes),
+        "",
+        f"Memory of a GPU at its peak ({plan.memory.peak_phase}), GiB",
+        *(f"  {part:24}{value / GIB:9.2f}" for part, value in plan.memory.peak.items()),
+        f"  {'total':24}{plan.memory.peak_bytes / GIB:9.2f}   of {cluster.hardware.memory_bytes / GIB:.1f}",
+        f"  in other phases: {other_phases(plan)}",
+        "",
+        "Seconds of a step",
+        *(f"  {part:24}{value:9.3f}" for part, value in time.parts.items()),
+        f"  {'total':24}{time.total_s:9.3f}   {time.hidden_s:.3f} of communication overlaps with compute",
+        "",
+        "Disk, GiB",
+        *(f"  {part:24}{value / GIB:9.2f}" for part, value in disk.parts.items()),
+        f"  {'one checkpoint':24}{disk.checkpoint_bytes / GIB:9.2f}   {disk.save_s:.1f} s to write at "
+        f"disk_gbps={cluster.disk_gbps:g}, {'in the background' if is_async else 'while training waits'}",
+        f"  {all_checkpoints(plan)}",
+        "",
+        f"{time.tokens_per_s:,.0f} tokens/s, {time.tokens_per_s / cluster.gpus:,.0f} per GPU, MFU {plan.mfu:.1%}, "
+        f"bound by {plan.bound_by}",
+        "It fits." if plan.fits else f"It does not fit: {fix}",
+    ]
+    return "\n".join(lines)
+
+
+def other_phases(plan: RunPlan) -> str:
+    """The total of each phase but the peak, the largest first."""
+    totals = {name: sum(parts.values()) for name, parts in plan.memory.phases.items() if name != plan.memory.peak_phase}
+    ordered = sorted(totals.items(), key=lambda item: -item[1])
+    return "; ".join(f"{name} {value / GIB:.2f}" for name, value in ordered)
+
+
+def all_checkpoints(plan: RunPlan) -> str:
+    """How much all checkpoints take, or how fast they grow."""
+    disk, trainer = plan.disk, plan.config.trainer
+    if disk.total_bytes is None:
+        return f"trainer.max_ckpt_to_keep=null keeps all, so this much is added every {trainer.save_freq} steps"
+    number = f"at most {disk.max_checkpoints}, the one being written included" if disk.max_checkpoints != 1 else "one"
+    return f"{'all checkpoints':24}{disk.total_bytes / GIB:9.2f}   {number}"
+
+
+def as_markdown(plans: Sequence[RunPlan]) -> str:
+    """A table with a row for each plan, memory and disk in GiB; with a column for the engine if there is one."""
+    from verl_ext.plan.memory import PARTS
+
+    columns = [*PARTS, "engine"] if any(plan.work.is_grpo for plan in plans) else [*PARTS]
+    head = ("GPUs", "micro-batch", *columns, "peak", "fits", "step, s", "tokens/s", "MFU", "bound by")
+    head = (*head, "checkpoint", "all checkpoints", "save, s")
+    rows = [head, ("---",) * len(head)]
+    for plan in plans:
+        peak = {part: plan.memory.peak.get(part, 0.0) for part in PARTS}
+        peak["engine"] = plan.memory.peak_bytes - sum(peak.values())
+        total = plan.disk.total_bytes
+        rows.append(
+            (
+                str(plan.cluster.gpus),
+                plan.micro_batch,
+                *(f"{peak[part] / GIB:.1f}" for part in columns),
+                f"{plan.memory.peak_bytes / GIB:.1f}",
+                "yes" if plan.fits else "no",
+                f"{plan.time.total_s:.2f}",
+                f"{plan.time.tokens_per_s:,.0f}",
+                f"{plan.mfu:.1%}",
+                plan.bound_by,
+                f"{plan.disk.checkpoint_bytes / GIB:.1f}",
+                "all are kept" if total is None else f"{total / GIB:.1f}",
+                f"{plan.disk.save_s:.1f}",
+            )
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def as_json(plan: RunPlan, fix: str, notes: Iterable[str]) -> dict[str, Any]:
+    """One plan for programs, in bytes and seconds."""
+    return {
+        "recipe": plan.config.recipe,
+        "stage": plan.config.stage,
+        "hardware": plan.cluster.hardware.name,
+        "gpus": plan.cluster.gpus,
+        "gpus_per_node": plan.cluster.gpus_per_node,
+        "parameters": plan.shape.numel,
+        "micro_batches": plan.work.num_micro_batches * plan.work.num_updates,
+        "micro_batch_tokens": plan.work.tokens,
+        "memory_bytes": plan.memory.phases,
+        "peak": plan.memory.peak_phase,
+        "peak_bytes": plan.memory.peak_bytes,
+        "fits": plan.fits,
+        "advice": fix,
+        "seconds": plan.time.parts,
+        "step_s": plan.time.total_s,
+        "hidden_communication_s": plan.time.hidden_s,
+        "tokens_per_s": plan.time.tokens_per_s,
+        "mfu": plan.mfu,
+        "bound_by": plan.bound_by,
+        "disk_bytes": plan.disk.parts,
+        "checkpoint_bytes": plan.disk.checkpoint_bytes,
+        "max_checkpoints": plan.disk.max_checkpoints,
+        "all_checkpoints_bytes": plan.disk.total_bytes,
+        "disk_gbps": plan.cluster.disk_gbps,
+        "save_s": plan.disk.save_s,
+        "notes": list(notes),
+    }
+
+
+# The command
 
 
 def build_parser() -> CommandParser:
     """The options."""
+    own = {name: key.setting.doc for name, key in keys(PlanOptions).items()}
     parser = CommandParser(
         prog=program("plan"),
-        description="Predict memory and speed of a recipe on so many GPUs; nothing is started.",
+        description="Predict memory, speed and disk use of a recipe on a number of GPUs; nothing is started.",
         examples=[
             f"{program('plan')} recipe=qwen2.5_coder_7b gpus=8 hardware=h100",
             f"{program('plan')} recipe=qwen2.5_coder_7b gpus=8,64,512 --markdown",
             f"{program('plan')} recipe=quickstart gpus=2 hardware=cpu mean_length=150 --largest",
         ],
-        notes=f"the command's own words:\n{definitions(OWN)}\n\ndocs/plan.md explains the formulas.",
+        notes=f"the command's own words:\n{definitions(own)}\n\ndocs/plan.md explains the formulas.",
         exit_codes=EXIT_CODES,
         keys=known_words,
     )
@@ -37,7 +278,7 @@ def build_parser() -> CommandParser:
     parser.add_argument("--largest", action="store_true", help="take the largest micro-batch or token budget that fits")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--markdown", action="store_true", help="print a table with a row for each number of GPUs")
-    output.add_argument("--json", action="store_true", help="print a JSON list with every moment's memory in bytes")
+    output.add_argument("--json", action="store_true", help="print a JSON list with the memory of every phase in bytes")
     return parser
 
 
@@ -45,28 +286,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Plan.
 
     Args:
-        argv: arguments without the program's name; None takes the process's own.
+        argv: arguments without the program's name; None takes those of the process.
 
     Returns:
-        0 when all plans fit, else 1.
+        0 when all plans fit, otherwise 1.
 
     Raises:
         SystemExit: with code 2 after bad input and 75 after a stop, each explained on standard error.
     """
     with clean_exit():
         arguments = build_parser().parse_intermixed_args(argv)
-        options = read_words(arguments.words)
-        from verl_ext.plan.planning import plans_for  # here, as torch takes seconds to import
-        from verl_ext.plan.report import as_dict, as_markdown, as_text
+        plans, notes = make_plans(*PlanOptions.parse(arguments.words), arguments.largest)
+        if arguments.markdown:
+            print_line(as_markdown(plans))
+            return int(not all(plan.fits for plan in plans))
+        from verl_ext.plan.planner import suggest_fix
 
-        planned, notes = plans_for(options, arguments.largest)
+        fixes = ["" if plan.fits else suggest_fix(plan) for plan in plans]
         if arguments.json:
-            print_line(json.dumps([as_dict(each.plan, each.advice, notes) for each in planned], indent=1))
-        elif arguments.markdown:
-            print_line(as_markdown([each.plan for each in planned]))
+            print_line(json.dumps([as_json(plan, fix, notes) for plan, fix in zip(plans, fixes)], indent=1))
         else:
-            print_line("\n\n".join(as_text(each.plan, each.advice, notes) for each in planned))
-        return int(not all(each.plan.fits for each in planned))
+            print_line("\n\n".join(as_text(plan, fix, notes) for plan, fix in zip(plans, fixes)))
+        return int(not all(plan.fits for plan in plans))
 
 
 if __name__ == "__main__":

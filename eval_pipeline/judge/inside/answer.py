@@ -8,21 +8,18 @@ import os
 import random
 import resource
 import socket
-import struct
 import sys
 import traceback
 import types
 from typing import Any
 
 import binding
+import frames
 import standard_files
 from answer_peer import AnswerPeer
 from peer import ConversationError, describe
 
 _setrlimit = resource.setrlimit  # before answers get another one (`binding.prepare`)
-_LENGTH = struct.Struct(">Q")
-_ENCODING = ("utf-8", "surrogatepass")
-"""Of program and preamble: a program may hold half a character, and is told that it does not compile."""
 _MESSAGE_CHARS = 500
 
 
@@ -39,7 +36,7 @@ def run(limits: list[tuple[int, tuple[int, int]]], kind: str, files: binding.Fil
     is_open = False
     try:
         os.setsid()
-        preamble, program = _read(files.program)
+        preamble, program = frames.read_program(files.program)
         binding.take_files(files)
         is_open = True
         os.chdir(directory)
@@ -58,13 +55,6 @@ def run(limits: list[tuple[int, tuple[int, int]]], kind: str, files: binding.Fil
         os._exit(_finish(_run_program(preamble, code, file)))
     _serve_function(preamble, code, file)
     os._exit(1)
-
-
-def _read(fd: int) -> tuple[str, str]:
-    """Preamble and program; not through the offset of the file, which all runs of the answer share."""
-    data = os.pread(fd, os.fstat(fd).st_size, 0)
-    start, middle = _LENGTH.size, _LENGTH.size + _LENGTH.unpack_from(data)[0]
-    return data[start:middle].decode(*_ENCODING), data[middle:].decode(*_ENCODING)
 
 
 def _compile(program: str) -> types.CodeType:

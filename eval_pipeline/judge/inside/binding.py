@@ -106,7 +106,7 @@ def resource_limits(limits: dict[str, Any], num_unlimited: int) -> list[tuple[in
     """What the process of an answer is to limit, and to what.
 
     Args:
-        limits: the fields of `JudgeLimits`.
+        limits: the fields of `ResourceLimits`.
         num_unlimited: see `place.py`.
     """
     wanted = {

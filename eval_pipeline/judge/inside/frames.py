@@ -110,3 +110,21 @@ def _exactly(take: Any, size: int, may_end: bool = False) -> bytes:
             raise FrameError("the other side ended in the middle of a message")
         data += chunk
     return bytes(data)
+
+
+_LENGTH = struct.Struct(">Q")
+_ENCODING = ("utf-8", "surrogatepass")
+"""Of program and preamble: a program may hold half a character, and is told that it does not compile."""
+
+
+def pack_program(preamble: str, program: str) -> bytes:
+    """Preamble and program as the content of a file."""
+    first = preamble.encode(*_ENCODING)
+    return _LENGTH.pack(len(first)) + first + program.encode(*_ENCODING)
+
+
+def read_program(fd: int) -> tuple[str, str]:
+    """Preamble and program; not through the offset of the file, which all runs of the answer share."""
+    data = os.pread(fd, os.fstat(fd).st_size, 0)
+    start, middle = _LENGTH.size, _LENGTH.size + _LENGTH.unpack_from(data)[0]
+    return data[start:middle].decode(*_ENCODING), data[middle:].decode(*_ENCODING)

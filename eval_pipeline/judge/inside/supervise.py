@@ -30,8 +30,8 @@ def work(fds: list[int], options: dict[str, Any], policy_for: Callable[[str], Ca
     """Supervise for the server behind the one descriptor, where the options of the zygote say."""
     census = Census(unforked(mmap.PAGESIZE))
     if options["own_namespaces"]:
-        once = options["once"]
-        place = NamespacePlace(census, nested=not once, drop_user=once and options["drop_user"])
+        single_use = options["single_use"]
+        place = NamespacePlace(census, nested=not single_use, drop_user=single_use and options["drop_user"])
         serve(socket.socket(fileno=fds[0]), place, census)
         return
     serve(socket.socket(fileno=fds[0]), HostPlace(census, policy_for), census)

@@ -48,7 +48,7 @@ def work(fds: list[int], options: dict[str, Any], policy_for: Any) -> None:
         _set_timers(0, 0)
         # what an answer made this process take or import must not decide on the next answer
         is_small = _memory_kb() < most_kb and len(sys.modules) == num_modules
-        is_clean = job["leaves_nothing"] and is_small and (peer.lost is None or isinstance(peer.lost, GoneError))
+        is_clean = job["leaves_no_trace"] and is_small and (peer.lost is None or isinstance(peer.lost, GoneError))
         reply = {"outcome": outcome, "message": message[:_MESSAGE_CHARS], "is_clean": is_clean}
         frames.send(control, reply)
 

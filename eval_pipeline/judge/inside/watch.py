@@ -33,7 +33,7 @@ def until_over(
         pid: its first process, a child of this one.
         captures: its pipes.
         control: connection on which the server may end it.
-        limits: the fields of `JudgeLimits`.
+        limits: the fields of `ResourceLimits`.
         census: counts its processes and what they use.
         place: where it runs.
 

@@ -45,7 +45,7 @@ def main() -> None:
     # an import in an answer must not find the files of this folder
     sys.path.pop(0)
     imports.allow(options["modules"])
-    if options["drop_user"] and not options["once"]:
+    if options["drop_user"] and not options["single_use"]:
         kernel.become_nobody()
         # lost with the change of user; without it the maps of a user namespace cannot be written
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
@@ -54,7 +54,7 @@ def main() -> None:
         # what an answer leaves that has killed its supervisor stays below this process, where the server finds it
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     fork = os.fork
-    if options["own_namespaces"] and options["role"] == "answer" and not options["once"]:
+    if options["own_namespaces"] and options["role"] == "answer" and not options["single_use"]:
         fork = namespaces.Nursery().fork
     kernel.limit_arenas()
     if options["role"] == "answer":
@@ -65,15 +65,17 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     control.sendall(b"R")
-    _serve(control, fork, lambda fds: work(fds, options, policy_for), options["once"])
+    _serve(control, fork, lambda fds: work(fds, options, policy_for), options["single_use"])
 
 
-def _serve(control: socket.socket, fork: Callable[[], int], work: Callable[[list[int]], None], once: bool) -> None:
+def _serve(
+    control: socket.socket, fork: Callable[[], int], work: Callable[[list[int]], None], single_use: bool
+) -> None:
     while True:
         _, fds, _, _ = socket.recv_fds(control, 1, 2)
         if not fds:
             os._exit(0)
-        if once or fork() == 0:
+        if single_use or fork() == 0:
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             work(fds)

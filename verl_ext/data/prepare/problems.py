@@ -40,8 +40,8 @@ def prepare_problems(arguments: argparse.Namespace) -> PrepareResult:
     Raises:
         UserError: the problems cannot be loaded.
     """
-    from eval_pipeline.config import DatasetSource
     from eval_pipeline.problems.dataset import load_problems
+    from eval_pipeline.problems.problem import DatasetSource
 
     kind = arguments.format.rpartition(":")[2]
     name = f"{kind}/{arguments.split}" if arguments.split else kind
@@ -56,7 +56,7 @@ def prepare_problems(arguments: argparse.Namespace) -> PrepareResult:
 
 
 def _to_rl_row(problem: Problem, data_source: str, max_tests: int) -> Row:
-    from eval_pipeline.problems.problem import FunctionTests, ProgramTests
+    from eval_pipeline.judge import FunctionTests, ProgramTests
     from eval_pipeline.problems.verl_rl import ground_truth_of
 
     tests, ability = problem.tests, "code"

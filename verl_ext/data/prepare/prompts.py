@@ -177,8 +177,8 @@ def _kind(value: Any) -> str:
 
 def _fitting_reward(truths: list[Any]) -> str:
     """The reward to try first with these ground truths: by tests, by a number, or by the user's function."""
-    from eval_pipeline.problems.problem import ReferenceAnswer
-    from eval_pipeline.problems.reference import number_of
+    from eval_pipeline.judge import ReferenceAnswer
+    from eval_pipeline.judge.numeric_answer import parse_number
     from eval_pipeline.problems.verl_rl import read_tests
 
     try:
@@ -187,7 +187,7 @@ def _fitting_reward(truths: list[Any]) -> str:
         return "path.py:function"
     if not any(isinstance(each, ReferenceAnswer) for each in tests):
         return "code_tests"
-    numbers = all(isinstance(each, ReferenceAnswer) and number_of(each.answer) is not None for each in tests)
+    numbers = all(isinstance(each, ReferenceAnswer) and parse_number(each.answer) is not None for each in tests)
     return "reward_correct" if numbers else "path.py:function"
 
 

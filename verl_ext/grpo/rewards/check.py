@@ -9,10 +9,9 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from eval_pipeline.judge.client import JudgeServer
+from eval_pipeline.judge import JudgeClient, JudgeConfig, ReferenceAnswer
+from eval_pipeline.judge.numeric_answer import is_right
 from eval_pipeline.judge.packages import find_packages
-from eval_pipeline.problems.problem import ReferenceAnswer
-from eval_pipeline.problems.reference import is_right
 from eval_pipeline.problems.verl_rl import read_tests
 from verl_ext.console import print_line, warn
 from verl_ext.data.config import PromptDataConfig, file_list
@@ -84,7 +83,8 @@ def check_judge(reward: RewardConfig) -> None:
     """
     find_packages(list(reward.packages), "reward.packages")
     if any(each.by_verdict for each in wanted_rewards(list(reward.functions))):
-        with redirect_stderr(io.StringIO()), JudgeServer(reward.isolation, 1, packages=list(reward.packages)):
+        config = JudgeConfig(isolation=reward.isolation, num_workers=1, packages=reward.packages)
+        with redirect_stderr(io.StringIO()), JudgeClient(config, section="reward"):
             pass  # the ranks warn of a weaker isolation, once their servers have it
 
 

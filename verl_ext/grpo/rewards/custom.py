@@ -13,7 +13,6 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
-from eval_pipeline.judge.pipes import pipes_of
 from verl_ext.errors import UserError
 from verl_ext.grpo.failure import RewardError, RewardFailure
 from verl_ext.grpo.rewards.answer import RewardedAnswer
@@ -115,7 +114,8 @@ class _Process:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
-        self._stdin, self._stdout = pipes_of(self._process)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.is_alive = True
         # when this rank is killed, what the function has started goes too
         self._guard = subprocess.Popen(

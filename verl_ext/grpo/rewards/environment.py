@@ -9,9 +9,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
 
-from eval_pipeline.config import JudgeLimits
-from eval_pipeline.judge.client import JudgeServer
-from eval_pipeline.judge.verdict import Verdict
+from eval_pipeline.judge import JudgeClient, JudgeConfig, ResourceLimits, Verdict
 from verl_ext.grpo.config import RewardConfig
 from verl_ext.grpo.environment import Environment, Reward
 from verl_ext.grpo.failure import RewardError, RewardFailure
@@ -129,10 +127,11 @@ class TextEnvironment(Environment):
         return waiting.futures[name].result()
 
     def _start_judge(self, reward: RewardConfig, num_workers: int) -> Judged:
-        limits = JudgeLimits(cpu_s=reward.cpu_s, wall_s=reward.wall_s, memory_mb=reward.memory_mb)
-        server = JudgeServer(reward.isolation, num_workers, limits, reward.packages)
-        # a run that the wall clock stopped is run once more; the rest is what a busy machine may add
-        judged = Judged(server, 2 * reward.wall_s + 30)
+        limits = ResourceLimits(cpu_s=reward.cpu_s, wall_s=reward.wall_s, memory_mb=reward.memory_mb)
+        config = JudgeConfig(
+            isolation=reward.isolation, num_workers=num_workers, packages=reward.packages, limits=limits
+        )
+        judged = Judged(JudgeClient(config, section="reward"))
         self._closing.callback(judged.close)
         return judged
 

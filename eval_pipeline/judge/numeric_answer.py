@@ -1,0 +1,253 @@
+"""Compares a model's answer with a reference answer, exactly (GSM8K).
+
+The first of these that occurs is compared, each in its last occurrence: `<answer>…</answer>`; `\\boxed{…}`; `#### …`;
+`answer is …` or `answer: …`; otherwise the last number of the text. In a tagged answer, the part after its last `=`
+counts: its last number inside `<answer>` and `\\boxed`, its first one after `####` and `answer is`. Those two end with
+their sentence, or before a reason: `42 because 6 * 7 = 42`. A tagged answer that is a formula is compared by
+`math_verify`, and is wrong if that is not installed. `3 million` is 3000000, and also 3, for questions that ask for
+millions.
+
+Answers may be hostile: every pattern takes time linear in the text, and no number is computed that is too big. Only the
+standard library is imported, because small server processes use this module.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+MAX_FORMULA_CHARS = 100
+
+_OPENING_TAG = re.compile(r"<answer>", re.IGNORECASE)
+_CLOSING_TAG = re.compile(r"</answer>", re.IGNORECASE)
+_BOXED = re.compile(r"\\boxed\s{0,3}\{")
+_BRACE = re.compile(r"[{}]")
+# "#### 1. First" and "#### Step 1" are headings
+_HASHES = re.compile(r"(?<!#)####(?!#|[ \t]{0,4}[0-9]+[.):][ \t]{0,4}[A-Za-z])([^A-Za-z0-9\n]{0,20}[0-9\\][^\n]*)")
+_ANSWER_IS = re.compile(
+    r"\banswer\b[ *_]{0,4}(?:is|was|would be|:|=)[ \t:*]{0,8}\n{0,2}([^.!?0-9\n]{0,48}\.?[0-9][^\n]*)", re.IGNORECASE
+)
+_STATEMENT_END = re.compile(
+    r"[.!?;](?:[ \t]|$)|,[ \t]|[ \t](?:because|since|as|where|when|with|if|given|so|which|due|assuming|but)\b",
+    re.IGNORECASE,
+)
+_ASIDE = re.compile(r"\([^()=]*=[^()]*\)")
+_DIGIT = re.compile(r"[0-9]")
+_WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2}")
+_FORMULA = re.compile(r"\\[A-Za-z]|[\^\u221a]|[0)] ?[-+*/\u00d7\u00f7] ?[0(]|0\(")
+# bounded arithmetic only: `math_verify` would try to compute 9^(9^9), and cannot be interrupted in a thread
+_HARMLESS_FORMULA = re.compile(
+    r"(?:[-0-9 .,()+*/{}\u00d7\u00f7]|\\(?:[dt]?frac|times|cdot|div|sqrt|left|right)(?![a-z])"
+    r"|\^\{?[0-9]{1,2}(?![0-9]))*"
+)
+
+
+@dataclass(frozen=True)
+class _Tagged:
+    """The part of an answer that states the result."""
+
+    text: str
+    enclosed: bool
+    """Whether the tag has an end, so that it contains nothing but the result."""
+
+
+def is_right(answer: str, reference: str) -> bool:
+    """Whether an answer gives the reference's value; the module's docstring says which part counts.
+
+    Args:
+        answer: the model's whole text.
+        reference: a number as the data set writes it, or a formula for `math_verify`.
+    """
+    text = _plain_text(answer)
+    scaled = _scaled_text(text)
+    return _is_right(text, reference) or (scaled != text and _is_right(scaled, reference))
+
+
+def parse_number(reference: str) -> Fraction | None:
+    """The exact value of a reference answer; None if it is not a number."""
+    text = _plain_text(reference).strip()
+    return None if _without_numbers(text).strip(".") != "0" else _first_number(text)
+
+
+def _is_right(text: str, reference: str) -> bool:
+    wanted = parse_number(reference)
+    tagged = _find_tagged(text)
+    if tagged is None:
+        return wanted is not None and _last_number(text) == wanted
+    candidate = _behind_equals(tagged.text)
+    candidate = candidate if tagged.enclosed else _before_prose(candidate)
+    if wanted is None or _FORMULA.search(_without_numbers(candidate)):
+        return _same_formula(candidate, reference)
+    return (_last_number if tagged.enclosed else _first_number)(candidate) == wanted
+
+
+def _find_tagged(text: str) -> _Tagged | None:
+    enclosed = _in_answer_tags(text)
+    boxed = _boxed(text if enclosed is None else enclosed)
+    if (inner := enclosed if boxed is None else boxed) is not None:
+        return _Tagged(inner, enclosed=True)
+    for pattern in (_HASHES, _ANSWER_IS):
+        if found := _last(pattern, text):
+            return _Tagged(_statement(found[1]), enclosed=False)
+    return None
+
+
+def _in_answer_tags(text: str) -> str | None:
+    opening = _last(_OPENING_TAG, text)
+    if opening is None:
+        return None
+    closing = _CLOSING_TAG.search(text, opening.end())
+    # a tag left open was cut off by a stop string or the token limit
+    return text[opening.end() : closing.start() if closing else None]
+
+
+def _boxed(text: str) -> str | None:
+    opening = _last(_BOXED, text)
+    if opening is None:
+        return None
+    depth = 1
+    for brace in _BRACE.finditer(text, opening.end()):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[opening.end() : brace.start()]
+    return text[opening.end() :]
+
+
+def _statement(text: str) -> str:
+    """The stated result, without the rest of the line: `40 of 50 = 20. Check: 2 * 20 = 40`."""
+    number = _DIGIT.search(text)
+    end = _STATEMENT_END.search(text, number.end()) if number else None
+    return _ASIDE.sub(" ", text[: end.start()] if end else text)
+
+
+def _before_prose(text: str) -> str:
+    """`6 * 7 = 42 because 3 of them …` up to the first word behind a number."""
+    number = _DIGIT.search(text)
+    word = _WORD.search(text, number.end()) if number else None
+    return text[: word.start()] if word else text
+
+
+def _behind_equals(text: str) -> str:
+    head, _, tail = text.rpartition("=")
+    return tail if any(char.isdigit() for char in tail) else head or tail
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    last = None
+    for match in pattern.finditer(text):
+        last = match
+    return last
+
+
+def _same_formula(candidate: str, reference: str) -> bool:
+    """What `math_verify` says; if it cannot compare them, whether the two are the same text."""
+    candidate, reference = candidate.strip().rstrip("."), _plain_text(reference).strip()
+    if candidate.casefold() == reference.casefold():
+        return True
+    if not (_is_harmless(candidate) and _is_harmless(reference)):
+        return False
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        return False
+    # its time limits are signals, which need the main thread; formulas this small need none
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    gold, given = (parse(f"${formula}$", parsing_timeout=None) for formula in (reference, candidate))
+    return verify(gold, given, timeout_seconds=None)
+
+
+def _is_harmless(formula: str) -> bool:
+    short = len(formula) <= MAX_FORMULA_CHARS and formula.count("^") <= 1 and "**" not in formula
+    return short and _HARMLESS_FORMULA.fullmatch(formula) is not None
+
+
+# Numbers as people and models write them in prose
+
+MAX_NUMBER_CHARS = 300
+MAX_EXPONENT = 300
+"""Larger numbers are ignored: exact arithmetic with them would take unbounded time and memory."""
+
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+# a minus after an operand subtracts, so it is no sign
+_NUMBER = re.compile(
+    rf"(?<![A-Za-z0-9_])(?:(?<![)])(?P<sign>[-+]))?(?:"
+    rf"(?:(?P<whole>{_DIGITS}) )?(?P<above>{_DIGITS}) ?/ ?(?P<below>{_DIGITS})(?!\.?[0-9])"
+    rf"|(?P<decimal>(?:{_DIGITS}(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)(?:[eE][-+]?[0-9]+)?))"
+)
+
+_PLAINER = [
+    (re.compile("[\u2010-\u2013\u2212\ufe63\uff0d]"), "-"),  # hyphens, en dash, minus signs
+    (re.compile("[\u00a0\u2009\u202f]"), " "),
+    (re.compile(r"\\[,!;: ]"), ""),
+    (re.compile(r"\{,\}(?=[0-9]{3})"), ","),
+    # the square of a unit: \text{cm}^2, cm^2
+    (re.compile(r"\\(?:text|mathrm|mbox)\{([^{}0-9]{1,20}[A-Za-z~ ])\} ?\^(?:[23]|\{[23]\})"), r" \1 "),
+    (re.compile(r"(?<![A-Za-z\\])((?:[cdkm]?m|in|ft|yd|mi|inch(?:es)?|feet|units?) ?)\^(?:[23]|\{[23]\})"), r"\1"),
+    (re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}"), r" \1 "),
+    (re.compile(r"\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}|\\[dt]?frac([0-9])([0-9])"), r" \1\3/\2\4 "),
+    (re.compile(r"\\[()\[\]]|\\left(?![a-z])|\\right(?![a-z])"), " "),
+    (re.compile(r"\^\{?\\circ\}?|\\?%|\u00b0"), " "),
+    (re.compile(r"-\\?[$\u20ac\u00a3\u00a5\u20b9] ?"), "-"),
+    (re.compile(r"\\?[$\u20ac\u00a3\u00a5\u20b9]"), " "),
+    (re.compile(r" ?(?:\u00d7|\*|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?\{?([-+]?[0-9]{1,4})\}?"), r"e\1"),
+    # emphasis, and not the power of 2**3 and the product of 2*3
+    (
+        re.compile(
+            r"(?<![A-Za-z0-9)])(?:\*{1,3}|_{1,3})([^*_\s](?:[^*_\n]*[^*_\s])?)(?:\*{1,3}|_{1,3})(?![A-Za-z0-9(])"
+        ),
+        r"\1",
+    ),
+    (re.compile(r"`"), ""),
+]
+_POWERS = {"thousand": "e3", "million": "e6", "billion": "e9"}
+_SCALE = re.compile(rf"(?<=[0-9]) {{0,4}}({'|'.join(_POWERS)})s?\b", re.IGNORECASE)
+
+
+def _plain_text(text: str) -> str:
+    """The text without LaTeX, Markdown, currency and percent signs around its numbers: `\\$1{,}250` is `1,250`."""
+    for pattern, replacement in _PLAINER:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _scaled_text(text: str) -> str:
+    """The plain text with powers of ten for the words: `1.5 million` is `1.5e6`."""
+    return _SCALE.sub(lambda word: _POWERS[word[1].lower()], text)
+
+
+def _first_number(text: str) -> Fraction | None:
+    """The first number of a plain text; None if there is none, or if it is too big or divided by zero."""
+    match = _NUMBER.search(text)
+    return None if match is None else _value(match)
+
+
+def _last_number(text: str) -> Fraction | None:
+    """The last number of a plain text; None if there is none, or if it is too big or divided by zero."""
+    last = None
+    for match in _NUMBER.finditer(text):
+        last = match
+    return None if last is None else _value(last)
+
+
+def _without_numbers(text: str) -> str:
+    """The plain text with each number replaced by `0`."""
+    return _NUMBER.sub("0", text)
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    if len(match[0]) > MAX_NUMBER_CHARS:
+        return None
+    sign = -1 if match["sign"] == "-" else 1
+    if match["decimal"]:
+        return _decimal(match["decimal"].replace(",", ""), sign)
+    whole, above, below = (int((match[part] or "0").replace(",", "")) for part in ("whole", "above", "below"))
+    return None if below == 0 else sign * (whole + Fraction(above, below))
+
+
+def _decimal(digits: str, sign: int) -> Fraction | None:
+    mantissa, _, exponent = digits.lower().partition("e")
+    if len(exponent) > MAX_NUMBER_CHARS or abs(int(exponent or "0")) > MAX_EXPONENT:
+        return None
+    return sign * Fraction(mantissa) * Fraction(10) ** int(exponent or "0")

@@ -1,0 +1,259 @@
+"""What goes into the judge and what comes out of it, with the JSON that client and server exchange.
+
+Imports no other module of the judge, so that configurations and reports can use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from verl_ext.config.schema import section, setting
+
+# Tests
+
+
+@dataclass(frozen=True)
+class FunctionTests:
+    """Python tests that call what the answer defines (HumanEval, MBPP, the quickstart)."""
+
+    entry_point: str
+    """Name of the function or class that the tests call."""
+    tests: tuple[str, ...]
+    """Python sources, at least one; each is a test of its own and runs with a fresh copy of the answer."""
+    preamble: str = ""
+    """Imports and helpers of the problem; they run before the answer and before each test."""
+    code_prompt: str = ""
+    """Code that ends with the head of `entry_point`. An answer may consist of its continuation only (HumanEval)."""
+
+    @property
+    def num_tests(self) -> int:
+        """How many tests an answer can pass."""
+        return len(self.tests)
+
+
+@dataclass(frozen=True)
+class ProgramCase:
+    """One run of a program."""
+
+    stdin: str
+    expected: str
+    """What it must print."""
+
+
+@dataclass(frozen=True)
+class ProgramTests:
+    """Runs of the answer as a program (CodeContests)."""
+
+    cases: tuple[ProgramCase, ...]
+    """At least one."""
+    tolerance: float | None = None
+    """Largest absolute or relative difference between two numbers; None requires equal text."""
+
+    @property
+    def num_tests(self) -> int:
+        """How many tests an answer can pass."""
+        return len(self.cases)
+
+
+@dataclass(frozen=True)
+class ReferenceAnswer:
+    """A correct answer to compare with (GSM8K)."""
+
+    answer: str
+
+    @property
+    def num_tests(self) -> int:
+        """How many tests an answer can pass."""
+        return 1
+
+
+Tests: TypeAlias = FunctionTests | ProgramTests | ReferenceAnswer
+
+# Requests
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One answer to judge."""
+
+    program: str
+    """The program found in the answer, empty if there is none; for a `ReferenceAnswer` the whole answer."""
+    tests: Tests
+    error: str | None = None
+    """Why there is no answer; the verdict is then `api_error`, and nothing runs."""
+
+    @property
+    def num_tests(self) -> int:
+        """How many tests the answer can pass."""
+        return self.tests.num_tests
+
+
+@dataclass(frozen=True)
+class ProgramRun:
+    """A program to run without judging it."""
+
+    program: str
+    stdin: str
+    num_tests = 1
+
+
+Request: TypeAlias = Submission | ProgramRun
+
+# Results
+
+ErrorType = Literal["success", "wrong_answer", "syntax_error", "runtime_error", "timeout", "api_error"]
+ERROR_TYPES: tuple[ErrorType, ...] = get_args(ErrorType)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The judgment on one answer."""
+
+    error_type: ErrorType
+    num_passed: int
+    num_tests: int
+    message: str = ""
+    """What went wrong in the first test that ended as `error_type` says, for people to read."""
+    judge_time: float = 0.0
+    """Wall-clock seconds that running the answer took."""
+
+    @property
+    def pass_ratio(self) -> float:
+        """Passed tests over all tests, 0 to 1; 0 if there are no tests."""
+        return self.num_passed / self.num_tests if self.num_tests else 0.0
+
+    @property
+    def solved(self) -> bool:
+        """Whether the answer passed all tests."""
+        return self.error_type == "success"
+
+    @property
+    def ran(self) -> bool:
+        """Whether the program ran to its end, correct or not."""
+        return self.error_type in ("success", "wrong_answer")
+
+
+RunEnd = Literal["exited", "ended", "cpu", "wall", "memory", "processes", "files"]
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """One run of a program, as seen from outside its process."""
+
+    end: RunEnd
+    """"exited": it ended by itself; "ended": its test was over; otherwise the limit that it hit."""
+    exit_code: int
+    """Negative if a signal killed it."""
+    cpu_s: float
+    wall_s: float
+    stdout: bytes = b""
+    """The beginning of standard output, up to `ResourceLimits.output_mb`."""
+    stderr: str = ""
+    """The end of standard error, at most 2,000 characters."""
+    syntax_error: str | None = None
+    """Why the program did not compile, and so did not run."""
+
+
+@dataclass(frozen=True)
+class TesterReport:
+    """How one test of a function ended, as seen from the process of the test."""
+
+    kind: Literal["passed", "failed", "error", "lost", "died"]
+    """"failed": an assertion of the test; "error": an exception; "lost": the answer ended before the test; "died": the
+    process of the test ended."""
+    message: str
+
+
+# Configuration
+
+ISOLATION_LEVELS = ("bwrap", "sandlock", "rlimits")
+"""From the strongest to the weakest; `isolation.py` describes them."""
+_TEST_SHARE = 0.8
+
+
+@dataclass(kw_only=True)
+class ResourceLimits:
+    """`judge.limits`: what one run of an answer (one test) may use."""
+
+    cpu_s: float = setting(30.0, "Processor seconds of one test; past it the run is a timeout at once", gt=0)
+    wall_s: float = setting(
+        30.0, "Seconds of one test; a run stopped by it with processor time left is run once more, alone", gt=0
+    )
+    memory_mb: int = setting(1024, "Memory of the answer's processes together, and address space of each", ge=1)
+    num_processes: int = setting(64, "Processes and threads that an answer may have at a time", ge=1)
+    file_mb: int = setting(16, "Size of any file and of the temporary directory", ge=1)
+    output_mb: float = setting(4.0, "Standard output and error, each; the rest is cut off", gt=0)
+
+    @property
+    def test_cpu_s(self) -> float:
+        """Processor time of a test's own process.
+
+        Less than the wall-clock limit: if that limit stopped a test that hangs, the machine would look too busy for
+        the answer, and the test would run again.
+        """
+        return _TEST_SHARE * self.wall_s
+
+
+@dataclass(kw_only=True)
+class JudgeConfig:
+    """`judge`: the sandbox that answers run in."""
+
+    isolation: Literal["auto", "bwrap", "sandlock", "rlimits"] = setting(
+        "auto", "auto takes bwrap, else sandlock; rlimits, which contains little, must be asked for by name"
+    )
+    num_workers: int | None = setting(None, "Concurrent programs; null takes one per processor", ge=1)
+    packages: list[str] = setting(
+        ["numpy"],
+        "Installed packages that answers and tests may import in addition to the standard library",
+        quoted=True,
+    )
+    limits: ResourceLimits = section(ResourceLimits)
+
+
+# Messages of client and server
+
+
+def request_to_json(request: Request, limits: ResourceLimits) -> dict[str, Any]:
+    """A request and what each of its runs may use."""
+    if isinstance(request, ProgramRun):
+        return {"op": "run", **asdict(request), "limits": asdict(limits)}
+    return {
+        "op": "judge",
+        "program": request.program,
+        "kind": type(request.tests).__name__,
+        "tests": asdict(request.tests),
+        "limits": asdict(limits),
+    }
+
+
+def request_from_json(message: dict[str, Any]) -> tuple[Request, ResourceLimits]:
+    """The arguments of `request_to_json`."""
+    limits = ResourceLimits(**message["limits"])
+    if message["op"] == "run":
+        return ProgramRun(message["program"], message["stdin"]), limits
+    return Submission(message["program"], _tests_from_json(message["kind"], message["tests"])), limits
+
+
+def _tests_from_json(kind: str, fields: dict[str, Any]) -> Tests:
+    match kind:
+        case "FunctionTests":
+            return FunctionTests(**{**fields, "tests": tuple(fields["tests"])})
+        case "ProgramTests":
+            return ProgramTests(tuple(ProgramCase(**case) for case in fields["cases"]), fields["tolerance"])
+    return ReferenceAnswer(**fields)
+
+
+def result_to_json(result: Verdict | RunReport) -> tuple[dict[str, Any], bytes]:
+    """A result as a message and its blob."""
+    if isinstance(result, Verdict):
+        return {"verdict": asdict(result)}, b""
+    fields = asdict(result)
+    return {"report": fields}, fields.pop("stdout")
+
+
+def result_from_json(message: dict[str, Any], blob: bytes) -> Verdict | RunReport:
+    """The argument of `result_to_json`."""
+    if "verdict" in message:
+        return Verdict(**message["verdict"])
+    return RunReport(**message["report"], stdout=blob)

@@ -1,0 +1,205 @@
+"""From reports of runs to a verdict. Nothing that an answer says of itself is part of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from eval_pipeline.judge.types import ErrorType, ProgramCase, ResourceLimits, RunReport, TesterReport, Verdict
+
+MESSAGE_CHARS = 500
+_BY_SEVERITY: tuple[ErrorType, ...] = ("syntax_error", "timeout", "runtime_error", "wrong_answer", "success")
+_SHOWN_CHARS = 120
+
+
+@dataclass(frozen=True)
+class TestResult:
+    """One test of an answer."""
+
+    error_type: ErrorType
+    message: str
+    wall_s: float
+    is_doubtful: bool = False
+    """Whether the machine may be the cause, so that another run decides: the wall clock stopped the answer while it had
+    processor time left, or the process of the test was killed."""
+
+
+NO_PROGRAM = TestResult("syntax_error", "no program in the answer", 0.0)
+"""Of an empty program, which would run without an error and must not count as code that ran."""
+
+
+def combine_results(results: Sequence[TestResult], num_tests: int) -> Verdict:
+    """The verdict from the tests that were run, in order; tests that were not run are not passed.
+
+    Args:
+        results: empty only if the problem has no tests, which is the data's fault and not the answer's.
+        num_tests: of the problem.
+    """
+    if not results:
+        return Verdict("api_error", 0, num_tests, "the problem has no tests")
+    worst = min((result.error_type for result in results), key=_BY_SEVERITY.index)
+    number, first = next((n, result) for n, result in enumerate(results, 1) if result.error_type == worst)
+    num_passed = sum(result.error_type == "success" for result in results)
+    wall_s = sum(result.wall_s for result in results)
+    message = "" if worst == "success" else _numbered(number, first)
+    return Verdict(worst, num_passed, num_tests, message[:MESSAGE_CHARS], wall_s)
+
+
+def _numbered(number: int, result: TestResult) -> str:
+    return result.message if result.error_type == "syntax_error" else f"test {number}: {result.message}"
+
+
+def judge_function_run(report: RunReport, outcome: TesterReport, limits: ResourceLimits) -> TestResult:
+    """Judge one test of a function.
+
+    Args:
+        report: the run of the answer.
+        outcome: what its test came to.
+        limits: of the run.
+    """
+    if (stopped := _stopped(report, limits)) is not None:
+        return stopped
+    wall_s = report.wall_s
+    match outcome.kind:
+        case "passed":
+            return TestResult("success", "", wall_s)
+        case "failed":
+            return TestResult("wrong_answer", outcome.message, wall_s)
+        case "error":
+            return TestResult("runtime_error", outcome.message, wall_s)
+        case "died" if wall_s >= min(limits.cpu_s, limits.test_cpu_s):
+            return TestResult("timeout", outcome.message, wall_s)
+    message = outcome.message if report.end == "ended" else _ending(report)
+    return TestResult("runtime_error", message, wall_s, is_doubtful=outcome.kind == "died")
+
+
+def judge_program_run(
+    report: RunReport, case: ProgramCase, match: Callable[[str, str], bool], limits: ResourceLimits
+) -> TestResult:
+    """Judge one run of a program by what it printed.
+
+    Args:
+        report: the run.
+        case: what it must print.
+        match: whether the printed and the expected output are equal.
+        limits: of the run.
+    """
+    if (stopped := _stopped(report, limits)) is not None:
+        return stopped
+    if report.exit_code != 0:
+        return TestResult("runtime_error", _ending(report), report.wall_s)
+    actual = report.stdout.decode(errors="replace")
+    if match(actual, case.expected):
+        return TestResult("success", "", report.wall_s)
+    message = f"printed {_shown(actual)}, expected {_shown(case.expected)}"
+    return TestResult("wrong_answer", message, report.wall_s)
+
+
+def _stopped(report: RunReport, limits: ResourceLimits) -> TestResult | None:
+    """The result of a run that did not compile or hit a limit; None for any other."""
+    match report.end:
+        case "cpu":
+            return TestResult("timeout", f"more than {limits.cpu_s:g} s of processor time", report.wall_s)
+        case "wall":
+            return TestResult("timeout", f"more than {limits.wall_s:g} s", report.wall_s, is_doubtful=True)
+        case "memory" | "processes" | "files":
+            return TestResult("runtime_error", f"more {report.end} than allowed", report.wall_s)
+    if report.syntax_error is not None:
+        return TestResult("syntax_error", report.syntax_error, report.wall_s)
+    return None
+
+
+def _ending(report: RunReport) -> str:
+    """How a process ended, for people to read."""
+    errors, status = report.stderr.strip().splitlines(), report.exit_code
+    ended = f"killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
+    return f"{errors[-1].strip()} ({ended})" if errors else ended
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...")
+
+
+# Outputs of programs
+
+_BLOCK_CHARS = 1 << 14
+"""Characters whose tokens are in memory at a time."""
+_TOKEN = re.compile(r"\n|\S+")
+_SPACE = re.compile(r"\s")
+_INTEGER = re.compile(r"([+-]?)([0-9]+)")
+
+
+def outputs_match(actual: str, expected: str, tolerance: float | None) -> bool:
+    """Whether two outputs are the same, line by line, white space within a line and blank lines at the end aside.
+
+    Outputs may be megabytes of line breaks, and one process compares for all workers: the comparison ends at the first
+    difference, and its memory does not depend on the number of lines or tokens.
+
+    Args:
+        actual: what the program printed.
+        expected: what it should have printed.
+        tolerance: largest absolute or relative difference of two finite numbers at the same place, unless both are
+            written as integers: those must be equal, for a count of 10^9 must not be off by 1000. None where all must
+            be written the same.
+    """
+    actual, expected = actual.rstrip(), expected.rstrip()
+    if actual == expected:
+        return True
+    start = _end_of_same_lines(actual, expected)
+    pairs = zip_longest(_tokens(actual, start), _tokens(expected, start))
+    return all(
+        ours == theirs or (ours and theirs and "\n" not in (ours, theirs) and _same(ours, theirs, tolerance))
+        for ours, theirs in pairs
+    )
+
+
+def _end_of_same_lines(actual: str, expected: str) -> int:
+    """Where a line begins before which both are the same text; at most a block and a line before they differ."""
+    start, end = 0, min(len(actual), len(expected))
+    while start < end and actual[start : start + _BLOCK_CHARS] == expected[start : start + _BLOCK_CHARS]:
+        start += _BLOCK_CHARS
+    return actual.rfind("\n", 0, min(start, end)) + 1
+
+
+def _tokens(text: str, start: int) -> Iterator[str]:
+    """The words of a text and its line breaks, in their order."""
+    while start < len(text):
+        space = _SPACE.search(text, start + _BLOCK_CHARS)
+        end = space.start() if space else len(text)
+        yield from _TOKEN.findall(text, start, end)
+        start = end
+
+
+def _same(actual: str, expected: str, tolerance: float | None) -> bool:
+    if actual == expected:
+        return True
+    if tolerance is None:
+        return False
+    integers = _integer(actual), _integer(expected)
+    if integers[0] is not None and integers[1] is not None:
+        return integers[0] == integers[1]
+    number, wanted = _finite(actual), _finite(expected)
+    if number is None or wanted is None:
+        return False
+    return math.isclose(number, wanted, rel_tol=tolerance, abs_tol=tolerance)
+
+
+def _integer(token: str) -> tuple[bool, str] | None:
+    """Sign and digits of an integer, none for zero: `int` refuses thousands of digits."""
+    match = _INTEGER.fullmatch(token)
+    if match is None:
+        return None
+    digits = match[2].lstrip("0")
+    return match[1] == "-" and digits != "", digits
+
+
+def _finite(token: str) -> float | None:
+    """The number a token stands for; "1_000", which Python takes for one, is none in any output."""
+    try:
+        number = float(token)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and "_" not in token else None

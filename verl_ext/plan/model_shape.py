@@ -1,0 +1,276 @@
+"""Which model a configuration names, and its parameters as FSDP2 groups them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import requests
+import torch
+from accelerate import init_empty_weights
+from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from verl_ext.commands import program
+from verl_ext.config.compose import load_yaml
+from verl_ext.config.schema import value_at
+from verl_ext.errors import UserError, first_line_of
+from verl_ext.model_files import is_hub_name, read_json
+from verl_ext.plan.workload import PlannedConfig
+from verl_ext.remote_code import require_no_remote_code
+from verl_ext.trainer.stages import sft_recipe_of
+
+DIMENSIONS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+"""Keys that a model's configuration must have."""
+_QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "use_sliding_window": False}
+_QWEN2_7B = {
+    **_QWEN2,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+_QWEN2_1_5B = {
+    **_QWEN2,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+_SMOLLM2_135M = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+BUILT_IN = {
+    "Qwen/Qwen2.5-Coder-7B-Instruct": _QWEN2_7B,
+    "Qwen/Qwen2.5-Coder-7B": _QWEN2_7B,
+    "Qwen/Qwen2.5-7B-Instruct": _QWEN2_7B,
+    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN2_1_5B,
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": _QWEN2_1_5B,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2_135M,
+    "data/smollm2_135m": _SMOLLM2_135M,  # `prepare smollm2` copies it from an installed package
+}
+"""What decides sizes in the `config.json` of the models that recipes name, from the models' pages on the hub."""
+
+
+# The model of a configuration
+
+
+def find_model(config: PlannedConfig) -> tuple[PretrainedConfig, list[str]]:
+    """The model's own configuration, and notes for the user about its source.
+
+    It is read from a directory, the hub's cache or the hub; without a network, the built-in dimensions are used.
+
+    Raises:
+        UserError: no model is named, or its dimensions cannot be read.
+    """
+    name, notes = named_model(config)
+    if name.startswith("~"):
+        name = str(Path(name).expanduser())
+    error: Exception = OSError(name)
+    for asks_hub in (False, True):  # the disk and the cache first
+        if not asks_hub or (is_hub_name(name) and hub_answers()):
+            try:
+                return read_model_config(name, config.model.trust_remote_code, local_files_only=not asks_hub), notes
+            except (OSError, ValueError) as failure:  # what transformers raises for a missing or a damaged file
+                error = failure
+    if name in BUILT_IN:
+        built_in = f"{name} cannot be read here; its dimensions are built in"
+        return AutoConfig.for_model(**BUILT_IN[name]), [*notes, built_in]
+    if is_hub_name(name):
+        raise UserError(f"model.partial_pretrain={name} is neither on this machine nor on the hub; name another model")
+    if Path(name).exists():
+        raise UserError(f"model.partial_pretrain={name} cannot be read ({first_line_of(error)}); name another model")
+    commands = " and ".join(f"`{program('prepare')} {each}`" for each in config.prepare)
+    first = f"run {commands} first" if commands else "create it first"
+    raise UserError(f"model.partial_pretrain={name} does not exist; {first}, or name another model")
+
+
+def named_model(config: PlannedConfig) -> tuple[str, list[str]]:
+    """`model.partial_pretrain`, or the initial model of the SFT run before this one, with a note for the user.
+
+    Raises:
+        UserError: neither is known.
+    """
+    if config.model.partial_pretrain is not None:
+        return str(config.model.partial_pretrain), []
+    run_dir = value_at(config, "model.sft_run")
+    recipe = sft_recipe_of(Path(run_dir)) if run_dir else None
+    if recipe is None:
+        raise UserError(f"model.sft_run={run_dir} is not a run of a recipe known here; set model.partial_pretrain")
+    name = load_yaml(recipe)["model"]["partial_pretrain"]
+    return str(name), [f"{run_dir} is assumed to be a run of recipe={recipe.stem}"]
+
+
+def read_model_config(name: str, trust_remote_code: bool, local_files_only: bool) -> PretrainedConfig:
+    """transformers' configuration of a directory or a name on the hub."""
+    if (local := Path(name) / "config.json").is_file():
+        read_json(local)  # on other JSON, transformers raises any exception
+    require_no_remote_code(name, trust_remote_code, local_files_only)
+    return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, local_files_only=local_files_only)
+
+
+def hub_answers() -> bool:
+    """Whether the hub can be reached; asked once, because transformers would retry for half a minute."""
+    if HF_HUB_OFFLINE:
+        return False
+    try:
+        return requests.head(ENDPOINT, timeout=3).ok
+    except requests.RequestException:
+        return False
+
+
+# Its shape
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that FSDP2 gathers and reduces together.
+
+    Attributes:
+        shapes: of each parameter.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(map(math.prod, self.shapes))
+
+    @property
+    def last_numel(self) -> int:
+        """Elements of the last parameter, whose gradient outlives the others' in a reduce-scatter."""
+        return math.prod(self.shapes[-1]) if self.shapes else 0
+
+    def shard_numel(self, num_ranks: int) -> int:
+        """Elements that a rank holds: each parameter is sharded along its first dimension, rounded up."""
+        return sum(-(-shape[0] // num_ranks) * math.prod(shape[1:]) for shape in self.shapes)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A dense decoder.
+
+    Attributes:
+        model_type: transformers' name of the architecture.
+        num_layers: number of decoder layers.
+        hidden: width of the hidden states.
+        intermediate: width of the SwiGLU.
+        num_heads: attention heads.
+        num_kv_heads: heads of keys and values.
+        head_dim: width of a head.
+        vocab: size of the vocabulary.
+        has_qk_norm: whether queries and keys are normalized per head, as in Qwen3.
+        layer: one decoder layer.
+        embedding: the input embedding, where it is a group of its own: verl wraps it unless the output shares it.
+        root: everything else, including the output projection.
+    """
+
+    model_type: str
+    num_layers: int
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    has_qk_norm: bool
+    layer: ParameterGroup
+    embedding: ParameterGroup
+    root: ParameterGroup
+
+    @property
+    def numel(self) -> int:
+        """All parameters, tied ones once."""
+        return self.num_layers * self.layer.numel + self.embedding.numel + self.root.numel
+
+    @property
+    def matmul_numel(self) -> int:
+        """Parameters that every token is multiplied by: those of the layers and of the output projection."""
+        return self.num_layers * self.layer.numel + self.vocab * self.hidden
+
+    @property
+    def groups(self) -> list[ParameterGroup]:
+        """All groups in the order of a forward pass; the root is gathered first."""
+        return [each for each in (self.root, self.embedding) if each.shapes] + [self.layer] * self.num_layers
+
+    @property
+    def kv_numel(self) -> int:
+        """Elements of one token's keys and values in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def shard_numel(self, num_ranks: int) -> int:
+        """Elements of all parameters that a rank holds."""
+        return sum(group.shard_numel(num_ranks) for group in self.groups)
+
+
+def shape_of(config: PretrainedConfig) -> ModelShape:
+    """The dimensions of a model, and the parameters of its real architecture, built without memory.
+
+    Raises:
+        UserError: transformers cannot build it, or it is not a dense decoder like Llama.
+    """
+    try:
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()  # without memory, shared parameters come apart
+    except Exception as error:  # an architecture fails in its own way
+        raise UserError(
+            f"transformers builds no causal language model from {config.model_type} ({first_line_of(error)}); name "
+            "another model"
+        ) from error
+    layers = wrapped_layers(model)
+    if any("expert" in name for name, _ in layers[0].named_modules()) or len({group_of(each) for each in layers}) != 1:
+        raise UserError(f"the plan covers dense decoders with equal layers, not {config.model_type}; there is no plan")
+    missing = [name for name in DIMENSIONS if not hasattr(config, name)]
+    if missing or not hasattr(layers[0], "self_attn"):
+        raise UserError(
+            f"the plan covers decoders like Llama, whose configuration has {', '.join(DIMENSIONS)}, not "
+            f"{config.model_type}; there is no plan"
+        )
+    tied = config.tie_word_embeddings
+    return ModelShape(
+        model_type=config.model_type,
+        num_layers=len(layers),
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocab=config.vocab_size,
+        has_qk_norm=hasattr(layers[0].self_attn, "q_norm"),
+        layer=group_of(layers[0]),
+        embedding=ParameterGroup(()) if tied else group_of(model.get_input_embeddings()),
+        root=root_group(model, layers, tied),
+    )
+
+
+def wrapped_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The modules that verl's `apply_fsdp2` makes groups of, by their class."""
+    return [each for each in model.modules() if type(each).__name__ in (model._no_split_modules or ())]
+
+
+def group_of(module: torch.nn.Module) -> ParameterGroup:
+    """All parameters of a module as one group."""
+    return ParameterGroup(tuple(tuple(each.shape) for each in module.parameters()))
+
+
+def root_group(model: PreTrainedModel, layers: list[torch.nn.Module], tied: bool) -> ParameterGroup:
+    """The parameters outside of all other groups, in the model's order."""
+    others = [*layers] if tied else [*layers, model.get_input_embeddings()]
+    taken = {id(each) for module in others for each in module.parameters()}
+    return ParameterGroup(tuple(tuple(each.shape) for each in model.parameters() if id(each) not in taken))

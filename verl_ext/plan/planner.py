@@ -1,0 +1,275 @@
+"""The plan of one configuration on a number of GPUs: memory, time and disk, whether it fits, and what makes it fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verl_ext.config.schema import set_at
+from verl_ext.errors import UserError
+from verl_ext.files import GIB
+from verl_ext.plan.memory import StepMemory, engine_shortage, step_memory
+from verl_ext.plan.model_shape import ModelShape
+from verl_ext.plan.step_time import Cluster, StepTime, step_time
+from verl_ext.plan.workload import (
+    DTYPE_BYTES,
+    DataLengths,
+    PlannedConfig,
+    RankWorkload,
+    samples_per_update,
+    token_budget,
+    workload_of,
+)
+from verl_ext.trainer.stages import GRPOConfig
+
+Overrides = dict[str, Any]
+UTILIZATION, TENSOR_PARALLEL = "rollout.gpu_memory_utilization", "rollout.tensor_model_parallel_size"
+MAX_UTILIZATION = 90
+"""Percent of a GPU's memory that a suggestion gives to an engine at most."""
+WORKING_SHARE = 0.05
+"""Share of a GPU's memory that a suggestion leaves for vLLM's activations, for which the plan has no formula."""
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """Checkpoints on the disk.
+
+    Attributes:
+        parts: bytes of one checkpoint: weights, optimizer, export.
+        max_checkpoints: most that exist at a time, the one being written included; None if all are kept and the
+            configuration does not say how many there will be.
+        num_without_optimizer: those of them whose optimizer state is deleted.
+        save_s: seconds to write one checkpoint.
+    """
+
+    parts: dict[str, float]
+    max_checkpoints: int | None
+    num_without_optimizer: int
+    save_s: float
+
+    @property
+    def checkpoint_bytes(self) -> float:
+        """One checkpoint."""
+        return sum(self.parts.values())
+
+    @property
+    def total_bytes(self) -> float | None:
+        """All checkpoints that exist at a time; None if the number is unknown."""
+        if self.max_checkpoints is None:
+            return None
+        return self.max_checkpoints * self.checkpoint_bytes - self.num_without_optimizer * self.parts["optimizer"]
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A prediction.
+
+    Attributes:
+        config: the configuration.
+        shape: the model.
+        cluster: the machines.
+        lengths: of the data.
+        work: a rank's step.
+        memory: of a rank.
+        time: of a step.
+        disk: of the run.
+        shortage: why the rollout engine cannot start; empty if it can, or if there is none.
+    """
+
+    config: PlannedConfig
+    shape: ModelShape
+    cluster: Cluster
+    lengths: DataLengths
+    work: RankWorkload
+    memory: StepMemory
+    time: StepTime
+    disk: DiskUse
+    shortage: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the data sheet's memory (`Hardware`), and the engine can start."""
+        return not self.shortage and self.memory.peak_bytes <= self.cluster.hardware.memory_bytes
+
+    @property
+    def bound_by(self) -> str:
+        """What the step mostly waits for."""
+        bound = self.time.bound_by
+        return f"{bound} ({self.cluster.slowest_link})" if bound == "communication" else bound
+
+    @property
+    def mfu(self) -> float:
+        """The model's operations, relative to the peak of all GPUs."""
+        return self.time.model_flops / self.time.total_s / self.cluster.gpus / self.cluster.hardware.flops
+
+    @property
+    def micro_batch(self) -> str:
+        """How samples share a forward pass, as the configuration sets it."""
+        budget = token_budget(self.config)
+        if budget is not None:
+            return f"{budget} tokens"
+        return str(min(self.config.data.micro_batch_size_per_gpu, samples_per_update(self.config, self.cluster.gpus)))
+
+
+def make_plan(config: PlannedConfig, shape: ModelShape, cluster: Cluster, lengths: DataLengths) -> RunPlan:
+    """Predict memory, time and disk.
+
+    Args:
+        config: resolved.
+        shape: of its model.
+        cluster: that it runs on.
+        lengths: of the data.
+
+    Raises:
+        UserError: the configuration cannot run there, or the plan has no formulas for it.
+    """
+    hardware = cluster.hardware
+    work = workload_of(config, shape.numel, cluster.gpus, hardware, lengths)
+    memory = step_memory(config, shape, work, cluster.gpus, hardware)
+    time = step_time(config, shape, work, cluster)
+    disk = disk_use(config, shape, work, cluster.disk_gbps)
+    shortage = engine_shortage(config, shape, work, hardware) if isinstance(config, GRPOConfig) else ""
+    return RunPlan(config, shape, cluster, lengths, work, memory, time, disk, shortage)
+
+
+# Disk
+
+
+def disk_use(config: PlannedConfig, shape: ModelShape, work: RankWorkload, gbps: float) -> DiskUse:
+    """What checkpoints take: weights and AdamW's two moments in the stored type, and the export in its own type.
+
+    Schedule, random states and tokenizer are not counted; they take a few MB.
+
+    Args:
+        config: resolved.
+        shape: of its model.
+        work: of one rank.
+        gbps: 10^9 bytes per second that all ranks together write.
+    """
+    checkpoint = config.trainer.checkpoint
+    export = work.compute_bytes if checkpoint.export.dtype == "auto" else DTYPE_BYTES[checkpoint.export.dtype]
+    parts = {
+        "weights": float(work.master_bytes * shape.numel),
+        "optimizer": 2.0 * work.master_bytes * shape.numel * ("optimizer" in checkpoint.save_contents),
+        "export": float(export * shape.numel * ("hf_model" in checkpoint.save_contents)),
+    }
+    most = max_checkpoints(config)
+    stripped = checkpoint.keep_best if checkpoint.drop_optimizer_of_best else 0
+    return DiskUse(parts, most, min(stripped, (most or 1) - 1), sum(parts.values()) / (gbps * 1e9))
+
+
+def max_checkpoints(config: PlannedConfig) -> int | None:
+    """Most checkpoints that exist at a time; None if all are kept and the number of steps depends on the data.
+
+    Rotation keeps the newest and the best ones, and removes others after the commit of the next one.
+    """
+    trainer = config.trainer
+    if trainer.save_freq < 1:  # the last step only
+        return 1
+    counts = []
+    if trainer.max_ckpt_to_keep is not None:
+        counts.append(trainer.max_ckpt_to_keep + trainer.checkpoint.keep_best + 1)
+    if trainer.total_training_steps is not None:
+        counts.append(math.ceil(trainer.total_training_steps / trainer.save_freq))
+    return min(counts, default=None)
+
+
+# What makes it fit
+
+
+def with_overrides(plan: RunPlan, overrides: Overrides, gpus: int | None = None) -> RunPlan | None:
+    """The plan with other settings or another number of GPUs; None if they cannot run."""
+    config = deepcopy(plan.config)
+    for key, value in overrides.items():
+        set_at(config, key, value)
+    cluster = replace(plan.cluster, gpus=gpus or plan.cluster.gpus)
+    try:
+        return make_plan(config, plan.shape, cluster, plan.lengths)
+    except UserError:
+        return None
+
+
+def suggest_fix(plan: RunPlan) -> str:
+    """One sentence: what makes the plan fit by the same formulas, the cheapest change first."""
+    cause = f"{plan.shortage}; " if plan.shortage else ""
+    for overrides, gpus in candidate_fixes(plan):
+        other = with_overrides(plan, overrides, gpus)
+        if other is not None and other.fits:
+            changes = [
+                f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in overrides.items()
+            ]
+            text = " and ".join(changes + ([f"{gpus} GPUs"] if gpus else []))
+            return f"{cause}with {text} it takes {other.memory.peak_bytes / GIB:.1f} GiB and fits."
+    return f"{cause}no setting that the plan knows makes it fit; take GPUs with more memory, or a smaller model."
+
+
+def candidate_fixes(plan: RunPlan) -> Iterator[tuple[Overrides, int | None]]:
+    """Overrides to try, in order, and numbers of GPUs; all of them give the rollout engine the memory that it needs."""
+    room = room_for_engine(plan)
+    if room:
+        yield room, None
+    yield from (({**room, **each}, None) for each in smaller_engines(plan))
+    saving: Overrides = {} if plan.work.fused_loss or plan.work.is_grpo else {"model.fused_loss": True}
+    checkpointing: Overrides = {} if plan.work.checkpointing else {"model.enable_gradient_checkpointing": True}
+    key, size = "data.micro_batch_size_per_gpu", plan.config.data.micro_batch_size_per_gpu
+    smaller: list[Overrides] = [{key: each} for each in (32, 16, 8, 4, 2, 1) if each < size]
+    least = {**room, **saving, **checkpointing, **(smaller[-1] if smaller else {})}
+    for overrides in (saving, checkpointing, *smaller, {**saving, **checkpointing}, least):
+        if overrides:
+            yield {**room, **overrides}, None
+    for factor in (2, 4, 8, 16):
+        yield least, plan.cluster.gpus * factor
+
+
+def room_for_engine(plan: RunPlan) -> Overrides:
+    """The smallest change with which an engine that lacks memory starts: a larger share, or more GPUs per engine.
+
+    Empty if the engine has room, or if neither is enough.
+    """
+    if not plan.shortage:
+        return {}
+    config = deepcopy(plan.config)
+    assert isinstance(config, GRPOConfig)
+    rollout = config.rollout
+    utilization, tensor_parallel = rollout.gpu_memory_utilization, rollout.tensor_model_parallel_size
+    shares = [utilization, *(each / 100 for each in range(10, MAX_UTILIZATION + 1, 5) if each / 100 >= utilization)]
+    for size in (tensor_parallel * factor for factor in (1, 2, 4, 8)):
+        if plan.cluster.gpus % size or size > plan.cluster.gpus_per_node:
+            continue
+        for share in shares:
+            rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization = size, share - WORKING_SHARE
+            if not engine_shortage(config, plan.shape, plan.work, plan.cluster.hardware):
+                overrides: Overrides = {} if size == tensor_parallel else {TENSOR_PARALLEL: size}
+                return overrides if share == utilization else {**overrides, UTILIZATION: share}
+    return {}
+
+
+def smaller_engines(plan: RunPlan) -> Iterator[Overrides]:
+    """Where an engine shares the GPUs: let it sleep, or give it less memory."""
+    if isinstance(plan.config, GRPOConfig) and plan.config.rollout.engine == "vllm":
+        if not plan.config.rollout.free_cache_engine:
+            yield {"rollout.free_cache_engine": True}
+        for percent in (50, 40, 30, 20):
+            if percent / 100 < plan.config.rollout.gpu_memory_utilization:
+                yield {UTILIZATION: percent / 100}
+
+
+def largest_that_fits(plan: RunPlan) -> RunPlan:
+    """The plan with the largest micro-batch that fits, or the largest token budget if it has one.
+
+    Sizes are doubled from one sample, budgets from the longest sample. If none fits, the smallest is returned.
+    """
+    key, size = "data.micro_batch_size_per_gpu", 1
+    if token_budget(plan.config) is not None:
+        key, size = "data.max_tokens_per_gpu", plan.config.data.max_length
+    limit = samples_per_update(plan.config, plan.cluster.gpus) * size
+    best: RunPlan | None = None
+    while size <= limit:
+        other = with_overrides(plan, {key: size})
+        if other is None or (best is not None and not other.fits):
+            break
+        best, size = other, size * 2
+    return best or plan
