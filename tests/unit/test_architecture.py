@@ -20,8 +20,9 @@ MOST_FILES = {
     "One resume": 8,
     "One row of metrics": 5,
     "A plan": 6,
+    "An evaluation of a controller": 8,
 }
-UNIQUE_CLASSES_IN = ("trainer", "launch", "config", "data", "checkpoint", "metrics", "plan")
+UNIQUE_CLASSES_IN = ("trainer", "launch", "config", "data", "checkpoint", "metrics", "plan", "controller")
 """Folders of `verl_ext` whose classes, like those at the root, have unique names in the product."""
 
 
