@@ -10,7 +10,6 @@ from eval_pipeline.command.arguments import add_action
 from eval_pipeline.command.paths import input_path, output_path
 from verl_ext.cli import Commands, FloatArg, IntArg
 from verl_ext.paths import caller_directory
-from verl_ext.plugins import Plugin
 
 if TYPE_CHECKING:
     from verl_ext.controller.source import ControllerSource
@@ -80,6 +79,7 @@ def add_number(parser: argparse._ActionsContainer, name: str, default: int, text
 def run(arguments: argparse.Namespace) -> int:
     """Compare."""
     from verl_ext.controller.source import find_controller
+    from verl_ext.plugins import Plugin
 
     source = find_controller(arguments.checkpoint)
     from verl_ext.controller.evaluation.evaluate import AdaptiveEvalConfig, evaluate  # here, as torch takes seconds
