@@ -1,4 +1,4 @@
-"""Measurements beside others, or beside what was committed, with their results; `bash benchmarks/run.sh` has them."""
+"""Benchmarks against other projects and against committed results; `bash benchmarks/run.sh` runs them."""
 
 from verl_ext.processes import begin_quietly
 

@@ -1,36 +1,35 @@
-"""What each knob of a budget controller saves: milliseconds and FLOPs beside the model as it was released, in one run.
+"""What each knob of a budget controller saves: milliseconds and FLOPs, compared with the released model, in one run.
 
-Each knob is turned alone, from all of the model downwards. Every round runs each configuration once, the order
-reversed from one round to the next, and the median over the rounds counts; FLOPs are torch's count of the same work. A
-run is the encoding of one image, the prompt, and `--new-tokens` decoded tokens, whatever they say. Without a model,
-one of random weights is made: a Qwen3-VL of 8 blocks with 16 experts each, 8 of them for a token. The last line is what
-a controller takes to decide, beside the encoding at the lowest tier that it looks at.
+Each knob is turned alone, from the whole model downwards. Every round runs each configuration once, in reverse order in
+every other round, and the median over the rounds counts; FLOPs are torch's count of the same work. A run is the
+encoding of one image, the prompt, and `--new-tokens` decoded tokens, whatever they say. Without a model, one of random
+weights is made: a Qwen3-VL of 8 blocks with 16 experts each, 8 of them per token. The last line is the time that a
+controller takes to decide, without the encoding at the lowest tier that it looks at.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from benchmarks.command import bench_parser, write_figures
+from benchmarks.harness import Results, bench_parser, write_results
 from verl_ext.cli import FAILURES, IntArg, clean_exit
 from verl_ext.console import print_line
 
-EXIT_CODES = {"0": "each turn of a knob makes it quicker", "1": "one does not", **FAILURES}
+EXIT_CODES = {"0": "each turn of a knob makes it faster", "1": "one does not", **FAILURES}
 
 
-def not_falling(rows: list[dict[str, Any]]) -> list[str]:
-    """Knobs, and the values at which a cheaper setting was no quicker."""
+def not_falling(rows: list[Results]) -> list[str]:
+    """Knobs, and the values at which a cheaper setting was not faster."""
     pairs = [(a, b) for a, b in zip(rows, rows[1:]) if a["knob"] == b["knob"]]
     return [f"{b['knob']} {b['value']}" for a, b in pairs if b["total_ms"] >= a["total_ms"]]
 
 
-def table_of(rows: list[dict[str, Any]]) -> str:
-    """The rows for people."""
+def table_of(rows: list[Results]) -> str:
+    """The rows as text, with the range of the total."""
     head = f"{'knob':<8}{'value':>12}{'vision':>9}{'prefill':>9}{'decode':>9}"
-    head += f"{'total ms':>10}{'GFLOP':>9}{'ms':>7}{'FLOPs':>7}"
+    head += f"{'total ms':>10}{'range':>18}{'GFLOP':>9}{'ms':>7}{'FLOPs':>7}"
     lines = [
         f"{row['knob']:<8}{row['value']:>12}{row['vision_ms']:>9.2f}{row['prefill_ms']:>9.2f}{row['decode_ms']:>9.2f}"
-        f"{row['total_ms']:>10.2f}{row['gflops']:>9.3f}{row['ms_ratio']:>7.2f}{row['flops_ratio']:>7.2f}"
+        f"{row['total_ms']:>10.2f}{'{:.1f} to {:.1f}'.format(*row['total_ms_range']):>18}{row['gflops']:>9.3f}"
+        f"{row['ms_ratio']:>7.2f}{row['flops_ratio']:>7.2f}"
         for row in rows
     ]
     return "\n".join([head, *lines])
@@ -38,25 +37,25 @@ def table_of(rows: list[dict[str, Any]]) -> str:
 
 @clean_exit()
 def main() -> int:
-    """Measure, print and write."""
+    """Measure, print and write the results."""
     more = "--model DIR --tier-sizes 65536 262144 --topk-choices 2 4 8 --output FILE.json"
     parser = bench_parser("adaptive", __doc__, "", more, exit_codes=EXIT_CODES)
-    parser.add_argument("--model", metavar="DIR", help="directory or hub name; without it one is made")
+    parser.add_argument("--model", metavar="DIR", help="directory or name on the hub; without it one is made")
     parser.add_argument(
         "--tier-sizes", type=IntArg(), nargs="+", default=[2304, 9216, 20736], help="of the tiers, in pixels"
     )
     parser.add_argument("--topk-choices", type=IntArg(), nargs="*", default=[1, 2, 4, 8], help="numbers of experts")
-    parser.add_argument("--rounds", type=IntArg(), default=15, help="of which the median counts")
+    parser.add_argument("--rounds", type=IntArg(), default=15, help="of each configuration; the median counts")
     parser.add_argument("--new-tokens", type=IntArg(), default=8, help="decoded in each run")
     arguments = parser.parse_args()
-    from benchmarks.adaptive_knobs import figures_of  # here, as torch takes seconds to import
+    from benchmarks.adaptive_knobs import measure  # here, because torch takes seconds to import
 
     settings = arguments.tier_sizes, arguments.topk_choices, arguments.new_tokens, arguments.rounds
-    figures = figures_of(arguments.model, *settings)
-    rows, deciding = figures["rows"], figures["deciding_ms"]
+    results = measure(arguments.model, *settings)
+    rows, deciding = results["rows"], results["deciding_ms"]
     print_line(table_of(rows))
     print_line(f"deciding {deciding:.2f} ms, {100 * deciding / rows[0]['total_ms']:.2f} % of the model as released")
-    write_figures(figures, arguments.output)
+    write_results(results, arguments.output)
     if wrong := not_falling(rows):
         print_line(f"latency does not fall at: {', '.join(wrong)}")
     return int(bool(wrong))

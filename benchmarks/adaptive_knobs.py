@@ -6,15 +6,17 @@ import io
 import statistics
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
-from benchmarks.flops import flop_counter
+from benchmarks.harness import Results, in_rounds
 from verl_ext.console import progress_bar
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.calibration import measure_deciding_ms
@@ -27,12 +29,12 @@ from verl_ext.data.prepare.vqa import SIDE, build_processor
 QUESTION = "Sum of the digits?"
 HIDDEN = 256
 """Width of the controller, as recipes have it unless they say otherwise."""
-Run = tuple[str, str, Configuration]
+KnobRun = tuple[str, str, Configuration]
 """Knob, its value, and the configuration."""
 
 
-def made_model(directory: Path) -> str:
-    """A model of random weights with its processor."""
+def make_vlm(directory: Path) -> str:
+    """Write a vision-language model of random weights with its processor; returns its path."""
     processor = build_processor()
     ids = processor.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"])
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
@@ -50,8 +52,8 @@ def made_model(directory: Path) -> str:
     return str(directory)
 
 
-def runs_of(space: ConfigurationSpace) -> Iterator[Run]:
-    """The model as it was released, and each knob turned alone, the dearest setting first."""
+def runs_of(space: ConfigurationSpace) -> Iterator[KnobRun]:
+    """The released model, and each knob turned alone, the most expensive setting first."""
     everything = [True] * space.num_blocks
     yield "model", "as released", space.full
     for tier in reversed(range(len(space.tiers))):
@@ -63,15 +65,15 @@ def runs_of(space: ConfigurationSpace) -> Iterator[Run]:
         yield "top-k", str(topk), space.configuration(len(space.tiers) - 1, everything, topk)
 
 
-class Bench:
-    """Runs configurations of a model on one picture."""
+class KnobRunner:
+    """Runs configurations of a model on one image."""
 
     def __init__(self, adapter: VLMAdapter, new_tokens: int) -> None:
         self.adapter, self._new_tokens = adapter, new_tokens
         pixels = np.random.default_rng(0).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
         scale = max(1, round(max(adapter.tier_sizes) ** 0.5 / SIDE)) if adapter.unit == "pixels" else 1
-        self._picture = Image.fromarray(pixels).resize((scale * SIDE, scale * SIDE))
-        self._inputs = [adapter.inputs(self._picture, QUESTION, tier) for tier in range(len(adapter.tier_sizes))]
+        self._image = Image.fromarray(pixels).resize((scale * SIDE, scale * SIDE))
+        self._inputs = [adapter.inputs(self._image, QUESTION, tier) for tier in range(len(adapter.tier_sizes))]
 
     def generate(self, configuration: Configuration) -> None:
         """One run."""
@@ -79,65 +81,72 @@ class Bench:
             self.adapter.generate(self._inputs[configuration.tier], self._new_tokens, [])
 
     def run(self, configuration: Configuration) -> Latency:
-        """How long one run takes."""
+        """The latency of one run."""
         with LatencyMeter(self.adapter) as meter:
             self.generate(configuration)
         return meter.latency
 
     def questions(self, count: int) -> list[ImageQuestion]:
-        """The question about the picture, under different ids."""
+        """The question about the image, with different ids."""
         encoded = io.BytesIO()
-        self._picture.save(encoded, "png")
+        self._image.save(encoded, "png")
         return [ImageQuestion(str(number), encoded.getvalue(), QUESTION, ("0",)) for number in range(count)]
 
     def deciding_ms(self, space: ConfigurationSpace, rounds: int) -> float:
-        """How long a controller of the usual width takes, the median over rounds."""
+        """How long a controller of the usual width takes to decide; the median over rounds."""
         return measure_deciding_ms(VLMRunner(self.adapter, self._new_tokens), space, self.questions(rounds), HIDDEN)
 
     def flops(self, configuration: Configuration) -> int:
-        """Of one run."""
+        """FLOPs of one run."""
         with flop_counter() as counter:
             self.generate(configuration)
         return counter.get_total_flops()
 
 
-def measure(bench: Bench, space: ConfigurationSpace, rounds: int) -> list[dict[str, Any]]:
-    """A row for each run of `runs_of`."""
+def flop_counter() -> FlopCounterMode:
+    """torch's counter, which counts the matrix products of experts too; torch 2.13 has no formula for grouped ones."""
+    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped_mm_flops})
+
+
+def grouped_mm_flops(tokens: torch.Size, weights: torch.Size, *_: object, **__: object) -> int:
+    """FLOPs for tokens (tokens, in), sorted by expert, and weights (experts, in, out): each token meets one expert."""
+    return 2 * tokens[0] * weights[-2] * weights[-1]
+
+
+def measure(model: str | None, tier_sizes: list[int], topk_choices: list[int], new_tokens: int, rounds: int) -> Results:
+    """A row for each run of `runs_of`, and the time of a decision.
+
+    Args:
+        model: directory or name on the hub; None makes one of random weights.
+        tier_sizes: of the tiers, in pixels.
+        topk_choices: numbers of experts.
+        new_tokens: decoded in each run.
+        rounds: of each run, after one to warm up.
+    """
+    device, dtype = default_device()
+    with tempfile.TemporaryDirectory() as name:
+        adapter = load_adapter(model or make_vlm(Path(name)), tier_sizes, device=device, dtype=dtype)
+    space, runner = adapter.space(1, len(adapter.blocks), topk_choices), KnobRunner(adapter, new_tokens)
     runs = list(runs_of(space))
-    found: list[list[Latency]] = [[] for _ in runs]
-    for number in progress_bar(range(rounds + 1), desc="measuring", unit="rounds"):
-        for place in sorted(range(len(runs)), reverse=number % 2 == 1):
-            latency = bench.run(runs[place][2])
-            if number:  # the first round is for warming up
-                found[place].append(latency)
+    sides = {str(place): partial(runner.run, run[2]) for place, run in enumerate(runs)}
+    latencies = in_rounds(sides, rounds, "measuring", warm_up=1)
     counting = progress_bar(runs, desc="counting FLOPs", unit="runs")
-    rows = [row_of(run, latencies, bench.flops(run[2])) for run, latencies in zip(counting, found)]
+    rows = [row_of(run, found, runner.flops(run[2])) for run, found in zip(counting, latencies.values())]
     for row in rows:
         row["ms_ratio"] = row["total_ms"] / rows[0]["total_ms"]
         row["flops_ratio"] = row["gflops"] / rows[0]["gflops"]
-    return rows
-
-
-def row_of(run: Run, latencies: list[Latency], flops: int) -> dict[str, Any]:
-    """The medians of one run."""
-    parts = ("vision_ms", "prefill_ms", "decode_ms", "total_ms")
-    medians = {part: statistics.median(getattr(latency, part) for latency in latencies) for part in parts}
-    return {"knob": run[0], "value": run[1], **medians, "gflops": flops / 1e9}
-
-
-def figures_of(
-    model: str | None, tier_sizes: list[int], topk_choices: list[int], new_tokens: int, rounds: int
-) -> dict[str, Any]:
-    """All of the run; one of random weights is made where no `model` is named."""
-    device, dtype = default_device()
-    with tempfile.TemporaryDirectory() as name:
-        adapter = load_adapter(model or made_model(Path(name)), tier_sizes, device=device, dtype=dtype)
-    space = adapter.space(1, len(adapter.blocks), topk_choices)
-    bench = Bench(adapter, new_tokens)
-    rows = measure(bench, space, rounds)
     return {
         "model": model or "random",
         "threads": torch.get_num_threads(),
-        "deciding_ms": bench.deciding_ms(space, rounds),
+        "deciding_ms": runner.deciding_ms(space, rounds),
         "rows": rows,
     }
+
+
+def row_of(run: KnobRun, latencies: list[Latency], flops: int) -> Results:
+    """The medians of one run, and the range of its total."""
+    parts = ("vision_ms", "prefill_ms", "decode_ms", "total_ms")
+    medians = {part: statistics.median(getattr(latency, part) for latency in latencies) for part in parts}
+    totals = [latency.total_ms for latency in latencies]
+    of_knob = {"knob": run[0], "value": run[1]}
+    return {**of_knob, **medians, "total_ms_range": [min(totals), max(totals)], "gflops": flops / 1e9}

@@ -1,10 +1,10 @@
 """How long training waits for a checkpoint: verl's manager, ours, and ours in the background, in one run.
 
-A random Qwen2 model of more than 100M parameters with AdamW state is sharded with FSDP2 and saved by turns; between
-two saves the disk is left to finish what it holds back, so that none pays for another. A `stall` is the time from all
-ranks calling to all ranks having returned. `flush` is what remains to be written to the disk afterwards: verl's manager
-leaves it to the kernel, ours has done it before it commits. `plain` is what the disk alone takes: as many bytes,
-written by as many processes as plain files, then forced to the disk.
+A random Qwen2 model of more than 100M parameters with AdamW state is sharded with FSDP2, and the managers alternate in
+saving it; between two saves the disk writes what it holds back, so that no save pays for another. A `stall` is the
+time from all ranks calling to all ranks having returned. `flush` is what remains to be written to the disk afterwards:
+verl's manager leaves it to the kernel, ours does it before the commit. `plain` is what the disk alone takes: as many
+bytes, written by as many processes as plain files, then forced to the disk. Medians count, with their `ranges`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import shutil
 from pathlib import Path
 
-from benchmarks.command import bench_parser, write_figures
+from benchmarks.harness import bench_parser, write_results
 from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line
 from verl_ext.errors import UserError
@@ -22,7 +22,7 @@ from verl_ext.errors import UserError
 
 @clean_exit()
 def main() -> None:
-    """Measure on every rank; rank 0 prints and writes the figures."""
+    """Measure on every rank; rank 0 prints and writes the results."""
     launcher = "torchrun --nproc-per-node=2"
     parser = bench_parser("checkpoint", __doc__, "", "--repeats 3 --output FILE.json", launcher=launcher)
     directory = Path("checkpoints/benchmark")
@@ -30,26 +30,26 @@ def main() -> None:
         "--directory", type=Path, metavar="DIR", default=directory, help="a new one; removed at the end"
     )
     parser.add_argument("--tokenizer", metavar="DIR", default="data/quickstart/model", help="saved with each export")
-    parser.add_argument("--repeats", type=IntArg(), default=6, help="saves of each kind, best a multiple of 3")
+    parser.add_argument("--repeats", type=IntArg(), default=6, help="saves of each kind, ideally a multiple of 3")
     parser.add_argument(
-        "--quick", action="store_true", help="verl's saves and ours alone, none in the background, and no resuming"
+        "--quick", action="store_true", help="only verl's saves and ours, none in the background, and no resuming"
     )
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
-        raise UserError(f"this process is no rank; start it as `{launcher} -m benchmarks.checkpoint`")
+        raise UserError(f"this process is not a rank; start it as `{launcher} -m benchmarks.checkpoint`")
     if arguments.directory.exists():
-        raise UserError(f"{arguments.directory} exists already; remove it, or name a new --directory")
-    import torch  # here, as it takes seconds
+        raise UserError(f"{arguments.directory} exists already; remove it, or name another --directory")
+    import torch  # here, because it takes seconds to import
     import torch.distributed as dist
 
-    from benchmarks.checkpoint_job import measure
+    from benchmarks.checkpoint_ranks import measure
     from verl_ext.distributed import init_process_group
 
     init_process_group("cuda" if torch.cuda.is_available() else "cpu")
-    figures = measure(arguments.directory, arguments.tokenizer, arguments.repeats, arguments.quick)
+    results = measure(arguments.directory, arguments.tokenizer, arguments.repeats, arguments.quick)
     if dist.get_rank() == 0:
-        print_line(json.dumps(figures, indent=1))
-        write_figures(figures, arguments.output)
+        print_line(json.dumps(results, indent=1))
+        write_results(results, arguments.output)
         shutil.rmtree(arguments.directory)
     dist.destroy_process_group()
 

@@ -3,68 +3,248 @@
 DIR is an export, by default the quickstart's model of random weights
 (`python -m verl_ext.data.prepare quickstart --output data/quickstart`).
 
-By turns, in one process, the evaluation's own worker does one batch of all problems with its engine loaded:
-`generation` draws every answer and judges none; `judging` judges answers that are there and draws none; `whole` does
-both as an evaluation does. `ratio` is whole / the longer of the other two. What is judged are the `generated` answers,
-and in turns of their own the `canonical` solutions, each handed in at the moment when the model's answer to its problem
-is drawn: a small model's answers mostly fail at once, and cost a judge less than right ones do. `tail_s` is what a
-whole turn takes after its last answer.
+In one process with its engine loaded, the evaluation's own worker processes one batch of all problems in several ways,
+which alternate: `generation` generates every answer and judges none; `judging` judges existing answers and generates
+none; `whole` does both, as an evaluation does. `ratio` is whole / the longer of the other two. Judged are the
+`generated` answers, and in rounds of their own the `canonical` solutions, each submitted when the model's answer to its
+problem is complete: most answers of a small model fail at once, and cost a judge less than correct ones. `tail_s` is
+the time of a whole round after its last answer.
 
-Where both need every processor, no overlap can make the whole shorter than their processor time divided by the number
-of processors: `cpu_bound_s`. `over_cpu_bound` is whole / the longest of generation, judging and that bound.
+If both need every CPU, no overlap can make the whole shorter than their CPU time divided by the number of CPUs:
+`cpu_bound_s`. `over_cpu_bound` is whole / the longest of generation, judging and that bound.
 
-`command` is `python -m eval_pipeline run` beside that, from its start to metrics.json, by part: `start_s` until the
-engine is ready, `answering_s` until the last verdict, `writing_s` until the figures are public. Medians count.
+`command` is `python -m eval_pipeline run`, from its start to metrics.json, by part: `start_s` until the engine is
+ready, `answering_s` until the last verdict, `writing_s` until the results are published. Medians count, with their
+`ranges`.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
-from benchmarks.command import bench_parser, write_figures
-from benchmarks.evaluation_command import command_parts
-from benchmarks.evaluation_turns import VARIANTS, Turn, Turns
-from benchmarks.running import ROOT
+from benchmarks.harness import (
+    ROOT,
+    CPUClock,
+    Numbers,
+    Results,
+    bench_parser,
+    columns,
+    in_rounds,
+    medians,
+    ranges,
+    run,
+    spread,
+    write_results,
+)
+from eval_pipeline.config import EvalConfig
+from eval_pipeline.engines.answer import Answer, Request
+from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.recipe.load import load_recipe
+from eval_pipeline.report.results import read_evaluation
+from eval_pipeline.work.batch import Answered, Batch, BatchId, Event, Failed, Key, Verdicted, batches_of, key_of
+from eval_pipeline.work.worker import Worker
 from verl_ext.cli import IntArg, clean_exit
-from verl_ext.console import print_line, progress_bar
+from verl_ext.console import print_line
+from verl_ext.errors import UserError
 
 MODEL = ROOT / "data" / "quickstart" / "model"
-Found = dict[str, list[Turn]]
-"""Turns of each kind."""
+VARIANTS = ("generated", "canonical")
+KINDS = ("generation", *(f"{part} {variant}" for part in ("judging", "whole") for variant in VARIANTS))
+COMMAND = "the command"
 
 
-def measure_turns(turns: Turns, repeats: int) -> Found:
-    """All turns, the order reversed from one round to the next; the first round is for warming up."""
-    found: Found = {kind: [] for kind in turns.kinds}
-    for number in progress_bar(range(repeats + 1), desc="measuring", unit="rounds"):
-        for kind in reversed(turns.kinds) if number % 2 else turns.kinds:
-            turn = turns.take(kind)
-            if number:
-                found[kind].append(turn)
-    return found
+# One worker
 
 
-def medians_of(turns: list[Turn]) -> Turn:
-    """The median of each figure."""
-    return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+class ReplacingWorker(Worker):
+    """A worker that submits other texts for judging, each when the answer that it replaces is complete.
+
+    Attributes:
+        texts: by `problem_id`; answers to other problems stay.
+    """
+
+    texts: Mapping[str, str] = {}
+
+    def taken(self, request: Request, answer: Answer) -> Answer:
+        """See `Worker`."""
+        text = self.texts.get(request.problem_id)
+        return answer if text is None else replace(answer, text=text, error=None)
 
 
-def overlap_of(generation: Turn, judging: Turn, whole: Turn, num_processors: int) -> dict[str, float]:
-    """How well the two overlapped in a whole turn.
+class RoundEvents:
+    """Collects what a worker emits in one round."""
+
+    def __init__(self) -> None:
+        self.answers: dict[Key, Answer] = {}
+        self.error_types: Counter[str] = Counter()
+        self.last_answer = time.perf_counter()
+        self.failure: str | None = None
+
+    def add(self, event: Event) -> None:
+        """Add an event; several threads may call this, like the pipe to a driver."""
+        if isinstance(event, Answered):
+            self.answers[event.key] = event.answer
+            self.last_answer = time.perf_counter()
+        elif isinstance(event, Verdicted):
+            self.error_types[event.verdict.error_type] += 1
+        elif isinstance(event, Failed):
+            self.failure = event.error
+
+
+class WorkerRounds:
+    """A context with one engine and one judge, which stay from round to round.
 
     Args:
-        generation: wall-clock and processor seconds, `wall_s` and `cpu_s`, of drawing alone.
+        recipe: with HumanEval; all problems are one batch, which the recipe's `batch_size` must allow.
+        export: Hugging Face model directory.
+
+    Raises:
+        UserError: `batch_size` is too small.
+    """
+
+    def __init__(self, recipe: EvalConfig, export: Path) -> None:
+        problems = load_problems(recipe.sources["humaneval"])
+        self.num_problems = len(problems)
+        self._canonical = {each.problem_id: f"```python\n{each.canonical_solution}\n```" for each in problems}
+        batches = batches_of(problems, recipe.sampling, recipe.batch_size)
+        if len(batches) != 1:
+            raise UserError(f"batch_size is {recipe.batch_size}; at least {len(problems)} make all problems one batch")
+        by_id = {problem.problem_id: problem for problem in problems}
+        self._batch = Batch(
+            BatchId("model", "humaneval", "", claim=1, number=0), export, by_id, batches[0], recipe.sampling
+        )
+        self._recipe = recipe
+        self._answers: dict[Key, Answer] = {}
+        self._error_types: dict[str, dict[str, int]] = {}
+
+    def __enter__(self) -> WorkerRounds:
+        """Start judge and engine, and generate the answers once."""
+        self._clock = CPUClock()  # before the processes that it counts
+        self._worker = ReplacingWorker(self._recipe)
+        self.run("generation")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close both."""
+        self._worker.__exit__(kind, error, trace)
+
+    def run(self, kind: str) -> dict[str, float]:
+        """Run one round: its wall-clock and CPU seconds, and those after its last answer.
+
+        Args:
+            kind: one of `KINDS`.
+
+        Raises:
+            UserError: the worker failed.
+        """
+        part, _, variant = kind.partition(" ")
+        self._worker.texts = self._canonical if variant == "canonical" else {}
+        batch, events = self.batch_for(part, variant), RoundEvents()
+        cpu, begun = self._clock.seconds(), time.perf_counter()
+        self._worker.work(batch, events.add)
+        end = time.perf_counter()
+        seconds = {"wall_s": end - begun, "cpu_s": self._clock.seconds() - cpu}
+        if events.failure is not None:
+            raise UserError(f"{kind}: {events.failure}")
+        if part == "generation":
+            self._answers = events.answers
+        else:
+            self._error_types[variant] = dict(events.error_types)
+        return seconds | ({"tail_s": end - events.last_answer} if part == "whole" else {})
+
+    def batch_for(self, part: str, variant: str) -> Batch:
+        """The batch as an evaluation would hand it out, with what exists already."""
+        if part == "generation":
+            return replace(self._batch, judged=frozenset(map(key_of, self._batch.requests)))
+        if part == "whole":
+            return self._batch
+        texts = self._canonical if variant == "canonical" else {}
+        answers = {key: replace(each, text=texts.get(key[0], each.text)) for key, each in self._answers.items()}
+        return replace(self._batch, answers=answers)
+
+    def answers_info(self) -> Results:
+        """What was generated and judged."""
+        lengths = [answer.num_tokens for answer in self._answers.values()]
+        return {
+            "mean_tokens": sum(lengths) / len(lengths),
+            "max_tokens": max(lengths),
+            "truncated": sum(answer.truncated for answer in self._answers.values()),
+            "verdicts": self._error_types,
+        }
+
+
+# The command
+
+
+def command_parts(model: Path, overrides: list[str]) -> dict[str, float]:
+    """Run the command once in a fresh directory; seconds of each part, from the start of the process.
+
+    Args:
+        model: Hugging Face model directory.
+        overrides: of the recipe humaneval.
+
+    Raises:
+        UserError: the command failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="benchmark_evaluation_") as directory:
+        words = ["run", "--checkpoint", str(model), "--recipe", "humaneval", "--no-wandb", "--output", directory]
+        begun = time.time()
+        run([sys.executable, "-m", "eval_pipeline", *words, *overrides])
+        return parts_of(Path(directory), begun, time.time())
+
+
+def parts_of(directory: Path, begun: float, ended: float) -> dict[str, float]:
+    """The parts by when files were last written; they add up to `total_s`, and `exit_s` follows.
+
+    Args:
+        directory: of the evaluation.
+        begun: when the process started, in seconds since 1970.
+        ended: when it had ended.
+    """
+    [protocol] = directory.glob("work/humaneval/protocol-*.json")
+    [verdicts] = directory.glob("work/humaneval/verdicts-*.jsonl")
+    metrics = directory / "metrics.json"
+    ready, judged, published = (path.stat().st_mtime for path in (protocol, verdicts, metrics))
+    result = read_evaluation(directory).datasets["humaneval"]
+    num_problems = result.metrics["num_problems"]
+    assert num_problems is not None
+    return {
+        "start_s": ready - begun,
+        "answering_s": judged - ready,
+        "writing_s": published - judged,
+        "total_s": published - begun,
+        "exit_s": ended - published,
+        "engine_import_s": result.seconds["import_s"],
+        "engine_load_s": result.seconds["load_s"],
+        "problems_per_s": num_problems / (published - begun),
+    }
+
+
+# Summary
+
+
+def overlap_of(generation: Numbers, judging: Numbers, whole: Numbers, num_cpus: int) -> dict[str, float]:
+    """How well generation and judging overlapped.
+
+    Args:
+        generation: wall-clock and CPU seconds, `wall_s` and `cpu_s`, of generation alone.
         judging: the same of judging alone.
         whole: of both together.
-        num_processors: that both share.
+        num_cpus: that both share.
     """
     longer = max(generation["wall_s"], judging["wall_s"])
-    bound = (generation["cpu_s"] + judging["cpu_s"]) / num_processors
+    bound = (generation["cpu_s"] + judging["cpu_s"]) / num_cpus
     return {
         "ratio": whole["wall_s"] / longer,
         "one_after_the_other_ratio": (generation["wall_s"] + judging["wall_s"]) / longer,
@@ -73,61 +253,62 @@ def overlap_of(generation: Turn, judging: Turn, whole: Turn, num_processors: int
     }
 
 
-def summary_of(found: Found, num_problems: int, num_processors: int) -> dict[str, Any]:
-    """Medians, ratios and rates of each variant."""
-    generation = medians_of(found["generation"])
-    summary: dict[str, Any] = {"generation": generation}
+def summary_of(rounds: Mapping[str, Sequence[Numbers]], num_problems: int, num_cpus: int) -> Results:
+    """Medians, ranges, ratios and rates of each variant."""
+    generation = medians(rounds["generation"])
+    summary: Results = {"generation": generation}
     for variant in VARIANTS:
-        judging, whole = (medians_of(found[f"{part} {variant}"]) for part in ("judging", "whole"))
+        judging, whole = (medians(rounds[f"{part} {variant}"]) for part in ("judging", "whole"))
         summary[variant] = {
             "judging": judging,
             "whole": whole,
             "problems_per_s": num_problems / whole["wall_s"],
-            **overlap_of(generation, judging, whole, num_processors),
+            **overlap_of(generation, judging, whole, num_cpus),
         }
+    summary["ranges"] = {kind: ranges(found) for kind, found in rounds.items()}
     return summary
 
 
-def table_of(summary: dict[str, Any]) -> str:
-    """The figures as text."""
-    rows = [
-        f"{'':<12}{'generation':>11}{'judging':>9}{'whole':>8}{'tail':>7}{'ratio':>7}{'CPU bound':>11}{'over it':>9}"
-    ]
+def table_of(summary: Results, rounds: Mapping[str, Sequence[Numbers]]) -> str:
+    """The results as text."""
+    seconds = {kind: spread(columns(found)["wall_s"]) for kind, found in rounds.items()}
+    lines = [f"{kind:<20}{text} s" for kind, text in seconds.items()]
+    lines.append(f"{'':<12}{'tail':>7}{'ratio':>7}{'CPU bound':>11}{'over it':>9}")
     for variant in VARIANTS:
         each = summary[variant]
-        seconds = [summary["generation"]["wall_s"], each["judging"]["wall_s"], each["whole"]["wall_s"]]
-        rows.append(
-            f"{variant:<12}{seconds[0]:>11.2f}{seconds[1]:>9.2f}{seconds[2]:>8.2f}{each['whole']['tail_s']:>7.2f}"
-            f"{each['ratio']:>7.2f}{each['cpu_bound_s']:>11.2f}{each['over_cpu_bound']:>9.2f}"
+        lines.append(
+            f"{variant:<12}{each['whole']['tail_s']:>7.2f}{each['ratio']:>7.2f}{each['cpu_bound_s']:>11.2f}"
+            f"{each['over_cpu_bound']:>9.2f}"
         )
-    return "\n".join(rows)
+    return "\n".join(lines)
 
 
 @clean_exit()
 def main() -> int:
-    """Measure, print and write."""
+    """Measure, print and write the results."""
     more = "--model models/mine --repeats 3 --output FILE.json sampling.max_tokens=256"
     parser = bench_parser("evaluation", __doc__, "", more)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe humaneval")
     parser.add_argument(
         "--model", type=Path, metavar="DIR", default=MODEL, help="export (default: the quickstart's random model)"
     )
-    parser.add_argument("--repeats", type=IntArg(), default=5, help="turns of each kind that count")
+    parser.add_argument("--repeats", type=IntArg(), default=5, help="rounds of each kind that count")
     parser.add_argument("--commands", type=IntArg(0), default=3, help="runs of the command, after one to warm up")
     arguments = parser.parse_args()
-    overrides = arguments.overrides
-    with Turns(load_recipe("humaneval", overrides), arguments.model.resolve()) as turns:
-        found = measure_turns(turns, arguments.repeats)
-        about = {"answers": turns.about(), "num_problems": turns.num_problems}
-    summary = summary_of(found, turns.num_problems, len(os.sched_getaffinity(0)))
-    print_line(table_of(summary))
+    model, overrides = arguments.model.resolve(), arguments.overrides
+    with WorkerRounds(load_recipe("humaneval", overrides), model) as worker:
+        sides = {kind: partial(worker.run, kind) for kind in KINDS}
+        rounds = in_rounds(sides, arguments.repeats, "measuring", warm_up=1)
+        info = {"answers": worker.answers_info(), "num_problems": worker.num_problems}
+    summary = summary_of(rounds, worker.num_problems, len(os.sched_getaffinity(0)))
+    print_line(table_of(summary, rounds))
     if arguments.commands:
-        turns_of_it = progress_bar(range(arguments.commands + 1), desc="the command", unit="runs")
-        commands = [command_parts(arguments.model.resolve(), overrides) for _ in turns_of_it][1:]
-        summary["command"] = medians_of(commands)
-        print_line("command: " + ", ".join(f"{name} {value:.2f}" for name, value in summary["command"].items()))
-    job = {"model": arguments.model.name, "overrides": overrides, **about, "repeats": arguments.repeats}
-    write_figures({**job, **summary, "turns": found}, arguments.output)
+        run_command = {COMMAND: partial(command_parts, model, overrides)}
+        commands = in_rounds(run_command, arguments.commands, COMMAND, warm_up=1)[COMMAND]
+        summary["command"], summary["ranges"][COMMAND] = medians(commands), ranges(commands)
+        print_line("command: " + ", ".join(f"{name} {spread(values)}" for name, values in columns(commands).items()))
+    job = {"model": arguments.model.name, "overrides": overrides, **info, "repeats": arguments.repeats}
+    write_results({**job, **summary, "turns": rounds}, arguments.output)
     return 0
 
 

@@ -1,10 +1,10 @@
 """Check the product on this machine's GPUs: is it correct, and how fast is it? At most ten minutes.
 
-The check runs in parts, each in a process of its own, and writes the JSON file after every part. A part that fails or
-runs out of time costs only itself; parts for which no time is left are skipped. Parts that need vLLM, flash-attention
-or Liger run where these are installed. The rows of a part are figures; a row with a limit is a check, which fails above
-the limit. `--tiny` runs the same code with
-tiny models on the CPU. benchmarks/gpu_check.md lists the wheels that a machine without a network needs.
+The check runs in parts, each in a process of its own, and writes the JSON file after every part. If a part fails or
+runs out of time, the others still run; parts for which no time is left are skipped. Parts that need vLLM,
+flash-attention or Liger run if these are installed. Each row of a part is a number; a row with a limit is a check,
+which fails above the limit. `--tiny` runs the same code with tiny models on the CPU. benchmarks/gpu_check.md lists the
+wheels that a machine without a network needs.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ from typing import Any
 
 import psutil
 
-from benchmarks.command import bench_parser, save_figures
-from benchmarks.running import ROOT, reason_of
-from benchmarks.side import STACKS_AFTER_S
+from benchmarks.harness import ROOT, STACKS_AFTER_S, bench_parser, child_command, reason_of, write_results
 from verl_ext.cli import FAILURES, CommandParser, FloatArg, IntArg, clean_exit
 from verl_ext.console import print_line
 from verl_ext.errors import UserError
 from verl_ext.processes import DEVICES, visible_gpus
 
-EXIT_CODES = {"0": "every check that ran holds", "1": "a check or a part failed", **FAILURES}
+EXIT_CODES = {"0": "every check that ran passed", "1": "a check or a part failed", **FAILURES}
 MIN_SHARE = 0.5
-"""Of its time limit; a part does not start with less time left."""
+"""Share of its time limit; with less time left, a part does not start."""
 LOG_LINES = 60
-"""Of a part that failed, in the JSON file."""
+"""Log lines of a failed part in the JSON file."""
 LORA = ("model.lora_rank=16", "model.enable_gradient_checkpointing=true")
 FUSED = "optim.override_optimizer_config={fused: true}"
 WITH_EXPORT = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
@@ -43,8 +41,8 @@ STAND_INS = {"ray": "class ObjectRef:\n    pass\n", "qwen_vl_utils": "fetch_imag
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What every part is told, in `settings.json` of the scratch directory.
+class GPUCheckSettings:
+    """What every part needs, in `settings.json` of the scratch directory.
 
     Attributes:
         scratch: directory for models, data and runs.
@@ -57,12 +55,12 @@ class Settings:
     tiny: bool
 
     @classmethod
-    def load(cls, scratch: str) -> Settings:
+    def load(cls, scratch: str) -> GPUCheckSettings:
         """Read what the command wrote."""
         return cls(**json.loads((Path(scratch) / "settings.json").read_text()))
 
     def add_row(self, name: str, value: float, unit: str = "", limit: float | None = None, note: str = "") -> None:
-        """Record a figure of the running part; `limit` makes it a check, which holds up to that value."""
+        """Record a number of the running part; `limit` makes it a check, which passes up to that value."""
         row = {"name": name, "value": value, "unit": unit, "limit": limit, "note": note}
         with (Path(self.scratch) / "rows.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -73,13 +71,13 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Part:
+class GPUCheckPart:
     """One process of the check.
 
     Attributes:
         name: of the part.
-        words: the module under `benchmarks`, and what it is told.
-        limit_s: the longest that it may run.
+        words: the module of this folder, its part, and the arguments.
+        limit_s: after which it is stopped.
         on_all_gpus: whether it runs a rank on every GPU instead of one process.
         needs: packages without which it is skipped.
     """
@@ -91,16 +89,16 @@ class Part:
     needs: tuple[str, ...] = ()
 
 
-def parts_of(tiny: bool) -> list[Part]:
+def parts_of(tiny: bool) -> list[GPUCheckPart]:
     """All parts, in the order in which they run."""
     correctness = [
-        Part("losses", ("gpu_correctness", "losses", "qwen2", "qwen3"), 180),
-        Part("kill and resume", ("gpu_correctness", "resume"), 120),
-        Part("GPU to CPU and back", ("gpu_correctness", "devices"), 90),
-        Part("asynchronous save", ("gpu_correctness", "async_save"), 60),
-        Part("GRPO, hf", ("gpu_correctness", "grpo", "hf"), 90),
-        Part("GRPO, vLLM", ("gpu_correctness", "grpo", "vllm"), 180, needs=("vllm",)),
-        Part("controller", ("gpu_speed", "controller"), 120, needs=("torchvision",)),
+        GPUCheckPart("losses", ("gpu_correctness", "losses", "qwen2", "qwen3"), 180),
+        GPUCheckPart("kill and resume", ("gpu_correctness", "resume"), 120),
+        GPUCheckPart("GPU to CPU and back", ("gpu_correctness", "devices"), 90),
+        GPUCheckPart("asynchronous save", ("gpu_correctness", "async_save"), 60),
+        GPUCheckPart("GRPO, hf", ("gpu_correctness", "grpo", "hf"), 90),
+        GPUCheckPart("GRPO, vLLM", ("gpu_correctness", "grpo", "vllm"), 180, needs=("vllm",)),
+        GPUCheckPart("controller", ("gpu_speed", "controller"), 120, needs=("torchvision",)),
     ]
     if tiny:
         return [*correctness, speed_part("tiny"), speed_part("tiny", "LoRA", *LORA), save_part("tiny")]
@@ -116,19 +114,21 @@ def parts_of(tiny: bool) -> list[Part]:
     return correctness + speed
 
 
-def speed_part(shape: str, what: str = "", *overrides: str, limit_s: float = 75, needs: tuple[str, ...] = ()) -> Part:
-    """Training steps of one shape, with what differs from the defaults."""
-    name = f"SFT {shape}, {what}" if what else f"SFT {shape}"
-    return Part(name, ("gpu_speed", "steps", shape, *overrides), limit_s, on_all_gpus=True, needs=needs)
+def speed_part(
+    shape: str, variant: str = "", *overrides: str, limit_s: float = 75, needs: tuple[str, ...] = ()
+) -> GPUCheckPart:
+    """Training steps of one shape, with overrides of the defaults."""
+    name = f"SFT {shape}, {variant}" if variant else f"SFT {shape}"
+    return GPUCheckPart(name, ("gpu_speed", "steps", shape, *overrides), limit_s, on_all_gpus=True, needs=needs)
 
 
-def save_part(shape: str) -> Part:
+def save_part(shape: str) -> GPUCheckPart:
     """Saves of one shape, plain and asynchronous."""
     words = ("gpu_speed", "save", shape, WITH_EXPORT, "trainer.checkpoint.async_save=true")
-    return Part(f"save {shape}", words, 150, on_all_gpus=True)
+    return GPUCheckPart(f"save {shape}", words, 150, on_all_gpus=True)
 
 
-class Check:
+class GPUCheck:
     """Runs parts and keeps their results.
 
     Args:
@@ -136,7 +136,7 @@ class Check:
         deadline: on the clock of `time.monotonic`; a part is stopped then.
     """
 
-    def __init__(self, settings: Settings, deadline: float) -> None:
+    def __init__(self, settings: GPUCheckSettings, deadline: float) -> None:
         self.settings, self.deadline = settings, deadline
         self.results: list[dict[str, Any]] = []
 
@@ -147,7 +147,7 @@ class Check:
         rows = [(part["part"], row) for part in self.results for row in part["rows"] if is_wrong(row)]
         return failed + [f"{part}: {row['name']} is {row['value']:.3g}, above {row['limit']:.3g}" for part, row in rows]
 
-    def run(self, part: Part) -> None:
+    def run(self, part: GPUCheckPart) -> None:
         """Run one part, print its rows and keep them."""
         missing = [package for package in part.needs if importlib.util.find_spec(package) is None]
         begun, left = time.monotonic(), self.deadline - time.monotonic()
@@ -178,13 +178,11 @@ class Check:
         """What the running part prints."""
         return Path(self.settings.scratch) / "part.log"
 
-    def _start(self, part: Part, limit_s: float) -> str:
+    def _start(self, part: GPUCheckPart, limit_s: float) -> str:
         """Run the part's process; returns what went wrong, empty if nothing did."""
-        launcher = [sys.executable]
-        if part.on_all_gpus and self.settings.num_gpus > 1:
-            ranks = str(self.settings.num_gpus)
-            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-        command = [*launcher, "-m", "benchmarks.side", part.words[0], self.settings.scratch, *part.words[1:]]
+        module, *words = part.words
+        ranks = self.settings.num_gpus if part.on_all_gpus else 1
+        command = child_command(f"{module}:main", self.settings.scratch, *words, ranks=ranks)
         variables = {**os.environ, STACKS_AFTER_S: str(max(limit_s - 5, 1)), "PYTHONUNBUFFERED": "1"}
         with self._log.open("w") as file:
             process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=file, stderr=subprocess.STDOUT)
@@ -194,8 +192,8 @@ class Check:
                 return f"ran out of time after {limit_s:.0f} s"
             finally:
                 kill_tree(process)
-        said = self._log.read_text(errors="replace")
-        return reason_of(subprocess.CompletedProcess(command, code, said, "")) if code else ""
+        output = self._log.read_text(errors="replace")
+        return reason_of(subprocess.CompletedProcess(command, code, output, "")) if code else ""
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
@@ -209,12 +207,12 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 def is_wrong(row: dict[str, Any]) -> bool:
-    """Whether a check does not hold; NaN is above every limit."""
+    """Whether a check fails; NaN is above every limit."""
     return row["limit"] is not None and not row["value"] <= row["limit"]
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """A row for people."""
+    """A row as text."""
     if row["name"] == "skipped":
         return f"skipped: {row['note']}"
     limit = "" if row["limit"] is None else f"   limit {row['limit']:.3g}   {'FAILED' if is_wrong(row) else 'ok'}"
@@ -246,7 +244,9 @@ def build_parser() -> CommandParser:
     """The options."""
     examples = "--output gpu.json", "--tiny", "--parts 'SFT 1.5b' 'kill and resume'"
     parser = bench_parser("gpu_check", __doc__, *examples, exit_codes=EXIT_CODES)
-    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU, to see that the check itself runs")
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny models on the CPU, to see that the check itself works"
+    )
     parser.add_argument("--minutes", type=FloatArg(), default=10.0, help="for all parts together")
     parser.add_argument("--num-gpus", type=IntArg(), help="for the parts that use several (default: all visible)")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="run only these (default: all; --list names them)")
@@ -254,11 +254,11 @@ def build_parser() -> CommandParser:
     return parser
 
 
-def chosen_parts(names: list[str] | None, tiny: bool) -> list[Part]:
-    """The parts of these names; all for None.
+def chosen_parts(names: list[str] | None, tiny: bool) -> list[GPUCheckPart]:
+    """The parts with these names; None for all.
 
     Raises:
-        UserError: there is no part of a name.
+        UserError: there is no part with a name.
     """
     parts = parts_of(tiny)
     known = [part.name for part in parts]
@@ -286,14 +286,14 @@ def main() -> int:
         os.environ[DEVICES] = ""
     num_gpus = arguments.num_gpus or (1 if arguments.tiny else num_visible)
     with tempfile.TemporaryDirectory(prefix="gpu_check_", ignore_cleanup_errors=True) as scratch:
-        settings = Settings(scratch, num_gpus, arguments.tiny)
+        settings = GPUCheckSettings(scratch, num_gpus, arguments.tiny)
         (Path(scratch) / "settings.json").write_text(json.dumps(asdict(settings)))
         set_up(Path(scratch))
-        check = Check(settings, deadline)
+        check = GPUCheck(settings, deadline)
         for part in parts:
             check.run(part)
-            figures = {"num_gpus": num_gpus, "tiny": arguments.tiny, "parts": check.results}
-            save_figures(figures, arguments.output)
+            results = {"num_gpus": num_gpus, "tiny": arguments.tiny, "parts": check.results}
+            write_results(results, arguments.output, quiet=True)
     if arguments.output is not None:
         print_line(f"wrote {arguments.output}")
     for failure in check.failures:

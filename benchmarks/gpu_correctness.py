@@ -1,9 +1,4 @@
-"""The parts of `benchmarks.gpu_check` that compare what the GPU computes with the CPU, with itself, and with float64.
-
-    python -m benchmarks.side gpu_correctness SCRATCH PART WORD ...
-
-SCRATCH is the directory of the check, with its `settings.json`.
-"""
+"""The parts of `benchmarks.gpu_check` that compare the GPU's results with the CPU, with themselves and with float64."""
 
 from __future__ import annotations
 
@@ -14,10 +9,8 @@ import pickle
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +18,24 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.gpu_check import Settings
+from benchmarks.gpu_check import GPUCheckSettings
 from benchmarks.gpu_trainer import build_trainer, free_port, gathered, parameters_of, sft_config, sft_words
-from benchmarks.running import ROOT, run
+from benchmarks.harness import ROOT, child_command, run
 from verl_ext.checkpoint.compare import compare
 from verl_ext.checkpoint.manifest import MODEL, OPTIMIZER
 from verl_ext.errors import UserError
-from verl_ext.grpo.advantages import group_advantages
-from verl_ext.grpo.experience import Experience
+from verl_ext.grpo.algorithm import group_advantages
+from verl_ext.grpo.protocols import Trajectory
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 from verl_ext.model_files import save_tokenizer
 from verl_ext.processes import DEVICES
-from verl_ext.trainer.grpo import prompts_of
+from verl_ext.trainer.grpo import GRPOTrainer, prompts_of
 from verl_ext.trainer.sft import SFTTrainer
 from verl_ext.trainer.stages import RunConfig, load_config
 
 Gradients = Mapping[str, torch.Tensor]
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (5e-3, 5e-2)}
-"""Relative error of the loss and of all gradients together, by number type of the forward pass."""
+"""Relative error of the loss, and of all gradients together, by number type of the forward pass."""
 SAVED_STEP, LAST_STEP = 10, 20
 GROUP_SIZE, NUM_PROMPTS = 4, 4
 
@@ -50,13 +43,13 @@ GROUP_SIZE, NUM_PROMPTS = 4, 4
 # Loss and gradients
 
 
-def losses(settings: Settings, *families: str) -> None:
+def losses(settings: GPUCheckSettings, *families: str) -> None:
     """Loss and gradients of one step against float64, in each number type; packed against padded."""
     for family in families:
         losses_of(settings, family)
 
 
-def losses_of(settings: Settings, family: str) -> None:
+def losses_of(settings: GPUCheckSettings, family: str) -> None:
     """The rows of a model family."""
     model = small_model(settings, family)
     reference: tuple[float, Gradients] | None = None
@@ -64,7 +57,7 @@ def losses_of(settings: Settings, family: str) -> None:
         found = {}
         for way, overrides in ways_of_computing(precision).items():
             words = [f"model.mixed_precision={precision}", *overrides]
-            trainer = build_trainer(sft_config(settings, model, *words))
+            trainer = build_trainer(sft_config(settings, model, *words), SFTTrainer)
             batch = next(trainer.batches())
             loss, _ = trainer.forward_backward(batch)
             found[way] = gradients_of(trainer)
@@ -78,7 +71,7 @@ def losses_of(settings: Settings, family: str) -> None:
 
 
 def ways_of_computing(precision: str) -> dict[str, list[str]]:
-    """Overrides by name: how samples share a forward pass, and what makes the loss."""
+    """Overrides by name: how samples share a forward pass, and what computes the loss."""
     ways = {
         "packed": ["model.attn_implementation=sdpa"],
         "packed, all logits": ["model.attn_implementation=sdpa", "model.fused_loss=false"],
@@ -94,35 +87,35 @@ def ways_of_computing(precision: str) -> dict[str, list[str]]:
 
 
 def gradients_of(trainer: SFTTrainer) -> dict[str, torch.Tensor]:
-    """Of the last backward pass, in float64 on the CPU."""
+    """The gradients of the last backward pass, in float64 on the CPU."""
     parameters = parameters_of(trainer.fsdp_model)
     return {name: gathered(each.grad).double() for name, each in parameters.items() if each.grad is not None}
 
 
 def in_float64(model: Path, samples: list[dict[str, Any]]) -> tuple[float, Gradients]:
-    """Mean cross-entropy over the learnt tokens of all samples, and its gradients, sample by sample on the CPU."""
+    """Mean cross-entropy over the loss tokens of all samples, and its gradients, sample by sample on the CPU."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
     total = torch.zeros((), dtype=torch.float64)
     num_tokens = sum(int(sample["loss_mask"][1:].sum()) for sample in samples)
     for sample in samples:
         logits = reference(input_ids=sample["input_ids"][None]).logits[0, :-1]
-        learnt = sample["loss_mask"][1:].bool()
-        log_probs = logits.log_softmax(-1)[learnt]
-        loss = -log_probs.gather(1, sample["input_ids"][1:][learnt][:, None]).sum() / num_tokens
+        in_loss = sample["loss_mask"][1:].bool()
+        log_probs = logits.log_softmax(-1)[in_loss]
+        loss = -log_probs.gather(1, sample["input_ids"][1:][in_loss][:, None]).sum() / num_tokens
         loss.backward()
         total += loss.detach()
     return float(total), {name: each.grad for name, each in reference.named_parameters() if each.grad is not None}
 
 
 def relative_distance(one: Gradients, other: Gradients) -> float:
-    """Norm of the difference of all tensors, over the norm of the second ones; infinite if they are not the same."""
+    """Norm of the difference of all tensors, relative to the norm of the second ones; infinite if the names differ."""
     if set(one) != set(other):
         return math.inf
     difference = sum(float((one[name] - other[name]).square().sum()) for name in other)
     return math.sqrt(difference / sum(float(tensor.square().sum()) for tensor in other.values()))
 
 
-def small_model(settings: Settings, family: str) -> Path:
+def small_model(settings: GPUCheckSettings, family: str) -> Path:
     """A random model with the quickstart's tokenizer, in float32."""
     path = Path(settings.scratch) / family
     if path.exists():
@@ -150,8 +143,8 @@ def small_model(settings: Settings, family: str) -> Path:
 # Runs of the command
 
 
-def resume(settings: Settings) -> None:
-    """20 steps without a stop, against 10 steps, SIGKILL and a second start: bit for bit."""
+def resume(settings: GPUCheckSettings) -> None:
+    """20 steps without a stop, and 10 steps, SIGKILL and a second start, are equal bit for bit."""
     words = [f"trainer.total_training_steps={LAST_STEP}", f"trainer.save_freq={SAVED_STEP}"]
     words += ["trainer.deterministic=true", "trainer.max_ckpt_to_keep=2"]
     straight, killed = (Path(settings.scratch) / name for name in ("straight", "killed"))
@@ -168,14 +161,14 @@ def resume(settings: Settings) -> None:
     settings.add_row("steps whose loss or gradient norm differs", len(different), limit=0)
     last = f"global_step_{LAST_STEP}"
     pairs = compare(straight / last, killed / last, (MODEL, OPTIMIZER), lambda _: None)
-    names = [each.name for each in pairs if not each.is_equal]
+    names = [each.name for each in pairs if each.what]
     settings.add_row("tensors of the last checkpoint that differ", len(names), limit=0, note=", ".join(names[:3]))
     for each in (straight, killed):
         shutil.rmtree(each)
 
 
-def devices(settings: Settings) -> None:
-    """A checkpoint of the GPU continued on the CPU, and that one's on the GPU, in float32, against the GPU alone."""
+def devices(settings: GPUCheckSettings) -> None:
+    """A run that moves from the GPU to the CPU and back, in float32, against one on the GPU alone."""
     first = small_trainer(settings, "first_gpu")
     expected = trained(first, 4)
     first.save_checkpoint(4)
@@ -189,28 +182,27 @@ def devices(settings: Settings) -> None:
         settings.add_row(f"losses {where}, steps {steps[0]} to {steps[-1]}", error, "relative", 1e-3)
 
 
-def devices_on_cpu(settings: Settings) -> None:
-    """The CPU's side of `devices`."""
+def devices_on_cpu(settings: GPUCheckSettings) -> None:
+    """The part of `devices` that runs on the CPU."""
     trainer = small_trainer(settings, "cpu", *resumed_from(settings, "first_gpu", 4))
     (Path(settings.scratch) / "cpu.json").write_text(json.dumps(trained(trainer, 8)))
     trainer.save_checkpoint(8)
 
 
-def small_trainer(settings: Settings, name: str, *overrides: str) -> SFTTrainer:
-    """Of the small Qwen2 in float32, with a run directory of that name."""
+def small_trainer(settings: GPUCheckSettings, name: str, *overrides: str) -> SFTTrainer:
+    """The trainer of the small Qwen2 in float32, with a run directory of that name."""
     words = ["model.mixed_precision=fp32", f"trainer.default_local_dir={Path(settings.scratch) / name}", *overrides]
-    trainer: SFTTrainer = build_trainer(sft_config(settings, small_model(settings, "qwen2"), *words))
-    return trainer
+    return build_trainer(sft_config(settings, small_model(settings, "qwen2"), *words), SFTTrainer)
 
 
-def resumed_from(settings: Settings, name: str, step: int) -> list[str]:
+def resumed_from(settings: GPUCheckSettings, name: str, step: int) -> list[str]:
     """Overrides that name a checkpoint of another run."""
     checkpoint = Path(settings.scratch) / name / f"global_step_{step}"
     return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
 
 
 def trained(trainer: SFTTrainer, last_step: int) -> dict[int, float]:
-    """The loss of each step from the trainer's present one to the last."""
+    """The loss of each step from the trainer's current one to the last."""
     losses_by_step = {}
     for batch in trainer.batches():
         losses_by_step[trainer.global_step] = trainer.training_step(batch)["train/loss"]
@@ -220,14 +212,14 @@ def trained(trainer: SFTTrainer, last_step: int) -> dict[int, float]:
     return losses_by_step
 
 
-def command_of(settings: Settings, run_dir: Path, words: tuple[str, ...]) -> list[str]:
+def command_of(settings: GPUCheckSettings, run_dir: Path, words: tuple[str, ...]) -> list[str]:
     """`run_sft.sh` on the small Qwen2."""
     words_of_run = sft_words(settings, small_model(settings, "qwen2"), run_dir, *words)
     return ["bash", "run_sft.sh", str(settings.num_gpus), *words_of_run]
 
 
-def train(settings: Settings, run_dir: Path, *words: str) -> None:
-    """Run the command to its end.
+def train(settings: GPUCheckSettings, run_dir: Path, *words: str) -> None:
+    """Run the command to the end.
 
     Raises:
         UserError: it failed.
@@ -235,7 +227,7 @@ def train(settings: Settings, run_dir: Path, *words: str) -> None:
     run(command_of(settings, run_dir, words))
 
 
-def train_and_kill(settings: Settings, run_dir: Path, *words: str) -> int:
+def train_and_kill(settings: GPUCheckSettings, run_dir: Path, *words: str) -> int:
     """Run the command and send SIGKILL to it as soon as its first checkpoint is complete; returns its last step.
 
     Raises:
@@ -253,11 +245,11 @@ def train_and_kill(settings: Settings, run_dir: Path, *words: str) -> int:
 
 
 def rows_by_step(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """The metrics of each training step; of a step that ran twice, the second."""
+    """The metrics of each training step; if a step ran twice, those of the second run."""
     return {row["step"]: row for row in read_metrics(run_dir / METRICS_FILE) if "train/loss" in row}
 
 
-def async_save(settings: Settings) -> None:
+def async_save(settings: GPUCheckSettings) -> None:
     """A save in the background while the weights change, against the weights at the time of the save."""
     trainer = small_trainer(settings, "async", "trainer.checkpoint.async_save=true")
     batches = trainer.batches()
@@ -266,15 +258,15 @@ def async_save(settings: Settings) -> None:
     expected = state_of(trainer)
     path = Path(settings.scratch) / "async/global_step_3"
     trainer.checkpoint_manager.save_checkpoint(str(path), global_step=3)
-    num_beside = 0
-    while trainer.checkpoint_manager.is_writing or num_beside < 3:
+    num_meanwhile = 0
+    while trainer.checkpoint_manager.is_writing or num_meanwhile < 3:
         trainer.training_step(next(batches))
-        num_beside += 1
+        num_meanwhile += 1
     trainer.checkpoint_manager.wait()
     trainer.checkpoint_manager.load_checkpoint(str(path))
     found = state_of(trainer)
     names = [name for name in expected if not torch.equal(expected[name], found[name])]
-    settings.add_row("steps while the save was being written", num_beside)
+    settings.add_row("steps while the save was being written", num_meanwhile)
     settings.add_row("tensors that are not those of the save's step", len(names), limit=0, note=", ".join(names[:3]))
 
 
@@ -292,26 +284,26 @@ def state_of(trainer: SFTTrainer) -> dict[str, torch.Tensor]:
 # GRPO
 
 
-def grpo(settings: Settings, engine: str) -> None:
+def grpo(settings: GPUCheckSettings, engine: str) -> None:
     """Completions and one update on the GPU, and the same update on the CPU; vLLM sleeps, wakes and generates again."""
     scratch = Path(settings.scratch)
-    trainer = build_trainer(grpo_config(settings, engine))
-    experience = generated(trainer, 0)
-    update = updated(trainer, experience)
-    update["moved"] = largest_gap(trainer, experience)
+    trainer = build_trainer(grpo_config(settings, engine), GRPOTrainer)
+    trajectories = generated(trainer, 0)
+    update = updated(trainer, trajectories)
+    update["moved"] = largest_gap(trainer, trajectories)
     update["gap after the update"] = largest_gap(trainer, generated(trainer, 1))
-    (scratch / f"{engine}.pickle").write_bytes(pickle.dumps((experience, update)))
+    (scratch / f"{engine}.pickle").write_bytes(pickle.dumps((trajectories, update)))
     trainer.environment.close()
     trainer.policy.close()
     on_cpu("grpo_on_cpu", settings.scratch, engine)
 
 
-def grpo_on_cpu(settings: Settings, engine: str) -> None:
-    """The CPU's side of `grpo`, which adds the rows."""
-    experience, expected = pickle.loads((Path(settings.scratch) / f"{engine}.pickle").read_bytes())
-    trainer = build_trainer(grpo_config(settings, "hf"))
-    gap = largest_gap(trainer, experience)
-    found = updated(trainer, experience)
+def grpo_on_cpu(settings: GPUCheckSettings, engine: str) -> None:
+    """The part of `grpo` that runs on the CPU, and adds the rows."""
+    trajectories, expected = pickle.loads((Path(settings.scratch) / f"{engine}.pickle").read_bytes())
+    trainer = build_trainer(grpo_config(settings, "hf"), GRPOTrainer)
+    gap = largest_gap(trainer, trajectories)
+    found = updated(trainer, trajectories)
     settings.add_row("log-probabilities of the engine, against the CPU's", gap, "nat", 1e-3)
     stale = expected["gap after the update"] / expected["moved"]
     note = f"the update moves them by {expected['moved']:.3g} nat"
@@ -325,7 +317,7 @@ def grpo_on_cpu(settings: Settings, engine: str) -> None:
     trainer.policy.close()
 
 
-def grpo_config(settings: Settings, engine: str) -> RunConfig:
+def grpo_config(settings: GPUCheckSettings, engine: str) -> RunConfig:
     """The quickstart's GRPO recipe in float32, with SGD, whose update is the gradient."""
     data = Path(settings.scratch) / "quickstart"
     overrides = {
@@ -354,48 +346,54 @@ def grpo_config(settings: Settings, engine: str) -> RunConfig:
     return load_config("grpo", ["recipe=quickstart", *(f"{key}={value}" for key, value in overrides.items())])
 
 
-def generated(trainer: Any, version: int) -> Experience:
-    """Completions by the model as it is, and advantages by their numbers, as a random model has no good answers."""
+def generated(trainer: GRPOTrainer, version: int) -> list[Trajectory]:
+    """Completions by the current model, with their numbers as rewards, because a random model has no good answers."""
     prompts = prompts_of([trainer.train_dataset[row] for row in range(NUM_PROMPTS)])
     trainer.global_step = version + 1
-    with trainer.policy.drawing(version):
-        samples, rewards = trainer.collector.rewarded(prompts, version + 1, GROUP_SIZE)
-    values = [float(sample.number) for sample in samples]
-    groups = [place // GROUP_SIZE for place in range(len(samples))]
-    return Experience(samples, rewards, group_advantages(values, groups, divide_by_std=True))
+    with trainer.policy.sampling(version):
+        trajectories = trainer.step.rollout(prompts, version + 1, GROUP_SIZE)
+    values = [float(trajectory.number) for trajectory in trajectories]
+    for trajectory, advantage in zip(trajectories, group_advantages(values, GROUP_SIZE, divide_by_std=True)):
+        trajectory.advantage = advantage
+    return trajectories
 
 
-def updated(trainer: Any, experience: Experience) -> dict[str, Any]:
-    """Loss, gradient norm and change of the weights of one update."""
+def updated(trainer: GRPOTrainer, trajectories: list[Trajectory]) -> dict[str, Any]:
+    """Loss, gradient norm and change of the weights in one update."""
     parameters = parameters_of(trainer.fsdp_model)
     before = {name: gathered(each).clone() for name, each in parameters.items()}
     trainer.fsdp_model.train()
-    update = asdict(trainer.updater.update(experience))
+    metrics = trainer.step.update(trajectories)
     change = {name: (gathered(each) - before[name]).double() for name, each in parameters.items()}
-    return {"loss": update["loss"], "grad_norm": update["grad_norm"], "change": change}
+    return {"loss": metrics["train/loss"], "grad_norm": metrics["train/grad_norm"], "change": change}
 
 
 @torch.no_grad()
-def largest_gap(trainer: Any, experience: Experience) -> float:
-    """nat; between the log-probabilities that came with the completions and the model's own."""
-    micro_batch = trainer.policy.collate(experience.samples)
+def largest_gap(trainer: GRPOTrainer, trajectories: list[Trajectory]) -> float:
+    """Largest difference, in nat, between the rollout's log-probabilities and the model's own."""
+    micro_batch = trainer.policy.collate(trajectories)
     values = trainer.policy.log_probs(micro_batch).values.cpu()
-    return float((values - micro_batch["rollout_log_probs"])[micro_batch["mask"].bool()].abs().max())
+    return float((values - micro_batch["rollout_log_probs"])[micro_batch["response_mask"].bool()].abs().max())
 
 
 def on_cpu(part: str, scratch: str, *words: str) -> None:
-    """Run a part's other side in a process of its own, which sees no GPU.
+    """Run another part in a process that sees no GPU.
 
     Raises:
         UserError: it failed.
     """
-    command = [sys.executable, "-m", "benchmarks.side", "gpu_correctness", scratch, part, *words]
-    run(command, **{DEVICES: "", "MASTER_PORT": str(free_port())})
+    run(child_command("gpu_correctness:main", scratch, part, *words), **{DEVICES: "", "MASTER_PORT": str(free_port())})
 
 
 PARTS = {each.__name__: each for each in (losses, resume, devices, devices_on_cpu, async_save, grpo, grpo_on_cpu)}
 
 
-def main(words: list[str]) -> None:
-    """Run a part: the scratch directory, its name, and its arguments."""
-    PARTS[words[1]](Settings.load(words[0]), *words[2:])
+def main(scratch: str, part: str, *words: str) -> None:
+    """Run a part.
+
+    Args:
+        scratch: directory of the check, with its `settings.json`.
+        part: name of the function.
+        words: its arguments.
+    """
+    PARTS[part](GPUCheckSettings.load(scratch), *words)

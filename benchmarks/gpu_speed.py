@@ -1,9 +1,4 @@
-"""The parts of `benchmarks.gpu_check` that measure time and memory: training steps, saves, the controller's model.
-
-    python -m benchmarks.side gpu_speed SCRATCH PART WORD ...
-
-SCRATCH is the directory of the check, with its `settings.json`.
-"""
+"""The parts of `benchmarks.gpu_check` that measure time and memory: training steps, saves, the controller's model."""
 
 from __future__ import annotations
 
@@ -12,11 +7,11 @@ import random
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
@@ -24,11 +19,13 @@ import torch.distributed as dist
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
-from benchmarks.gpu_check import Settings
+from benchmarks.gpu_check import GPUCheckSettings
 from benchmarks.gpu_trainer import build_trainer, join_ranks, sft_config
+from benchmarks.harness import qwen2_size
 from verl_ext.controller.calibration import calibrate
 from verl_ext.controller.space import Configuration
 from verl_ext.controller.vlm import default_device, load_adapter
+from verl_ext.data.batching import TokenBatch
 from verl_ext.distributed import on_rank_zero
 from verl_ext.files import GIB, free_bytes
 from verl_ext.model_files import save_tokenizer
@@ -36,13 +33,14 @@ from verl_ext.plan.model_shape import ModelShape, shape_of
 from verl_ext.plan.planner import RunPlan, make_plan
 from verl_ext.plan.step_time import HARDWARE, Cluster, Hardware
 from verl_ext.plan.workload import DataLengths
+from verl_ext.trainer.sft import SFTTrainer
 from verl_ext.trainer.stages import SFTConfig
 
 if TYPE_CHECKING:
-    from benchmarks.adaptive_knobs import Bench
+    from benchmarks.adaptive_knobs import KnobRunner
 
 WARM_UP = 2
-"""Steps that are not counted."""
+"""Steps that do not count."""
 ROW = 4096
 """Tokens of a micro-batch."""
 SAMPLES_OF_ROW = 4
@@ -52,14 +50,14 @@ TEXT = "def add(left, right): return left + right\n"
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepShape:
     """Dimensions of a Qwen2 model and the size of its steps.
 
     Attributes:
         hidden, intermediate, layers, heads, kv_heads, vocab, tied: of the model.
         micro_batches: of a step on a rank.
         row: tokens of a micro-batch.
-        steps: with those that are not counted.
+        steps: including those that do not count.
     """
 
     hidden: int
@@ -75,11 +73,11 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(64, 128, 2, 4, 2, 2048, True, micro_batches=2, row=512, steps=4),
-    "0.5b": Shape(896, 4864, 24, 14, 2, 151936, True),
-    "1.5b": Shape(1536, 8960, 28, 12, 2, 151936, True),
-    "3b": Shape(2048, 11008, 36, 16, 2, 151936, True),
-    "7b": Shape(3584, 18944, 28, 28, 4, 152064, False, micro_batches=2, steps=6),
+    "tiny": StepShape(64, 128, 2, 4, 2, 2048, True, micro_batches=2, row=512, steps=4),
+    "0.5b": StepShape(896, 4864, 24, 14, 2, 151936, True),
+    "1.5b": StepShape(1536, 8960, 28, 12, 2, 151936, True),
+    "3b": StepShape(2048, 11008, 36, 16, 2, 151936, True),
+    "7b": StepShape(3584, 18944, 28, 28, 4, 152064, False, micro_batches=2, steps=6),
 }
 """Those of Qwen2.5, by name."""
 
@@ -87,18 +85,18 @@ SHAPES = {
 # Training steps
 
 
-def steps(settings: Settings, name: str, *overrides: str) -> None:
+def steps(settings: GPUCheckSettings, name: str, *overrides: str) -> None:
     """Seconds, MFU and peak memory of training steps."""
     trainer = trainer_of(settings, name, overrides)
     if trainer is None:
         return
     batches = trainer.batches()
-    times = [seconds_of(trainer.training_step, next(batches)) for _ in range(SHAPES[name].steps)]
+    times = [step_s(trainer, next(batches)) for _ in range(SHAPES[name].steps)]
     if dist.get_rank() == 0:
         report(settings, trainer, times)
 
 
-def report(settings: Settings, trainer: Any, times: Sequence[float]) -> None:
+def report(settings: GPUCheckSettings, trainer: SFTTrainer, times: Sequence[float]) -> None:
     """Add the rows of a run.
 
     MFU counts 6 operations for each token and each parameter that it is multiplied by (Kaplan et al. 2020, arXiv
@@ -110,7 +108,9 @@ def report(settings: Settings, trainer: Any, times: Sequence[float]) -> None:
         trainer: that has made the steps.
         times: seconds of each step.
     """
-    config, hardware, shape = trainer.config, hardware_here(), model_shape(trainer.config)
+    config, hardware = trainer.config, hardware_here()
+    assert isinstance(config, SFTConfig)
+    shape = model_shape(config)
     length = config.data.max_length
     kept = times[WARM_UP:]
     tokens, median = config.data.train_batch_size * length, statistics.median(kept)
@@ -135,24 +135,24 @@ def report(settings: Settings, trainer: Any, times: Sequence[float]) -> None:
         settings.add_row("peak of reserved memory", torch.cuda.max_memory_reserved() / GIB, "GiB")
 
 
-def add_memory(settings: Settings, plan: RunPlan) -> None:
-    """What the plan says, and how far it is from what was allocated."""
+def add_memory(settings: GPUCheckSettings, plan: RunPlan) -> None:
+    """The predicted peak, and its ratio to the allocated one."""
     predicted = plan.memory.peak_bytes
     settings.add_row("peak memory by the plan", predicted / GIB, "GiB")
     if torch.cuda.is_available():
         settings.add_row("plan over allocated memory", predicted / torch.cuda.max_memory_allocated())
 
 
-def seconds_of(work: Callable[[Any], object], argument: Any) -> float:
-    """Seconds until work is done on the GPU too."""
+def step_s(trainer: SFTTrainer, batch: TokenBatch) -> float:
+    """Seconds of a training step until the GPU has finished."""
     start = time.perf_counter()
-    work(argument)
+    trainer.training_step(batch)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def trainer_of(settings: Settings, name: str, overrides: Sequence[str]) -> Any | None:
+def trainer_of(settings: GPUCheckSettings, name: str, overrides: Sequence[str]) -> SFTTrainer | None:
     """A trainer of a shape; None, with a row that says why, where the plan or the disk has no room for it.
 
     Gradient checkpointing is turned on where the plan says that a shape fits only with it.
@@ -166,7 +166,7 @@ def trainer_of(settings: Settings, name: str, overrides: Sequence[str]) -> Any |
             settings.skip(reason)
         return None
     on_rank_zero(lambda: write_inputs(settings, name))
-    trainer = build_trainer(config)
+    trainer = build_trainer(config, SFTTrainer)
     if trainer.device_name == "cuda":
         gc.collect()
         torch.cuda.empty_cache()  # what loading has left; the peaks are those of the steps
@@ -174,7 +174,7 @@ def trainer_of(settings: Settings, name: str, overrides: Sequence[str]) -> Any |
     return trainer
 
 
-def no_room(settings: Settings, name: str) -> str:
+def no_room(settings: GPUCheckSettings, name: str) -> str:
     """Why the disk has no room for a shape's weights; empty if it has."""
     directory, needed = directory_of(settings, name), 1.2 * 2 * shape_of(qwen2(SHAPES[name])).numel
     free = free_bytes(directory.parent)
@@ -183,12 +183,12 @@ def no_room(settings: Settings, name: str) -> str:
     return f"its weights need {needed / GIB:.0f} GiB of disk, and {free / GIB:.0f} GiB are free"
 
 
-def directory_of(settings: Settings, name: str) -> Path:
-    """Where a shape's weights and chats are."""
+def directory_of(settings: GPUCheckSettings, name: str) -> Path:
+    """Directory of a shape's weights and chats."""
     return Path(settings.scratch) / f"shape_{name}"
 
 
-def config_of(settings: Settings, name: str, overrides: Sequence[str]) -> SFTConfig:
+def config_of(settings: GPUCheckSettings, name: str, overrides: Sequence[str]) -> SFTConfig:
     """The configuration of a shape."""
     shape, directory = SHAPES[name], directory_of(settings, name)
     words = [
@@ -203,12 +203,12 @@ def config_of(settings: Settings, name: str, overrides: Sequence[str]) -> SFTCon
     return sft_config(settings, directory / "model", *words, *overrides)
 
 
-def samples_of_step(shape: Shape) -> int:
-    """Of a rank."""
+def samples_of_step(shape: StepShape) -> int:
+    """Samples of a step on one rank."""
     return SAMPLES_OF_ROW * shape.micro_batches
 
 
-def why_not(config: SFTConfig, shape: Shape) -> str:
+def why_not(config: SFTConfig, shape: StepShape) -> str:
     """Why the plan says that it does not fit; empty if it fits. The CPU of a tiny check always has room."""
     if not torch.cuda.is_available():
         return ""
@@ -238,16 +238,18 @@ def model_shape(config: SFTConfig) -> ModelShape:
     return shape_of(transformers.AutoConfig.from_pretrained(config.model.partial_pretrain))
 
 
-def qwen2(shape: Shape, **more: Any) -> Qwen2Config:
+def qwen2(shape: StepShape, **more: int | None) -> Qwen2Config:
     """The configuration of a shape's model."""
     return Qwen2Config(
-        hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, vocab_size=shape.vocab,
-        tie_word_embeddings=shape.tied, max_position_embeddings=32768, **more,
-    )  # fmt: skip
+        **qwen2_size(
+            shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.kv_heads, shape.vocab, shape.tied
+        ),
+        max_position_embeddings=32768,
+        **more,
+    )
 
 
-def write_inputs(settings: Settings, name: str) -> None:
+def write_inputs(settings: GPUCheckSettings, name: str) -> None:
     """Random weights in bf16 and chats that `data.max_length` cuts to one length, once for each shape.
 
     The files of other shapes are removed, because the disk may not hold them all.
@@ -279,12 +281,13 @@ def write_inputs(settings: Settings, name: str) -> None:
 # Saves
 
 
-def save(settings: Settings, name: str, *overrides: str) -> None:
+def save(settings: GPUCheckSettings, name: str, *overrides: str) -> None:
     """How long training waits for a save, plain and asynchronous, and how long writing takes."""
     trainer = trainer_of(settings, name, overrides)
     if trainer is None:
         return
     directory = Path(settings.scratch) / "saved"
+    assert isinstance(trainer.config, SFTConfig)
     needed = 14 * model_shape(trainer.config).numel  # fp32 weights and two moments, and the export in bf16
     free = on_rank_zero(lambda: free_bytes(directory.parent))
     if free < 1.1 * needed:
@@ -292,7 +295,7 @@ def save(settings: Settings, name: str, *overrides: str) -> None:
             settings.skip(f"a save needs {needed / GIB:.0f} GiB of disk, and {free / GIB:.0f} GiB are free")
         return
     batches = trainer.batches()
-    before = [seconds_of(trainer.training_step, next(batches)) for _ in range(WARM_UP + 1)][-1]
+    before = [step_s(trainer, next(batches)) for _ in range(WARM_UP + 1)][-1]
     manager = trainer.checkpoint_manager
     in_background = manager.config
     manager.config = replace(in_background, async_save=False)
@@ -312,7 +315,7 @@ def save(settings: Settings, name: str, *overrides: str) -> None:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveTimes:
     """One save.
 
     Attributes:
@@ -328,14 +331,14 @@ class Saved:
     steps_s: list[float]
 
 
-def save_once(trainer: Any, directory: Path, batches: Iterator[Any]) -> Saved:
+def save_once(trainer: SFTTrainer, directory: Path, batches: Iterator[TokenBatch]) -> SaveTimes:
     """Save, train until the checkpoint is complete, and remove it; collective."""
     manager, begun, steps_s = trainer.checkpoint_manager, time.perf_counter(), []
     path = directory / f"global_step_{trainer.global_step}"
     manager.save_checkpoint(str(path), global_step=trainer.global_step)
     stall_s = time.perf_counter() - begun
     while all_ranks(manager.is_writing):
-        steps_s.append(seconds_of(trainer.training_step, next(batches)))
+        steps_s.append(step_s(trainer, next(batches)))
     manager.wait()
     total_s = time.perf_counter() - begun
     dist.barrier()
@@ -343,7 +346,7 @@ def save_once(trainer: Any, directory: Path, batches: Iterator[Any]) -> Saved:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(directory)
-    return Saved(stall_s, total_s, num_bytes, steps_s)
+    return SaveTimes(stall_s, total_s, num_bytes, steps_s)
 
 
 def all_ranks(value: bool) -> bool:
@@ -356,20 +359,20 @@ def all_ranks(value: bool) -> bool:
 # The controller
 
 
-def controller(settings: Settings) -> None:
+def controller(settings: GPUCheckSettings) -> None:
     """The latency model of a small vision-language model with experts, and its clock against CUDA events."""
-    from benchmarks.adaptive_knobs import Bench, made_model
+    from benchmarks.adaptive_knobs import KnobRunner, make_vlm
 
     device, dtype = default_device()
-    model = made_model(Path(settings.scratch) / "vlm")
+    model = make_vlm(Path(settings.scratch) / "vlm")
     adapter = load_adapter(model, [2304, 9216, 20736], device=device, dtype=dtype)
-    space, bench = adapter.space(1, len(adapter.blocks), [1, 2, 4, 8]), Bench(adapter, new_tokens=8)
+    space, runner = adapter.space(1, len(adapter.blocks), [1, 2, 4, 8]), KnobRunner(adapter, new_tokens=8)
     if device == "cuda":
         rng = random.Random(0)
         configurations = [space.sample(rng) for _ in range(20)]
         for each in configurations:
-            bench.run(each)
-        ratios = [milliseconds_by_events(bench, each) / bench.run(each).total_ms for each in configurations]
+            runner.run(each)
+        ratios = [milliseconds_by_events(runner, each) / runner.run(each).total_ms for each in configurations]
         median = statistics.median(ratios)
         note = f"{min(ratios):.3f} to {max(ratios):.3f}"
         settings.add_row("CUDA events over the controller's clock", median, note=note)
@@ -377,28 +380,28 @@ def controller(settings: Settings) -> None:
     else:
         settings.skip("CUDA events need a GPU")
     num_configurations, repeats = (12, 1) if settings.tiny else (40, 3)
-    found = calibrate(adapter, space, bench.questions(4), num_configurations, repeats, 8)
+    found = calibrate(adapter, space, runner.questions(4), num_configurations, repeats, 8)
     settings.add_row("R squared of the latency model", found.r2)
     settings.add_row("90 % of the runs take at most", found.scatter["90"], "x", note="of what it predicts")
     settings.add_row("a decision of the controller", found.deciding_ms, "ms")
-    settings.add_row("the full configuration", bench.run(space.full).total_ms, "ms")
+    settings.add_row("the full configuration", runner.run(space.full).total_ms, "ms")
 
 
-def milliseconds_by_events(bench: Bench, configuration: Configuration) -> float:
+def milliseconds_by_events(runner: KnobRunner, configuration: Configuration) -> float:
     """Milliseconds of the model's forward passes in one generation, by CUDA events."""
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def begin(*_: Any) -> None:
+    def begin(*_: object) -> None:
         pairs.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
         pairs[-1][0].record()
 
-    def end(*_: Any) -> None:
+    def end(*_: object) -> None:
         pairs[-1][1].record()
 
     with ExitStack() as hooks:
-        hooks.callback(bench.adapter.model.register_forward_pre_hook(begin).remove)
-        hooks.callback(bench.adapter.model.register_forward_hook(end).remove)
-        bench.generate(configuration)
+        hooks.callback(runner.adapter.model.register_forward_pre_hook(begin).remove)
+        hooks.callback(runner.adapter.model.register_forward_hook(end).remove)
+        runner.generate(configuration)
     torch.cuda.synchronize()
     return sum(first.elapsed_time(last) for first, last in pairs)
 
@@ -406,7 +409,13 @@ def milliseconds_by_events(bench: Bench, configuration: Configuration) -> float:
 PARTS = {each.__name__: each for each in (steps, save, controller)}
 
 
-def main(words: list[str]) -> None:
-    """Run a part: the scratch directory, its name, and its arguments."""
+def main(scratch: str, part: str, *words: str) -> None:
+    """Run a part.
+
+    Args:
+        scratch: directory of the check, with its `settings.json`.
+        part: name of the function.
+        words: its arguments.
+    """
     join_ranks()
-    PARTS[words[1]](Settings.load(words[0]), *words[2:])
+    PARTS[part](GPUCheckSettings.load(scratch), *words)

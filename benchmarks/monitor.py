@@ -15,7 +15,7 @@ from pathlib import Path
 
 import orjson
 
-from benchmarks.command import bench_parser, write_figures
+from benchmarks.harness import bench_parser, write_results
 from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line
 from verl_ext.monitor.charts import OTHER, charts_for
@@ -91,7 +91,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         found = measure(Path(directory), arguments.rows)
     print_line("  ".join(f"{name} {value:.2f}" for name, value in found.items()))
-    write_figures({"rows": arguments.rows, **found}, arguments.output)
+    write_results({"rows": arguments.rows, **found}, arguments.output)
     return 0
 
 

@@ -1,66 +1,130 @@
-"""`python -m verl_ext.plan` against what really happens: memory predicted and measured, setting by setting.
+"""`python -m verl_ext.plan` against reality: memory predicted and measured, setting by setting.
 
-Each setting trains a random model of its own with this project's trainer, by torchrun, on CPUs: FSDP2, gloo, three
-steps. Two figures of each rank's peak are compared with the plan's: `resident`, what the process holds of the machine's
-memory above what it held before the model was made, and `tensors`, the bytes of live tensors by torch's allocator.
-glibc is told to give freed tensors back at once, else the first would be what was ever held, not what is. The
-prediction gets no number from the measurement but the data's share of learnt tokens.
+Each setting trains a random model of its own with this project's trainer under torchrun on CPUs: FSDP2, gloo. Two
+numbers of each rank's peak are compared with the plan's: `resident`, what the process holds of the machine's memory
+above what it held before the model was built, and `tensors`, the bytes of live tensors by torch's allocator. glibc is
+told to return freed tensors at once, because otherwise the first would be what was ever held, not what is. The
+prediction gets no number from the measurement except the share of tokens in the loss.
 
-Step times are told beside the plan's, too; a CPU's speed in the table of hardware is an assumption.
+Step times are compared too, as medians with their range; a CPU's speed in the table of hardware is an assumption.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import bench_parser, write_figures
-from benchmarks.plan_settings import SETTINGS, TARGET
+from benchmarks.harness import Results, bench_parser, qwen2_size, write_results
 from verl_ext.cli import clean_exit
 from verl_ext.console import print_line, progress_bar
 
+TARGET = 0.15
+"""The largest relative error of a prediction that is wanted."""
+PLAIN = ("data.packing=false", "model.fused_loss=false", "model.fsdp_config.keep_gathered=false")
+"""What a setting does not do unless it says so."""
+
+
+@dataclass(frozen=True)
+class PlanSetting:
+    """What is trained.
+
+    Attributes:
+        ranks: processes.
+        length: tokens of a sample.
+        rows: samples of a rank's micro-batch.
+        model: dimensions of a Qwen2 model.
+        micro_batches: of a rank's step.
+        short_length: tokens of every other sample, which is padded; None if all have the same length.
+        overrides: of the configuration.
+    """
+
+    ranks: int
+    length: int
+    rows: int
+    model: dict[str, Any]
+    micro_batches: int = 1
+    short_length: int | None = None
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step, and of the data set: every step is the same."""
+        return self.ranks * self.rows * self.micro_batches
+
+
+def size(hidden: int, intermediate: int, layers: int, heads: int, vocab: int, tied: bool = False) -> dict[str, Any]:
+    """Dimensions of a model with four heads of keys and values."""
+    return qwen2_size(hidden, intermediate, layers, heads, 4, vocab, tied)
+
+
+CHECKPOINTING = ("model.enable_gradient_checkpointing=true",)
+PACKED = ("data.packing=true", "model.fused_loss=true")
+GATHERED = ("model.fsdp_config.keep_gathered=true",)
+WIDE = size(768, 2048, 8, 12, 32000)
+SETTINGS = {
+    "two ranks": PlanSetting(2, 512, 4, WIDE),
+    "two ranks, checkpointing": PlanSetting(2, 512, 4, WIDE, overrides=CHECKPOINTING),
+    "one rank, padded rows": PlanSetting(1, 512, 4, WIDE, short_length=256),
+    "two ranks, bf16": PlanSetting(2, 256, 4, size(768, 2048, 4, 12, 32000), overrides=("model.mixed_precision=bf16",)),
+    "two ranks, two micro-batches, weights stay gathered": PlanSetting(
+        2, 256, 2, size(1024, 2816, 6, 16, 16000), 2, overrides=GATHERED
+    ),
+    "two ranks, vocabulary of Qwen2.5": PlanSetting(2, 256, 2, size(512, 1408, 4, 8, 152064)),
+    "one rank, tied, checkpointing, two micro-batches": PlanSetting(
+        1, 512, 4, size(1024, 2816, 6, 16, 8192, tied=True), micro_batches=2, overrides=CHECKPOINTING
+    ),
+    "one rank, one long sample": PlanSetting(1, 2048, 1, size(768, 2048, 6, 12, 16000)),
+    "one rank, large model, few tokens": PlanSetting(1, 128, 1, size(1280, 3456, 8, 20, 32000)),
+    "two ranks, packed, fused loss": PlanSetting(2, 512, 4, WIDE, overrides=PACKED),
+    "two ranks, packed, fused, checkpointing, two micro-batches, weights stay gathered": PlanSetting(
+        2, 512, 4, WIDE, 2, overrides=(*PACKED, "data.max_tokens_per_gpu=2048", *CHECKPOINTING, *GATHERED)
+    ),
+    "two ranks, small vocabulary": PlanSetting(2, 512, 2, size(1024, 2816, 10, 16, 4096), micro_batches=2),
+}
 NAMES = f"default: all, which are {'; '.join(SETTINGS)}"
 
 
-def table_of(settings: dict[str, dict[str, Any]]) -> str:
-    """The figures as text."""
-    head = (
-        f"{'setting':<50}{'predicted':>11}{'resident':>10}{'error':>8}{'tensors':>10}{'error':>8}{'step':>8}{'plan':>8}"
-    )
-    rows = [
-        f"{name:<50}{each['predicted_gib']:11.3f}{each['resident_gib']:10.3f}{each['resident_error']:8.1%}"
-        f"{each['tensors_gib']:10.3f}{each['tensors_error']:8.1%}{each['step_s']:8.1f}{each['predicted_step_s']:8.1f}"
-        for name, each in settings.items()
-    ]
+def table_of(settings: dict[str, Results]) -> str:
+    """The results as text."""
+    head = f"{'setting':<50}{'predicted':>11}{'resident':>10}{'error':>8}{'tensors':>10}{'error':>8}"
+    head += f"{'step, s':>22}{'plan':>8}"
+    rows = []
+    for name, each in settings.items():
+        step = "{:.1f} ({:.1f} to {:.1f})".format(each["step_s"], *each["step_s_range"])
+        rows.append(
+            f"{name:<50}{each['predicted_gib']:11.3f}{each['resident_gib']:10.3f}{each['resident_error']:8.1%}"
+            f"{each['tensors_gib']:10.3f}{each['tensors_error']:8.1%}{step:>22}{each['predicted_step_s']:8.1f}"
+        )
     return "\n".join([head, *rows])
+
+
+def record(found: dict[str, Results], path: Path) -> None:
+    """Write results to a file, next to those that it has of other settings."""
+    former = json.loads(path.read_text())["settings"] if path.is_file() else {}
+    settings = {**former, **found}
+    ordered = {name: settings[name] for name in SETTINGS if name in settings}
+    write_results({"target": TARGET, "settings": ordered}, path)
 
 
 @clean_exit()
 def main() -> None:
-    """Measure, print the figures, and put them into the file, beside those that it has."""
+    """Measure, print the results, and write them to the file, next to those that it has."""
     parser = bench_parser("plan", __doc__, "", "--settings 'two ranks' 'two ranks, bf16' --output FILE.json")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME", help=NAMES)
     arguments = parser.parse_args()
-    from benchmarks.plan_runs import Bench, compare  # here, as torch takes seconds to import
+    from benchmarks.plan_ranks import SettingRunner  # here, because torch takes seconds to import
 
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name:
-        bench = Bench(Path(name))
+    found: dict[str, Results] = {}
+    with tempfile.TemporaryDirectory(prefix="benchmark_plan_") as name:
+        runner = SettingRunner(Path(name))
         for setting in progress_bar(arguments.settings, desc="measuring", unit="settings"):
-            found[setting] = compare(bench, SETTINGS[setting])
+            found[setting] = runner.compare(SETTINGS[setting])
             if arguments.output is not None:
                 record(found, arguments.output)
     print_line(table_of(found))
-
-
-def record(found: dict[str, dict[str, Any]], path: Path) -> None:
-    """Put figures into a file, beside those that it has of other settings."""
-    former = json.loads(path.read_text())["settings"] if path.is_file() else {}
-    settings = {**former, **found}
-    ordered = {name: settings[name] for name in SETTINGS if name in settings}
-    write_figures({"target": TARGET, "settings": ordered}, path)
 
 
 if __name__ == "__main__":

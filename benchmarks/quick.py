@@ -1,7 +1,7 @@
-"""What got slower: short runs of some benchmarks, their ratios beside the committed ones.
+"""What got slower: short runs of some benchmarks, whose ratios are compared with the committed ones.
 
-Each figure is a ratio of two things measured in the same run, so that machines of different speed can be compared. One
-that is worse than the committed one by more than 15 % is named. That is no failure of the command.
+Each number is a ratio of two things measured in the same run, so that machines of different speed can be compared. One
+that is worse than the committed one by more than 15 % is reported. That is not a failure of the command.
 """
 
 from __future__ import annotations
@@ -17,65 +17,65 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.running import ROOT, reason_of
+from benchmarks.harness import ROOT, reason_of
 from verl_ext.cli import CommandParser, clean_exit
 from verl_ext.console import print_line
 from verl_ext.data.prepare import prepare
 
 TOLERANCE = 0.15
 TIMEOUT_S = 150
-Figures = Mapping[str, Any]
+Recorded = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Guard:
+class RegressionCheck:
     """A ratio that is watched.
 
     Attributes:
         what: the ratio in words.
         command: of the short run, after the interpreter; `{output}` is its JSON file, `{scratch}` an empty directory.
         results: the committed file.
-        ratio: of the figures of either.
+        ratio: of the results of either.
         more_is_better: whether it is worse when it falls.
     """
 
     what: str
     command: tuple[str, ...]
     results: str
-    ratio: Callable[[Figures], float]
+    ratio: Callable[[Recorded], float]
     more_is_better: bool = True
 
 
-def without_trackers(parts: Figures) -> float:
-    """Seconds of a start but those of trackers, of which a short run has none."""
+def without_trackers(parts: Recorded) -> float:
+    """Seconds of a start without those of trackers, of which a short run has none."""
     return parts["total_s"]["median"] - parts["trackers_s"]["median"]
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-GUARDS = {
-    "sft": Guard(
+CHECKS = {
+    "sft": RegressionCheck(
         "tokens per second, ours over a bare loop",
         ("-m", "benchmarks.sft", "--quick", "--rounds", "1", "--num-steps", "3", "--output", "{output}"),
         "sft_2cpu.json",
-        lambda figures: figures["ours_over"]["bare, packed"],
+        lambda results: results["ours_over"]["bare, packed"],
     ),
-    "checkpoint": Guard(
-        "how long a save holds up training, verl's over ours",
+    "checkpoint": RegressionCheck(
+        "how long training waits for a save, verl's over ours",
         (
             *(*TORCHRUN, "-m", "benchmarks.checkpoint", "--quick", "--repeats", "2", "--directory", "{scratch}/saved"),
             *("--tokenizer", "{scratch}/quickstart/model", "--output", "{output}"),
         ),
         "checkpoint_2cpu_disk.json",
-        lambda figures: figures["stall_of_verl_over_sync"],
+        lambda results: results["stall_of_verl_over_sync"],
     ),
-    "monitor": Guard(
-        "taking rows in, over parsing them",
+    "monitor": RegressionCheck(
+        "reading rows into the database, over parsing them",
         ("-m", "benchmarks.monitor", "--rows", "100000", "--output", "{output}"),
         "monitor_2cpu.json",
-        lambda figures: figures["ingest_s"] / figures["parse_s"],
+        lambda results: results["ingest_s"] / results["parse_s"],
         more_is_better=False,
     ),
-    "start": Guard(
+    "start": RegressionCheck(
         "the first step without trackers, over the ranks' imports",
         (
             *("-m", "benchmarks.start", "--repeats", "1", "--output", "{output}", "prepare=[]", "trainer.logger=[]"),
@@ -83,20 +83,20 @@ GUARDS = {
             "model.partial_pretrain={scratch}/quickstart/model",
         ),
         "start_2cpu.json",
-        lambda figures: without_trackers(figures["parts"]) / figures["parts"]["imports_s"]["median"],
+        lambda results: without_trackers(results["parts"]) / results["parts"]["imports_s"]["median"],
         more_is_better=False,
     ),
 }
 
 
-def measured(guard: Guard, scratch: Path) -> Figures:
-    """The figures of a short run.
+def measured(check: RegressionCheck, scratch: Path) -> Recorded:
+    """The results of a short run.
 
     Raises:
         RuntimeError: the benchmark failed, or took too long.
     """
-    output = scratch / f"{guard.results}.now"
-    words = [word.format(output=output, scratch=scratch) for word in guard.command]
+    output = scratch / f"{check.results}.now"
+    words = [word.format(output=output, scratch=scratch) for word in check.command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
     try:
         done = subprocess.run(
@@ -110,7 +110,7 @@ def measured(guard: Guard, scratch: Path) -> Figures:
 
 
 def verdict(now: float, then: float, more_is_better: bool) -> str:
-    """What a ratio says beside the committed one."""
+    """A ratio compared with the committed one."""
     worse = (then / now if more_is_better else now / then) - 1
     if worse > TOLERANCE:
         return f"SLOWER by {worse:.0%}"
@@ -119,29 +119,29 @@ def verdict(now: float, then: float, more_is_better: bool) -> str:
 
 @clean_exit()
 def main() -> None:
-    """Measure, and print a line for each guard."""
+    """Measure, and print a line for each check."""
     parser = CommandParser(
         prog="python -m benchmarks.quick",
         description=__doc__ or "",
         examples=["python -m benchmarks.quick", "python -m benchmarks.quick --only sft start"],
     )
     parser.add_argument(
-        "--only", nargs="+", choices=GUARDS, default=list(GUARDS), metavar="NAME", help="guards to measure"
+        "--only", nargs="+", choices=CHECKS, default=list(CHECKS), metavar="NAME", help="checks to measure"
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="benchmark_quick_") as name:
         scratch = Path(name)
         prepare(["quickstart", "--output", str(scratch / "quickstart"), "--samples", "2000"])
         for each in arguments.only:
-            guard, begun = GUARDS[each], time.monotonic()
+            check, begun = CHECKS[each], time.monotonic()
             try:
-                now = guard.ratio(measured(guard, scratch))
+                now = check.ratio(measured(check, scratch))
             except RuntimeError as error:
                 print_line(f"{each:<12}not measured: {error}")
                 continue
-            then = guard.ratio(json.loads((ROOT / "benchmarks/results" / guard.results).read_text()))
-            told = f"{now:8.2f}, committed {then:.2f}: {verdict(now, then, guard.more_is_better)}"
-            print_line(f"{each:<12}{guard.what:<62}{told} ({time.monotonic() - begun:.0f} s)")
+            then = check.ratio(json.loads((ROOT / "benchmarks/results" / check.results).read_text()))
+            text = f"{now:8.2f}, committed {then:.2f}: {verdict(now, then, check.more_is_better)}"
+            print_line(f"{each:<12}{check.what:<62}{text} ({time.monotonic() - begun:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 #
 # Measures SFT, GRPO, checkpoints, starts, plan and the evaluation of an untrained model again, which takes hours, and
 # replaces the committed results. --quick compares some ratios with the committed ones, in less than 5 minutes. Each
-# benchmark is a command of its own too: `python -m benchmarks.NAME --help`.
+# benchmark is also a command of its own: `python -m benchmarks.NAME --help`.
 #
 # examples:
 #   bash benchmarks/run.sh --quick
@@ -11,7 +11,7 @@
 #
 # exit codes:
 #   0  done
-#   2  bad input; the message says how to mend it
+#   2  bad input; the message says how to fix it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in
@@ -31,12 +31,12 @@ if [[ ${1:-} == --quick ]]; then exec "$PYTHON" -m benchmarks.quick; fi
 results=benchmarks/results
 "$PYTHON" -m verl_ext.data.prepare quickstart --output data/quickstart
 "$PYTHON" -m verl_ext.data.prepare smollm2 --output data/smollm2_135m
-"$PYTHON" -m benchmarks.sft --num-steps 3 --output $results/sft_2cpu.json
+"$PYTHON" -m benchmarks.sft --rounds 5 --output $results/sft_2cpu.json
 "$PYTHON" -m benchmarks.start --output $results/start_2cpu.json
 "$PYTHON" -m benchmarks.plan --output $results/plan_2cpu.json
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node=2 -m benchmarks.checkpoint \
   --output $results/checkpoint_2cpu_disk.json
-"$PYTHON" -m benchmarks.grpo --num-steps 3 --output $results/grpo_1rank_2cpu.json
-"$PYTHON" -m benchmarks.grpo --ranks 2 --rounds 2 --num-steps 3 --output $results/grpo_2ranks_2cpu.json
-"$PYTHON" -m benchmarks.evaluation --model data/quickstart/model --repeats 3 \
+"$PYTHON" -m benchmarks.grpo --num-steps 6 --output $results/grpo_1rank_2cpu.json
+"$PYTHON" -m benchmarks.grpo --ranks 2 --num-steps 6 --output $results/grpo_2ranks_2cpu.json
+"$PYTHON" -m benchmarks.evaluation --model data/quickstart/model \
   --output $results/evaluation_2cpu_random_model.json sampling.max_tokens=64

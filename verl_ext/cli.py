@@ -43,7 +43,6 @@ class CommandParser(argparse.ArgumentParser):
         notes: further paragraphs behind the examples; one with an indented line is left as it is.
         exit_codes: what each means, where there are more than `EXIT_CODES`.
         keys: gives the keys that can be set as key=value, from the words that were typed; None where there are none.
-        settings: others of argparse.
     """
 
     def __init__(
@@ -135,12 +134,6 @@ class CommandParser(argparse.ArgumentParser):
 def child_process_args(module: str, text: str, started_by: str, *names: str) -> list[str]:
     """Arguments of a process that another command starts; `--help` says so to those who type it.
 
-    Args:
-        module: its own.
-        text: what it does.
-        started_by: a command that somebody types.
-        names: of its words.
-
     Raises:
         SystemExit: after --help, and with code 2 where words are missing.
     """
@@ -167,8 +160,6 @@ def add_command(commands: Commands, name: str, text: str, **settings: Any) -> Co
     """Add a command.
 
     Args:
-        commands: from `add_commands`.
-        name: the word that is typed.
         text: what it does; the first sentence is its line in the list of commands.
         settings: those of `CommandParser`, at least `examples`.
     """
@@ -289,7 +280,8 @@ class _HelpFormatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
-        if not action.option_strings or _is_empty(default) or "default" in text:
+        is_empty = default is None or default is False or default == [] or default is argparse.SUPPRESS
+        if not action.option_strings or is_empty or "default" in text:
             return text
         shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else "%(default)s"
         return f"{text} (default: {shown})"
@@ -298,10 +290,6 @@ class _HelpFormatter(argparse.HelpFormatter):
         if action.type is int or isinstance(action.type, IntArg):
             return "N"
         return "X" if isinstance(action.type, FloatArg) else action.dest.upper()
-
-
-def _is_empty(default: object) -> bool:
-    return default is None or default is False or default == [] or default is argparse.SUPPRESS
 
 
 def _width() -> int:

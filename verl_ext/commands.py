@@ -52,11 +52,7 @@ COMMANDS = {
 
 
 def program(name: str) -> str:
-    """A command as help and messages show it.
-
-    Args:
-        name: of `COMMANDS`.
-    """
+    """A command of `COMMANDS` as help and messages show it."""
     command = COMMANDS[name]
     if _uses_console_script():
         return f"{os.environ.get(PROGRAM_VARIABLE, CONSOLE_SCRIPT)} {name}"
@@ -65,11 +61,7 @@ def program(name: str) -> str:
 
 
 def typed_command(name: str) -> list[str]:
-    """The words that start a command from the directory in which the user is.
-
-    Args:
-        name: of `COMMANDS`.
-    """
+    """The words that start a command of `COMMANDS` from the directory in which the user is."""
     command = COMMANDS[name]
     if _uses_console_script():
         return [*shlex.split(os.environ.get(PROGRAM_VARIABLE, CONSOLE_SCRIPT)), name]

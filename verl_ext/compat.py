@@ -1,8 +1,8 @@
 """What keeps verl 0.7.0 working on today's libraries; each repair names the release that made it necessary.
 
-verl's files stay as released. `prepare_for_verl` is called by `verl_ext/__init__.py`: each repair is applied when the
-module of verl that needs it is imported, and costs nothing in a command that does not import verl. A script that
-imports verl first imports `verl_ext` before it.
+verl's files stay as released. `verl_ext/__init__.py` calls `repair_imports`: each repair is applied when the module
+that needs it is imported, and costs nothing in a command that does not import it. A script that imports verl first
+imports `verl_ext` before it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from verl_ext.console import restrict_transformers_bars
 
 
 def restore_transformers_names() -> None:
@@ -48,16 +50,10 @@ def count_tokens(chat_template: ModuleType) -> None:
 def _with_lists(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def with_lists(tokenizer: Any, **kwargs: Any) -> Any:
-        return function(_ListsOfTokens(tokenizer), **kwargs)
+        apply = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+        return function(SimpleNamespace(apply_chat_template=apply), **kwargs)
 
     return with_lists
-
-
-class _ListsOfTokens:
-    """A tokenizer whose `apply_chat_template` returns a list."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
 
 
 def list_layer_classes(fsdp_utils: ModuleType) -> None:
@@ -72,8 +68,11 @@ def list_layer_classes(fsdp_utils: ModuleType) -> None:
     fsdp_utils.apply_fsdp2 = with_a_list  # type: ignore[attr-defined]
 
 
-BEFORE: dict[str, Callable[[], None]] = {"verl": restore_transformers_names}
-"""What is done before a module of verl is executed."""
+BEFORE: dict[str, Callable[[], None]] = {
+    "verl": restore_transformers_names,
+    "transformers.modeling_utils": restrict_transformers_bars,
+}
+"""What is done before a module is executed."""
 AFTER: dict[str, Callable[[ModuleType], None]] = {
     "verl.utils.import_utils": hide_trl,
     "verl.utils.chat_template": count_tokens,
@@ -83,7 +82,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
 
 
 class RepairingFinder:
-    """Finds the modules of verl that need a repair as the other finders do, and has them repaired when executed."""
+    """Finds the modules that need a repair as the other finders do, and has them repaired when executed."""
 
     @classmethod
     def find_spec(
@@ -111,7 +110,7 @@ def _with_repairs(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType
     return exec_module
 
 
-def prepare_for_verl() -> None:
-    """Have the repairs applied to what is imported of verl from now on."""
+def repair_imports() -> None:
+    """Have the repairs applied to what is imported from now on."""
     if RepairingFinder not in sys.meta_path:
         sys.meta_path.insert(0, RepairingFinder)

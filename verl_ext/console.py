@@ -10,9 +10,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from verl_ext.paths import caller_directory
@@ -41,7 +39,6 @@ def print_line(text: str, stream: TextIO | None = None, *, end: str = "\n") -> N
     Args:
         text: what to print. Control characters are escaped, because it may hold file names and model output.
         stream: standard output if not given.
-        end: printed after the text.
     """
     stream = sys.stdout if stream is None else stream
     make_streams_blocking()
@@ -52,11 +49,7 @@ def print_line(text: str, stream: TextIO | None = None, *, end: str = "\n") -> N
 
 
 def warn(message: str) -> None:
-    """Print a warning to standard error.
-
-    Args:
-        message: what is wrong and what happens instead, in one sentence.
-    """
+    """Print a warning to standard error: in one sentence what is wrong and what happens instead."""
     print_line(f"warning: {message}", sys.stderr)
 
 
@@ -156,23 +149,9 @@ def restrict_transformers_bars() -> None:
 
     transformers shows a bar for each model that it loads or saves. Download bars belong to huggingface_hub and stay.
     """
-    if _BarHookFinder not in sys.meta_path:
-        sys.meta_path.insert(0, _BarHookFinder)
+    from transformers.utils import logging
 
-
-class _BarHookFinder:
-    """Sets the hook when transformers' models are first imported, which takes seconds; it finds no module itself."""
-
-    @classmethod
-    def find_spec(
-        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """No spec: the search continues with the other finders."""
-        if name == "transformers.modeling_utils":
-            from transformers.utils import logging
-
-            logging.set_tqdm_hook(_rank_zero_bar)
-        return None
+    logging.set_tqdm_hook(_rank_zero_bar)
 
 
 def _rank_zero_bar(factory: Callable[..., Any], args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
@@ -225,11 +204,7 @@ def typed_path(path: str | Path) -> str:
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Cells in aligned columns, two spaces apart.
-
-    Args:
-        rows: at least one row, all of the same length.
-    """
+    """At least one row of cells, all of the same length, in aligned columns, two spaces apart."""
     return "\n".join(aligned_rows(rows))
 
 

@@ -45,16 +45,12 @@ def gather_results(function: Callable[[], T], group: ProcessGroup | None = None)
         outcome = (None, "crash", traceback.format_exc())
     outcomes: list[tuple[Any, str, str]] = [(None, "", "")] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, outcome, group=group)
-    _raise_first(outcomes)
-    return [result for result, _, _ in outcomes]
-
-
-def _raise_first(outcomes: list[tuple[Any, str, str]]) -> None:
     for rank, (_, kind, message) in sorted(enumerate(outcomes), key=lambda item: item[1][1] != "user"):
         if kind == "user":
             raise UserError(message)
         if kind == "crash":
             raise RuntimeError(f"rank {rank} failed:\n{message}")
+    return [result for result, _, _ in outcomes]
 
 
 def on_every_rank(function: Callable[[], T]) -> T:
@@ -99,32 +95,23 @@ def reduce_over_ranks(
     Returns:
         The reduced values by name, the same on every rank.
     """
-    sums, maxima = dict(sums or {}), dict(maxima or {})
+    # sorted, because ranks may have filled their dictionaries in different orders
+    sums, maxima = dict(sorted((sums or {}).items())), dict(sorted((maxima or {}).items()))
     assert not sums.keys() & maxima.keys(), "a name is either summed or maximized"
-    return {**_reduce_sums(sums, device), **_reduce_maxima(maxima, device)}
-
-
-def _reduce_sums(values: dict[str, float], device: torch.device | str) -> dict[str, float]:
-    names = sorted(values)  # ranks may have filled their dictionaries in different orders
-    return dict(zip(names, _all_reduce([values[name] for name in names], dist.ReduceOp.SUM, device)))
-
-
-def _reduce_maxima(values: dict[str, float], device: torch.device | str) -> dict[str, float]:
-    names = sorted(values)
     # backends disagree on the maximum of NaN and a number, so NaN travels as a flag with each value
-    flags = [float(math.isnan(values[name])) for name in names]
-    numbers = [-math.inf if flag else float(values[name]) for name, flag in zip(names, flags)]
-    reduced = _all_reduce(numbers + flags, dist.ReduceOp.MAX, device)
-    return {
-        name: math.nan if flag else value
-        for name, value, flag in zip(names, reduced[: len(names)], reduced[len(names) :])
-    }
+    flags = [float(math.isnan(value)) for value in maxima.values()]
+    numbers = [-math.inf if flag else value for value, flag in zip(maxima.values(), flags)]
+    summed = _all_reduce([*sums.values()], dist.ReduceOp.SUM, device)
+    largest = _all_reduce(numbers + flags, dist.ReduceOp.MAX, device)
+    found = [math.nan if flag else value for value, flag in zip(largest, largest[len(maxima) :])]
+    return {**dict(zip(sums, summed)), **dict(zip(maxima, found))}
 
 
 def _all_reduce(values: Sequence[float], operation: Any, device: torch.device | str) -> list[float]:
-    if not values or not (dist.is_available() and dist.is_initialized()):
-        return [float(value) for value in values]
-    tensor = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
+    numbers = [float(value) for value in values]
+    if not numbers or not (dist.is_available() and dist.is_initialized()):
+        return numbers
+    tensor = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=operation)
     return tensor.tolist()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl_ext.cli import CommandParser, clean_exit
 from verl_ext.config.schema import Key, keys
 from verl_ext.console import print_line
 
+Cells = tuple[str, str, str, str]
+"""Name, values, default and description of a key; stages with equal cells share a row."""
 GENERAL = "The run itself"
 FIRST = (GENERAL, "`data`", "`model`", "`optim`", "`trainer`")
 LIMITS = "health.limits."
@@ -40,15 +42,6 @@ EVALUATION = """## Recipes of an evaluation
 """
 
 
-class KeyRow(NamedTuple):
-    """What the page says of a key; stages with equal rows share one."""
-
-    key: str
-    takes: str
-    default: str
-    doc: str
-
-
 @clean_exit()
 def main() -> None:
     """Run the command."""
@@ -70,14 +63,14 @@ def render_recipes() -> str:
     names = list(dict.fromkeys(key for found in of_stages.values() for key in found))
     parts = [INTRODUCTION]
     for section in dict.fromkeys([*FIRST, *map(section_of, names)]):
-        rows: dict[KeyRow, list[str]] = {}
+        rows: dict[Cells, list[str]] = {}
         for name in (name for name in names if section_of(name) == section):
             for stage, found in of_stages.items():
                 if name in found and not found[name].setting.unused:
-                    rows.setdefault(row_of(found[name]), []).append(stage)
+                    rows.setdefault(cells_of(found[name]), []).append(stage)
         parts.append("\n".join([f"## {section}", "", *table(rows, list(STAGES)), ""]))
     evaluation = ["| key | takes | default | meaning |", "| --- | --- | --- | --- |"]
-    evaluation += ["| " + " | ".join(code_key(row_of(key))) + " |" for key in keys(EvalConfig).values()]
+    evaluation += ["| " + " | ".join(cells_of(key)) + " |" for key in keys(EvalConfig).values()]
     return "\n".join([*parts, unused_keys(of_stages), "\n".join([EVALUATION, *evaluation, ""])])
 
 
@@ -86,14 +79,10 @@ def section_of(key: str) -> str:
     return f"`{LIMITS}*`" if key.startswith(LIMITS) else f"`{key.split('.')[0]}`" if "." in key else GENERAL
 
 
-def row_of(key: Key) -> KeyRow:
-    """What there is to say of a key."""
-    return KeyRow(key.name, key.takes.removeprefix("a ").replace(" [a, b]", ""), in_yaml(key.default), key.setting.doc)
-
-
-def code_key(row: KeyRow) -> tuple[str, str, str, str]:
-    """The cells of a row."""
-    return f"`{row.key}`", row.takes, f"`{row.default}`", row.doc
+def cells_of(key: Key) -> Cells:
+    """The row of a key."""
+    takes = key.takes.removeprefix("a ").replace(" [a, b]", "")
+    return f"`{key.name}`", takes, f"`{in_yaml(key.default)}`", key.setting.doc
 
 
 def in_yaml(value: Any) -> str:
@@ -107,11 +96,10 @@ def in_yaml(value: Any) -> str:
     return "{}" if isinstance(value, Mapping) else json.dumps(value)
 
 
-def table(rows: Mapping[KeyRow, Sequence[str]], stages: Sequence[str]) -> Iterable[str]:
+def table(rows: Mapping[Cells, Sequence[str]], stages: Sequence[str]) -> Iterable[str]:
     """Rows with the stages that have them."""
     yield from ("| key | stages | takes | default | meaning |", "| --- | --- | --- | --- | --- |")
-    for row, having in rows.items():
-        key, *others = code_key(row)
+    for (key, *others), having in rows.items():
         yield f"| {key} | {names_of(having, stages)} | {' | '.join(others)} |"
 
 

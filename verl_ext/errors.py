@@ -29,7 +29,6 @@ class Stop(Exception):
 
     Args:
         reason: the signal, deadline or health rule.
-        exit_code: of the ranks.
     """
 
     def __init__(self, reason: str, exit_code: int = STOPPED_EXIT_CODE) -> None:

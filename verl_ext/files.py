@@ -169,10 +169,7 @@ class LineWriter:
         return cls(path)
 
     def write(self, line: str) -> None:
-        """Append one line.
-
-        Args:
-            line: the text, without its newline.
+        """Append one line, which is given without its newline.
 
         Raises:
             OSError: the disk is full or gone; part of the line may have been written.
@@ -190,7 +187,6 @@ def drop_torn_tail(path: Path, is_complete: Callable[[bytes], bool]) -> None:
     """Cut the unreadable lines that a kill or a crash left at the end of `path`, with a warning.
 
     Args:
-        path: an existing file.
         is_complete: whether to keep a line, which has its newline if there is one.
 
     Raises:
@@ -268,7 +264,6 @@ def file_lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
     """Hold the lock of a file, which is created if it is missing.
 
     Args:
-        path: of the lock file.
         wait: whether to wait for another holder.
 
     Yields:
@@ -358,7 +353,6 @@ def file_digest(path: Path, progress: Callable[[int], None] = ignore_progress) -
     """The XXH3-128 digest of a file, in hexadecimal.
 
     Args:
-        path: of the file.
         progress: called with the number of bytes of each piece that was read.
 
     Raises:

@@ -52,9 +52,6 @@ def build_parser() -> CommandParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Install.
 
-    Args:
-        argv: arguments without the program's name; None takes the process's own.
-
     Raises:
         SystemExit: with code 2 if something cannot be installed and 75 after a stop, each explained on standard error.
     """
@@ -67,10 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def set_up(device: str) -> None:
-    """Install what the device needs and print the releases.
-
-    Args:
-        device: `cpu` or `gpu`.
+    """Install what the device, `cpu` or `gpu`, needs and print the releases.
 
     Raises:
         UserError: the environment has another torch or the other vLLM, or the installer fails.

@@ -26,8 +26,6 @@ def load_whole(loader: Any, path: str, **arguments: Any) -> Any:
 
     Args:
         loader: an automatic class of transformers.
-        path: a directory, or a name on the hub.
-        arguments: of `from_pretrained`.
 
     Raises:
         UserError: weights are missing.
@@ -45,10 +43,6 @@ def save_config(config: PreTrainedConfig, directory: Path) -> None:
     """Write `config.json` with rotary embeddings in both forms: `rope_parameters`, and `rope_theta` and the like.
 
     transformers 4 ignores `rope_parameters` and would silently use defaults.
-
-    Args:
-        config: of the model.
-        directory: must exist.
     """
     config.save_pretrained(directory)
     path = directory / "config.json"
@@ -66,11 +60,7 @@ def _add_earlier_rope_keys(content: dict[str, Any], config: dict[str, Any]) -> N
 
 
 def earlier_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys that transformers 4 reads instead of `rope_parameters`; empty for types it does not know.
-
-    Args:
-        config: of a model, or of one of its parts.
-    """
+    """What transformers 4 reads of a model or its part instead of `rope_parameters`; empty for types unknown to it."""
     rope = config.get("rope_parameters") or {}
     of_window = rope.get("sliding_attention")
     if of_window is not None:  # Gemma 3: two kinds of layers
@@ -92,10 +82,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, director
 
     These are `special_tokens_map.json`, `vocab.json`, `merges.txt` for BPE, and `added_tokens.json` if the vocabulary
     lacks some tokens. `tokenizer_config.json` also gets the names that transformers 4 knows.
-
-    Args:
-        tokenizer: with its chat template.
-        directory: must exist.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -244,9 +230,6 @@ def untrained_loss(model: str) -> float | None:
 
     Initialization sets the vectors of a transformer (norms and biases) to 0 or 1, and the first optimizer step moves
     them. So the weights are untrained if every vector in their files still is what initialization made it.
-
-    Args:
-        model: `model.partial_pretrain`.
 
     Returns:
         The logarithm of the vocabulary's size, in nats per token; None for trained weights, and where the weights are

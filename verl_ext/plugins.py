@@ -53,8 +53,11 @@ class Plugin:
         location, _, name = text.rpartition(":")
         if not location or not name.isidentifier():
             raise UserError(f"{key} is {text!r}; write {PLUGIN_FORM}")
-        found = str(find_file(location, key)) if location.endswith(".py") else find_module(location, key)
-        return cls(key, found, name)
+        if location.endswith(".py"):
+            location = str(find_file(location, key))
+        elif not is_module(location):
+            raise UserError(f"{key} names the module {location!r}, which is not found; write {PLUGIN_FORM}")
+        return cls(key, location, name)
 
     def __str__(self) -> str:
         return f"{self.location}:{self.name}"
@@ -93,17 +96,6 @@ def find_file(text: str, key: str) -> Path:
         if (folder / path).is_file():
             return (folder / path).absolute()
     raise UserError(f"{key} names the file {path.absolute()}, which does not exist; correct the path")
-
-
-def find_module(name: str, key: str) -> str:
-    """The dotted name of an existing module; see `Plugin.parse` for the arguments.
-
-    Raises:
-        UserError: there is no such module.
-    """
-    if not is_module(name):
-        raise UserError(f"{key} names the module {name!r}, which is not found; write {PLUGIN_FORM}")
-    return name
 
 
 def is_module(name: str) -> bool:

@@ -65,9 +65,7 @@ class StopSignals:
     """
 
     def __init__(
-        self,
-        listened: Sequence[signal.Signals] = (*STOP_SIGNALS, signal.SIGQUIT),
-        kill_after_s: float | None = None,
+        self, listened: Sequence[signal.Signals] = (*STOP_SIGNALS, signal.SIGQUIT), kill_after_s: float | None = None
     ) -> None:
         self.received: list[signal.Signals] = []
         self.immediate: signal.Signals | None = None
@@ -288,8 +286,6 @@ def quiet_stdout() -> Iterator[None]:
 # Hardware, without torch, which imports slowly
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
-
-
 CPUINFO = Path("/proc/cpuinfo")
 
 

@@ -34,10 +34,6 @@ def require_no_remote_code(name: str, trusted: bool, local_files_only: bool = Fa
 def require_no_remote_code_in(name: str, content: Mapping[str, Any]) -> None:
     """Like `require_no_remote_code`, for a configuration that was read already.
 
-    Args:
-        name: of the model, for the message.
-        content: of its `config.json`.
-
     Raises:
         UserError: it would make transformers run code.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 
 from jinja2 import TemplateError
 
@@ -42,9 +42,7 @@ class rendering:  # noqa: N801 - reads like a function, as contextlib's do; a ge
             rendering._started = time.thread_time()
             signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_S)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if threading.current_thread() is threading.main_thread():
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         if isinstance(error, _TimeUp):

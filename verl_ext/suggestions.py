@@ -7,193 +7,102 @@ from collections.abc import Collection, Iterable, Mapping
 
 RANKS = "trainer.n_gpus_per_node"
 """The number of ranks, which is the first word of a command instead of a key."""
-_BATCH, _MICRO_BATCH = ("data.train_batch_size",), ("data.micro_batch_size_per_gpu",)
-_EPOCHS, _STEPS = ("trainer.total_epochs",), ("trainer.total_training_steps",)
-_EVAL_EVERY = ("data.eval_every_steps", "trainer.test_freq")
-_MODEL, _DATA = ("model.partial_pretrain",), ("data.datasets", "data.train_files")
-_LENGTH = ("data.max_response_length", "controller.max_new_tokens", "data.max_length", "sampling.max_tokens")
-_CLIP, _REWARD = ("actor.clip_ratio_low",), ("reward.functions", "reward.accuracy")
-_RUN_DIR, _RECIPE, _NUM_RANKS = ("trainer.default_local_dir",), ("recipe",), ("gpus", RANKS)
 _SHORT_NUM_RANKS = ("-n", "-np", "-g")
-KEYS: Mapping[str, tuple[str, ...]] = {
-    "learning_rate": ("optim.lr",),
-    "lr_scheduler_type": ("optim.lr_scheduler",),
-    "scheduler": ("optim.lr_scheduler",),
-    "warmup": ("optim.lr_warmup_steps_ratio",),
-    "warmup_ratio": ("optim.lr_warmup_steps_ratio",),
-    "warmup_steps": ("optim.lr_warmup_steps",),
-    "max_grad_norm": ("optim.clip_grad",),
-    "gradient_clipping": ("optim.clip_grad",),
-    "adam_beta1": ("optim.betas",),
-    "adam_beta2": ("optim.betas",),
-    "optim": ("optim.optimizer",),
-    "batch_size": _BATCH,
-    "global_batch_size": _BATCH,
-    "gradient_accumulation_steps": _BATCH,
-    "per_device_train_batch_size": _MICRO_BATCH,
-    "per_device_eval_batch_size": _MICRO_BATCH,
-    "micro_batch_size": _MICRO_BATCH,
-    "ppo_micro_batch_size_per_gpu": _MICRO_BATCH,
-    "num_train_epochs": _EPOCHS,
-    "num_epochs": _EPOCHS,
-    "max_epochs": _EPOCHS,
-    "epochs": _EPOCHS,
-    "max_steps": _STEPS,
-    "num_steps": _STEPS,
-    "total_steps": _STEPS,
-    "steps": _STEPS,
-    "save_steps": ("trainer.save_freq",),
-    "save_every": ("trainer.save_freq",),
-    "save_total_limit": ("trainer.max_ckpt_to_keep",),
-    "eval_steps": _EVAL_EVERY,
-    "eval_every": _EVAL_EVERY,
-    "test_freq": _EVAL_EVERY,
-    "logging_steps": ("trainer.log_every",),
-    "report_to": ("trainer.logger",),
-    "wandb": ("trainer.logger",),
-    "output_dir": _RUN_DIR,
-    "out_dir": _RUN_DIR,
-    "output": _RUN_DIR,
-    "save_dir": _RUN_DIR,
-    "run_name": ("trainer.experiment_name",),
-    "name": ("trainer.experiment_name",),
-    "project": ("trainer.project_name",),
-    "resume": ("trainer.resume_from_path",),
-    "resume_from_checkpoint": ("trainer.resume_from_path",),
-    "model": _MODEL,
-    "model_name": _MODEL,
-    "model_name_or_path": _MODEL,
-    "model_path": _MODEL,
-    "model.path": _MODEL,
-    "base_model": _MODEL,
-    "data": _DATA,
-    "data_path": _DATA,
-    "dataset": _DATA,
-    "dataset_name": _DATA,
-    "train_data": _DATA,
-    "train_file": _DATA,
-    "eval_dataset": ("data.datasets", "data.val_files"),
-    "val_data": ("data.datasets", "data.val_files"),
-    "val_file": ("data.datasets", "data.val_files"),
-    "max_seq_length": _LENGTH,
-    "max_seq_len": _LENGTH,
-    "max_length": _LENGTH,
-    "model_max_length": _LENGTH,
-    "cutoff_len": _LENGTH,
-    "max_completion_length": _LENGTH,
-    "max_new_tokens": _LENGTH,
-    "response_length": _LENGTH,
-    "n": ("rollout.n", "sampling.n"),
-    "num_generations": ("rollout.n",),
-    "group_size": ("rollout.n",),
-    "rollout.name": ("rollout.engine",),
-    "use_vllm": ("rollout.engine",),
-    "vllm_gpu_memory_utilization": ("rollout.gpu_memory_utilization",),
-    "beta": ("actor.kl_loss_coef",),
-    "kl_coef": ("actor.kl_loss_coef",),
-    "epsilon": _CLIP,
-    "cliprange": _CLIP,
-    "clip_ratio": _CLIP,
-    "epsilon_high": ("actor.clip_ratio_high",),
-    "num_iterations": ("actor.ppo_epochs",),
-    "loss_type": ("actor.loss_agg_mode",),
-    "reward": _REWARD,
-    "reward_fn": _REWARD,
-    "reward_funcs": _REWARD,
-    "reward_function": _REWARD,
-    "custom_reward_function.path": _REWARD,
-    "bf16": ("model.mixed_precision",),
-    "fp16": ("model.mixed_precision",),
-    "torch_dtype": ("model.mixed_precision",),
-    "dtype": ("model.mixed_precision",),
-    "gradient_checkpointing": ("model.enable_gradient_checkpointing",),
-    "flash_attention": ("model.attn_implementation",),
-    "lora": ("model.lora_rank",),
-    "lora_r": ("model.lora_rank",),
-    "use_peft": ("model.lora_rank",),
-    "lora_target_modules": ("model.target_modules",),
-    "use_liger_kernel": ("model.use_liger",),
-    "torch_compile": ("model.compile",),
-    "dataloader_num_workers": ("data.num_workers",),
-    "config": _RECIPE,
-    "config_file": _RECIPE,
-    "config_name": _RECIPE,
-    "config_path": _RECIPE,
-    "c": _RECIPE,
-    "np": _NUM_RANKS,
-    "nproc": _NUM_RANKS,
-    "nproc_per_node": _NUM_RANKS,
-    "num_processes": _NUM_RANKS,
-    "num_gpus": _NUM_RANKS,
-    "gpus": _NUM_RANKS,
-    "world_size": _NUM_RANKS,
-    "gpu": ("hardware",),
-}
+
+
+def _by_name(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Words of ours by each name that other programs have for them; both are separated by spaces."""
+    return {name: tuple(ours.split()) for ours, others in names.items() for name in others.split()}
+
+
+KEYS = _by_name(
+    {
+        "optim.lr": "learning_rate",
+        "optim.lr_scheduler": "lr_scheduler_type scheduler",
+        "optim.lr_warmup_steps_ratio": "warmup warmup_ratio",
+        "optim.lr_warmup_steps": "warmup_steps",
+        "optim.clip_grad": "max_grad_norm gradient_clipping",
+        "optim.betas": "adam_beta1 adam_beta2",
+        "optim.optimizer": "optim",
+        "data.train_batch_size": "batch_size global_batch_size gradient_accumulation_steps",
+        "data.micro_batch_size_per_gpu": (
+            "per_device_train_batch_size per_device_eval_batch_size micro_batch_size ppo_micro_batch_size_per_gpu"
+        ),
+        "trainer.total_epochs": "num_train_epochs num_epochs max_epochs epochs",
+        "trainer.total_training_steps": "max_steps num_steps total_steps steps",
+        "trainer.save_freq": "save_steps save_every",
+        "trainer.max_ckpt_to_keep": "save_total_limit",
+        "data.eval_every_steps trainer.test_freq": "eval_steps eval_every test_freq",
+        "trainer.log_every": "logging_steps",
+        "trainer.logger": "report_to wandb",
+        "trainer.default_local_dir": "output_dir out_dir output save_dir",
+        "trainer.experiment_name": "run_name name",
+        "trainer.project_name": "project",
+        "trainer.resume_from_path": "resume resume_from_checkpoint",
+        "model.partial_pretrain": "model model_name model_name_or_path model_path model.path base_model",
+        "data.datasets data.train_files": "data data_path dataset dataset_name train_data train_file",
+        "data.datasets data.val_files": "eval_dataset val_data val_file",
+        "data.max_response_length controller.max_new_tokens data.max_length sampling.max_tokens": (
+            "max_seq_length max_seq_len max_length model_max_length cutoff_len max_completion_length "
+            "max_new_tokens response_length"
+        ),
+        "rollout.n sampling.n": "n",
+        "rollout.n": "num_generations group_size",
+        "rollout.engine": "rollout.name use_vllm",
+        "rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization",
+        "actor.kl_loss_coef": "beta kl_coef",
+        "actor.clip_ratio_low": "epsilon cliprange clip_ratio",
+        "actor.clip_ratio_high": "epsilon_high",
+        "actor.ppo_epochs": "num_iterations",
+        "actor.loss_agg_mode": "loss_type",
+        "reward.functions reward.accuracy": "reward reward_fn reward_funcs reward_function custom_reward_function.path",
+        "model.mixed_precision": "bf16 fp16 torch_dtype dtype",
+        "model.enable_gradient_checkpointing": "gradient_checkpointing",
+        "model.attn_implementation": "flash_attention",
+        "model.lora_rank": "lora lora_r use_peft",
+        "model.target_modules": "lora_target_modules",
+        "model.use_liger": "use_liger_kernel",
+        "model.compile": "torch_compile",
+        "data.num_workers": "dataloader_num_workers",
+        "recipe": "config config_file config_name config_path c",
+        f"gpus {RANKS}": "np nproc nproc_per_node num_processes num_gpus gpus world_size",
+        "hardware": "gpu",
+    }
+)
 """Names in TRL, the HF Trainer, torchrun and verl's PPO, and the keys they mean; the first that a command has."""
-OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "config": ("recipe",),
-    "c": ("recipe",),
-    "model": ("checkpoint",),
-    "model_path": ("checkpoint",),
-    "ckpt": ("checkpoint",),
-    "checkpoint_path": ("checkpoint",),
-    "pretrained": ("checkpoint",),
-    "out": ("output",),
-    "output_dir": ("output",),
-    "output_path": ("output",),
-    "o": ("output",),
-    "num_samples": ("samples", "limit"),
-    "max_samples": ("samples", "limit"),
-    "n": ("samples", "limit"),
-    "keep": ("max-to-keep",),
-    "force": ("yes",),
-    "y": ("yes",),
-    "logdir": ("root",),
-    "log_dir": ("root",),
-    "dir": ("root",),
-    "bind_all": ("host",),
-    "address": ("host",),
-    "val_split": ("val-fraction",),
-}
+OPTIONS = _by_name(
+    {
+        "recipe": "config c",
+        "checkpoint": "model model_path ckpt checkpoint_path pretrained",
+        "output": "out output_dir output_path o",
+        "samples limit": "num_samples max_samples n",
+        "max-to-keep": "keep",
+        "yes": "force y",
+        "root": "logdir log_dir dir",
+        "host": "bind_all address",
+        "val-fraction": "val_split",
+    }
+)
 """Names of options in other programs, and the options they mean; the first that the command has."""
-COMMANDS: Mapping[str, tuple[str, ...]] = {
-    "list": ("ls", "status"),
-    "show": ("ls", "status"),
-    "info": ("ls", "status"),
-    "remove": ("prune",),
-    "rm": ("prune",),
-    "delete": ("prune",),
-    "clean": ("prune",),
-    "check": ("verify",),
-    "validate": ("verify", "check"),
-    "convert": ("export",),
-    "merge": ("export",),
-    "save": ("export",),
-    "compare": ("diff", "report"),
-    "eval": ("run",),
-    "evaluate": ("run",),
-    "start": ("run",),
-    "test": ("run",),
-    "follow": ("watch",),
-    "monitor": ("watch",),
-    "results": ("report",),
-    "summary": ("report",),
-    "score": ("judge",),
-    "grade": ("judge",),
-    "rerun": ("retry",),
-    "restart": ("retry",),
-    "controller": ("adaptive",),
-    "alpaca": ("chat",),
-    "sharegpt": ("chat",),
-    "json": ("chat",),
-    "jsonl": ("chat",),
-    "csv": ("chat",),
-    "parquet": ("chat",),
-    "mbpp": ("problems",),
-    "humaneval": ("problems",),
-    "charts": ("plot",),
-    "graph": ("plot",),
-}
+COMMANDS = _by_name(
+    {
+        "ls status": "list show info",
+        "prune": "remove rm delete clean",
+        "verify": "check",
+        "verify check": "validate",
+        "export": "convert merge save",
+        "diff report": "compare",
+        "run": "eval evaluate start test",
+        "watch": "follow monitor",
+        "report": "results summary",
+        "judge": "score grade",
+        "retry": "rerun restart",
+        "adaptive": "controller",
+        "chat": "alpaca sharegpt json jsonl csv parquet",
+        "problems": "mbpp humaneval",
+        "plot": "charts graph",
+    }
+)
 """Names of commands in other programs, and the commands they mean; the first that the program has."""
 CUTOFF = 0.7
 """Minimum similarity of two words, from 0 to 1, for one to be a typo of the other."""
@@ -204,7 +113,6 @@ def meant_key(typed: str, known: Collection[str]) -> str | None:
 
     Args:
         typed: a key, or an option such as `--learning-rate`.
-        known: the existing keys.
     """
     name = _plain(typed)
     if typed in _SHORT_NUM_RANKS and RANKS in known:
@@ -232,7 +140,6 @@ def meant_option(typed: str, known: Iterable[str]) -> str | None:
 
     Args:
         typed: the option, without its value.
-        known: the existing options, with their dashes.
     """
     options = {_plain(option): option for option in known if option.startswith("--")}
     other = _first([_plain(each) for each in OPTIONS.get(_plain(typed), ())], options)

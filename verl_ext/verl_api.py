@@ -3,14 +3,14 @@
 docs/verl.md says what each is used for, and where it is in a later release.
 """
 
-from __future__ import annotations
+# ruff: noqa: F401 - other modules import these names
 
 from verl.models.transformers.monkey_patch import apply_monkey_patch
 from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 from verl.trainer.ppo.core_algos import (
     agg_loss,
     compute_grpo_outcome_advantage,
-    compute_policy_loss_vanilla,
+    get_policy_loss_fn,
     kl_penalty,
 )
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
@@ -32,35 +32,6 @@ from verl.utils.torch_functional import (
 )
 from verl.utils.tracking import Tracking
 from verl.workers.config import ActorConfig as VerlActorConfig
+from verl.workers.config import PolicyLossConfig
 from verl.workers.config.optimizer import build_optimizer as build_verl_optimizer
 from verl.workers.sharding_manager.fsdp_ulysses import FSDPUlyssesShardingManager
-
-__all__ = [
-    "FSDPCheckpointManager",
-    "FSDPSFTTrainer",
-    "FSDPUlyssesShardingManager",
-    "FlopsCounter",
-    "PrecisionType",
-    "Tracking",
-    "VerlActorConfig",
-    "agg_loss",
-    "apply_fsdp2",
-    "apply_monkey_patch",
-    "build_verl_optimizer",
-    "compute_grpo_outcome_advantage",
-    "compute_policy_loss_vanilla",
-    "compute_rollout_correction_weights",
-    "convert_to_regular_types",
-    "copy_to_local",
-    "entropy_from_logits",
-    "fsdp2_clip_grad_norm_",
-    "fsdp2_load_full_state_dict",
-    "get_constant_schedule_with_warmup",
-    "get_cosine_schedule_with_warmup",
-    "get_device_name",
-    "get_wsd_schedule_with_warmup",
-    "hf_tokenizer",
-    "kl_penalty",
-    "load_extern_object",
-    "logprobs_from_logits",
-]

@@ -33,10 +33,9 @@ _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def prepare_vllm_environment() -> str:
-    """Set the environment variables that vLLM reads when it is imported; the user's values stay.
+    """Set the environment variables that vLLM reads when it is imported; returns the GPU's name, or `cpu`.
 
-    Returns:
-        The GPU's name, or `cpu`.
+    The user's values stay.
     """
     import torch
 

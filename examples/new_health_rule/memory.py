@@ -1,27 +1,31 @@
-"""A health rule: memory that grows with the run is a leak, and ends it sooner or later."""
+"""A health rule: memory that grows with the run is a leak, which ends the run sooner or later."""
 
 from __future__ import annotations
 
-from verl_ext.health.config import HealthLimits
-from verl_ext.health.facts import Facts
-from verl_ext.health.findings import Seen, ok, warning
-from verl_ext.health.history import History
-from verl_ext.health.rule import Rule, rule
-from verl_ext.health.trends import trend_of
+from verl_ext.health.rule import CheckResult, HealthView, Rule, ok, warning
+from verl_ext.health.trend import trend
 
-RULES: list[Rule] = []
 MEMORY = "system/peak_memory_gib"
 GROWTH = 0.2
-"""Share by which the memory may grow over a run, its beginning left out."""
+"""Share by which the memory may grow over a run after its start."""
 
 
-@rule(MEMORY, advice="look for what is kept of every step, such as losses with their graphs", into=RULES)
-def memory_growing(history: History, facts: Facts, limits: HealthLimits) -> Seen | None:
-    """The largest memory of a rank has grown all along."""
-    # means over equal parts of the run; in the first one models and caches fill up
-    parts = history.series(MEMORY).buckets[1:]
-    if len(parts) < 6:
+def memory_growing(view: HealthView) -> CheckResult | None:
+    """Compare the growth over the run with that of its second half, so that a single jump is not a leak."""
+    # means over equal segments of the run; in the first one, models and caches fill up
+    means = view.series(MEMORY).segment_means[1:]
+    if len(means) < 6:
         return None
-    growth, late = trend_of(parts).change, trend_of(parts[len(parts) // 2 :]).change
-    told = f"the peak memory changed by {growth / parts[0]:+.0%} over the run, to {parts[-1]:.3g} GiB"
-    return warning(told) if growth > GROWTH * parts[0] and late > growth / 4 else ok(told)
+    growth, late = trend(means).change, trend(means[len(means) // 2 :]).change
+    message = f"the peak memory changed by {growth / means[0]:+.0%} over the run, to {means[-1]:.3g} GiB"
+    return warning(message) if growth > GROWTH * means[0] and late > growth / 4 else ok(message)
+
+
+RULES = [
+    Rule(
+        "memory_growing",
+        memory_growing,
+        "The peak memory of a rank grows over the whole run.",
+        "look for data that is kept from every step, such as losses with their graphs",
+    )
+]

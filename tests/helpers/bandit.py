@@ -1,22 +1,33 @@
-"""A policy without tokens: it pulls one of several arms, twice in each action, by learnt scores."""
+"""A policy without tokens: it pulls one of several arms, twice in each action, by learned scores."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from verl_ext.grpo.environment import Environment, Reward
-from verl_ext.grpo.policy import LogProbs, MicroBatch, Policy, Prompt, Sample
+from verl_ext.errors import Stop
+from verl_ext.grpo.protocols import (
+    Environment,
+    LogProbs,
+    Metrics,
+    MicroBatch,
+    Policy,
+    Prompt,
+    Reward,
+    StepResult,
+    Trajectory,
+)
 
 NUM_ARMS = 4
 DECISIONS = 2
 
 
 class Bandit(Policy):
-    """Scores for each prompt and arm; prompts are known by their rows."""
+    """Scores for each prompt and arm; prompts are known by their index."""
 
-    figures = ("pulled",)
+    metric_names = ("pulled",)
 
     def __init__(self, num_prompts: int, seed: int = 0) -> None:
         """Random scores."""
@@ -25,64 +36,56 @@ class Bandit(Policy):
         self.scores = torch.nn.Parameter(scores)
         self.first = scores.clone()
         self.versions: list[int] = []
-        self.draws = False
+        self.samples = False
 
-    def begin_drawing(self, version: int) -> dict[str, float]:
-        """See `Policy.begin_drawing`."""
+    @contextmanager
+    def sampling(self, version: int) -> Iterator[Metrics]:
         self.versions.append(version)
-        self.draws = True
-        return {}
+        self.samples = True
+        try:
+            yield {}
+        except Stop:
+            self.samples = False
+            raise
+        self.samples = False
 
     @torch.no_grad()
-    def draw(self, prompts: Sequence[Prompt], step: int, *, num_samples: int, greedy: bool = False) -> Iterator[Sample]:
-        """See `Policy.draw`; the last prompt comes first."""
-        for prompt in reversed(prompts):
-            log_probs = self.scores[prompt.row].log_softmax(-1)
-            for number in reversed(range(num_samples)):
-                generator = torch.Generator().manual_seed(step * 10_000 + prompt.row * 100 + number)
-                drawn = torch.multinomial(log_probs.exp(), DECISIONS, replacement=True, generator=generator)
-                arms = log_probs.argmax().expand(DECISIONS) if greedy else drawn
-                yield Sample(prompt, number, (arms, log_probs[arms]))
+    def generate(self, trajectories: Sequence[Trajectory], step: int, greedy: bool = False) -> Iterator[Trajectory]:
+        """See `Policy.generate`; the last trajectory comes first."""
+        for trajectory in reversed(trajectories):
+            index, turn = trajectory.prompt.index, len(trajectory.turns)
+            log_probs = self.scores[index].log_softmax(-1)
+            seed = step * 10_000 + index * 100 + trajectory.number + 1_000_000 * turn
+            generator = torch.Generator().manual_seed(seed)
+            drawn = torch.multinomial(log_probs.exp(), DECISIONS, replacement=True, generator=generator)
+            arms = log_probs.argmax().expand(DECISIONS) if greedy else drawn
+            yield trajectory.act((arms, log_probs[arms]))
 
-    def end_drawing(self) -> None:
-        """See `Policy.end_drawing`."""
-        self.draws = False
-
-    def collate(self, samples: Sequence[Sample]) -> MicroBatch:
-        """See `Policy.collate`."""
+    def collate(self, trajectories: Sequence[Trajectory]) -> MicroBatch:
         return {
-            "rows": torch.tensor([sample.prompt.row for sample in samples]),
-            "arms": torch.stack([sample.action[0] for sample in samples]),
-            "mask": torch.ones(len(samples), DECISIONS, dtype=torch.long),
-            "rollout_log_probs": torch.stack([sample.action[1] for sample in samples]),
+            "rows": torch.tensor([trajectory.prompt.index for trajectory in trajectories]),
+            "arms": torch.stack([trajectory.action[0] for trajectory in trajectories]),
+            "response_mask": torch.ones(len(trajectories), DECISIONS, dtype=torch.long),
+            "rollout_log_probs": torch.stack([trajectory.action[1] for trajectory in trajectories]),
         }
 
     def log_probs(self, micro_batch: MicroBatch) -> LogProbs:
-        """See `Policy.log_probs`."""
         return _evaluated(self.scores, micro_batch)
 
     def reference_log_probs(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """See `Policy.reference_log_probs`."""
         return _evaluated(self.first, micro_batch).values
 
-    def order(self, samples: Sequence[Sample]) -> list[int]:
-        """See `Policy.order`."""
-        return sorted(range(len(samples)), key=lambda number: -samples[number].number)
+    def sort_by_cost(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        return sorted(trajectories, key=lambda trajectory: -trajectory.number)
 
-    def num_decisions(self, sample: Sample) -> int:
-        """See `Policy.num_decisions`."""
+    def num_decisions(self, trajectory: Trajectory) -> int:
         return DECISIONS
 
-    def measure(self, sample: Sample) -> dict[str, float]:
-        """See `Policy.measure`."""
-        return {"pulled": float(sample.action[0].sum())}
+    def sample_metrics(self, trajectory: Trajectory) -> Metrics:
+        return {"pulled": float(trajectory.action[0].sum())}
 
-    def row(self, sample: Sample) -> dict[str, str]:
-        """See `Policy.row`."""
-        return {"arms": str(sample.action[0].tolist())}
-
-    def close(self) -> None:
-        """See `Policy.close`."""
+    def table_row(self, trajectory: Trajectory) -> dict[str, str]:
+        return {"arms": str(trajectory.action[0].tolist())}
 
 
 def _evaluated(scores: torch.Tensor, micro_batch: MicroBatch) -> LogProbs:
@@ -94,25 +97,22 @@ def _evaluated(scores: torch.Tensor, micro_batch: MicroBatch) -> LogProbs:
 class Machine(Environment):
     """Pays for arms: the arm of a prompt's number pays 1 each time it is pulled."""
 
-    names = ("pay",)
+    reward_names = ("pay",)
 
     def __init__(self) -> None:
-        """Nothing was pulled yet."""
-        self._waiting: list[Sample] = []
+        self.num_batches = 0
 
-    def submit(self, sample: Sample) -> None:
-        """See `Environment.submit`."""
-        self._waiting.append(sample)
+    def reward_of(self, trajectory: Trajectory) -> Reward:
+        """What the last action earns."""
+        return Reward({"pay": float((trajectory.action[0] == trajectory.prompt.index % NUM_ARMS).sum())})
 
-    def collect(self) -> list[Reward]:
-        """See `Environment.collect`."""
-        waiting, self._waiting = self._waiting, []
-        return [Reward({"pay": float((s.action[0] == s.prompt.row % NUM_ARMS).sum())}) for s in waiting]
+    def step(self, trajectory: Trajectory) -> Callable[[], StepResult]:
+        return lambda: StepResult(reward=self.reward_of(trajectory))
 
-    def close(self) -> None:
-        """See `Environment.close`."""
+    def end_batch(self) -> None:
+        self.num_batches += 1
 
 
-def prompts(*rows: int) -> list[Prompt]:
-    """Prompts by their rows."""
-    return [Prompt(f"prompt_{row}", row, {}) for row in rows]
+def prompts(*indices: int) -> list[Prompt]:
+    """Prompts by their indices."""
+    return [Prompt(f"prompt_{index}", index, {}) for index in indices]

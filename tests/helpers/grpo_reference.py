@@ -11,15 +11,15 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from tests.helpers.commands import torchrun
-from verl_ext.grpo.config import TokenActorConfig
-from verl_ext.grpo.policy import Prompt, Sample
-from verl_ext.grpo.rollout.completion import Completion, Sampling
+from verl_ext.grpo.config import TokenActorConfig, TokenLossConfig
+from verl_ext.grpo.protocols import Prompt, Reward, Trajectory
+from verl_ext.grpo.sampling import Completion, SamplingArgs
 
 REFERENCE = 0.02
 """Distance of the frozen model from the trained one."""
 ENGINE_STEPS = 2
 """Weights that `tests.ranks.engines` sends: the first ones, and those after an update."""
-SAMPLING = Sampling(0.9, 1.0, -1, 12)
+SAMPLING = SamplingArgs(0.9, 1.0, -1, 12)
 NUM_PROMPTS, GROUP_SIZE = 4, 4
 
 
@@ -29,7 +29,6 @@ class Case:
 
     actor: TokenActorConfig
     num_mini_batches: int = 1
-    num_epochs: int = 1
     micro_batch_size: int = 3
     share_prompts: bool = True
     lr: float = 3.0
@@ -38,7 +37,8 @@ class Case:
     @staticmethod
     def of(fields: dict[str, Any]) -> Case:
         """From `asdict`."""
-        return Case(**{**fields, "actor": TokenActorConfig(**fields["actor"])})
+        loss = TokenLossConfig(**fields["actor"]["policy_loss"])
+        return Case(**{**fields, "actor": TokenActorConfig(**{**fields["actor"], "policy_loss": loss})})
 
     def fields(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -65,38 +65,40 @@ def make_model(distance: float = 0.0) -> PreTrainedModel:
     return model
 
 
-def samples_of() -> tuple[list[Sample], list[float], list[int]]:
-    """Ragged samples, their rewards, and the numbers of their groups; one group has equal rewards."""
+def make_trajectories() -> list[Trajectory]:
+    """Ragged completions with rewards, group after group; one group has equal rewards."""
     generator = torch.Generator().manual_seed(5)
 
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(3, 40, (count,), generator=generator).tolist())
 
-    samples, groups = [], []
+    trajectories = []
     for group in range(NUM_PROMPTS):
         prompt = Prompt(f"p{group}", group, {"prompt_ids": tokens(4 + 3 * group)})
         for number in range(GROUP_SIZE):
             length = int(torch.randint(1, 12, (1,), generator=generator))
-            samples.append(Sample(prompt, number, Completion(tokens(length), torch.zeros(length), False)))
-            groups.append(group)
-    rewards = torch.rand(len(samples), generator=generator).tolist()
+            completion = Completion(tokens(length), torch.zeros(length), False)
+            trajectories.append(Trajectory(prompt, number).act(completion))
+    rewards = torch.rand(len(trajectories), generator=generator).tolist()
     rewards[GROUP_SIZE : 2 * GROUP_SIZE] = [0.5] * GROUP_SIZE
-    return samples, rewards, groups
+    for trajectory, reward in zip(trajectories, rewards):
+        trajectory.reward = Reward({"r": reward})
+    return trajectories
 
 
 def reference_update(case: Case) -> dict[str, torch.Tensor]:
     """The parameters after the updates, by plain gradient descent in float64."""
     model, frozen = make_model().double(), make_model(REFERENCE).double()
-    samples, rewards, _ = samples_of()
-    advantages = _advantages(rewards)
+    trajectories = make_trajectories()
+    advantages = _advantages([trajectory.total_reward or 0.0 for trajectory in trajectories])
     with torch.no_grad():
-        old = [_said(model, sample)[0] for sample in samples]
-        reference = [_said(frozen, sample)[0] for sample in samples]
-    size = len(samples) // case.num_mini_batches
-    for _ in range(case.num_epochs):
-        for start in range(0, len(samples), size):
+        old = [_evaluated(model, trajectory)[0] for trajectory in trajectories]
+        reference = [_evaluated(frozen, trajectory)[0] for trajectory in trajectories]
+    size = len(trajectories) // case.num_mini_batches
+    for _ in range(case.actor.ppo_epochs):
+        for start in range(0, len(trajectories), size):
             numbers = range(start, start + size)
-            terms = [_terms(model, samples[n], old[n], reference[n], advantages[n], case.actor) for n in numbers]
+            terms = [_terms(model, trajectories[n], old[n], reference[n], advantages[n], case.actor) for n in numbers]
             model.zero_grad()
             _aggregated(terms, case.actor).backward()
             with torch.no_grad():
@@ -115,9 +117,9 @@ def _advantages(rewards: list[float]) -> list[float]:
     return found
 
 
-def _said(model: PreTrainedModel, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+def _evaluated(model: PreTrainedModel, trajectory: Trajectory) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of each token, from a forward pass of this sample alone."""
-    prompt, tokens = sample.prompt.content["prompt_ids"], sample.action.token_ids
+    prompt, tokens = trajectory.prompt.fields["prompt_ids"], trajectory.action.token_ids
     logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1] / SAMPLING.temperature
     log_probs = logits.log_softmax(-1)
     return log_probs.gather(1, torch.tensor(tokens)[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
@@ -125,14 +127,14 @@ def _said(model: PreTrainedModel, sample: Sample) -> tuple[torch.Tensor, torch.T
 
 def _terms(
     model: PreTrainedModel,
-    sample: Sample,
+    trajectory: Trajectory,
     old: torch.Tensor,
     reference: torch.Tensor,
     advantage: float,
     actor: TokenActorConfig,
 ) -> torch.Tensor:
     """Each token's: clipped (arXiv 1707.06347) and dual-clipped (1912.09729) ratio, KL by k3 (2402.03300), entropy."""
-    log_probs, entropy = _said(model, sample)
+    log_probs, entropy = _evaluated(model, trajectory)
     ratio = (log_probs - old).exp()
     gain = torch.minimum(
         ratio * advantage, ratio.clamp(1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high) * advantage

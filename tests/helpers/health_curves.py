@@ -1,11 +1,11 @@
-"""Curves of runs, healthy and sick, with the rules that must complain of each: those at warning or alarm, no others."""
+"""Curves of healthy and sick runs, each with the rules that must complain: those at warning or alarm, no others."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +13,10 @@ import numpy as np
 
 from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.config.schema import to_yaml
+from verl_ext.health.config import HealthLimits
+from verl_ext.health.context import LRSchedule, RunContext
+from verl_ext.health.history import MetricHistory
+from verl_ext.health.rule import HealthView
 from verl_ext.trainer.stages import load_config
 
 Rows = list[tuple[int, dict[str, float]]]
@@ -31,7 +35,8 @@ class Curve:
         rows: step and metrics, by the number of a seed.
         complaints: rules that must be at warning or alarm at its end.
         limits: thresholds that differ from the defaults.
-        untrained_loss: of random guessing, where the run began from untrained weights.
+        untrained_loss: of random guessing, if the run started from untrained weights.
+        notices: rules that must be at notice at its end; others may be too.
     """
 
     name: str
@@ -40,6 +45,7 @@ class Curve:
     complaints: frozenset[str]
     limits: dict[str, float] = field(default_factory=dict)
     untrained_loss: float | None = None
+    notices: frozenset[str] = frozenset()
 
 
 CURVES: list[Curve] = []
@@ -87,6 +93,7 @@ GRPO = {
     "time/train/data_s": flat(0.01),
     "throughput/train/valid_tokens_per_s": flat(3000.0, 0.1),
     "train/reward_total_mean": line(0.3, 0.9, 0.1),
+    "train/reward_total_std": flat(0.4, 0.1),
     "train/reward_correct_mean": line(0.2, 0.7, 0.1),
     "train/reward_format_mean": line(0.3, 0.5, 0.05),
     "train/adv_mean": lambda share, rng: 1e-9 * rng.standard_normal(),
@@ -104,6 +111,7 @@ BUDGET = {
     "time/train/data_s": flat(0.001),
     "throughput/train/configs_per_s": flat(160.0, 0.1),
     "train/reward_total_mean": line(-0.2, 0.4, 0.1),
+    "train/reward_total_std": flat(0.5, 0.1),
     "train/accuracy_mean": line(0.15, 0.45, 0.1),
     "train/adv_mean": lambda share, rng: 1e-9 * rng.standard_normal(),
     "train/adv_std": flat(0.3),
@@ -125,9 +133,11 @@ def add(
     limits: dict[str, float] | None = None,
     lr: Shape | None = None,
     untrained_loss: float | None = None,
+    notices: Iterable[str] = (),
+    evaluated: Shape | None = None,
     **changed: Shape,
 ) -> None:
-    """Enter a run whose metrics are those of a healthy one but for `changed`, by the end of their names."""
+    """Add a run whose metrics are those of a healthy one except `changed`, by the end of their names."""
     shapes = dict(BASES[stage])
     for end, shape in changed.items():
         [full] = [each for each in shapes if each.endswith(f"/{end}")]
@@ -142,11 +152,14 @@ def add(
             found.append((step, {**row, "train/lr(1e-3)": 1e3 * rate, "train/epoch": share * epochs}))
             if stage == "sft" and step % (steps // 10) == 0:
                 found.append((step, {"val/loss": float((val or SFT_VAL)(share, rng))}))
+            if evaluated is not None and step % (steps // 20) == 0:
+                found.append((step, {"eval/reward_total_mean": float(evaluated(share, rng))}))
             if disk is not None and step % (steps // 10) == 0:
                 found.append((step, {"system/disk_free_gib": float(disk(share, rng))}))
         return found
 
-    CURVES.append(Curve(name, stage, rows, frozenset(complaints), limits or {}, untrained_loss))
+    sick = frozenset(complaints)
+    CURVES.append(Curve(name, stage, rows, sick, limits or {}, untrained_loss, frozenset(notices)))
 
 
 NAN: Shape = lambda share, rng: math.nan  # noqa: E731
@@ -190,6 +203,17 @@ add("a controller learns", "budget", epochs=30)
 add("a controller learns in few epochs", "budget", epochs=7, steps=112)
 add("losses of a policy are of either sign", "budget", epochs=30, loss=lambda share, rng: rng.standard_normal())
 add("rewards begin below zero", "budget", epochs=30, reward_total_mean=line(-1.0, 0.3, 0.1))
+add("a plateau after learning of a controller", "budget", epochs=60,
+    notices=["reward_not_rising", "accuracy_not_rising"],
+    reward_total_mean=noisy(lambda s: 0.4 - 0.6 * math.exp(-15 * s), 0.1),
+    accuracy_mean=noisy(lambda s: 0.45 - 0.3 * math.exp(-15 * s), 0.1),
+    budget_violation_mean=falling(0.4, 0.02, 15.0, 0.2))  # fmt: skip
+add("rewards of large weights", "grpo", limits={"reward_max": 200.0, "reward_std_max": 50.0},
+    reward_total_mean=flat(50.0, 0.1), reward_total_std=flat(20.0, 0.1))  # fmt: skip
+add("an evaluation that wobbles", "grpo", evaluated=lambda share, rng: 0.5 + 0.3 * share + 0.05 * rng.standard_normal())
+add("an evaluation that reaches its plateau", "grpo",
+    evaluated=lambda share, rng: 0.7 - 0.4 * math.exp(-9 * share) + 0.02 * rng.standard_normal())  # fmt: skip
+add("few configurations are over budget", "budget", epochs=30, budget_violation_mean=line(0.005, 0.03, 0.02))
 
 # Loss and validation
 add("divergence", "sft", "loss_diverging", loss=from_(0.6, falling(2.4, 1.1), line(-3.0, 4.0)))
@@ -205,6 +229,7 @@ add("memorised", "sft", "final_loss", "overfitting", "val_loss_rising", loss=fal
     val=noisy(lambda s: 1.2 + 4 * (s - 0.4) ** 2, 0.001))  # fmt: skip
 add("overfitting", "sft", "overfitting", "val_loss_rising", loss=line(1.5, 0.3, 0.03),
     val=noisy(lambda s: 1.3 + 2 * (s - 0.5) ** 2, 0.001))  # fmt: skip
+add("a validation loss that stays high", "sft", notices=["final_val_loss"], val=falling(4.0, 3.0, noise=0.003))
 add("validation rises with the loss", "sft", "val_loss_rising", "loss_diverging",
     loss=from_(0.5, falling(2.4, 1.1), line(-1.0, 4.0)), val=from_(0.5, SFT_VAL, line(0.5, 3.0, 0.001)))  # fmt: skip
 
@@ -245,6 +270,18 @@ add("answers shrink", "grpo", "completions_shortening", seq_completion_len_mean=
 add("engine and trainer differ", "grpo", "logprob_gap", rollout_logprob_diff_mean=flat(0.12))
 add("an extreme policy loss", "budget", "loss_jitter", epochs=30, loss=lambda share, rng: 300 * rng.standard_normal())
 
+add("no reward rises", "budget", epochs=30, notices=["reward_not_rising"], reward_total_mean=flat(0.3, 0.05))
+add("no answer gets better", "budget", epochs=30, notices=["accuracy_not_rising"], accuracy_mean=flat(0.3, 0.1))
+add("nothing is learned", "budget", "nothing_improves", epochs=30, notices=["reward_not_rising", "accuracy_not_rising"],
+    reward_total_mean=flat(0.4, 0.1), accuracy_mean=flat(0.3, 0.1), budget_violation_mean=flat(0.04, 0.2))  # fmt: skip
+add("rewards jump", "grpo", "reward_jitter", reward_total_mean=lambda share, rng: 2.5 * rng.standard_normal())
+add("rewards explode", "grpo", "reward_jitter", "reward_extreme",
+    reward_total_mean=lambda share, rng: 1000 * rng.standard_normal())  # fmt: skip
+add("rewards of a step spread widely", "grpo", "reward_spread", reward_total_std=flat(30.0, 0.1))
+add("advantages are extreme", "grpo", "advantages_extreme", adv_std=flat(1000.0))
+add("evaluations get worse", "grpo", "eval_reward_falling",
+    evaluated=lambda share, rng: 0.6 - 2 * (share - 0.4) ** 2 + 0.01 * rng.standard_normal())  # fmt: skip
+
 # Budgets
 add("always late", "budget", "violation_high", "latency_off_budget", epochs=30, latency_ms_mean=flat(380, 0.02),
     budget_violation_mean=flat(0.8))  # fmt: skip
@@ -253,8 +290,32 @@ add("late on average", "budget", "latency_off_budget", epochs=30, latency_ms_mea
 add("accuracy is given away", "budget", "accuracy_falling", epochs=30, accuracy_mean=line(0.5, 0.2, 0.02))
 
 
+add("more and more are over budget", "budget", "violation_rising", epochs=30, notices=["violation_high"],
+    budget_violation_mean=line(0.02, 0.45, 0.05))  # fmt: skip
+add("a controller behind its milestones", "budget", epochs=30, notices=["milestones"],
+    accuracy_mean=line(0.05, 0.12, 0.05))  # fmt: skip
+
+
+def history_of(rows: Rows) -> MetricHistory:
+    """The history of some rows."""
+    history = MetricHistory()
+    for step, metrics in rows:
+        history.add(step, metrics)
+    return history
+
+
+def view_of(curve: Curve, seed: int) -> HealthView:
+    """What the rules see at the end of a curve."""
+    history = history_of(curve.rows(seed))
+    schedule = LRSchedule(PEAK, "constant", 0, history.step)
+    context = RunContext(curve.stage, history.step, schedule, 512, 1024, SAMPLES, untrained_loss=curve.untrained_loss)
+    if curve.stage == "budget":
+        context = RunContext(curve.stage, history.step)
+    return HealthView(history, context, HealthLimits(**curve.limits))
+
+
 def write_run(run_dir: Path, curve_name: str, status: str = "finished", reason: str = "all steps are done") -> Path:
-    """Write a run with the metrics of a curve and one checkpoint, of its last step.
+    """Write a run of 300 steps with the metrics of a curve, and with its one checkpoint, of the last step.
 
     Args:
         run_dir: where to.
@@ -268,7 +329,7 @@ def write_run(run_dir: Path, curve_name: str, status: str = "finished", reason: 
     [curve] = [each for each in CURVES if each.name == curve_name]
     rows = curve.rows(0)
     total, now = rows[-1][0], time.time()
-    config = load_config("sft", ["trainer.logger=[console]", "trainer.save_freq=100", "optim.lr_scheduler=constant"])
+    config = load_config("sft", ["trainer.logger=[console]", "trainer.save_freq=300", "optim.lr_scheduler=constant"])
     config.optim.lr, config.optim.lr_warmup_steps_ratio = 1e-5, 0.0
     (run_dir / "config.yaml").write_text(to_yaml(config))
     lines = [json.dumps({"step": step, "attempt": 1, "time": now, **metrics}) for step, metrics in rows]

@@ -159,16 +159,16 @@ def answer_seed(problem_id: str, sample: int, seed: int) -> int | None:
 
 def completion_seed(run_seed: int, step: int, sample_id: str, number: int) -> int:
     """The seed of one completion in the stage grpo, and of one configuration in the stage budget."""
-    from verl_ext.grpo.seeds import seed_of
+    from verl_ext.grpo.sampling import sample_seed
 
-    return seed_of(run_seed, step, sample_id, number)
+    return sample_seed(run_seed, step, sample_id, number)
 
 
 def token_numbers(seed: int, count: int) -> list[float]:
     """The random numbers by which the tokens of a completion are chosen."""
-    from verl_ext.grpo.rollout.choosing import uniform_numbers
+    from verl_ext.grpo.sampling import seeded_uniforms
 
-    return uniform_numbers(seed, count).tolist()
+    return seeded_uniforms(seed, count).tolist()
 
 
 def sample_ids(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -227,7 +227,7 @@ def test_an_engine_with_old_weights_stops_the_run(quickstart: Path, tmp_path: Pa
     words = (f"model.partial_pretrain={model}", f"reward.functions=[{tmp_path}/mine.py:length]", "optim.lr=0.01")
     steps = ("trainer.save_freq=1", "trainer.total_training_steps=2", "data.eval_every_steps=0")
     run = GRPORun(quickstart, tmp_path / "run", *words, *steps)
-    fault = Hold("verl_ext.grpo.rollout.vllm_engine", "VllmRollout.load_bucket", rank=1, when="never", call=2)
+    fault = Hold("verl_ext.grpo.vllm_engine", "VLLMEngine.load_weights", rank=1, when="never", call=2)
     with run.started(**fault.variables(tmp_path)) as process:
         done = end_of(process)
     assert done.returncode == 2, done.stderr

@@ -20,11 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.helpers.grpo_reference import ENGINE_STEPS
 from tests.helpers.trainer import sharded
 from verl_ext.grpo.config import RolloutConfig
-from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
-from verl_ext.grpo.rollout.hf_engine import HfRollout
-from verl_ext.grpo.rollout.team import Team
-from verl_ext.grpo.rollout.vllm_engine import VllmRollout
-from verl_ext.grpo.rollout.weights import WeightSource
+from verl_ext.grpo.hf_engine import HFEngine
+from verl_ext.grpo.sampling import Completion, SampleRequest, SamplingArgs
+from verl_ext.grpo.vllm_engine import TensorParallelGroup, VLLMEngine
+from verl_ext.grpo.weight_sync import WeightSync
 
 LENGTHS = (150, 20, 7, 133)
 """Of prompts, with two samples each; a block of vLLM's cache has 32 tokens."""
@@ -43,7 +42,7 @@ def build(directory: Path, kind: str) -> Any:
     return sharded(model)
 
 
-def error_of(model: Any, draw: Draw, completion: Completion, temperature: float) -> float:
+def error_of(model: Any, draw: SampleRequest, completion: Completion, temperature: float) -> float:
     """Largest error of a token's log-probability; infinite where a greedy token is not the model's most likely one."""
     tokens = torch.tensor(completion.token_ids)
     with torch.no_grad():
@@ -70,38 +69,34 @@ def main(directory: Path, kinds: str, output: Path) -> None:
 def results_of(directory: Path, kind: str) -> list[dict[str, Any]]:
     """For each step the largest error of each engine and temperature, and whether samples repeat."""
     model = build(directory, kind)
-    vllm = VllmRollout(ROLLOUT, str(directory), max_model_len=256, end_tokens=[END])
-    source = WeightSource(model, torch.float32, "cpu", BUCKET_BYTES)
-    hf = HfRollout(model, 0, [END], 3, nullcontext)
+    vllm = VLLMEngine(ROLLOUT, str(directory), max_model_len=256, end_tokens=[END])
+    vllm.weight_sync = WeightSync(model, torch.float32, "cpu", BUCKET_BYTES)
+    hf = HFEngine(model, 0, [END], 3, nullcontext)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
     prompts = [tuple(torch.randint(5, 400, (n,), generator=generator).tolist()) for n in LENGTHS]
-    draws = [Draw(prompt, seed * len(prompt)) for seed in (1, 2) for prompt in prompts]
-    together, own = Team.of(dist.get_world_size()).together(draws[dist.get_rank() :])
+    draws = [SampleRequest(prompt, seed * len(prompt)) for seed in (1, 2) for prompt in prompts]
+    together, own = TensorParallelGroup.build(dist.get_world_size()).gather_requests(draws[dist.get_rank() :])
     assert len(together) == 2 * len(draws) - 1 and together[own.start : own.stop] == draws[dist.get_rank() :]
     results = []
     for step in range(ENGINE_STEPS):
-        num_buckets = 0
-        for bucket in source.buckets():
-            vllm.load_bucket(bucket)
-            num_buckets += 1
-        vllm.end_load()
-        result: dict[str, Any] = {"buckets": num_buckets}
+        vllm.sync_weights(step)
+        result: dict[str, Any] = {"buckets": vllm.weight_sync.num_buckets}
         for temperature in (0.0, 0.8):
-            sampling, tokens = Sampling(temperature, 1.0, -1, 12), {}
+            sampling, tokens = SamplingArgs(temperature, 1.0, -1, 12), {}
             for name, engine in (("vllm", vllm), ("hf", hf)):
-                found = dict(engine.draw(draws, sampling))
+                found = dict(engine.generate(draws, sampling))
                 tokens[name] = [found[n].token_ids for n in range(len(draws))]
                 errors = [error_of(model, draw, found[n], temperature) for n, draw in enumerate(draws)]
                 result[f"{name} {temperature}"] = max(errors)
                 if step == 0:
-                    again = dict(engine.draw(draws[::-1], sampling))
+                    again = dict(engine.generate(draws[::-1], sampling))
                     result[f"{name} {temperature} repeats"] = all(
                         found[n].token_ids == again[len(draws) - 1 - n].token_ids for n in found
                     )
             if step == 0:
                 # rank 0 has nothing to sample, as in a measurement of fewer prompts than ranks
-                alone = dict(hf.draw(draws if dist.get_rank() else [], sampling))
+                alone = dict(hf.generate(draws if dist.get_rank() else [], sampling))
                 result[f"alone {temperature}"] = all(tokens["hf"][n] == alone[n].token_ids for n in alone)
             result[f"same {temperature}"] = sum(a == b for a, b in zip(tokens["vllm"], tokens["hf"]))
             result[f"different {temperature}"] = len({*tokens["vllm"]})

@@ -13,16 +13,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.helpers.grpo_reference import REFERENCE, SAMPLING, Case, make_model, samples_of
+from tests.helpers.bandit import Machine
+from tests.helpers.grpo_reference import GROUP_SIZE, REFERENCE, SAMPLING, Case, make_model, make_trajectories
 from tests.helpers.trainer import sharded
-from verl_ext.grpo.advantages import group_advantages
-from verl_ext.grpo.environment import Reward
-from verl_ext.grpo.experience import Experience
-from verl_ext.grpo.rollout.hf_engine import HfRollout
-from verl_ext.grpo.tokens.layout import Layout
-from verl_ext.grpo.tokens.model import forward_cost
-from verl_ext.grpo.tokens.policy import TokenModel, TokenPolicy
-from verl_ext.grpo.update import Updater, UpdateSettings
+from verl_ext.grpo.algorithm import group_advantages
+from verl_ext.grpo.config import TokenAlgorithmConfig
+from verl_ext.grpo.hf_engine import HFEngine
+from verl_ext.grpo.step import GRPOStep
+from verl_ext.grpo.token_batch import TokenBatcher, forward_flops
+from verl_ext.grpo.token_policy import TokenPolicy
 from verl_ext.metrics.timing import StepTimer
 from verl_ext.trainer.fsdp import FSDPReshardPolicy
 
@@ -30,11 +29,18 @@ from verl_ext.trainer.fsdp import FSDPReshardPolicy
 def updated(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The parameters after the updates of one step, and its metrics."""
     model, frozen = sharded(make_model(0.0)), sharded(make_model(REFERENCE))
-    layout = Layout(0, forward_cost(model) if case.share_prompts else None)
-    token_model = TokenModel(
-        model, lambda evaluate: evaluate(frozen), nullcontext, "cpu", case.actor.entropy_coeff != 0, layout
+    policy = TokenPolicy(
+        model,
+        None,  # type: ignore[arg-type]
+        HFEngine(model, 0, [], 4, nullcontext),
+        TokenBatcher(0, forward_flops(model) if case.share_prompts else None),
+        SAMPLING,
+        seed=0,
+        autocast=nullcontext,
+        device="cpu",
+        entropy_gradient=case.actor.entropy_coeff != 0,
+        reference=lambda: nullcontext(frozen),
     )
-    policy = TokenPolicy(token_model, None, HfRollout(model, 0, [], 4, nullcontext), None, SAMPLING, 0)  # type: ignore[arg-type]
 
     def descend(loss: float) -> float:
         with torch.no_grad():
@@ -43,19 +49,29 @@ def updated(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
                 parameter.grad = None
         return 0.0
 
-    every, rewards, groups = samples_of()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     # a rank's share of each mini-batch: an update has the same prompts for any number of ranks
-    mine = [n for n in range(len(every)) if groups[n] % ranks == rank]
-    advantages = group_advantages([rewards[n] for n in mine], [groups[n] for n in mine], divide_by_std=True)
-    experience = Experience([every[n] for n in mine], [Reward({"r": rewards[n]}) for n in mine], advantages)
-    settings = UpdateSettings(
-        case.actor, case.num_mini_batches, case.num_epochs, case.micro_batch_size, SAMPLING.max_tokens
+    mine = [trajectory for trajectory in make_trajectories() if trajectory.prompt.index % ranks == rank]
+    advantages = group_advantages([trajectory.total_reward for trajectory in mine], GROUP_SIZE, divide_by_std=True)
+    for trajectory, advantage in zip(mine, advantages):
+        trajectory.advantage = advantage
+    step = GRPOStep(
+        policy,
+        Machine(),
+        TokenAlgorithmConfig(),
+        case.actor,
+        group_size=GROUP_SIZE,
+        num_mini_batches=case.num_mini_batches,
+        micro_batch_size=case.micro_batch_size,
+        max_decisions=SAMPLING.max_tokens,
+        num_ranks=ranks,
+        optimizer_step=descend,
+        timer=StepTimer(),
+        device="cpu",
+        before_micro_batch=FSDPReshardPolicy(model, case.keeps_gathered).before_micro_batch,
     )
-    gather = FSDPReshardPolicy(model, case.keeps_gathered).before_micro_batch
-    found = Updater(policy, settings, ranks, descend, StepTimer(), "cpu", gather).update(experience)
-    parameters = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
-    return parameters, {"loss": found.loss, **found.means, **found.maxima}
+    metrics = step.update(mine)
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}, metrics
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ MOST_FILES = {
     "One save": 8,
     "One resume": 8,
     "One row of metrics": 5,
+    "Rules in the loop": 8,
     "A plan": 6,
     "An evaluation of a controller": 8,
 }
-UNIQUE_CLASSES_IN = ("trainer", "launch", "config", "data", "checkpoint", "metrics", "plan", "controller")
+UNIQUE_CLASSES_IN = ("trainer", "launch", "config", "data", "checkpoint", "metrics", "plan", "health", "controller")
 """Folders of `verl_ext` whose classes, like those at the root, have unique names in the product."""
 
 
@@ -42,6 +43,8 @@ def names_in(path: Path) -> set[str]:
             names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
         if isinstance(node, ast.Assign):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
     return names
 
 

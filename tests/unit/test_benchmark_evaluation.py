@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.evaluation import overlap_of, summary_of
-from benchmarks.evaluation_command import parts_of
-from benchmarks.evaluation_turns import Events, ReplacingWorker, Turns
+from benchmarks.evaluation import ReplacingWorker, RoundEvents, WorkerRounds, overlap_of, parts_of, summary_of
 from eval_pipeline.engines.answer import Answer, Request
 from eval_pipeline.recipe.load import load_recipe
 from eval_pipeline.report.results import DatasetResult, EvaluatedModel
@@ -16,50 +14,50 @@ from eval_pipeline.work.batch import Answered, BatchId, Failed, key_of
 from verl_ext.errors import UserError
 
 
-def turn(wall_s, cpu_s, **more):
+def timed(wall_s, cpu_s, **more):
     return {"wall_s": wall_s, "cpu_s": cpu_s, **more}
 
 
 def test_perfect_overlap_is_a_ratio_of_one_and_none_is_the_sum():
-    assert overlap_of(turn(10, 10), turn(5, 5), turn(10, 15), 2)["ratio"] == 1.0
-    assert overlap_of(turn(10, 10), turn(5, 5), turn(15, 15), 2)["ratio"] == 1.5
-    assert overlap_of(turn(5, 5), turn(10, 10), turn(10, 15), 2)["one_after_the_other_ratio"] == 1.5
+    assert overlap_of(timed(10, 10), timed(5, 5), timed(10, 15), 2)["ratio"] == 1.0
+    assert overlap_of(timed(10, 10), timed(5, 5), timed(15, 15), 2)["ratio"] == 1.5
+    assert overlap_of(timed(5, 5), timed(10, 10), timed(10, 15), 2)["one_after_the_other_ratio"] == 1.5
 
 
 def test_where_both_need_all_processors_their_time_is_the_bound():
-    found = overlap_of(turn(10, 20), turn(5, 10), turn(15, 30), 2)
+    found = overlap_of(timed(10, 20), timed(5, 10), timed(15, 30), 2)
     assert found["cpu_bound_s"] == 15.0 and found["over_cpu_bound"] == 1.0 and found["ratio"] == 1.5
-    idle = overlap_of(turn(10, 2), turn(5, 2), turn(11, 4), 2)  # the longer of the two is the bound then
+    idle = overlap_of(timed(10, 2), timed(5, 2), timed(11, 4), 2)  # the longer of the two is the bound then
     assert idle["over_cpu_bound"] == idle["ratio"] == 1.1
 
 
 def test_each_variant_is_compared_with_the_same_generation():
-    found = {"generation": [turn(8, 16), turn(10, 20), turn(30, 20)]}
+    found = {"generation": [timed(8, 16), timed(10, 20), timed(30, 20)]}
     for variant, judged_s in (("generated", 1), ("canonical", 4)):
-        found[f"judging {variant}"] = [turn(judged_s, 2 * judged_s)]
-        found[f"whole {variant}"] = [turn(10 + judged_s, 22, tail_s=0.5)]
-    summary = summary_of(found, num_problems=164, num_processors=2)
+        found[f"judging {variant}"] = [timed(judged_s, 2 * judged_s)]
+        found[f"whole {variant}"] = [timed(10 + judged_s, 22, tail_s=0.5)]
+    summary = summary_of(found, num_problems=164, num_cpus=2)
     assert summary["generation"]["wall_s"] == 10
     assert summary["generated"]["ratio"] == 1.1 and summary["canonical"]["ratio"] == 1.4
     assert summary["canonical"]["problems_per_s"] == pytest.approx(164 / 14)
 
 
-def test_a_turn_asks_for_its_part_alone(tmp_path):
-    turns = Turns(load_recipe("humaneval"), tmp_path)
-    assert turns.num_problems == 164
-    generation = turns._batch_for("generation", "")
+def test_a_round_asks_for_its_part_only(tmp_path):
+    rounds = WorkerRounds(load_recipe("humaneval"), tmp_path)
+    assert rounds.num_problems == 164
+    generation = rounds.batch_for("generation", "")
     assert generation.needs_engine and generation.judged == {key_of(each) for each in generation.requests}
-    turns._answers = {key_of(each): Answer("no program", 3, False) for each in generation.requests}
-    judging = turns._batch_for("judging", "canonical")
+    rounds._answers = {key_of(each): Answer("no program", 3, False) for each in generation.requests}
+    judging = rounds.batch_for("judging", "canonical")
     assert not judging.needs_engine and not judging.judged
     assert all("def " in answer.text for answer in judging.answers.values())
-    whole = turns._batch_for("whole", "generated")
+    whole = rounds.batch_for("whole", "generated")
     assert whole.needs_engine and not whole.answers and not whole.judged
 
 
 def test_several_batches_are_refused(tmp_path):
     with pytest.raises(UserError, match="batch_size"):
-        Turns(load_recipe("humaneval", ["batch_size=100"]), tmp_path)
+        WorkerRounds(load_recipe("humaneval", ["batch_size=100"]), tmp_path)
 
 
 def test_another_text_takes_an_answers_place_with_all_else_kept():
@@ -74,10 +72,10 @@ def test_another_text_takes_an_answers_place_with_all_else_kept():
     assert worker.taken(a, replace(drawn, error="too long")).error == "too long"
 
 
-def test_events_of_a_turn_are_kept():
-    batch, events = BatchId("model", "humaneval", "", claim=1, number=0), Events()
-    events.take(Answered(batch, ("a", 0), Answer("x", 1, False)))
-    events.take(Failed(batch, "no room"))
+def test_events_of_a_round_are_kept():
+    batch, events = BatchId("model", "humaneval", "", claim=1, number=0), RoundEvents()
+    events.add(Answered(batch, ("a", 0), Answer("x", 1, False)))
+    events.add(Failed(batch, "no room"))
     assert list(events.answers) == [("a", 0)] and events.failure == "no room"
 
 

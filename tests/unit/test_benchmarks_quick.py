@@ -1,4 +1,4 @@
-"""The guard reads the committed results, and names what is worse than they are, whichever way a ratio points."""
+"""The checks read the committed results, and report what is worse, whichever way a ratio points."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from pathlib import Path
 import pytest
 
 from benchmarks import quick
-from benchmarks.quick import GUARDS, Guard, measured, verdict
+from benchmarks.quick import CHECKS, RegressionCheck, measured, verdict
 
 
-@pytest.mark.parametrize("name", GUARDS)
+@pytest.mark.parametrize("name", CHECKS)
 def test_every_committed_ratio_can_be_read(name: str) -> None:
-    guard = GUARDS[name]
-    ratio = guard.ratio(json.loads((quick.ROOT / "benchmarks/results" / guard.results).read_text()))
+    check = CHECKS[name]
+    ratio = check.ratio(json.loads((quick.ROOT / "benchmarks/results" / check.results).read_text()))
     assert math.isfinite(ratio) and ratio > 0
 
 
-def test_worse_is_named_whichever_way_the_ratio_points() -> None:
+def test_worse_is_reported_whichever_way_the_ratio_points() -> None:
     assert verdict(0.80, 1.0, more_is_better=True) == "SLOWER by 25%"
     assert verdict(1.25, 1.0, more_is_better=False) == "SLOWER by 25%"
     assert verdict(0.90, 1.0, more_is_better=True) == verdict(1.1, 1.0, more_is_better=False) == "as before"
     assert verdict(1.25, 1.0, more_is_better=True) == verdict(0.80, 1.0, more_is_better=False) == "better"
 
 
-def test_a_benchmark_that_fails_is_told_with_its_reason(tmp_path: Path) -> None:
-    def guard(code: str) -> Guard:
-        return Guard("", ("-c", code), "x.json", lambda figures: figures["a"])
+def test_a_benchmark_that_fails_is_reported_with_its_reason(tmp_path: Path) -> None:
+    def check(code: str) -> RegressionCheck:
+        return RegressionCheck("", ("-c", code), "x.json", lambda results: results["a"])
 
     writes = f"import json; json.dump(dict(a=2), open('{tmp_path}/x.json.now', 'w'))"
-    assert measured(guard(writes), tmp_path) == {"a": 2}
+    assert measured(check(writes), tmp_path) == {"a": 2}
     (tmp_path / "x.json.now").unlink()
     with pytest.raises(RuntimeError, match="no disk"):
-        measured(guard("raise SystemExit('no disk')"), tmp_path)
+        measured(check("raise SystemExit('no disk')"), tmp_path)
     with pytest.raises(RuntimeError, match="^OSError: full$"):  # torchrun ends with a table and a rule
-        measured(guard("print('OSError: full\\nFAILED\\n=====', file=__import__('sys').stderr)"), tmp_path)
+        measured(check("print('OSError: full\\nFAILED\\n=====', file=__import__('sys').stderr)"), tmp_path)
     with pytest.raises(RuntimeError, match="^exit code 3$"):
-        measured(guard("raise SystemExit(3)"), tmp_path)
+        measured(check("raise SystemExit(3)"), tmp_path)

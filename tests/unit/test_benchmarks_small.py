@@ -1,4 +1,4 @@
-"""Benchmarks that need no peer and no training, at a small size: their options change what is measured."""
+"""Benchmarks that need no baseline and no training, at a small size: their options change what is measured."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_knob_of_the_controller_has_the_values_that_are_asked_for(
     assert {row["decode_ms"] for row in rows} == {0.0}  # the prompt gives the first token
 
 
-def test_only_the_guards_that_are_named_are_measured(
+def test_only_the_checks_that_are_named_are_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["quick", "--only", "monitor"])

@@ -54,7 +54,7 @@ def test_the_modules_are_found() -> None:
     }
 
 
-@pytest.mark.parametrize("module", [name for name in modules_with_a_main() if name != "benchmarks.judge_peers"])
+@pytest.mark.parametrize("module", [name for name in modules_with_a_main() if name != "benchmarks.judge_baselines"])
 def test_every_command_has_help_with_an_example(module: str) -> None:
     text = help_of([module])
     check_form(text)
@@ -67,7 +67,7 @@ def test_every_command_has_help_with_an_example(module: str) -> None:
 
 
 def test_the_helper_of_another_python_tells_who_starts_it() -> None:
-    assert "examples:\n  python -m benchmarks.judge" in help_of(["benchmarks.judge_peers"])
+    assert "examples:\n  python -m benchmarks.judge" in help_of(["benchmarks.judge_baselines"])
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -16,9 +16,9 @@ from verl_ext.controller.adapters import adapter_for
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.calibration import machine_name, machine_warning
 from verl_ext.controller.config import PERCENTILES, BudgetRewardConfig
+from verl_ext.controller.environment import REWARD_NAMES, reward_components
 from verl_ext.controller.execution import Latency, RunResult, RunWorkload
 from verl_ext.controller.latency import FEATURES, LatencyModel, ModelledLatency, fit_coefficients, r2_score
-from verl_ext.controller.reward import NAMES, reward_parts
 from verl_ext.controller.space import ConfigurationSpace
 from verl_ext.controller.vlm import fingerprint
 from verl_ext.errors import UserError
@@ -141,14 +141,14 @@ def test_a_saved_model_predicts_as_before_and_another_file_is_refused(tmp_path: 
 
 def test_the_parts_of_a_reward() -> None:
     weights = BudgetRewardConfig()
-    inside = reward_parts(weights, accuracy=1.0, latency_ms=50.0, budget_ms=100.0, complexity=0.5)
-    assert tuple(inside) == NAMES
+    inside = reward_components(weights, accuracy=1.0, latency_ms=50.0, budget_ms=100.0, complexity=0.5)
+    assert tuple(inside) == REWARD_NAMES
     assert inside["reward_accuracy"] == 1 and inside["reward_violation"] == 0 and inside["reward_efficiency"] == 0.05
     assert inside["reward_complexity"] == -0.025
     assert inside["reward_latency"] == pytest.approx(-0.5 / (1 + 2.718281828**5))
-    at = reward_parts(weights, 0.0, 100.0, 100.0, 1.0)
+    at = reward_components(weights, 0.0, 100.0, 100.0, 1.0)
     assert at["reward_latency"] == -0.25 and at["reward_efficiency"] == 0 == at["reward_violation"]
-    beyond = reward_parts(weights, 0.6, 150.0, 100.0, 1.0)
+    beyond = reward_components(weights, 0.6, 150.0, 100.0, 1.0)
     assert beyond["reward_violation"] == pytest.approx(-2.5) and beyond["reward_accuracy"] == 0.6
-    assert reward_parts(weights, 0.0, 1e9, 1.0, 1.0)["reward_latency"] == -0.5
-    assert reward_parts(weights, 0.0, 0.0, 1.0, 1.0)["reward_latency"] == pytest.approx(-0.5 * 4.5398e-5, rel=1e-4)
+    assert reward_components(weights, 0.0, 1e9, 1.0, 1.0)["reward_latency"] == -0.5
+    assert reward_components(weights, 0.0, 0.0, 1.0, 1.0)["reward_latency"] == pytest.approx(-0.5 * 4.5398e-5, rel=1e-4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,11 @@ import torch
 
 from tests.helpers import vlms
 from tests.helpers.data import question
-from verl_ext.config.schema import set_at
+from tests.helpers.grpo import rewards_of
 from verl_ext.controller.adapters import adapter_for
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.config import BudgetRewardConfig
-from verl_ext.controller.environment import ModelEnvironment
+from verl_ext.controller.environment import ControllerEnvironment
 from verl_ext.controller.execution import EncodedImage, RunResult, VLMRunner
 from verl_ext.controller.inference import Decision
 from verl_ext.controller.latency import LatencySource
@@ -25,9 +24,7 @@ from verl_ext.controller.scoring import AnswerScorer
 from verl_ext.controller.space import ConfigurationSpace
 from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.errors import UserError
-from verl_ext.grpo.policy import Prompt
-from verl_ext.trainer.budget import check_budgets
-from verl_ext.trainer.stages import BudgetConfig
+from verl_ext.grpo.protocols import Prompt, Trajectory
 
 BUDGETS = (5.0, 50.0)
 
@@ -56,39 +53,46 @@ def prompts(*numbers: int) -> list[Prompt]:
     return [Prompt(f"q{number}", number, {"sample": question(number)}) for number in numbers]
 
 
+def generated(
+    policy: ControllerPolicy, numbers: list[int], step: int, size: int, greedy: bool = False
+) -> list[Trajectory]:
+    trajectories = [Trajectory(prompt, number) for prompt in prompts(*numbers) for number in range(size)]
+    return list(policy.generate(trajectories, step, greedy))
+
+
 def test_a_draw_does_not_depend_on_what_is_drawn_beside_it(policy: ControllerPolicy) -> None:
-    both = list(policy.draw(prompts(0, 1), 3, num_samples=5))
-    alone = list(policy.draw(prompts(1), 3, num_samples=5))
+    both = generated(policy, [0, 1], 3, 5)
+    alone = generated(policy, [1], 3, 5)
     assert [each.action.configuration for each in both[5:]] == [each.action.configuration for each in alone]
     assert (
         len({each.action.budget_ms for each in both[:5]}) == 1 and both[0].action.budget_ms != both[5].action.budget_ms
     )
-    later = list(policy.draw(prompts(1), 4, num_samples=5))
+    later = generated(policy, [1], 4, 5)
     assert later[0].action.budget_ms != alone[0].action.budget_ms
     assert all(BUDGETS[0] <= each.action.budget_ms <= BUDGETS[1] for each in both + later)
     assert len({each.action.configuration for each in both}) > 1
 
 
 def test_measurements_take_the_mode_at_budgets_that_stay(policy: ControllerPolicy) -> None:
-    one, other = (list(policy.draw(prompts(0, 1), step, num_samples=1, greedy=True)) for step in (1, 9))
+    one, other = (generated(policy, [0, 1], step, 1, greedy=True) for step in (1, 9))
     assert [each.action.configuration for each in one] == [each.action.configuration for each in other]
     assert [each.action.budget_ms for each in one] == [each.action.budget_ms for each in other]
 
 
 def test_what_was_drawn_is_as_likely_as_it_was_said_to_be(policy: ControllerPolicy) -> None:
     policy._controller.eval()
-    samples = list(policy.draw(prompts(0, 1, 2), 1, num_samples=4))
+    samples = generated(policy, [0, 1, 2], 1, 4)
     found = policy.log_probs(policy.collate(samples))
     assert found.values.shape == found.entropy.shape == (12, 1)
     drawn = policy.collate(samples)["rollout_log_probs"]
     assert float((found.values - drawn).detach().abs().max().exp()) == pytest.approx(1, abs=1e-5)
     assert bool((found.entropy > 0).all())
-    assert policy.row(samples[0]).keys() == {"prompt", "budget_ms", "tier", "blocks", "topk"}
-    assert policy.measure(samples[0])["num_active"] == samples[0].action.configuration.num_active
+    assert policy.table_row(samples[0]).keys() == {"prompt", "budget_ms", "tier", "blocks", "topk"}
+    assert policy.sample_metrics(samples[0])["num_active"] == samples[0].action.configuration.num_active
 
 
 def test_a_rank_without_prompts_draws_nothing(policy: ControllerPolicy) -> None:
-    assert list(policy.draw([], 1, num_samples=5)) == []
+    assert list(policy.generate([], 1)) == []
 
 
 def test_a_sample_is_run_once_for_each_configuration(runner: VLMRunner, space: ConfigurationSpace) -> None:
@@ -122,46 +126,24 @@ class Told(LatencySource):
 def test_rewards_are_those_of_what_was_run(
     policy: ControllerPolicy, runner: VLMRunner, space: ConfigurationSpace
 ) -> None:
-    environment = ModelEnvironment(
+    environment = ControllerEnvironment(
         runner, space, BudgetRewardConfig(), AnswerScorer([]), Told([10.0, 30.0, 90.0, 90.0])
     )
     for parameter in policy._controller.tier_head.parameters():
         torch.nn.init.zeros_(parameter)  # so that there are choices of several tiers
-    samples = list(policy.draw(prompts(3), 1, num_samples=4))
-    for sample in samples:
-        environment.submit(sample)
-    rewards = environment.collect()
+    samples = generated(policy, [3], 1, 4)
+    rewards = rewards_of(environment, samples)
     looked = [5.0 * (sample.action.configuration.tier > 0) for sample in samples]
     assert {*looked} == {0.0, 5.0}  # a choice of the lowest tier has the look that it was chosen by already
     taken = [run + look + 2.0 for run, look in zip([10.0, 30.0, 90.0, 90.0], looked, strict=True)]
-    assert [reward.figures["latency_ms"] for reward in rewards] == taken
+    assert [reward.metrics["latency_ms"] for reward in rewards] == taken
     budget = samples[0].action.budget_ms
     for reward in rewards:
-        assert tuple(reward.parts) == environment.names and reward.figures.keys() == set(environment.figures)
-        assert reward.figures["budget_violation"] == (reward.figures["latency_ms"] > budget)
-        assert (reward.parts["reward_violation"] < 0) == (reward.figures["latency_ms"] > budget)
-    assert environment.collect() == []
-
-
-@pytest.mark.parametrize(
-    ("key", "budgets", "says"),
-    [
-        ("budgets_ms", [12.1, 40.0], None),
-        # between what the configuration takes and what it takes with the decision
-        ("budgets_ms", [11.0, 40.0], r"controller.budgets_ms begins at 11 ms, .*12.0 ms.*at 12.6 ms or more"),
-        # the whole model takes 20 ms
-        ("budgets_of_full", [0.55, 2.0], r"controller.budgets_of_full begins at 0.55 \(11.0 ms\).*at 0.63 or more"),
-    ],
-)
-def test_the_least_budget_has_time_for_the_decision(
-    key: str, budgets: list[float], says: str | None, runner: VLMRunner, space: ConfigurationSpace
-) -> None:
-    config, least = BudgetConfig(), space.configuration(0, [True] * 4, 1)
-    set_at(config, f"controller.{key}", budgets)
-    low_ms = budgets[0] * (20.0 if key == "budgets_of_full" else 1.0)
-    questions, latency = [question(n) for n in (50, 51, 52)], Told([10.0, 10.0, 10.0])
-    with pytest.raises(UserError, match=says) if says else nullcontext():
-        check_budgets(config, low_ms, runner, least, questions, latency)
+        assert tuple(reward.components) == environment.reward_names and reward.metrics.keys() == set(
+            environment.metric_names
+        )
+        assert reward.metrics["budget_violation"] == (reward.metrics["latency_ms"] > budget)
+        assert (reward.components["reward_violation"] < 0) == (reward.metrics["latency_ms"] > budget)
 
 
 def test_an_image_that_is_none_is_told_with_its_name() -> None:

@@ -21,11 +21,11 @@ from verl_ext.config.run_config import read_config_file
 from verl_ext.console import printable
 from verl_ext.errors import UserError
 from verl_ext.health.__main__ import main as health
+from verl_ext.health.watch import reported_levels
 from verl_ext.launch.configure import best_export
 from verl_ext.launch.run import last_checkpoint
 from verl_ext.metrics.jsonl import MetricsFile, read_metrics
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.trainer.run_logger import reported_levels
 
 DEEP = "[" * 100_000
 HUGE = "1" * 5000

@@ -6,60 +6,50 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.grpo_reference import make_model
-from verl_ext.errors import UserError
+from verl_ext.errors import Stop, UserError
 from verl_ext.grpo.guards import CHECKED_STEPS, FLOAT32_GAP, EngineGuard
-from verl_ext.grpo.policy import Prompt
-from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
-from verl_ext.grpo.rollout.engine import WeightKeeper
-from verl_ext.grpo.rollout.hf_engine import HfRollout
-from verl_ext.grpo.rollout.vllm_engine import leave_to_trainer
-from verl_ext.grpo.tokens.layout import Layout
-from verl_ext.grpo.tokens.policy import TokenModel, TokenPolicy
+from verl_ext.grpo.hf_engine import HFEngine
+from verl_ext.grpo.protocols import Prompt, Trajectory
+from verl_ext.grpo.sampling import Completion, RolloutEngine, SampleRequest, SamplingArgs
+from verl_ext.grpo.token_batch import TokenBatcher
+from verl_ext.grpo.token_policy import TokenPolicy
+from verl_ext.grpo.vllm_engine import leave_to_trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-SAMPLING = Sampling(0.9, 1.0, -1, 8)
+SAMPLING = SamplingArgs(0.9, 1.0, -1, 8)
 PROMPTS = [Prompt(f"p{length}", length, {"prompt_ids": tuple(range(3, 3 + length))}) for length in (4, 9)]
 
 
-class OtherEngine(WeightKeeper):
-    """Draws by a model of its own, to which nothing is ever sent."""
+class OtherEngine(RolloutEngine):
+    """Generates with a model of its own, to which nothing is ever sent."""
 
-    dtype, forgets_in_sleep = torch.float32, False
+    dtype = torch.float32
 
     def __init__(self, distance: float) -> None:
-        self.engine = HfRollout(make_model(distance), 0, [2], 8, nullcontext)
-        self.asked: list[Sampling] = []
+        self.engine = HFEngine(make_model(distance), 0, [2], 8, nullcontext)
+        self.asked: list[SamplingArgs] = []
 
-    def draw(self, draws: Sequence[Draw], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+    def generate(self, requests: Sequence[SampleRequest], sampling: SamplingArgs) -> Iterator[tuple[int, Completion]]:
         self.asked.append(sampling)
-        return self.engine.draw(draws, sampling)
-
-    def load_bucket(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None: ...
-
-    def end_load(self) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def sleep(self) -> None: ...
-
-    def close(self) -> None: ...
+        return self.engine.generate(requests, sampling)
 
 
-def policy_of(engine: WeightKeeper | HfRollout, sampling: Sampling = SAMPLING) -> TokenPolicy:
-    model = TokenModel(make_model(), lambda evaluate: evaluate(make_model()), nullcontext, "cpu", False, Layout(0))
-    tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
-    return TokenPolicy(model, tokenizer, engine, None, sampling, 0)  # type: ignore[arg-type]
+def policy_of(engine: RolloutEngine, sampling: SamplingArgs = SAMPLING) -> TokenPolicy:
+    tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "")
+    context: Any = {"autocast": nullcontext, "device": "cpu"}
+    return TokenPolicy(make_model(), tokenizer, engine, TokenBatcher(0), sampling, seed=0, **context)
 
 
 def check_steps(guard: EngineGuard, policy: TokenPolicy, steps: Sequence[int]) -> None:
     for step in steps:
-        samples = list(policy.draw(PROMPTS, step, num_samples=3))
-        guard.check(step, guard.draw(step, samples))
+        trajectories = [Trajectory(prompt, number) for prompt in PROMPTS for number in range(3)]
+        guard.check(step, guard.generate(step, list(policy.generate(trajectories, step))))
 
 
 def test_an_engine_with_the_trained_weights_passes() -> None:
@@ -82,12 +72,12 @@ def test_only_the_first_steps_are_checked() -> None:
     check_steps(guard, wrong, [CHECKED_STEPS])
 
 
-def test_a_model_that_draws_itself_is_not_checked() -> None:
-    policy = policy_of(HfRollout(make_model(0.05), 0, [2], 8, nullcontext))
+def test_a_model_that_generates_itself_is_not_checked() -> None:
+    policy = policy_of(HFEngine(make_model(0.05), 0, [2], 8, nullcontext))
     check_steps(EngineGuard(policy, FLOAT32_GAP, 4, "cpu"), policy, [1])
 
 
-def test_an_engine_that_tells_of_a_part_of_the_distribution_draws_again() -> None:
+def test_an_engine_of_a_part_of_the_distribution_generates_again() -> None:
     """What `top_p` leaves has other probabilities than the model's."""
     engine = OtherEngine(0.0)
     policy = policy_of(engine, replace(SAMPLING, top_p=0.7, max_tokens=40))
@@ -96,6 +86,19 @@ def test_an_engine_that_tells_of_a_part_of_the_distribution_draws_again() -> Non
     with pytest.raises(UserError, match="step 1"):
         wrong = policy_of(OtherEngine(0.05), replace(SAMPLING, top_k=3))
         check_steps(EngineGuard(wrong, FLOAT32_GAP, 4, "cpu"), wrong, [1])
+
+
+@pytest.mark.parametrize(("error", "releases"), [(Stop("SIGTERM"), True), (ValueError("the cause"), False)])
+def test_an_error_while_sampling_is_told_though_the_engine_is_dead(error: Exception, releases: bool) -> None:
+    """A stop gives back the engine's memory; any other error may be that of a dead engine."""
+    engine, calls = OtherEngine(0.0), []
+    engine.release_memory = lambda: calls.append("released")  # type: ignore[method-assign]
+    with pytest.raises(type(error), match=str(error)) as caught, policy_of(engine).sampling(0):
+        raise error
+    assert bool(calls) == releases and caught.value.__context__ is None
+    with policy_of(engine).sampling(0) as metrics:
+        assert metrics == {}
+    assert len(calls) == 1 + releases
 
 
 def test_a_class_that_vllm_changes_serves_the_trainer_too() -> None:

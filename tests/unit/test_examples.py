@@ -23,15 +23,15 @@ from eval_pipeline.problems.record import Record
 from eval_pipeline.recipe.load import load_recipe
 from tests.helpers import ROOT, vlms
 from tests.helpers.data import question
-from tests.helpers.grpo import MAX_TOKENS, REWARD, sample
+from tests.helpers.grpo import MAX_TOKENS, REWARD, rewards_of, sample
 from tests.helpers.health_curves import write_run
 from verl_ext.controller import importance
 from verl_ext.controller.vlm import ControlledModel
 from verl_ext.data.prepare import prepare
 from verl_ext.errors import UserError
-from verl_ext.grpo.policy import Prompt, Sample
-from verl_ext.grpo.rewards.environment import TextEnvironment
-from verl_ext.grpo.rollout.completion import Completion
+from verl_ext.grpo.protocols import Prompt, Trajectory
+from verl_ext.grpo.rewards.text_environment import TextEnvironment
+from verl_ext.grpo.sampling import Completion
 from verl_ext.health.__main__ import main as health
 from verl_ext.launch.preflight import check_settings
 from verl_ext.plugins import Plugin
@@ -50,16 +50,14 @@ def test_the_recipes_compose_and_pass_the_checks() -> None:
     assert (sft.recipe, grpo.recipe) == ("conversions", "near")
 
 
-def completion(model: Any, tokenizer: Any, prompt: str) -> Sample:
+def completion(model: Any, tokenizer: Any, prompt: str) -> Trajectory:
     """What a model draws for a prompt."""
     inputs = tokenizer(prompt, return_tensors="pt")
     torch.manual_seed(0)
     tokens = model.generate(**inputs, max_new_tokens=8, do_sample=True)[0, inputs["input_ids"].shape[1] :]
-    content = {"reward_model": {"ground_truth": "72"}}
     text = tokenizer.decode(tokens, skip_special_tokens=True)
-    return Sample(
-        Prompt("drawn", 0, content), 0, Completion(tuple(tokens.tolist()), torch.zeros(len(tokens)), True, text)
-    )
+    prompt = Prompt("drawn", 0, {"reward_model": {"ground_truth": "72"}})
+    return Trajectory(prompt, 0).act(Completion(tuple(tokens.tolist()), torch.zeros(len(tokens)), True, text))
 
 
 def test_the_rewards_score_completions(quickstart: Path) -> None:
@@ -69,14 +67,13 @@ def test_the_rewards_score_completions(quickstart: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
     model = AutoModelForCausalLM.from_pretrained(quickstart / "model")
     texts = ("<think>36 * 2</think><answer>72</answer>", "<answer>36</answer>", "seventy-two")
-    for each in (*(sample(text, "72") for text in texts), completion(model, tokenizer, "How many?")):
-        environment.submit(each)
-    rewards = environment.collect()
+    trajectories = [*(sample(text, "72") for text in texts), completion(model, tokenizer, "How many?")]
+    rewards = rewards_of(environment, trajectories)
     environment.close()
     assert not any(each.failures for each in rewards)
-    assert [each.parts["near"] for each in rewards] == [0.5, 0.25, 0.0, 0.0]
-    assert [each.parts["brevity"] for each in rewards] == [0.025, 0.025, 0.025, 0.0]  # four tokens, or cut off
-    assert rewards[0].parts["reward_correct"] == 1.0
+    assert [each.components["near"] for each in rewards] == [0.5, 0.25, 0.0, 0.0]
+    assert [each.components["brevity"] for each in rewards] == [0.025, 0.025, 0.025, 0.0]  # four tokens, or cut off
+    assert rewards[0].components["reward_correct"] == 1.0
 
 
 def test_the_problem_format_is_loaded_and_judged(tmp_path: Path) -> None:
@@ -166,16 +163,38 @@ def test_the_adapter_serves_the_commands_that_measure_a_model(
     assert set(json.loads((tmp_path / "importance.json").read_text())["importance_scores"]) == {"1", "2", "3"}
 
 
+def growing_run(run_dir: Path, growth: float) -> Path:
+    """A run whose peak memory grows by so many GiB a step."""
+    write_run(run_dir, "a textbook run")
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [{**row, "system/peak_memory_gib": 1.0 + growth * row["step"]} for row in lines]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run_dir
+
+
 @pytest.mark.parametrize(("growth", "level"), [(0.002, "warning"), (0.0, "ok")])
 def test_the_health_rule_looks_at_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], growth: float, level: str
 ) -> None:
-    run_dir = write_run(tmp_path, "a textbook run")
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    rows = [{**row, "system/peak_memory_gib": 1.0 + growth * row["step"]} for row in lines]
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_dir = growing_run(tmp_path, growth)
     assert health([str(run_dir), "--own-rules", RULES, "--json"]) == 0
     found = {each["rule"]: each for each in json.loads(capsys.readouterr().out)["rules"]}
     assert found["memory_growing"]["level"] == level and "loss_not_finite" in found
     assert health([str(run_dir), "--json"]) == 0
     assert "memory_growing" not in capsys.readouterr().out
+
+
+def test_a_health_rule_of_the_former_interface_finds_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`tests/data/old_health_rule/memory.py` is the example of the release before `Rule(name, check, ...)`."""
+    run_dir = growing_run(tmp_path, 0.002)
+    words = [str(run_dir), "--json", "--own-rules"]
+    assert health([*words, RULES]) == 0
+    expected = json.loads(capsys.readouterr().out)["rules"][-1]
+    assert health([*words, "tests/data/old_health_rule/memory.py:RULES"]) == 0
+    output = capsys.readouterr()
+    found = json.loads(output.out)["rules"][-1]
+    assert (found["rule"], found["level"], found["message"]) == ("memory_growing", "warning", expected["message"])
+    [warned] = output.err.splitlines()
+    assert "uses @rule, which the next release removes" in warned

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_check, gpu_correctness, gpu_speed
-from benchmarks.gpu_check import Check, Part, Settings, chosen_parts, is_wrong, kill_tree, parts_of
+from benchmarks.gpu_check import GPUCheck, GPUCheckPart, GPUCheckSettings, chosen_parts, is_wrong, kill_tree, parts_of
 from benchmarks.gpu_correctness import relative_distance
 from tests.helpers import ROOT
 from tests.helpers.processes import wait_gone, wait_until
@@ -24,10 +24,10 @@ from verl_ext.errors import UserError
 
 
 @pytest.fixture
-def check(tmp_path: Path) -> Check:
-    settings = Settings(str(tmp_path), 1, tiny=True)
+def check(tmp_path: Path) -> GPUCheck:
+    settings = GPUCheckSettings(str(tmp_path), 1, tiny=True)
     (tmp_path / "settings.json").write_text(json.dumps(asdict(settings)))
-    return Check(settings, time.monotonic() + 600)
+    return GPUCheck(settings, time.monotonic() + 600)
 
 
 @pytest.mark.parametrize("tiny", [False, True])
@@ -46,9 +46,9 @@ def test_a_check_holds_up_to_its_limit() -> None:
     assert [is_wrong(row) for row in rows] == [False, True, True, False]
 
 
-def test_a_part_that_fails_costs_only_itself(check: Check) -> None:
-    check.run(Part("fails", ("no_such_side",), 60))
-    check.run(Part("is skipped", ("gpu_correctness", "losses"), 60, needs=("no_such_package",)))
+def test_a_part_that_fails_costs_only_itself(check: GPUCheck) -> None:
+    check.run(GPUCheckPart("fails", ("no_such_side",), 60))
+    check.run(GPUCheckPart("is skipped", ("gpu_correctness", "losses"), 60, needs=("no_such_package",)))
     failed, skipped = check.results
     assert "no_such_side" in failed["problem"] and any("no_such_side" in line for line in failed["log"])
     assert "log" not in skipped
@@ -56,24 +56,24 @@ def test_a_part_that_fails_costs_only_itself(check: Check) -> None:
     assert len(check.failures) == 1 and check.failures[0].startswith("fails: ")
 
 
-def test_a_part_that_takes_too_long_is_stopped(check: Check) -> None:
-    check.run(Part("slow", ("gpu_correctness", "losses", "qwen2"), 0.5))
+def test_a_part_that_takes_too_long_is_stopped(check: GPUCheck) -> None:
+    check.run(GPUCheckPart("slow", ("gpu_correctness", "losses", "qwen2"), 0.5))
     assert check.results[0]["problem"] == "ran out of time after 0 s"
     check.deadline = time.monotonic()
-    check.run(Part("late", ("gpu_correctness", "losses", "qwen2"), 60))
+    check.run(GPUCheckPart("late", ("gpu_correctness", "losses", "qwen2"), 60))
     late = check.results[1]
     assert late["problem"] == "" and late["rows"][0]["note"] == "0 s are left; run --parts 'late' alone"
     assert len(check.failures) == 1
 
 
-def test_a_row_above_its_limit_is_a_failure(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(part: Part, limit_s: float) -> str:
+def test_a_row_above_its_limit_is_a_failure(check: GPUCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(part: GPUCheckPart, limit_s: float) -> str:
         check.settings.add_row("error", 2e-3, limit=1e-3)
         check.settings.add_row("seconds", 5.0)
         return ""
 
     monkeypatch.setattr(check, "_start", start)
-    check.run(Part("wrong", ("gpu_correctness", "losses", "qwen2"), 60))
+    check.run(GPUCheckPart("wrong", ("gpu_correctness", "losses", "qwen2"), 60))
     assert check.failures == ["wrong: error is 0.002, above 0.001"]
 
 

@@ -6,14 +6,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from verl_ext.grpo.policy import Prompt, Sample
-from verl_ext.grpo.rollout.completion import Completion
-from verl_ext.grpo.tokens.forward import completion_log_probs
-from verl_ext.grpo.tokens.layout import Layout
-from verl_ext.grpo.tokens.model import CAN_SHARE, forward_cost
+from verl_ext.grpo.protocols import Prompt, Trajectory
+from verl_ext.grpo.sampling import Completion
+from verl_ext.grpo.token_batch import SHARED_PREFIX_ARCHITECTURES, TokenBatcher, forward_flops, num_tokens
+from verl_ext.grpo.token_policy import completion_log_probs
 
-ALWAYS = Layout(0, lambda rows, length: rows)
-NEVER = Layout(0)
+ALWAYS = TokenBatcher(0, lambda rows, length: rows)
+NEVER = TokenBatcher(0)
 LENGTHS = {"a": (7, [3, 9, 1]), "b": (12, [5, 5]), "c": (2, [8])}
 """By prompt: its length, and those of its completions."""
 
@@ -42,7 +41,7 @@ def model_of(model_type: str, implementation: str = "sdpa", **settings: object) 
     return model
 
 
-def samples_of(lengths: dict[str, tuple[int, list[int]]]) -> list[Sample]:
+def samples_of(lengths: dict[str, tuple[int, list[int]]]) -> list[Trajectory]:
     """Random tokens."""
     torch.manual_seed(1)
     found = []
@@ -50,25 +49,27 @@ def samples_of(lengths: dict[str, tuple[int, list[int]]]) -> list[Sample]:
         prompt = Prompt(name, row, {"prompt_ids": tuple(torch.randint(3, 64, (length,)).tolist())})
         for number, size in enumerate(completions):
             tokens = tuple(torch.randint(3, 64, (size,)).tolist())
-            found.append(Sample(prompt, number, Completion(tokens, torch.zeros(size), False)))
+            found.append(Trajectory(prompt, number).act(Completion(tokens, torch.zeros(size), False)))
     return found
 
 
-def evaluated(model: PreTrainedModel, layout: Layout, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+def evaluated(
+    model: PreTrainedModel, batcher: TokenBatcher, samples: list[Trajectory]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities, and the gradient of a sum of them with a weight for each."""
     model.zero_grad()
-    said = completion_log_probs(model, layout.micro_batch(samples), 0.7, entropy_gradient=True)
-    weights = torch.arange(said.values.numel()).reshape(said.values.shape)
-    (said.values * weights + 0.1 * said.entropy).sum().backward()
+    output = completion_log_probs(model, batcher.collate(samples), 0.7, entropy_gradient=True)
+    weights = torch.arange(output.values.numel()).reshape(output.values.shape)
+    (output.values * weights + 0.1 * output.entropy).sum().backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    return said.values.detach(), gradient
+    return output.values.detach(), gradient
 
 
-@pytest.mark.parametrize("model_type", CAN_SHARE)
+@pytest.mark.parametrize("model_type", SHARED_PREFIX_ARCHITECTURES)
 def test_sharing_changes_nothing(model_type: str) -> None:
     """Values and gradients, for each architecture that is let share."""
     model, samples = model_of(model_type), samples_of(LENGTHS)
-    shared, alone = ALWAYS.micro_batch(samples), NEVER.micro_batch(samples)
+    shared, alone = ALWAYS.collate(samples), NEVER.collate(samples)
     assert shared["input_ids"].shape == (3, 12 + 13) and alone["input_ids"].shape == (6, 12 + 9)
     values, gradient = evaluated(model, ALWAYS, samples)
     expected, expected_gradient = evaluated(model, NEVER, samples)
@@ -81,18 +82,20 @@ def test_sharing_changes_nothing(model_type: str) -> None:
 def test_the_cheaper_way_is_taken() -> None:
     """A long prompt is shared; of long completions, which would look at one another in vain, each has a row."""
     model = model_of("llama")
-    layout = Layout(0, forward_cost(model))
-    assert len(layout.rows(samples_of({"a": (40, [2, 2, 2, 2])}))) == 1
-    assert len(layout.rows(samples_of({"a": (2, [4000] * 4)}))) == 4
-    assert layout.shares(samples_of(LENGTHS)) and not layout.shares(samples_of({"a": (5, [3]), "b": (6, [3])}))
+    batcher = TokenBatcher(0, forward_flops(model))
+    assert len(batcher.rows(samples_of({"a": (40, [2, 2, 2, 2])}))) == 1
+    assert len(batcher.rows(samples_of({"a": (2, [4000] * 4)}))) == 4
+    assert batcher.shares_prefix(samples_of(LENGTHS)) and not batcher.shares_prefix(
+        samples_of({"a": (5, [3]), "b": (6, [3])})
+    )
 
 
 def test_order_keeps_prompts_together_where_they_are_shared() -> None:
     """Else samples of like length share a forward pass."""
     samples = samples_of(LENGTHS)
     mixed = [samples[number] for number in (5, 3, 0, 4, 2, 1)]
-    assert [mixed[n].prompt.sample_id for n in ALWAYS.order(mixed)] == ["b", "b", "a", "a", "a", "c"]
-    lengths = [len(mixed[n].prompt.content["prompt_ids"]) + len(mixed[n].action.token_ids) for n in NEVER.order(mixed)]
+    assert [sample.prompt.sample_id for sample in ALWAYS.sort(mixed)] == ["b", "b", "a", "a", "a", "c"]
+    lengths = [num_tokens(sample) for sample in NEVER.sort(mixed)]
     assert lengths == sorted(lengths, reverse=True)
 
 
@@ -107,4 +110,4 @@ def test_order_keeps_prompts_together_where_they_are_shared() -> None:
 )
 def test_models_that_cannot_share(model_type: str, implementation: str, settings: dict[str, object]) -> None:
     """Another attention, an architecture that is not on the list, and windows."""
-    assert forward_cost(model_of(model_type, implementation, **settings)) is None
+    assert forward_flops(model_of(model_type, implementation, **settings)) is None

@@ -7,11 +7,11 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_vanilla, kl_penalty
+from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_vanilla, get_policy_loss_fn, kl_penalty
 from verl.workers.config import ActorConfig as VerlActorConfig
 
-from verl_ext.grpo.config import KLType, TokenActorConfig
-from verl_ext.grpo.loss import GlobalBatch, LossInputs, micro_batch_loss
+from verl_ext.grpo.algorithm import GlobalBatch, LossInputs, micro_batch_loss
+from verl_ext.grpo.config import KLType, LossMode, TokenActorConfig, TokenLossConfig
 
 ACTOR = TokenActorConfig(
     clip_ratio_high=0.28, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3"
@@ -36,13 +36,13 @@ def random_inputs(seed: int, samples: int = 8, decisions: int = 16) -> LossInput
         (torch.arange(decisions) < lengths).double(),
         entropy=normal(1).abs(),
         reference_log_probs=log_probs.detach() + normal(0.3),
-        importance=normal(1).abs(),
+        rollout_is_weights=normal(1).abs(),
     )
 
 
 def part(inputs: LossInputs, rows: slice) -> LossInputs:
     """Some of the samples."""
-    return LossInputs(**{name: value[rows] for name, value in vars(inputs).items()})
+    return LossInputs(**{name: value if value is None else value[rows] for name, value in vars(inputs).items()})
 
 
 def whole(inputs: LossInputs, num_ranks: int = 1) -> GlobalBatch:
@@ -64,7 +64,7 @@ def dense_loss(inputs: LossInputs, actor: TokenActorConfig) -> torch.Tensor:
                 gain = torch.maximum(gain, actor.clip_ratio_c * advantage)
             difference = inputs.reference_log_probs[i, t] - inputs.log_probs[i, t]
             kl = torch.exp(difference) - difference - 1
-            term = -gain * inputs.importance[i, t] + actor.kl_loss_coef * kl
+            term = -gain * inputs.rollout_is_weights[i, t] + actor.kl_loss_coef * kl
             term = term - actor.entropy_coeff * inputs.entropy[i, t]
             weight = {
                 "token-mean": 1 / sum(kept),
@@ -86,7 +86,7 @@ def gradient(loss: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
 def test_equal_to_a_dense_reference(mode: Any, seed: int, divisor: int | None) -> None:
     """Value and gradient."""
     inputs, actor = random_inputs(seed), replace(ACTOR, loss_agg_mode=mode, loss_scale_factor=divisor)
-    loss = micro_batch_loss(inputs, actor, whole(inputs)).value
+    loss, _ = micro_batch_loss(inputs, actor, whole(inputs))
     expected = dense_loss(inputs, actor)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(gradient(loss, inputs), gradient(expected, inputs), rtol=1e-6, atol=1e-9)
@@ -100,28 +100,37 @@ def test_equal_to_verls(mode: str) -> None:
     arguments = (inputs.old_log_probs, inputs.log_probs, inputs.advantages, inputs.mask, mode, config)
     expected, measured = compute_policy_loss_vanilla(*arguments)
     plain = replace(ACTOR, loss_agg_mode=mode, entropy_coeff=0.0, kl_loss_coef=0.0)
-    ours = micro_batch_loss(replace(inputs, importance=None, reference_log_probs=None), plain, whole(inputs))
-    torch.testing.assert_close(ours.value, expected)
+    bare = replace(inputs, rollout_is_weights=None, reference_log_probs=None)
+    ours, sums = micro_batch_loss(bare, plain, whole(inputs))
+    torch.testing.assert_close(ours, expected)
     assert measured["actor/pg_clipfrac"] > 0 and measured["actor/pg_clipfrac_lower"] > 0
     num = float(inputs.mask.sum())
-    assert ours.sums["clip_fraction"] / num == pytest.approx(measured["actor/pg_clipfrac"])
-    assert ours.sums["dual_clip_fraction"] / num == pytest.approx(measured["actor/pg_clipfrac_lower"])
-    assert ours.sums["update_kl"] / num == pytest.approx(measured["actor/ppo_kl"])
+    assert sums["clip_fraction"] / num == pytest.approx(measured["actor/pg_clipfrac"])
+    assert sums["dual_clip_fraction"] / num == pytest.approx(measured["actor/pg_clipfrac_lower"])
+    assert sums["update_kl"] / num == pytest.approx(measured["actor/ppo_kl"])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("num_ranks", "size"), [(1, 1), (1, 3), (2, 4), (2, 2), (4, 1)])
-def test_any_split_has_one_gradient(mode: str, num_ranks: int, size: int) -> None:
-    """The mean over ranks of each rank's sum over micro-batches."""
-    inputs, actor = random_inputs(1), replace(ACTOR, loss_agg_mode=mode)
-    expected = micro_batch_loss(inputs, actor, whole(inputs)).value
+def split_loss(inputs: LossInputs, actor: TokenActorConfig, num_ranks: int, size: int) -> torch.Tensor:
+    """The loss with `size` samples in a micro-batch, as FSDP averages it over the ranks."""
     batch, each = whole(inputs, num_ranks), 8 // num_ranks
     ranks = []
     for rank in range(num_ranks):
         starts = range(rank * each, (rank + 1) * each, size)
         slices = [slice(start, min(start + size, (rank + 1) * each)) for start in starts]
-        ranks.append(sum(micro_batch_loss(part(inputs, rows), actor, batch).value for rows in slices))
-    split = sum(ranks) / num_ranks
+        ranks.append(sum(micro_batch_loss(part(inputs, rows), actor, batch)[0] for rows in slices))
+    return sum(ranks) / num_ranks
+
+
+SPLITS = [(1, 1), (1, 3), (2, 4), (2, 2), (2, 3), (4, 1)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("num_ranks", "size"), SPLITS)
+def test_any_split_has_one_gradient(mode: str, num_ranks: int, size: int) -> None:
+    """The mean over ranks of each rank's sum over micro-batches."""
+    inputs, actor = random_inputs(1), replace(ACTOR, loss_agg_mode=mode)
+    expected, _ = micro_batch_loss(inputs, actor, whole(inputs))
+    split = split_loss(inputs, actor, num_ranks, size)
     torch.testing.assert_close(split, expected, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(gradient(split, inputs), gradient(expected, inputs), rtol=1e-9, atol=1e-12)
 
@@ -142,20 +151,20 @@ def test_samples_without_decisions_count_for_nothing() -> None:
     for mode in MODES:
         actor = replace(ACTOR, loss_agg_mode=mode)
         padded, dropped = replace(inputs, mask=mask), part(inputs, kept)  # type: ignore[arg-type]
-        with_padding = micro_batch_loss(padded, actor, whole(padded)).value
-        torch.testing.assert_close(with_padding, micro_batch_loss(dropped, actor, whole(dropped)).value)
+        with_padding, _ = micro_batch_loss(padded, actor, whole(padded))
+        torch.testing.assert_close(with_padding, micro_batch_loss(dropped, actor, whole(dropped))[0])
 
 
 def test_sums() -> None:
     """Of entropy and KL, over what counts."""
     inputs = random_inputs(3)
-    sums = micro_batch_loss(inputs, ACTOR, whole(inputs)).sums
+    _, sums = micro_batch_loss(inputs, ACTOR, whole(inputs))
     assert inputs.entropy is not None and inputs.reference_log_probs is not None
     assert sums["entropy"] == pytest.approx(float((inputs.entropy * inputs.mask).sum()))
     difference = (inputs.reference_log_probs - inputs.log_probs).detach()
     assert sums["kl"] == pytest.approx(float(((difference.exp() - difference - 1) * inputs.mask).sum()))
     bare = replace(inputs, entropy=None, reference_log_probs=None)
-    assert not {"entropy", "kl"} & micro_batch_loss(bare, replace(ACTOR, entropy_coeff=0.0), whole(bare)).sums.keys()
+    assert not {"entropy", "kl"} & micro_batch_loss(bare, replace(ACTOR, entropy_coeff=0.0), whole(bare))[1].keys()
 
 
 @pytest.mark.parametrize("kind", get_args(KLType))
@@ -165,14 +174,205 @@ def test_every_kl_estimator(kind: str) -> None:
     assert inputs.reference_log_probs is not None
     actor = replace(ACTOR, entropy_coeff=0.0, kl_loss_coef=1.0, kl_loss_type=kind)
     # no advantage: the KL term is the whole loss
-    found = micro_batch_loss(replace(inputs, advantages=inputs.mask * 0), actor, whole(inputs))
+    value, sums = micro_batch_loss(replace(inputs, advantages=inputs.mask * 0), actor, whole(inputs))
     arguments: Any = inputs.log_probs, inputs.reference_log_probs
     expected, with_gradient = (
         kl_penalty(*arguments, name) for name in (kind.strip("+"), "k2" if "+" in kind else kind)
     )
     num = inputs.mask.sum()
-    torch.testing.assert_close(found.value, (expected * inputs.mask).sum() / num)
-    assert found.sums["kl"] == pytest.approx(float((expected * inputs.mask).sum().detach()))
-    of_loss = gradient(found.value, inputs)
+    torch.testing.assert_close(value, (expected * inputs.mask).sum() / num)
+    assert sums["kl"] == pytest.approx(float((expected * inputs.mask).sum().detach()))
+    of_loss = gradient(value, inputs)
     torch.testing.assert_close(of_loss, gradient((with_gradient * inputs.mask).sum() / num, inputs))
     assert of_loss.count_nonzero() > 0
+
+
+# Other policy losses of verl, each by its paper
+
+
+def with_loss(mode: str, **changes: Any) -> TokenActorConfig:
+    """The settings of a policy loss without other terms."""
+    names = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
+    loss = TokenLossConfig(loss_mode=mode, **{name: changes.pop(name) for name in names if name in changes})  # type: ignore[arg-type]
+    if mode in ("gspo", "sapo"):
+        changes["loss_agg_mode"] = "seq-mean-token-mean"
+    return TokenActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, policy_loss=loss, **changes)
+
+
+def plain_inputs(seed: int) -> LossInputs:
+    return replace(random_inputs(seed), entropy=None, reference_log_probs=None)
+
+
+def aggregated(terms: list[torch.Tensor], mode: str) -> torch.Tensor:
+    """The mean of the tokens' terms, one tensor for each sample."""
+    if mode == "token-mean":
+        return torch.cat(terms).mean()
+    if mode == "seq-mean-token-mean":
+        return torch.stack([term.mean() for term in terms]).mean()
+    sums = torch.stack([term.sum() for term in terms]).mean()
+    return sums if mode == "seq-mean-token-sum" else sums / MAX_DECISIONS
+
+
+def samples_of(inputs: LossInputs) -> list[tuple[torch.Tensor, ...]]:
+    """Log-probability, its old value, advantage and importance weight of each sample, without padding."""
+    assert inputs.rollout_is_weights is not None
+    columns = (inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.rollout_is_weights)
+    return [tuple(column[row][inputs.mask[row] > 0] for column in columns) for row in range(len(inputs.mask))]
+
+
+def gspo(inputs: LossInputs, actor: TokenActorConfig) -> torch.Tensor:
+    """GSPO-token (arXiv 2507.18071, equations 13 and 14): one ratio for a sample, with the gradient of each token."""
+    terms = []
+    for log_prob, old, advantage, weight in samples_of(inputs):
+        ratio = (log_prob - old).mean().detach().exp() * (log_prob - log_prob.detach()).exp()
+        clipped = ratio.clamp(1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high)
+        terms.append(-torch.minimum(ratio * advantage, clipped * advantage) * weight)
+    return aggregated(terms, "seq-mean-token-mean")
+
+
+def sapo(inputs: LossInputs, actor: TokenActorConfig) -> torch.Tensor:
+    """SAPO (arXiv 2511.20347, equations 5 and 6): a sigmoid gate in place of the clip."""
+    terms = []
+    for log_prob, old, advantage, weight in samples_of(inputs):
+        tau = torch.full_like(advantage, actor.tau_neg).masked_fill(advantage > 0, actor.tau_pos)
+        gate = 4 / tau / (1 + torch.exp(-tau * ((log_prob - old).exp() - 1)))
+        terms.append(-gate * advantage * weight)
+    return aggregated(terms, "seq-mean-token-mean")
+
+
+def gpg(inputs: LossInputs, actor: TokenActorConfig) -> torch.Tensor:
+    """The policy gradient without ratio (arXiv 2504.02546, equation 4)."""
+    terms = [-log_prob * advantage * weight for log_prob, _, advantage, weight in samples_of(inputs)]
+    return aggregated(terms, actor.loss_agg_mode)
+
+
+def cispo(inputs: LossInputs, actor: TokenActorConfig) -> torch.Tensor:
+    """CISPO (arXiv 2506.13585, equation 4): the clipped ratio weighs the policy gradient."""
+    terms = []
+    for log_prob, old, advantage, weight in samples_of(inputs):
+        ratio = (log_prob - old).exp().clamp(1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high).detach()
+        terms.append(-ratio * advantage * log_prob * weight)
+    return aggregated(terms, actor.loss_agg_mode)
+
+
+def geo_mean(inputs: LossInputs, actor: TokenActorConfig) -> torch.Tensor:
+    """GMPO (arXiv 2507.20673, algorithm 1): the geometric mean of a sample's ratios, clipped token by token."""
+    terms = []
+    for log_prob, old, advantage, weight in samples_of(inputs):
+        sign, log_ratio = advantage.sign(), log_prob - old
+        clipped = log_ratio.clamp(-actor.clip_ratio_low, actor.clip_ratio_high)
+        kept = sign * torch.minimum(sign * log_ratio, sign * clipped)
+        terms.append(-kept.mean().exp() * advantage.mean() * weight.log().mean().exp())
+    return torch.stack(terms).mean()
+
+
+REFERENCES = {"vanilla": None, "gspo": gspo, "sapo": sapo, "gpg": gpg, "cispo": cispo, "geo_mean": geo_mean}
+COVARIANCES = ("clip_cov", "kl_cov")
+LOSSES = [
+    (loss, mode)
+    for loss in (*REFERENCES, *COVARIANCES)
+    for mode in (MODES if loss in ("vanilla", "gpg", "cispo", *COVARIANCES) else MODES[:1])
+]
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor, inputs: LossInputs, rtol: float = 1e-6) -> None:
+    """Value and gradient, which is not zero."""
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-9)
+    wanted = gradient(expected, inputs)
+    torch.testing.assert_close(gradient(found, inputs), wanted, rtol=rtol, atol=1e-9)
+    assert wanted.count_nonzero() > 20
+
+
+def test_every_offered_loss_is_tested() -> None:
+    assert {*REFERENCES, *COVARIANCES} == {*get_args(LossMode)}
+
+
+@pytest.mark.parametrize(("loss", "mode"), [each for each in LOSSES if REFERENCES.get(each[0])])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_equal_to_the_papers_loss(loss: str, mode: Any, seed: int) -> None:
+    inputs, actor = plain_inputs(seed), with_loss(loss, loss_agg_mode=mode, tau_pos=1.3, tau_neg=1.7)
+    reference: Any = REFERENCES[loss]
+    assert_same(micro_batch_loss(inputs, actor, whole(inputs))[0], reference(inputs, actor), inputs)
+
+
+def covariances(inputs: LossInputs) -> torch.Tensor:
+    """Of advantage and log-probability at each decision (arXiv 2505.22617, equation 10); NaN where none counts."""
+    kept = inputs.mask > 0
+    centered = [each.detach() - each.detach()[kept].mean() for each in (inputs.advantages, inputs.log_probs)]
+    return torch.where(kept, centered[0] * centered[1], torch.nan)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_kl_cov_penalizes_the_tokens_of_highest_covariance(mode: Any) -> None:
+    """(arXiv 2505.22617, equation 13)"""
+    inputs, actor = plain_inputs(3), with_loss("kl_cov", loss_agg_mode=mode, kl_cov_ratio=0.2, ppo_kl_coef=0.7)
+    assert inputs.rollout_is_weights is not None
+    covariance = covariances(inputs)
+    num_picked = int(0.2 * int(inputs.mask.sum()))
+    picked = covariance >= covariance.nan_to_num(-torch.inf).flatten().topk(num_picked).values[-1]
+    assert int(picked.sum()) == num_picked > 5
+    log_ratio = inputs.log_probs - inputs.old_log_probs
+    term = -inputs.advantages * log_ratio.exp() + 0.7 * picked * log_ratio.abs()
+    terms = [(term * inputs.rollout_is_weights)[row][inputs.mask[row] > 0] for row in range(8)]
+    assert_same(micro_batch_loss(inputs, actor, whole(inputs))[0], aggregated(terms, mode), inputs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_clip_cov_excludes_tokens_of_high_covariance(mode: Any) -> None:
+    """(arXiv 2505.22617, equation 12) It picks at random: here among as many as it may pick, so that all are picked."""
+    settings: Any = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.5, "clip_cov_ub": 5.0}
+    inputs, actor = plain_inputs(4), with_loss("clip_cov", loss_agg_mode=mode, **settings)
+    assert inputs.rollout_is_weights is not None
+    ratio, covariance = (inputs.log_probs - inputs.old_log_probs).exp(), covariances(inputs)
+    losses = -inputs.advantages * ratio
+    clipped = -inputs.advantages * ratio.clamp(0.8, 1.28)
+    excluded = (covariance > 0.5) & (covariance < 5.0) & (clipped <= losses)
+    assert 5 < int(excluded.sum()) < int(inputs.mask.sum()) / 2
+    term = torch.maximum(losses, clipped) * ~excluded * inputs.rollout_is_weights
+    terms = [term[row][inputs.mask[row] > 0] for row in range(8)]
+    assert_same(micro_batch_loss(inputs, actor, whole(inputs))[0], aggregated(terms, mode), inputs)
+
+
+def test_clip_cov_excludes_its_share() -> None:
+    inputs = plain_inputs(4)
+    actor = with_loss("clip_cov", clip_cov_ratio=0.05, clip_cov_lb=0.5, clip_cov_ub=5.0)
+    _, sums = micro_batch_loss(inputs, actor, whole(inputs))
+    assert sums["clip_fraction"] == pytest.approx(int(0.05 * float(inputs.mask.sum())), rel=1e-5)
+
+
+@pytest.mark.parametrize(("loss", "mode"), [each for each in LOSSES if each[0] not in COVARIANCES])
+@pytest.mark.parametrize(("num_ranks", "size"), SPLITS)
+def test_any_split_has_one_gradient_of_every_loss(loss: str, mode: Any, num_ranks: int, size: int) -> None:
+    """Also if samples have no reward, and so no part in the loss: the denominator is the sum of the final mask."""
+    inputs, actor = plain_inputs(1), with_loss(loss, loss_agg_mode=mode)
+    mask = inputs.mask.clone()
+    mask[[0, 5]] = 0
+    inputs = replace(inputs, mask=mask)
+    kept = part(inputs, [1, 2, 3, 4, 6, 7])  # type: ignore[arg-type]
+    expected, sums = micro_batch_loss(kept, actor, whole(kept))
+    split = split_loss(inputs, actor, num_ranks, size)
+    assert_same(split, expected, inputs, rtol=1e-9)
+    assert sums.keys() >= {"clip_fraction", "dual_clip_fraction", "update_kl", "policy_gradient_loss"}
+
+
+@pytest.mark.parametrize("loss", COVARIANCES)
+def test_a_split_changes_the_gradient_of_covariances(loss: str) -> None:
+    """Which is why more than one micro-batch in a rank's update is refused."""
+    inputs = plain_inputs(3)
+    actor = with_loss(loss, clip_cov_ratio=1.0, clip_cov_lb=0.5, kl_cov_ratio=0.2, ppo_kl_coef=0.7)
+    expected, _ = micro_batch_loss(inputs, actor, whole(inputs))
+    split = split_loss(inputs, actor, 1, 4)
+    assert (gradient(split, inputs) - gradient(expected, inputs)).norm() > 0.01 * gradient(expected, inputs).norm()
+
+
+def test_verls_geo_mean_depends_on_the_micro_batch_size() -> None:
+    """Which is why it gets a factor: summed over two micro-batches it is twice as large."""
+    inputs = plain_inputs(1)
+    config = VerlActorConfig(strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=1)
+
+    def verls(rows: slice) -> torch.Tensor:
+        some = part(inputs, rows)
+        arguments = (some.old_log_probs, some.log_probs, some.advantages, some.mask, "token-mean", config)
+        return get_policy_loss_fn("geo_mean")(*arguments)[0]  # type: ignore[arg-type]
+
+    torch.testing.assert_close(verls(slice(0, 4)) + verls(slice(4, 8)), 2 * verls(slice(0, 8)))

@@ -14,25 +14,20 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer
 from eval_pipeline.problems.verl_rl import read_tests
 from tests.helpers import ROOT
+from tests.helpers.grpo import MAX_TOKENS, rewards_of, sample
+from tests.helpers.grpo import REWARD as DEFAULT_REWARD
 from tests.helpers.processes import wait_gone, wait_until
 from verl_ext.errors import UserError
-from verl_ext.grpo.config import RewardConfig
-from verl_ext.grpo.policy import Prompt, Sample
-from verl_ext.grpo.rewards import custom
+from verl_ext.grpo.rewards import process_pool
 from verl_ext.grpo.rewards.answer import RewardedAnswer
-from verl_ext.grpo.rewards.environment import TextEnvironment
-from verl_ext.grpo.rewards.length import LengthPenalty
-from verl_ext.grpo.rewards.registry import wanted_rewards
-from verl_ext.grpo.rewards.text import reward_format, tag_count_reward
-from verl_ext.grpo.rollout.completion import Completion
+from verl_ext.grpo.rewards.functions import LengthPenalty, parse_reward_functions, reward_format, tag_count_reward
+from verl_ext.grpo.rewards.text_environment import TextEnvironment
 
-REWARD = RewardConfig(packages=[], cpu_s=2, num_workers=2, time_limit_s=0.5, length_buffer=20)
-MAX_TOKENS = 100
+REWARD = replace(DEFAULT_REWARD, time_limit_s=0.5)
 GOOD = "<think>3 + 4</think>\n<answer>7</answer>"
 TESTS = json.dumps({"entry_point": "double", "tests": ["assert double(1) == 2", "assert double(2) == 4"]})
 CUSTOM = """
@@ -55,13 +50,6 @@ def answer(text: str, **changes: Any) -> RewardedAnswer:
     """An answer of four tokens."""
     fields = {"num_tokens": 4, "truncated": False, "data_source": "", "ground_truth": "", "extra_info": {}}
     return RewardedAnswer(sample_id="s", text=text, **{**fields, **changes})
-
-
-def sample(text: str, ground_truth: str, num_tokens: int = 4, **content: Any) -> Sample:
-    """A sample with this answer."""
-    content = {"reward_model": {"style": "rule", "ground_truth": ground_truth}, **content}
-    completion = Completion((1,) * num_tokens, torch.zeros(num_tokens), False, text)
-    return Sample(Prompt("s", 0, content), 0, completion)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +118,7 @@ def test_wanted_rewards(tmp_path: Path) -> None:
     """Names, weights and files."""
     (tmp_path / "mine.py").write_text(CUSTOM)
     entries = ["reward_correct", "reward_format * 0.5", f"{tmp_path}/mine.py:score*-2", f"b={tmp_path}/mine.py:score"]
-    wanted = wanted_rewards(entries)
+    wanted = parse_reward_functions(entries)
     assert [(reward.name, reward.weight) for reward in wanted] == [
         ("reward_correct", 1),
         ("reward_format", 0.5),
@@ -145,21 +133,21 @@ def test_wanted_rewards(tmp_path: Path) -> None:
     [
         ([], "is empty"),
         (["reward_corect"], "did you mean reward_correct"),
-        (["qqq"], "take one of"),
-        (["code_tests*much"], "no number"),
+        (["qqq"], "use one of"),
+        (["code_tests*much"], "not a number"),
         (["/x/rw.py*2"], r"without a function; write /x/rw\.py:FUNCTION"),
-        (["code_tests*nan"], "no number"),
+        (["code_tests*nan"], "not a number"),
         (["code_tests", "code_tests*2"], "twice"),
         (["other=nowhere.py:score"], "does not exist"),
         (["nowhere.py:reward_correct"], "is taken"),
         (["adv=nowhere.py:score"], "is taken"),
-        (["a-b=nowhere.py:score"], "is no name"),
+        (["a-b=nowhere.py:score"], "cannot be the name"),
         (["nowhere.py:score"], "does not exist"),
     ],
 )
 def test_wanted_rewards_that_are_refused(entries: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        wanted_rewards(entries)
+        parse_reward_functions(entries)
 
 
 @pytest.fixture
@@ -175,27 +163,25 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TextEnvir
 @pytest.mark.parametrize("opened", [["reward_correct", "reward_format*0.5", "tag_count_reward*0.5"]], indirect=True)
 def test_gsm8k(opened: TextEnvironment) -> None:
     """Weighted parts, in the order of the samples."""
-    for text in (GOOD, GOOD.replace("7", "8"), "The answer is 7", ""):
-        opened.submit(sample(text, "7"))
-    rewards = opened.collect()
+    texts = (GOOD, GOOD.replace("7", "8"), "The answer is 7", "")
+    rewards = rewards_of(opened, [sample(text, "7") for text in texts])
     names = ("reward_correct", "reward_format", "tag_count_reward")
-    assert [tuple(reward.parts[name] for name in names) for reward in rewards] == [
+    assert [tuple(reward.components[name] for name in names) for reward in rewards] == [
         (1, 0.5, 0.5),
         (0, 0.5, 0.5),
         (1, 0, 0),
         (0, 0, 0),
     ]
-    assert [reward.total for reward in rewards] == [2, 1, 1, 0] and opened.collect() == []
+    assert [reward.total for reward in rewards] == [2, 1, 1, 0]
 
 
 @pytest.mark.parametrize("opened", [["code_tests", "exec_success*0.1", "length_penalty"]], indirect=True)
 def test_code(opened: TextEnvironment) -> None:
     """Share of tests, whether it ran, and how long it was."""
     right = "```python\ndef double(x):\n    return 2 * x\n```"
-    for text, num_tokens in ((right, 4), ("def double(x): return 2", 90), ("def double(x): return y", 4), ("No.", 100)):
-        opened.submit(sample(text, TESTS, num_tokens))
-    rewards = opened.collect()
-    assert [tuple(reward.parts.values()) for reward in rewards] == [
+    answers = ((right, 4), ("def double(x): return 2", 90), ("def double(x): return y", 4), ("No.", 100))
+    rewards = rewards_of(opened, [sample(text, TESTS, num_tokens) for text, num_tokens in answers])
+    assert [tuple(reward.components.values()) for reward in rewards] == [
         (1, 0.1, 0),
         (0.5, 0.1, -0.5),
         (0, 0, 0),
@@ -206,66 +192,66 @@ def test_code(opened: TextEnvironment) -> None:
 @pytest.mark.parametrize("opened", [["code_tests", "exec_success", "tag_count_reward"]], indirect=True)
 def test_tests_that_cannot_be_read_cost_their_sample(opened: TextEnvironment) -> None:
     """No other sample loses anything."""
-    for ground_truth in (TESTS, '{"tests": 3}'):
-        opened.submit(sample("def double(x): return 2 * x\n# <think>", ground_truth))
-    good, bad = opened.collect()
-    assert good.parts == {"code_tests": 1, "exec_success": 1, "tag_count_reward": 0.25} and good.failures == {}
-    assert bad.parts == {"tag_count_reward": 0.25} and bad.total is None
+    answer = "def double(x): return 2 * x\n# <think>"
+    good, bad = rewards_of(opened, [sample(answer, ground_truth) for ground_truth in (TESTS, '{"tests": 3}')])
+    assert good.components == {"code_tests": 1, "exec_success": 1, "tag_count_reward": 0.25} and good.failures == {}
+    assert bad.components == {"tag_count_reward": 0.25} and bad.total is None
     assert {*bad.failures} == {"code_tests", "exec_success"}
     assert "cannot read the tests" in bad.failures["code_tests"].reason
-    assert good.finished > 0
+    assert good.finished_at > 0
 
 
 @pytest.mark.parametrize("opened", [["code_tests"]], indirect=True)
 def test_the_same_answer_is_judged_once(opened: TextEnvironment) -> None:
-    """After `collect` it is judged again."""
-    assert opened._judged is not None
-    server = opened._judged._server
+    """In a later batch it is judged again."""
+    assert opened._judge is not None
+    client = opened._judge.client
     for expected in (2, 3):
-        for _ in range(5):
-            opened.submit(sample("def double(x): return 2 * x", TESTS))
+        answers = [sample("def double(x): return 2 * x", TESTS) for _ in range(5)]
         if expected == 2:
-            opened.submit(sample("def double(x): return 0", TESTS))
-        assert [reward.total for reward in opened.collect()] == [1.0] * 5 + [0.0] * (expected == 2)
-        assert server._num_submitted == expected
+            answers.append(sample("def double(x): return 0", TESTS))
+        assert [reward.total for reward in rewards_of(opened, answers)] == [1.0] * 5 + [0.0] * (expected == 2)
+        assert client._num_submitted == expected
 
 
 @pytest.mark.parametrize("opened", [["code_tests", "exec_success"]], indirect=True)
 def test_a_judge_that_dies_is_replaced(opened: TextEnvironment) -> None:
     """The next one judges the remaining answers."""
-    assert opened._judged is not None
-    process = opened._judged._server._process
+    assert opened._judge is not None
+    process = opened._judge.client._process
+    waits = []
     for number in range(6):
-        opened.submit(sample(f"def double(x): return 2 * x  # {number}", TESTS))
+        waits.append(opened.step(sample(f"def double(x): return 2 * x  # {number}", TESTS)))
         if number == 0:
-            opened._waiting[0].futures["verdict"].result(timeout=300)
+            waits[0]()
             process.send_signal(signal.SIGSTOP)  # it judges nothing more
         if number == 2:
             process.kill()
-    assert [reward.parts for reward in opened.collect()] == [{"code_tests": 1, "exec_success": 1}] * 6
+    rewards = [wait().reward for wait in waits]
+    assert [reward and reward.components for reward in rewards] == [{"code_tests": 1, "exec_success": 1}] * 6
 
 
 @pytest.mark.parametrize("opened", [["code_tests"]], indirect=True)
 def test_a_judge_that_hangs_is_replaced(opened: TextEnvironment) -> None:
     """A rank waits for it only for a limited time."""
-    assert opened._judged is not None
-    server = opened._judged._server
-    process = server._process
-    opened.submit(sample("def double(x): return 2 * x", TESTS))
+    assert opened._judge is not None
+    client = opened._judge.client
+    process = client._process
+    first = opened.step(sample("def double(x): return 2 * x", TESTS))
     process.send_signal(signal.SIGSTOP)
-    server._longest_s = 0.5
+    client._longest_s = 0.5
     wait_until(lambda: process.poll() is not None)
-    server._longest_s = 300.0  # the next server gets its full time
-    opened.submit(sample("def double(x): return 0", TESTS))
-    found = opened.collect()
-    assert [reward.total for reward in found] == [1.0, 0.0], [reward.failures for reward in found]
+    client._longest_s = 300.0  # the next server gets its full time
+    second = opened.step(sample("def double(x): return 0", TESTS))
+    rewards = [wait().reward for wait in (first, second)]
+    assert [reward and reward.total for reward in rewards] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("opened", [["TMP/mine.py:score*2"]], indirect=True)
 def test_a_function_of_the_user(opened: TextEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it does to one sample, the others keep their rewards; a call that times out is repeated once."""
     texts = ("good", "raise", "hang", "die", "none", "nan", "text", "mapping", "again")
-    limits, called, call = set(), [], custom._Process.call
+    limits, called, call = set(), [], process_pool._Process.call
 
     def call_patiently(process: Any, answer: RewardedAnswer, time_limit_s: float) -> float:
         """Only the call that hangs has the short limit, as a busy machine must not cost another one its reward."""
@@ -273,10 +259,9 @@ def test_a_function_of_the_user(opened: TextEnvironment, monkeypatch: pytest.Mon
         called.append(answer.text)
         return call(process, answer, time_limit_s if answer.text == "hang" else 300)
 
-    monkeypatch.setattr(custom._Process, "call", call_patiently)
-    for text in texts:
-        opened.submit(sample(text, "0.5", data_source="here", extra_info={"index": 3}))
-    rewards = dict(zip(texts, opened.collect()))
+    monkeypatch.setattr(process_pool._Process, "call", call_patiently)
+    answers = [sample(text, "0.5", data_source="here", extra_info={"index": 3}) for text in texts]
+    rewards = dict(zip(texts, rewards_of(opened, answers)))
     assert limits == {REWARD.time_limit_s} and sorted(called) == sorted([*texts, "hang"])
     assert {text: reward.total for text, reward in rewards.items()} == {
         **dict.fromkeys(texts),
@@ -303,10 +288,25 @@ def test_a_function_that_cannot_be_loaded(tmp_path: Path) -> None:
         (tmp_path / "mine.py").write_text(CUSTOM)
 
 
+def children_of_this_process() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
+@pytest.mark.parametrize("first", ["reward_correct", "TMP/mine.py:score"])
+def test_nothing_is_left_if_a_later_function_cannot_be_loaded(tmp_path: Path, first: str) -> None:
+    """Neither a judge nor the processes of another function."""
+    (tmp_path / "mine.py").write_text(CUSTOM)
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
+    functions = [first.replace("TMP", str(tmp_path)), f"{tmp_path}/broken.py:score_2"]
+    before = children_of_this_process()
+    with pytest.raises(UserError, match="nothing_of_this_name"):
+        TextEnvironment(replace(REWARD, functions=functions), MAX_TOKENS, 1)
+    assert children_of_this_process() <= before
+
+
 @pytest.mark.parametrize("opened", [["TMP/mine.py:score"]], indirect=True)
 def test_processes_end_with_the_environment(opened: TextEnvironment) -> None:
-    opened.submit(sample("good", "0.5", extra_info={"index": 3}))
-    opened.collect()
+    rewards_of(opened, [sample("good", "0.5", extra_info={"index": 3})])
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     ours = [pid for pid in children if b"custom_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert ours
@@ -320,10 +320,10 @@ def test_nothing_of_a_function_outlives_a_killed_rank(tmp_path: Path) -> None:
         "import subprocess\ndef score(**_): return subprocess.Popen(['sleep', '1000']).pid\n"
     )
     rank = (
-        "import sys, time; from verl_ext.grpo.rewards.custom import CustomReward; "
+        "import sys, time; from verl_ext.grpo.rewards.process_pool import RewardProcessPool; "
         "from verl_ext.grpo.rewards.answer import RewardedAnswer; from verl_ext.plugins import Plugin; "
-        "custom = CustomReward(Plugin('reward.functions', sys.argv[1], 'score'), 60.0, 1); "
-        "child = custom.submit(RewardedAnswer('s', '', 1, False, '', '', {})).result(); "
+        "pool = RewardProcessPool(Plugin('reward.functions', sys.argv[1], 'score'), 60.0, 1); "
+        "child = pool.submit(RewardedAnswer('s', '', 1, False, '', '', {})).result(); "
         "print(int(child), flush=True); time.sleep(1000)"
     )
     command = [sys.executable, "-c", rank, str(tmp_path / "mine.py")]

@@ -11,9 +11,9 @@ from eval_pipeline.judge import JudgeClient, JudgeConfig, ResourceLimits
 from tests.helpers.grpo import MAX_TOKENS
 from verl_ext.errors import UserError
 from verl_ext.grpo.config import RewardConfig, RolloutConfig
-from verl_ext.grpo.rewards import environment
+from verl_ext.grpo.rewards import text_environment
 from verl_ext.grpo.rewards.check import check_reward_settings
-from verl_ext.grpo.rollout.vllm_engine import _arguments
+from verl_ext.grpo.vllm_engine import _arguments
 from verl_ext.trainer.grpo import CPU_BUCKET_MB, bucket_bytes
 from verl_ext.trainer.stages import GRPOConfig, load_config
 
@@ -32,9 +32,9 @@ def test_the_judge_has_the_limits_of_the_section(monkeypatch: pytest.MonkeyPatch
             given.extend((config, section))
             super().__init__(config, section=section)
 
-    monkeypatch.setattr(environment, "JudgeClient", Watched)
+    monkeypatch.setattr(text_environment, "JudgeClient", Watched)
     limits = {"isolation": "rlimits", "packages": ["numpy"], "cpu_s": 2, "wall_s": 3, "memory_mb": 400}
-    environment.TextEnvironment(RewardConfig(**limits, num_workers=6), MAX_TOKENS, num_ranks_here=1).close()  # type: ignore[arg-type]
+    text_environment.TextEnvironment(RewardConfig(**limits, num_workers=6), MAX_TOKENS, num_ranks_here=1).close()  # type: ignore[arg-type]
     judged = ResourceLimits(cpu_s=2, wall_s=3, memory_mb=400)
     assert given == [JudgeConfig(isolation="rlimits", num_workers=6, packages=["numpy"], limits=judged), "reward"]
 
@@ -58,7 +58,7 @@ def test_the_buffer_must_fit_where_the_penalty_is_wanted(functions: str, buffer:
 def test_vllm_has_the_settings_of_the_section() -> None:
     memory: Any = {"gpu_memory_utilization": 0.3, "max_num_seqs": 11, "dtype": "float16"}
     rollout = RolloutConfig(**memory, tensor_model_parallel_size=2, vllm={"swap_space": 1})
-    found = _arguments(rollout, on_gpu=True, sleeps=True)
+    found = _arguments(rollout, on_gpu=True, releases_memory=True)
     names = ["gpu_memory_utilization", "max_num_seqs", "dtype", "tensor_parallel_size", "swap_space"]
     assert [found[name] for name in names] == [0.3, 11, "float16", 2, 1]
     assert found["enable_sleep_mode"]

@@ -20,16 +20,14 @@ from transformers import (
 
 from tests.helpers.models import HEAD, PACKING_FAMILIES, PADDING_FAMILIES, SHAPE
 from verl_ext.errors import UserError
-from verl_ext.grpo.policy import Prompt, Sample
-from verl_ext.grpo.rollout.choosing import choose
-from verl_ext.grpo.rollout.completion import Completion, Draw, Sampling
-from verl_ext.grpo.rollout.hf_engine import Drawing, HfRollout
-from verl_ext.grpo.seeds import seed_of
-from verl_ext.grpo.tokens.forward import completion_log_probs
-from verl_ext.grpo.tokens.layout import Layout
+from verl_ext.grpo.hf_engine import HFEngine, SeededHFLogitsProcessor
+from verl_ext.grpo.protocols import Prompt, Trajectory
+from verl_ext.grpo.sampling import Completion, SampleRequest, SamplingArgs, sample_seed, sample_tokens
+from verl_ext.grpo.token_batch import TokenBatcher
+from verl_ext.grpo.token_policy import completion_log_probs
 from verl_ext.trainer.model import disable_dropout
 
-SAMPLING = Sampling(0.8, 1.0, -1, 12)
+SAMPLING = SamplingArgs(0.8, 1.0, -1, 12)
 
 
 @pytest.fixture(scope="module")
@@ -55,49 +53,51 @@ def prompt_of(length: int) -> tuple[int, ...]:
     return tuple(torch.randint(10, 400, (length,), generator=generator).tolist())
 
 
-def draws(*lengths: int) -> list[Draw]:
+def draws(*lengths: int) -> list[SampleRequest]:
     """One draw for each length of a prompt."""
-    return [Draw(prompt_of(length), seed_of(1, 2, f"p{length}", 0)) for length in lengths]
+    return [SampleRequest(prompt_of(length), sample_seed(1, 2, f"p{length}", 0)) for length in lengths]
 
 
-def drawn(engine: HfRollout, wanted: list[Draw], sampling: Sampling = SAMPLING) -> list[Completion]:
+def drawn(engine: HFEngine, wanted: list[SampleRequest], sampling: SamplingArgs = SAMPLING) -> list[Completion]:
     """Completions in the order of the draws."""
-    found = dict(engine.draw(wanted, sampling))
+    found = dict(engine.generate(wanted, sampling))
     return [found[number] for number in range(len(wanted))]
 
 
-def engine_of(model: PreTrainedModel, pad: int, batch_size: int = 8, end: int = 3) -> HfRollout:
+def engine_of(model: PreTrainedModel, pad: int, batch_size: int = 8, end: int = 3) -> HFEngine:
     """An engine for it."""
-    return HfRollout(model, pad, [end], batch_size, nullcontext)
+    return HFEngine(model, pad, [end], batch_size, nullcontext)
 
 
 def test_log_probs_of_padded_completions(model: PreTrainedModel, pad: int) -> None:
     """Those of each sample alone, at the temperature; zero beyond its end."""
     samples = [
-        Sample(Prompt(f"{n}", n, {"prompt_ids": prompt_of(n)}), 0, Completion(prompt_of(m), torch.arange(m) / 9, False))
+        Trajectory(Prompt(f"{n}", n, {"prompt_ids": prompt_of(n)}), 0).act(
+            Completion(prompt_of(m), torch.arange(m) / 9, False)
+        )
         for n, m in ((5, 9), (20, 3), (11, 6))
     ]
-    batch = Layout(pad).micro_batch(samples)
-    assert batch["input_ids"].shape == (3, 29) and batch["mask"].sum(-1).tolist() == [9, 3, 6]
-    said = completion_log_probs(model, batch, 0.7, entropy_gradient=False)
-    assert said.values.requires_grad and not said.entropy.requires_grad
+    batch = TokenBatcher(pad).collate(samples)
+    assert batch["input_ids"].shape == (3, 29) and batch["response_mask"].sum(-1).tolist() == [9, 3, 6]
+    output = completion_log_probs(model, batch, 0.7, entropy_gradient=False)
+    assert output.values.requires_grad and not output.entropy.requires_grad
     for row, sample in enumerate(samples):
-        n, m = len(sample.prompt.content["prompt_ids"]), len(sample.action.token_ids)
-        ids = torch.tensor([[*sample.prompt.content["prompt_ids"], *sample.action.token_ids]])
+        n, m = len(sample.prompt.fields["prompt_ids"]), len(sample.action.token_ids)
+        ids = torch.tensor([[*sample.prompt.fields["prompt_ids"], *sample.action.token_ids]])
         log_probs = (model(ids).logits[0, n - 1 : -1].float() / 0.7).log_softmax(-1)
         expected = log_probs.gather(1, ids[0, n:, None])[:, 0]
-        torch.testing.assert_close(said.values[row, :m], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(output.values[row, :m], expected, rtol=1e-5, atol=1e-5)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
-        torch.testing.assert_close(said.entropy[row, :m], entropy, rtol=1e-5, atol=1e-5)
-        assert said.values[row, m:].eq(0).all() and said.entropy[row, m:].eq(0).all()
+        torch.testing.assert_close(output.entropy[row, :m], entropy, rtol=1e-5, atol=1e-5)
+        assert output.values[row, m:].eq(0).all() and output.entropy[row, m:].eq(0).all()
         torch.testing.assert_close(batch["rollout_log_probs"][row, :m], sample.action.log_probs)
 
 
 def test_seeds_are_of_one_draw() -> None:
     """Any part makes another; none is too large for an engine."""
     others = ((2, 2, "p", 0), (1, 3, "p", 0), (1, 2, "q", 0), (1, 2, "p", 1))
-    seeds = {seed_of(1, 2, "p", 0), *(seed_of(*parts) for parts in others)}
-    assert len(seeds) == 5 and max(seeds) < 1 << 31 and seed_of(1, 2, "p", 0) in seeds
+    seeds = {sample_seed(1, 2, "p", 0), *(sample_seed(*parts) for parts in others)}
+    assert len(seeds) == 5 and max(seeds) < 1 << 31 and sample_seed(1, 2, "p", 0) in seeds
 
 
 def test_draws_do_not_depend_on_their_company(model: PreTrainedModel, pad: int) -> None:
@@ -112,8 +112,8 @@ def test_draws_do_not_depend_on_their_company(model: PreTrainedModel, pad: int) 
     assert all(a.token_ids != b.token_ids for a, b in zip(together, other))
 
 
-@pytest.mark.parametrize("sampling", [SAMPLING, replace(SAMPLING, temperature=0.0), Sampling(1.0, 1.0, -1, 4)])
-def test_log_probs_are_the_models(model: PreTrainedModel, pad: int, sampling: Sampling) -> None:
+@pytest.mark.parametrize("sampling", [SAMPLING, replace(SAMPLING, temperature=0.0), SamplingArgs(1.0, 1.0, -1, 4)])
+def test_log_probs_are_the_models(model: PreTrainedModel, pad: int, sampling: SamplingArgs) -> None:
     """Of the tokens that were drawn; greedy ones are the likeliest."""
     for draw, completion in zip(draws(5, 20), drawn(engine_of(model, pad), draws(5, 20), sampling)):
         ids = torch.tensor([[*draw.prompt_ids, *completion.token_ids]])
@@ -139,8 +139,8 @@ def test_tokens_are_drawn_by_their_probabilities() -> None:
     """Counts of 20000 draws; nothing outside the likeliest that top_k or top_p keeps."""
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, -torch.inf]]).expand(20_000, -1)
     for top_p, top_k, kept in ((1.0, -1, 4), (1.0, 2, 2), (0.6, -1, 2)):
-        sampling = Sampling(2.0, top_p, top_k, 1)
-        drawing = Drawing(range(20_000), sampling)
+        sampling = SamplingArgs(2.0, top_p, top_k, 1)
+        drawing = SeededHFLogitsProcessor(range(20_000), sampling)
         chosen = drawing(torch.zeros(20_000, 1, dtype=torch.long), logits.clone()).argmax(-1)
         expected = torch.zeros(5)
         expected[4 - kept : 4] = (logits[0, 4 - kept : 4] / 2).softmax(-1)
@@ -151,7 +151,7 @@ def test_tokens_are_drawn_by_their_probabilities() -> None:
 
 def test_a_groups_prompt_is_computed_once(model: PreTrainedModel, pad: int) -> None:
     """And its completions are those that each draw has alone."""
-    wanted = [Draw(prompt_of(length), seed) for length in (9, 14, 3) for seed in (1, 2, 3)]
+    wanted = [SampleRequest(prompt_of(length), seed) for length in (9, 14, 3) for seed in (1, 2, 3)]
     engine, rows = engine_of(model, pad, batch_size=9), []
     hook = model.register_forward_pre_hook(lambda *a: rows.append(tuple(a[2]["input_ids"].shape)), with_kwargs=True)
     together = drawn(engine, wanted)
@@ -197,7 +197,7 @@ HYBRID = {
 def test_a_groups_prompt_in_caches_of_every_kind(name: str) -> None:
     """Of a window that is shorter than a prompt, of a state in place of keys and values, and of both."""
     model = family(name)
-    wanted = [Draw(prompt_of(length), seed) for length in (40, 60, 5) for seed in (1, 2)]
+    wanted = [SampleRequest(prompt_of(length), seed) for length in (40, 60, 5) for seed in (1, 2)]
     together, alone = (drawn(engine_of(model, 0, batch_size=size), wanted) for size in (6, 1))
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
     for one, other, draw in zip(together, alone, wanted):
@@ -226,4 +226,4 @@ def test_logits_that_are_no_numbers_are_told() -> None:
     """Instead of an index out of range."""
     for bad in (float("nan"), float("inf")):
         with pytest.raises(UserError, match="rollout.dtype"):
-            choose(torch.tensor([[0.0, bad]]), torch.tensor([0.5], dtype=torch.float64), SAMPLING)
+            sample_tokens(torch.tensor([[0.0, bad]]), torch.tensor([0.5], dtype=torch.float64), SAMPLING)

@@ -11,11 +11,15 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.helpers.health_curves import write_checkpoint, write_run
-from tests.helpers.processes import wait_until
 from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.health.__main__ import main
-from verl_ext.health.wandb_state import wandb_end
-from verl_ext.metrics.wandb_sink import open_wandb_run
+from verl_ext.metrics.run_record import RunRecord
+
+
+def change_config(run_dir: Path, key: str, value: Any) -> None:
+    config = OmegaConf.load(run_dir / "config.yaml")
+    OmegaConf.update(config, key, value)
+    OmegaConf.save(config, run_dir / "config.yaml")
 
 
 def look(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
@@ -35,7 +39,7 @@ def test_a_healthy_run_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main([str(run_dir)]) == 0
     shown = capsys.readouterr().out
     assert "After 100 steps" in shown and "At every checkpoint" in shown and "At the end" in shown
-    assert "p/e (sft), finished, step 300" in shown and "too little to tell" in shown
+    assert "p/e (sft), finished, step 300" in shown and "too little to judge" in shown
 
 
 def test_an_alarm_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,12 +133,16 @@ def refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_the_end_of_a_wandb_run_is_read_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert wandb_end(tmp_path) is None
-    run = open_wandb_run(project="p", name="n", directory=tmp_path, config={"many": "x" * 300_000})
-    for step in range(50):
-        run.log({"train/loss": 1.0, "global_step": step})
-    assert wandb_end(tmp_path) is None
-    run.finish(exit_code=3)
-    assert wait_until(lambda: wandb_end(tmp_path)) == 3  # W&B's service writes the file asynchronously
+@pytest.mark.parametrize(
+    ("closed", "level"), [(["csv", "console", "wandb"], "ok"), (["csv", "console"], "warning"), (None, None)]
+)
+def test_the_record_says_whether_wandb_was_closed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], closed: list[str] | None, level: str | None
+) -> None:
+    run_dir = write_run(tmp_path, "a textbook run")
+    change_config(run_dir, "trainer.logger", ["console", "wandb"])
+    if closed is not None:
+        record = RunRecord(run_dir)
+        record.start_attempt(first_step=300, world_size=1, total_steps=300)
+        record.end_attempt("finished", 300, "all steps are done", closed)
+    assert look(run_dir, capsys)[1]["the W&B run is closed"] == level

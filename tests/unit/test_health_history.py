@@ -1,4 +1,4 @@
-"""What the rules look at: series, epochs, trends, the schedule, and a run's rows without those done again."""
+"""What the rules see: series, epochs, trends, the schedule, and the rows of a run without repeated steps."""
 
 from __future__ import annotations
 
@@ -12,32 +12,41 @@ import pytest
 import torch
 
 from verl_ext.config.schema import as_dict
-from verl_ext.health.history import History
-from verl_ext.health.replay import replay, rows_in_force
-from verl_ext.health.schedule import schedule_of
-from verl_ext.health.series import FIRST_BUCKET, MOST_BUCKETS, MOST_FIRST, MOST_RECENT, Series
-from verl_ext.health.trends import noise_of, rises, trend_of
+from verl_ext.health.context import schedule_of
+from verl_ext.health.history import (
+    MAX_FIRST,
+    MAX_RECENT,
+    MAX_SEGMENTS,
+    SEGMENT_VALUES,
+    MetricHistory,
+    MetricSeries,
+    effective_rows,
+    read_history,
+)
+from verl_ext.health.trend import noise, trend
 from verl_ext.trainer.config import OptimConfig, Schedule
 from verl_ext.trainer.optimizer import build_scheduler
 from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, SFTConfig
 
 
 def test_a_series_keeps_its_ends_and_means_of_all_and_no_more() -> None:
-    series, values = Series(), np.arange(100_000, dtype=float)
+    series, values = MetricSeries(), np.arange(100_000, dtype=float)
     for step, value in enumerate(values, start=1):
         series.add(step, value)
-    assert series.first.tolist() == values[:MOST_FIRST].tolist()
-    assert series.recent().tolist() == values[-MOST_RECENT:].tolist() and series.recent(3).tolist() == [*values[-3:]]
+    assert series.first.tolist() == values[:MAX_FIRST].tolist()
+    assert series.recent().tolist() == values[-MAX_RECENT:].tolist() and series.recent(3).tolist() == [*values[-3:]]
     assert series.points(2) == [(99_999, 99_998.0), (100_000, 99_999.0)]
-    assert (series.last_step, series.last_value, series.num_points) == (100_000, 99_999.0, 100_000)
-    buckets = series.buckets
-    assert MOST_BUCKETS // 2 <= len(buckets) < MOST_BUCKETS
-    size = int(buckets[1] - buckets[0])
-    assert size % FIRST_BUCKET == 0 and np.allclose(buckets, values[: size * len(buckets)].reshape(-1, size).mean(1))
+    assert (series.last_value, series.num_points) == (99_999.0, 100_000)
+    segments = series.segment_means
+    assert MAX_SEGMENTS // 2 <= len(segments) < MAX_SEGMENTS
+    size = int(segments[1] - segments[0])
+    assert size % SEGMENT_VALUES == 0 and np.allclose(
+        segments, values[: size * len(segments)].reshape(-1, size).mean(1)
+    )
 
 
 def test_epochs_are_means_over_their_steps_once_they_are_over() -> None:
-    history = History()
+    history = MetricHistory()
     for step in range(1, 8):  # three steps an epoch
         history.add(step, {"train/loss": float(step), "train/epoch": step / 3})
         history.add(step, {"val/loss": 1.0})
@@ -46,23 +55,42 @@ def test_epochs_are_means_over_their_steps_once_they_are_over() -> None:
     assert history.epochs("nothing").tolist() == [] and math.isnan(history.series("nothing").last_value)
 
 
-def test_losses_that_are_no_numbers_are_counted_and_spoil_no_mean() -> None:
-    history = History()
+def test_losses_that_are_not_finite_are_counted_and_enter_no_mean() -> None:
+    history = MetricHistory()
     for step, loss in enumerate((1.0, math.nan, math.inf, 2.0, math.nan), start=1):
         history.add(step, {"train/loss": loss, "train/epoch": step / 5})
-    assert history.nonfinite_streak == 1 and history.series("train/loss").recent().tolist() == [1.0, 2.0]
+    loss = history.series("train/loss")
+    assert (loss.nonfinite_streak, loss.num_nonfinite(2), loss.num_nonfinite(9)) == (1, 1, 3)
+    assert history.series("train/loss").recent().tolist() == [1.0, 2.0]
     assert history.epochs("train/loss").tolist() == [1.5]
 
 
 def test_trend_and_noise_of_a_known_line() -> None:
     rng = np.random.default_rng(0)
     values = np.linspace(0, 5, 500) + 0.5 * rng.standard_normal(500)
-    trend = trend_of(values)
-    assert trend.change == pytest.approx(5, rel=0.03) and trend.noise == pytest.approx(0.5, rel=0.1)
-    assert noise_of(values) == pytest.approx(0.5, rel=0.1)
-    assert trend.z == pytest.approx(trend.change / (trend.noise * math.sqrt(12 / 500)))
-    assert trend_of(np.ones(10)).z == 0 and trend_of(np.arange(10.0)).z > 1e6
-    assert rises(np.arange(11.0)) and not rises(-np.arange(11.0)) and not rises(rng.standard_normal(11))
+    found = trend(values)
+    assert found.change == pytest.approx(5, rel=0.03) and found.sign == 1 and found.rises(1e-9)
+    assert noise(values) == pytest.approx(0.5, rel=0.1)
+    assert trend(-values).falls(1e-9) and not trend(-values).rises(0.4)
+    assert not trend(rng.standard_normal(11)).rises(1e-3)
+
+
+def test_a_constant_series_has_no_trend() -> None:
+    found = trend(np.ones(10))
+    assert (found.change, found.sign, found.p_value) == (0.0, 0, 1.0)
+    assert not found.rises(0.9) and not found.falls(0.9) and noise(np.ones(10)) == 0
+
+
+def test_p_values_of_monotone_series_are_those_of_permutations() -> None:
+    assert trend(np.arange(7.0)).p_value == pytest.approx(1 / math.factorial(7))
+    swapped = np.array([0.0, 2, 1, 3, 4, 5, 6])  # one of the seven orders that are at least as close to rising
+    assert trend(swapped).p_value == pytest.approx(7 / math.factorial(7))
+
+
+def test_a_short_series_has_a_trend_only_if_it_is_monotone() -> None:
+    assert trend(np.array([1.0, 2, 3, 4])).rises(1e-3)  # one of 24 orders: p = 0.04
+    assert not trend(np.array([1.0, 3, 2, 4])).rises(1e-3)
+    assert not trend(np.array([1.0, 2])).rises(1e-3)
 
 
 @pytest.mark.parametrize("kind", ["constant", "cosine", "wsd"])
@@ -107,11 +135,13 @@ ATTEMPTS = [{"attempt": 1, "first_step": 0}, {"attempt": 2, "first_step": 1}, {"
 
 
 def test_rows_that_a_later_attempt_did_again_do_not_count(tmp_path: Path) -> None:
-    kept = [(row["attempt"], row["step"]) for row in rows_in_force(iter(ROWS), ATTEMPTS)]
+    kept = [(row["attempt"], row["step"]) for row in effective_rows(iter(ROWS), ATTEMPTS)]
     assert kept == [(1, 1), (2, 2), (2, 3), (2, 4)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    history, steps_per_epoch = replay(tmp_path, ATTEMPTS)
-    assert history.series("train/loss").recent().tolist() == [1.0, 2.0, 2.0, 2.0] and steps_per_epoch == 4
+    history, early = read_history(tmp_path, ATTEMPTS, snapshot_at=2)
+    assert history.series("train/loss").recent().tolist() == [1.0, 2.0, 2.0, 2.0] and history.steps_per_epoch == 4
     assert history.epochs("train/loss").tolist() == [1.75] and history.time == 4.0
-    assert replay(tmp_path, ATTEMPTS, until=2)[0].step == 2
-    assert replay(tmp_path / "none", ATTEMPTS)[0].step == 0
+    assert early.step == 2 and early.series("train/loss").recent().tolist() == [1.0, 2.0]
+    assert read_history(tmp_path, ATTEMPTS, until=2)[0].step == 2
+    assert read_history(tmp_path, ATTEMPTS, snapshot_at=9)[1].step == 4
+    assert read_history(tmp_path / "none", ATTEMPTS)[0].step == 0

@@ -8,42 +8,54 @@ import pytest
 
 from verl_ext.errors import UserError
 from verl_ext.health.config import HealthLimits
-from verl_ext.health.facts import Facts
-from verl_ext.health.findings import Level
-from verl_ext.health.history import History
-from verl_ext.health.rules import BY_NAME
-from verl_ext.health.watch import CALM_CHECKS, HealthWatch
+from verl_ext.health.context import RunContext
+from verl_ext.health.history import MetricHistory
+from verl_ext.health.rule import Finding, HealthView, Level
+from verl_ext.health.rules import RULES
+from verl_ext.health.watch import CLEAR_CHECKS, HealthMonitor
 from verl_ext.launch.preflight import check_health
 from verl_ext.trainer.stages import load_config
 
-
-def watch(
-    *stop_on: str, history: History | None = None, every: int = 10, told: dict[str, Level] | None = None
-) -> HealthWatch:
-    return HealthWatch(history or History(), Facts("sft", 1000), HealthLimits(), every, stop_on, told)
+BY_NAME = {rule.name: rule for rule in RULES}
 
 
-def feed(watched: HealthWatch, steps: range, **metrics: float) -> list[tuple[int, str, Level]]:
+def view_of(history: MetricHistory | None = None, context: RunContext | None = None) -> HealthView:
+    return HealthView(history or MetricHistory(), context or RunContext("sft", 1000), HealthLimits())
+
+
+def found_by(rule: str, history: MetricHistory, context: RunContext | None = None) -> Finding:
+    found = BY_NAME[rule].run(view_of(history, context))
+    assert found is not None
+    return found
+
+
+def monitor(
+    *stop_on: str, history: MetricHistory | None = None, every: int = 10, reported: dict[str, Level] | None = None
+) -> HealthMonitor:
+    return HealthMonitor(view_of(history), every, stop_on, reported)
+
+
+def feed(monitor: HealthMonitor, steps: range, **metrics: float) -> list[tuple[int, str, Level]]:
     named = {f"train/{name}": value for name, value in metrics.items()}
-    return [(step, each.rule, each.level) for step in steps for each in watched.note(step, named)]
+    return [(step, each.rule, each.level) for step in steps for each in monitor.check(step, named)]
 
 
-def test_a_finding_is_told_once_and_again_when_it_gets_worse() -> None:
-    watched = watch()
-    assert feed(watched, range(1, 41), loss=2.0, grad_norm=1.0) == []
-    told = feed(watched, range(41, 51), loss=2.0, grad_norm=300.0)
+def test_a_finding_is_reported_once_and_again_when_it_gets_worse() -> None:
+    health = monitor()
+    assert feed(health, range(1, 41), loss=2.0, grad_norm=1.0) == []
+    told = feed(health, range(41, 51), loss=2.0, grad_norm=300.0)
     assert told == [(50, "grad_norm_range", Level.NOTICE), (50, "grad_norm_exploding", Level.ALARM)]
-    told = feed(watched, range(51, 101), loss=2.0, grad_norm=300.0)
+    told = feed(health, range(51, 101), loss=2.0, grad_norm=300.0)
     assert told == [(100, "loss_not_falling", Level.WARNING)]
 
 
 @pytest.mark.parametrize(("norm", "says"), [(1e-3, "raise optim.lr"), (60.0, "lower optim.lr")])
 def test_a_gradient_norm_out_of_range_gets_advice_by_its_direction(norm: float, says: str) -> None:
-    history = History()
+    history = MetricHistory()
     for step in range(1, 101):
         history.add(step, {"train/grad_norm": norm})
-    found = BY_NAME["grad_norm_range"].find(history, Facts("sft", 1000), HealthLimits())
-    assert found is not None and found.level == Level.NOTICE and says in found.sentence
+    found = found_by("grad_norm_range", history)
+    assert found.level == Level.NOTICE and says in found.sentence
 
 
 @pytest.mark.parametrize(
@@ -57,68 +69,67 @@ def test_a_gradient_norm_out_of_range_gets_advice_by_its_direction(norm: float, 
     ],
 )
 def test_every_large_gradient_norm_of_the_window_counts(norms: list[float], level: Level, share: str) -> None:
-    history = History()
+    history = MetricHistory()
     for step, norm in enumerate(norms, start=1):
         history.add(step, {"train/grad_norm": norm})
-    found = BY_NAME["grad_norm_exploding"].find(history, Facts("sft", 1000), HealthLimits())
-    assert found is not None and found.level == level and found.message.startswith(share)
+    found = found_by("grad_norm_exploding", history)
+    assert found.level == level and found.message.startswith(share)
 
 
-def test_a_finding_is_gone_after_several_calm_checks() -> None:
-    watched = watch()
-    feed(watched, range(1, 41), loss=2.0, grad_norm=1e-4)
-    told = feed(watched, range(41, 101), loss=2.0, grad_norm=1.0)
+def test_a_finding_is_gone_after_several_clear_checks() -> None:
+    health = monitor()
+    feed(health, range(1, 41), loss=2.0, grad_norm=1e-4)
+    told = feed(health, range(41, 101), loss=2.0, grad_norm=1.0)
     gone = {rule: step for step, rule, level in told if level == Level.OK}
     # the median of 20 norms is back to normal at step 60, or at 50 where half of them are
-    assert gone["grad_norm_vanishing"] in (50 + 10 * (CALM_CHECKS - 1), 60 + 10 * (CALM_CHECKS - 1))
+    assert gone["grad_norm_vanishing"] in (50 + 10 * (CLEAR_CHECKS - 1), 60 + 10 * (CLEAR_CHECKS - 1))
 
 
-def test_a_loss_that_is_no_number_is_told_at_once() -> None:
-    watched = watch()
-    feed(watched, range(1, 13), loss=2.0)
-    told = feed(watched, range(13, 17), loss=math.nan)
+def test_a_loss_that_is_not_finite_is_reported_at_once() -> None:
+    health = monitor()
+    feed(health, range(1, 13), loss=2.0)
+    told = feed(health, range(13, 17), loss=math.nan)
     assert told == [(13, "loss_not_finite", Level.WARNING), (15, "loss_not_finite", Level.ALARM)]
 
 
 def test_only_rules_that_are_named_stop_a_run_and_a_notice_does_not() -> None:
-    watched = watch("grad_norm_range", "loss_not_finite")
-    feed(watched, range(1, 41), loss=2.0, grad_norm=300.0)
-    assert watched.stop_rule is None
-    feed(watched, range(41, 42), loss=math.inf)
-    assert watched.stop_rule == "loss_not_finite"
+    health = monitor("grad_norm_range", "loss_not_finite")
+    feed(health, range(1, 41), loss=2.0, grad_norm=300.0)
+    assert health.stop_rule is None
+    feed(health, range(41, 42), loss=math.inf)
+    assert health.stop_rule == "loss_not_finite"
 
 
-@pytest.mark.parametrize("was_told", [True, False])
-def test_what_was_told_before_neither_tells_nor_stops_again(was_told: bool) -> None:
-    history = History()
+@pytest.mark.parametrize("was_reported", [True, False])
+def test_what_was_reported_before_is_not_reported_and_does_not_stop_again(was_reported: bool) -> None:
+    history = MetricHistory()
     for step in range(1, 37):  # the run was stopped between two checks
         history.add(step, {"train/loss": 2.0, "train/grad_norm": 300.0})
-    told = {"grad_norm_exploding": Level.ALARM, "grad_norm_range": Level.NOTICE} if was_told else {}
-    watched = watch("grad_norm_exploding", history=history, told=told)
-    found = [rule for _, rule, _ in feed(watched, range(37, 61), loss=2.0, grad_norm=300.0)]
-    assert found == ([] if was_told else ["grad_norm_range", "grad_norm_exploding"])
-    assert watched.stop_rule == (None if was_told else "grad_norm_exploding")
+    reported = {"grad_norm_exploding": Level.ALARM, "grad_norm_range": Level.NOTICE} if was_reported else {}
+    health = monitor("grad_norm_exploding", history=history, reported=reported)
+    found = [rule for _, rule, _ in feed(health, range(37, 61), loss=2.0, grad_norm=300.0)]
+    assert found == ([] if was_reported else ["grad_norm_range", "grad_norm_exploding"])
+    assert health.stop_rule == (None if was_reported else "grad_norm_exploding")
 
 
 def test_a_validation_is_checked_when_it_comes() -> None:
-    watched = watch(every=1000)
+    health = monitor(every=1000)
     for step, loss, val in ((500, 1.2, 1.5), (1000, 0.8, 1.3), (1500, 0.5, 1.4), (2000, 0.3, 1.6)):
         for each in range(step - 499, step + 1):
-            watched.note(each, {"train/loss": loss + (step - each) / 2000})
-        told = watched.note(step, {"val/loss": val})
+            health.check(each, {"train/loss": loss + (step - each) / 2000})
+        told = health.check(step, {"val/loss": val})
     [found] = [each for each in told if each.rule == "overfitting"]
     assert found.level == Level.WARNING and "1.3 at step 1000" in found.message
 
 
 def test_overfitting_names_the_checkpoint_to_take() -> None:
-    history = History()
+    history = MetricHistory()
     for step in range(1, 41):
         history.add(step, {"train/loss": 2 - step / 50})
         if step % 10 == 0:
             history.add(step, {"val/loss": {10: 1.2, 20: 1.0, 30: 1.2, 40: 1.4}[step]})
-    facts = Facts("sft", 100, checkpoints=lambda: [15, 30, 40])
-    found = BY_NAME["overfitting"].find(history, facts, HealthLimits())
-    assert found.level == Level.WARNING and found.message.endswith("the checkpoint to take is global_step_15")
+    found = found_by("overfitting", history, RunContext("sft", 100, checkpoints=lambda: [15, 30, 40]))
+    assert found.level == Level.WARNING and found.message.endswith("the checkpoint to use is global_step_15")
 
 
 def test_a_threshold_is_set_by_its_name() -> None:
@@ -138,7 +149,7 @@ def test_a_threshold_is_set_by_its_name() -> None:
         ("health.limits.grad_norm_alarm=-1", "above 0"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(override: str, told: str) -> None:
+def test_invalid_settings_are_refused(override: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
         check_health(load_config("sft", [override]))
     check_health(load_config("sft", ["health.stop_on=[overfitting, loss_not_finite]"]))

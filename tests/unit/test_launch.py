@@ -28,7 +28,7 @@ from verl_ext.launch.__main__ import launch, parse_arguments
 from verl_ext.launch.configure import configure
 from verl_ext.launch.outcome import first_failure
 from verl_ext.launch.preflight import check_components, check_config, check_inputs, check_run_directory, needed_commands
-from verl_ext.launch.run import first_start, is_finished, may_be_longer, recorded_precision
+from verl_ext.launch.run import former_start, is_finished, may_be_longer
 from verl_ext.launch.torchrun import torchrun_options
 from verl_ext.metrics.recorder import verl_backends
 from verl_ext.metrics.run_record import RunRecord
@@ -389,7 +389,7 @@ def test_a_resumed_run_was_first_started_when_its_checkpoints_run_was(quickstart
     former, run_dir = datetime(2026, 7, 4, 9, 30), tmp_path / "run"
 
     def started(*words: str) -> datetime:
-        return first_start(configure(parse_arguments([*words_of_a_launch(quickstart, run_dir), *words])))
+        return former_start(configure(parse_arguments([*words_of_a_launch(quickstart, run_dir), *words])))[0]
 
     RunRecord(tmp_path / "other").mark_waiting(first_start=former.isoformat())
     RunRecord(run_dir).mark_waiting(first_start=former.isoformat())
@@ -407,7 +407,7 @@ def test_a_resumed_run_has_the_precision_of_its_checkpoints_run(quickstart: Path
     run_dir = tmp_path / "run"
 
     def recorded(*words: str) -> str | None:
-        return recorded_precision(configure(parse_arguments([*words_of_a_launch(quickstart, run_dir), *words])))
+        return former_start(configure(parse_arguments([*words_of_a_launch(quickstart, run_dir), *words])))[1]
 
     RunRecord(run_dir).mark_waiting(precision="bf16")
     assert recorded() is None, "a run that starts at step 0 chooses again"

@@ -52,9 +52,9 @@ def signals() -> Iterator[StopSignals]:
         signal.signal(number, handler)
 
 
-def wait_for_a_signal() -> None:
+def wait_for_a_signal(seconds: float = 60) -> None:
     """Return only if no signal handler raises."""
-    threading.Event().wait(60)
+    threading.Event().wait(seconds)
 
 
 def test_a_signal_is_noted_and_raised_only_where_that_is_right(signals: StopSignals) -> None:
@@ -76,7 +76,7 @@ def test_a_signal_is_held_while_torch_is_imported(signals: StopSignals) -> None:
             with hold_stop_signals():
                 os.kill(os.getpid(), signal.SIGUSR1)
                 os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(0.1)
+                wait_for_a_signal(0.1)
                 ran.append("import")
             pytest.fail("the work after the import must not begin")
     assert ran and signals.received[0] is signal.SIGUSR1

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, GPT2Config, Qwen2Config
 
-from benchmarks.plan_runs import predicted, sft_config
-from benchmarks.plan_settings import PLAIN, SETTINGS
+from benchmarks.plan import PLAIN, SETTINGS
+from benchmarks.plan_ranks import predicted, sft_config
 from tests.helpers import ROOT
 from verl_ext.files import GIB
 from verl_ext.plan import model_shape

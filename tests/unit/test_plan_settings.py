@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan_settings import PLAIN
+from benchmarks.plan import PLAIN
 from tests.helpers.models import cache_as_hub
 from verl_ext.config.schema import keys
 from verl_ext.errors import UserError

@@ -13,16 +13,15 @@ from eval_pipeline.problems import Problem, ProgramCase, ProgramTests
 from eval_pipeline.problems.dataset import load_problems
 from eval_pipeline.problems.problem import DatasetSource
 from tests.helpers import vlms
-from tests.helpers.grpo import MAX_TOKENS, REWARD, sample
+from tests.helpers.grpo import MAX_TOKENS, REWARD, rewards_of, sample
 from verl_ext.controller.adapters import adapter_for
 from verl_ext.errors import UserError
-from verl_ext.grpo.rewards.environment import TextEnvironment
+from verl_ext.grpo.rewards.text_environment import TextEnvironment
 from verl_ext.health.config import HealthLimits
-from verl_ext.health.facts import Facts
-from verl_ext.health.findings import Level
-from verl_ext.health.history import History
-from verl_ext.health.own_rules import all_rules
-from verl_ext.health.rules import RULES
+from verl_ext.health.context import RunContext
+from verl_ext.health.history import MetricHistory
+from verl_ext.health.rule import Finding, HealthView, Level, Rule
+from verl_ext.health.rules import RULES, load_rules
 from verl_ext.plugins import Plugin
 
 FILE = """
@@ -39,14 +38,12 @@ def score(answer): return {"raise": 1 / 0 if answer.text == "raise" else 0, "nan
 def parse(record): return record.fields["what"] and None
 """
 RULES_FILE = """
-from verl_ext.health.rule import rule
-RULES, TWICE, STRANGE = [], [], []
-@rule("train/loss", advice="mend it", into=RULES)
-def always_fails(history, facts, limits): return 1 / 0
-@rule("train/loss", advice="mend it", into=TWICE)
-def loss_rising(history, facts, limits): return None
-@rule("train/loss", advice="mend it", into=STRANGE, stages={"sfft"})
-def for_no_stage(history, facts, limits): return None
+from verl_ext.health.rule import Rule
+fails = Rule("always_fails", lambda view: 1 / 0, "Never.", "fix it")
+untyped = Rule("returns_text", lambda view: "all is well", "Never.", "fix it")
+RULES = [fails, untyped]
+TWICE = [Rule("loss_rising", lambda view: None, "Never.", "fix it")]
+STRANGE = [Rule("for_no_stage", lambda view: None, "Never.", "fix it", frozenset({"sfft"}))]
 """
 ADAPTER_FILE = """
 from verl_ext.controller.adapters.base import VLMAdapter
@@ -115,11 +112,9 @@ def test_what_cannot_be_loaded_is_one_sentence(mine: Path, text: str, says: str)
 
 def test_a_reward_in_the_rank_that_fails_costs_its_sample_alone(mine: Path) -> None:
     environment = TextEnvironment(replace(REWARD, functions=["package.mine:score*0.5", "reward_format"]), MAX_TOKENS, 1)
-    for text in ("good", "raise", "nan"):
-        environment.submit(sample(text, ""))
-    good, raised, nan = environment.collect()
+    good, raised, nan = rewards_of(environment, [sample(text, "") for text in ("good", "raise", "nan")])
     environment.close()
-    assert good.parts == {"score": 1.0, "reward_format": 0.0} and not good.failures
+    assert good.components == {"score": 1.0, "reward_format": 0.0} and not good.failures
     assert raised.total is nan.total is None and good.total == 1.0
     assert raised.failures["score"].reason == "ZeroDivisionError: division by zero"
     assert "mine.py" in raised.failures["score"].traceback
@@ -143,15 +138,15 @@ def refused_problem(mine: Path) -> None:
 
 
 def refused_list(mine: Path) -> None:
-    all_rules(["mine.py:number"], "health.rules")
+    load_rules(["mine.py:number"], "health.rules")
 
 
 def refused_name(mine: Path) -> None:
-    all_rules(["rules.py:TWICE"], "health.rules")
+    load_rules(["rules.py:TWICE"], "health.rules")
 
 
 def refused_stage(mine: Path) -> None:
-    all_rules(["rules.py:STRANGE"], "health.rules")
+    load_rules(["rules.py:STRANGE"], "health.rules")
 
 
 def refused_class(mine: Path) -> None:
@@ -173,10 +168,10 @@ def refused_part(mine: Path) -> None:
         (refused_name, "health.rules: there are two rules loss_rising"),
         (
             refused_stage,
-            "health.rules: the rule for_no_stage must watch a metric, in stages that are among budget, grpo",
+            "health.rules: the rule for_no_stage is for the stages sfft; take some of budget, grpo, sft, vlm_sft",
         ),
         (refused_class, "model.adapter names .*mine.py:Thing, which is not a VLMAdapter"),
-        (refused_part, "model.adapter names .*adapter.py:Partial, which lacks blocks, decode, encode"),
+        (refused_part, "model.adapter names .*adapter.py:Partial, which lacks begin, blocks, encode"),
     ],
 )
 def test_what_is_of_another_kind_is_refused(mine: Path, use: Callable[[Path], None], says: str) -> None:
@@ -251,8 +246,15 @@ def test_a_format_of_an_earlier_release_still_works(mine: Path, capsys: pytest.C
 
 
 def test_a_rule_that_fails_is_a_notice_and_keeps_no_other_from_its_work(mine: Path) -> None:
-    rules = all_rules(["rules.py:RULES"], "health.rules")
-    assert [each.name for each in rules] == [*(each.name for each in RULES), "always_fails"]
-    found = rules[-1].find(History(), Facts("sft"), HealthLimits())
-    assert found is not None and found.level == Level.NOTICE
-    assert found.sentence == "the rule itself failed (ZeroDivisionError: division by zero); mend it"
+    rules = load_rules(["rules.py:RULES"], "health.rules")
+    assert [each.name for each in rules] == [*(each.name for each in RULES), "always_fails", "returns_text"]
+    fails, untyped = (run_alone(each) for each in rules[-2:])
+    assert fails.level == untyped.level == Level.NOTICE
+    assert fails.sentence == "the rule itself failed (ZeroDivisionError: division by zero); fix it"
+    assert "must return a CheckResult or None, not str" in untyped.sentence
+
+
+def run_alone(rule: Rule) -> Finding:
+    found = rule.run(HealthView(MetricHistory(), RunContext("sft"), HealthLimits()))
+    assert found is not None
+    return found

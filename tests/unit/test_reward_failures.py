@@ -15,9 +15,8 @@ import torch
 
 from tests.helpers.grpo import sample
 from verl_ext.errors import UserError
-from verl_ext.grpo.environment import Reward
-from verl_ext.grpo.failure import RewardError, RewardFailure
 from verl_ext.grpo.guards import TIMED_OUT_STEPS, RewardGuard
+from verl_ext.grpo.protocols import Reward, RewardError, RewardFailure, Trajectory
 from verl_ext.grpo.rewards.check import check_reward_functions
 from verl_ext.grpo.rewards.user_function import UserFunction, score_of
 from verl_ext.plugins import Plugin
@@ -163,7 +162,7 @@ def test_a_file_that_ends_its_process_is_refused(rows: Path, tmp_path: Path, cod
 
 
 def test_a_file_that_hangs_is_refused(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_ext.grpo.rewards.custom.START_S", 0.2)
+    monkeypatch.setattr("verl_ext.grpo.rewards.process_pool.START_S", 0.2)
     (tmp_path / "hangs.py").write_text("import time; time.sleep(1000)")
     with pytest.raises(UserError, match=r"hangs.py.*more than 0\.2 s"):
         check_rewards_of(config_of(rows, f"{tmp_path}/hangs.py:f"))
@@ -241,8 +240,13 @@ RAISED, TIMED_OUT = RewardFailure("ValueError: no good", "Traceback: here"), Rew
 
 def check(guard: RewardGuard, step: int, failures: Sequence[RewardFailure | None]) -> None:
     """A step whose samples have these failures of the reward `near`, while `far` never fails."""
-    rewards = [Reward({"near": 0.0, "far": 1.0}, {} if each is None else {"near": each}) for each in failures]
-    guard.check(step, [sample("text", "7")] * len(rewards), rewards)
+    guard.check(step, [rewarded({} if each is None else {"near": each}) for each in failures])
+
+
+def rewarded(failures: dict[str, RewardFailure]) -> Trajectory:
+    trajectory = sample("text", "7")
+    trajectory.reward = Reward({"near": 0.0, "far": 1.0}, failures)
+    return trajectory
 
 
 @pytest.fixture
@@ -276,5 +280,5 @@ def test_time_outs_alone_stop_the_run_after_some_steps_in_a_row(guard: RewardGua
 
 
 def test_a_measurement_reports_and_stops_nothing(guard: RewardGuard, capsys: pytest.CaptureFixture[str]) -> None:
-    guard.report("measurement at step 0", [sample("text", "7")], [Reward({}, {"near": RAISED})])
+    guard.report("measurement at step 0", [rewarded({"near": RAISED})])
     assert "measurement at step 0: the reward near failed on 1 of 1 samples" in capsys.readouterr().err

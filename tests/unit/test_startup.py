@@ -94,7 +94,7 @@ def test_a_configuration_is_printed_without_what_only_a_launch_needs():
         "from verl_ext.processes import StopSignals\n"
         "launch(parse_arguments(['sft', '2', '--print-config', 'optim.lr=1']), StopSignals())\n"
         "unwanted = {'torch', 'pandas', 'numpy', 'pyarrow', 'eval_pipeline.problems', 'verl_ext.data.prepare'}\n"
-        "unwanted |= {'verl_ext.health.own_rules', 'verl_ext.metrics.recorder', 'verl_ext.launch.preflight'}\n"
+        "unwanted |= {'verl_ext.health.rules', 'verl_ext.metrics.recorder', 'verl_ext.launch.preflight'}\n"
         "print(sorted(unwanted & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True)

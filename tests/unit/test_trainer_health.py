@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.health.watch import HealthWatch
+from verl_ext.health.watch import HealthMonitor
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer.run_logger import RunLogger
 from verl_ext.trainer.stages import load_config
@@ -39,7 +39,7 @@ def test_a_rule_that_fails_costs_the_rules_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with attempt_in(tmp_path) as attempt:
-        monkeypatch.setattr(HealthWatch, "findings", lambda self: 1 / 0)
+        monkeypatch.setattr(HealthMonitor, "findings", lambda self: 1 / 0)
         for step in (1, 2, 3):
             attempt.log(step, {"train/loss": 9.0})
         assert attempt.stop_rule is None and attempt.last_step == 3

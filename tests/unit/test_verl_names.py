@@ -26,7 +26,7 @@ OF_THE_TRAINER = {
     # called, under Ulysses only
     "_compute_loss_and_backward",
     # read, or set for `_compute_loss_and_backward`
-    "config", "device_mesh", "device_name", "sharding_manager", "tokenizer",
+    "config", "device_mesh", "device_name", "sharding_manager", "tokenizer", "ulysses_device_mesh",
 }  # fmt: skip
 UNUSED_OF_THE_TRAINER = {
     # what verl's constructor calls, which does not run

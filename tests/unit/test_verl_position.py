@@ -8,7 +8,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl_ext.data.sampler import VERL_ORDER_SEED, GlobalBatchSampler, position_after_verl
+from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.errors import UserError
 
 Batches = list[set[int]]
@@ -52,14 +52,10 @@ def remaining(state: dict, num_samples: int, batch_size: int, ranks: int, number
     return found[:number]
 
 
-def state_after(position: object, num_samples: int) -> dict:
-    return {
-        "epoch": position.epoch,
-        "samples_seen": position.samples_seen,
-        "num_samples": num_samples,
-        "seed": 42,
-        "order_seed": VERL_ORDER_SEED,
-    }
+def state_after_verl(
+    loader_state: dict, step: int, num_samples: int, batch_size: int, ranks: int
+) -> tuple[dict, str | None]:
+    return GlobalBatchSampler(num_samples, batch_size, 0, 1, seed=42).state_after_verl(loader_state, step, ranks)
 
 
 @pytest.mark.parametrize(("num_samples", "batch_size", "ranks"), [(37, 8, 2), (24, 6, 3), (9, 4, 1)])
@@ -69,34 +65,33 @@ def test_the_next_batch_is_the_one_that_verl_would_have_taken(num_samples: int, 
     assert batches[: len(batches) // 3] != batches[len(batches) // 3 : 2 * len(batches) // 3]
     for step, (_, loader_state) in enumerate(taken[:-1], start=1):  # the end of an epoch among them
         for state in (loader_state, {}):  # without data.pt the step alone says it
-            position = position_after_verl(state, step, num_samples, batch_size, ranks)
-            assert position.doubt is None
+            saved, doubt = state_after_verl(state, step, num_samples, batch_size, ranks)
+            assert doubt is None
             for own_ranks in (1, ranks):
                 left = len(batches) - step
-                saved = state_after(position, num_samples)
                 assert remaining(saved, num_samples, batch_size, own_ranks, left) == batches[step:]
 
 
 def test_another_batch_size_goes_on_where_it_divides_what_was_seen() -> None:
     taken = list(OfVerl(40, 8, 2).epochs(2))
-    position = position_after_verl(taken[6][1], 7, 40, 4, 2)  # 2 of 5 batches into the second epoch
-    assert (position.epoch, position.samples_seen, position.doubt) == (1, 16, None)
+    state, doubt = state_after_verl(taken[6][1], 7, 40, 4, 2)  # 2 of 5 batches into the second epoch
+    assert (state["epoch"], state["samples_seen"], doubt) == (1, 16, None)
     sampler = GlobalBatchSampler(40, 4, 0, 1, seed=42)
-    sampler.load_state_dict(state_after(position, 40))
+    sampler.load_state_dict(state)
     assert set(next(iter(sampler))) < taken[7][0]
     with pytest.raises(UserError, match="resume with the previous batch size"):
-        GlobalBatchSampler(40, 10, 0, 1, seed=42).load_state_dict(state_after(position, 40))
+        GlobalBatchSampler(40, 10, 0, 1, seed=42).load_state_dict(state)
 
 
 def test_other_data_are_noticed_where_the_steps_tell() -> None:
     taken = list(OfVerl(40, 8, 2).epochs(2))
-    position = position_after_verl(taken[6][1], 7, 48, 8, 2)  # 6 batches an epoch by now
-    assert (position.epoch, position.samples_seen) == (1, 8)
-    assert "2 batches of 8 samples into an epoch, which contradicts step 7 on 48 samples" in str(position.doubt)
+    state, doubt = state_after_verl(taken[6][1], 7, 48, 8, 2)  # 6 batches an epoch by now
+    assert (state["epoch"], state["samples_seen"]) == (1, 8)
+    assert "2 batches of 8 samples into an epoch, which contradicts step 7 on 48 samples" in str(doubt)
 
 
 def test_a_seed_that_another_run_has_is_still_refused() -> None:
     sampler = GlobalBatchSampler(40, 8, 0, 1, seed=42)
-    sampler.load_state_dict(state_after(position_after_verl({}, 3, 40, 8, 2), 40))
+    sampler.load_state_dict(state_after_verl({}, 3, 40, 8, 2)[0])
     with pytest.raises(UserError, match="seed=42, this run has 1"):
         GlobalBatchSampler(40, 8, 0, 1, seed=1).load_state_dict(sampler.state_dict())

@@ -11,7 +11,7 @@ from eval_pipeline.recipe.load import load_recipe
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.run_config import read_config_file
 from verl_ext.errors import UserError
-from verl_ext.health.run_files import read_config
+from verl_ext.health.context import read_config
 from verl_ext.trainer.stages import load_config
 
 READERS: dict[str, Callable[[Path], object]] = {

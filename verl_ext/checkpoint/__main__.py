@@ -38,18 +38,11 @@ def build_parser() -> CommandParser:
 def add_run_command(
     commands: Commands, name: str, text: str, run: Callable[[argparse.Namespace], int], example: str, **settings: Any
 ) -> CommandParser:
-    """Add a command with the argument RUN_DIR.
+    """Add a command with the argument RUN_DIR; returns its parser, for further arguments.
 
     Args:
-        commands: where to add it.
-        name: what the user types.
-        text: what it does; the first sentence is its line in the list of commands.
         run: called with the arguments; returns the exit code.
         example: arguments after RUN_DIR in the example.
-        settings: others of the parser.
-
-    Returns:
-        Its parser, for further arguments.
     """
     words = f"{program('checkpoint')} {name} checkpoints/rlvr_coding_model/sft_quickstart {example}".rstrip()
     parser = add_command(commands, name, text, examples=[words], **settings)
@@ -139,13 +132,7 @@ def add_diff(commands: Commands) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: arguments without the program's name; None takes those of the process.
-
-    Returns:
-        The exit code.
+    """Run one command; returns the exit code.
 
     Raises:
         SystemExit: with code 2 after bad input and 75 after a stop signal, each explained on standard error.

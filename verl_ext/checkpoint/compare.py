@@ -34,11 +34,6 @@ class Difference:
     relative: float = 0.0
     what: str = ""
 
-    @property
-    def is_equal(self) -> bool:
-        """Whether they are equal bit for bit."""
-        return not self.what
-
 
 def diff(arguments: argparse.Namespace, max_shown: int) -> int:
     """Print the differences, the largest first and without --all at most `max_shown`; returns 1 if there are any."""
@@ -47,7 +42,7 @@ def diff(arguments: argparse.Namespace, max_shown: int) -> int:
     total = sum(tensor.num_bytes for kind in kinds for tensor in _tensors(first, kind).values())
     with progress_bar(total=total, desc="comparing", unit="B") as bar:
         differences = list(compare(first, second, kinds, bar.update))
-    unequal = [each for each in differences if not each.is_equal]
+    unequal = [each for each in differences if each.what]
     unequal.sort(key=lambda each: -each.relative if math.isfinite(each.relative) else -math.inf)
     shown = unequal if arguments.all else unequal[:max_shown]
     if shown:

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -89,11 +88,7 @@ class SafetensorsLayout:
             tensor, starts[name] = self.tensors[name], position
             position += tensor.nbytes
             offsets = [starts[name], position]
-            header[name] = {
-                "dtype": DTYPE_NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": offsets,
-            }
+            header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self.headers[file] = len(text).to_bytes(8, "little") + text
@@ -107,7 +102,6 @@ def layout_of(
     """The files of an export.
 
     Args:
-        tensors: to export.
         state: the model's tensors by source name; only their whole shapes and types are used.
         dtype: of floating-point tensors on the disk.
         max_shard_gib: largest size of one file, GiB.
@@ -142,7 +136,6 @@ class ExportWriter:
 
     Args:
         directory: with the files of `create_files`.
-        layout: of the files.
     """
 
     def __init__(self, directory: Path, layout: SafetensorsLayout) -> None:
@@ -152,9 +145,7 @@ class ExportWriter:
     def __enter__(self) -> ExportWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             for name, file in self._files.items() if error is None else ():
                 with write_errors(self.directory / name):
@@ -167,7 +158,6 @@ class ExportWriter:
         """Write rows of one tensor.
 
         Args:
-            name: of the tensor in the export.
             start: index of the first row.
             rows: (rows, ...) of the tensor, on any device, in any floating-point type.
         """
@@ -202,7 +192,6 @@ class ExportedWeights:
 
         Args:
             directory: with the files of `create_files`.
-            state: this rank's state of the model.
             rank: rank 0 writes the tensors that are not sharded.
         """
         with ExportWriter(directory, self.layout) as writer:
@@ -235,9 +224,7 @@ class HuggingFaceExport:
         """Find the tensors to export; collective.
 
         Args:
-            dtype: of the exported weights.
             last_step: of the run, which is always exported.
-            with_weights: whether to export weights at all.
             is_main: true on rank 0, which writes the small files.
 
         Raises:

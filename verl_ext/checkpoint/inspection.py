@@ -227,7 +227,7 @@ def _as_table(checkpoints: list[CheckpointInfo], metrics: dict[str, None]) -> st
             str(each.step),
             format_bytes(each.num_bytes),
             str(each.manifest.world_size) if each.manifest else "-",
-            _local_time(each.manifest.time if each.manifest else None),
+            _local_time(each.manifest),
             each.state,
             *(column[number] for column in shown.values()),
             each.retention,
@@ -242,8 +242,8 @@ def _metric(info: CheckpointInfo, name: str) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _local_time(seconds: float | None) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "-"
+def _local_time(manifest: Manifest | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time)) if manifest and manifest.time else "-"
 
 
 # verify
@@ -291,9 +291,6 @@ def _print_above(bar: tqdm[Any], text: str) -> None:
 def _verdict(checkpoint: Path, manifest: Manifest | None, problems: list[str]) -> str:
     if problems or manifest is None:
         return "damaged or incomplete"
-    basis = (
-        "verl keeps no digests, but every checksum is right"
-        if is_verl_checkpoint(checkpoint)
-        else ("every digest is right")
-    )
+    by_verl = is_verl_checkpoint(checkpoint)
+    basis = "verl keeps no digests, but every checksum is right" if by_verl else "every digest is right"
     return f"complete, {len(manifest.files)} files, {format_bytes(manifest.num_bytes)}, {basis}"

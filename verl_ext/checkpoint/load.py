@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,19 +87,14 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, che
         for index, entry in _saved_state(model, optimizer, parameters, files).items()
     }
     own_groups, saved_groups = optimizer.state_dict()["param_groups"], files.content(0)["param_groups"]
-    _require_same_hyperparameters(saved_groups[0].keys(), own_groups[0].keys(), checkpoint)
+    # Checkpoints of verl do not name their optimizer. Another version of the same one may have dropped hyperparameters
+    # or added some, but not both.
+    dropped, added = saved_groups[0].keys() - own_groups[0].keys(), own_groups[0].keys() - saved_groups[0].keys()
+    if dropped and added:
+        names = f"with {', '.join(sorted(dropped))}, but this run's has {', '.join(sorted(added))} instead"
+        raise another_optimizer(checkpoint, names)
     groups = [{**saved, "params": own["params"]} for saved, own in zip(saved_groups, own_groups)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _require_same_hyperparameters(saved: Set[str], own: Set[str], checkpoint: Path) -> None:
-    """Refuse another optimizer's state if the checkpoint does not name its optimizer, like those of verl.
-
-    Another version of the same optimizer may have dropped hyperparameters or added some, but not both.
-    """
-    if saved - own and own - saved:
-        names = f"with {', '.join(sorted(saved - own))}, but this run's has {', '.join(sorted(own - saved))} instead"
-        raise another_optimizer(checkpoint, names)
 
 
 def _saved_state(

@@ -52,12 +52,10 @@ class CheckpointManager(FSDPCheckpointManager):
         """Prepare exports and a process group for saves; collective.
 
         Args:
-            config: the section `trainer.checkpoint`.
             compute_dtype: number type of the forward pass, for exports with `export.dtype=auto`.
             last_step: of the run, which always has an export.
             seed: the run's `trainer.seed`.
             stream: identifies this rank's random numbers; ranks that share a sequence have the same.
-            config_digest: for the manifest.
             optimizer_name: class of the optimizer with its module, for the manifest.
             kwargs: `model`, `optimizer`, `lr_scheduler` and `processing_class`, as in verl's manager.
 
@@ -89,11 +87,7 @@ class CheckpointManager(FSDPCheckpointManager):
     # Saving
 
     def save_checkpoint(
-        self,
-        local_path: str,
-        hdfs_path: str | None = None,
-        global_step: int = 0,
-        max_ckpt_to_keep: int | None = None,
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
         """Save a checkpoint, or start to, and then remove those that it makes superfluous; collective.
 

@@ -154,8 +154,11 @@ def _parse(content: dict[str, Any]) -> Manifest:
         raise ValueError("dropped is not a list of names")
     if not 0 <= time < LATEST:
         raise ValueError(f"time is {time!r}, not a time in seconds since 1970")
-    for name in content["files"]:
-        _require_file_name(name)
+    for name in content["files"]:  # none may lead out of the checkpoint
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"it names the file {name}, which is not in the checkpoint")
+        if b"\0" in os.fsencode(name):  # which refuses the other characters that no name can have
+            raise ValueError(f"{name!r} is not a valid file name")
     return Manifest(
         step=_whole_number(content, "step"),
         world_size=_whole_number(content, "world_size"),
@@ -174,14 +177,6 @@ def _whole_number(content: dict[str, Any], key: str) -> int:
     if type(value) is not int or not 0 <= value < 10**MAX_DIGITS:
         raise ValueError(f"{key} is {repr(value)[:40]}, not a whole number of at most {MAX_DIGITS} digits")
     return value
-
-
-def _require_file_name(name: str) -> None:
-    """Refuse a name that leads out of the checkpoint or that no file can have."""
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(f"it names the file {name}, which is not in the checkpoint")
-    if b"\0" in os.fsencode(name):  # which refuses the other characters that no name can have
-        raise ValueError(f"{name!r} is not a valid file name")
 
 
 # Completeness
@@ -266,9 +261,7 @@ def write_tracker(run_dir: Path, step: int) -> None:
 
 
 def damaged_files(
-    checkpoint: Path,
-    names: Iterable[str] | None = None,
-    progress: Callable[[int], None] = ignore_progress,
+    checkpoint: Path, names: Iterable[str] | None = None, progress: Callable[[int], None] = ignore_progress
 ) -> dict[str, str]:
     """Read files of a checkpoint and find those that are not what was saved.
 

@@ -47,7 +47,9 @@ def export(arguments: argparse.Namespace) -> int:
     """Write the export and print where it is."""
     checkpoint = _choose(arguments.run_dir, arguments.step)
     dtype = arguments.dtype or export_dtype_of(checkpoint)
-    with progress_bar(total=_bytes_to_read(checkpoint), desc="exporting", unit="B") as bar:
+    num_bytes = sum(path.stat().st_size for path in shards_of(checkpoint, MODEL))
+    total = num_bytes * 2 if _can_be_checked(checkpoint) else num_bytes  # see `Progress`
+    with progress_bar(total=total, desc="exporting", unit="B") as bar:
         target = rebuild_export(checkpoint, arguments.output, dtype, arguments.max_shard_gib, bar.update)
     then = [*typed_command("eval"), "run", "--checkpoint", typed_path(target)]
     print_summary(f"Exported: {checkpoint.name}", {"model": target, "number type": dtype}, then)
@@ -99,7 +101,6 @@ def rebuild_export(
     """Write the Hugging Face model of a checkpoint, and return its directory.
 
     Args:
-        checkpoint: a `global_step_N`.
         output: a directory that does not exist yet; None puts the weights into the checkpoint's own `huggingface/`.
         dtype: bf16, fp16 or fp32.
         max_shard_gib: largest size of one file, GiB.
@@ -124,12 +125,6 @@ def rebuild_export(
             else:
                 _move_into_checkpoint(checkpoint, partial)
     return target
-
-
-def _bytes_to_read(checkpoint: Path) -> int:
-    """About how many bytes of shards an export reads."""
-    num_bytes = sum(path.stat().st_size for path in shards_of(checkpoint, MODEL))
-    return num_bytes * 2 if _can_be_checked(checkpoint) else num_bytes
 
 
 def _can_be_checked(checkpoint: Path) -> bool:

@@ -153,12 +153,10 @@ def find_checkpoint(
     """The checkpoint to resume from.
 
     Args:
-        run_dir: holds `global_step_N` directories.
         resume_mode: auto, disable or resume_path, as in verl.
         resume_from_path: a `global_step_N` directory to start from; in mode auto, a newer one of the run itself takes
             precedence.
         warn: called with a sentence if the newest checkpoint cannot be resumed or the tracker is wrong.
-        with_optimizer: whether to load the optimizer's state too.
         damaged: checkpoints that are known to be damaged, and why.
 
     Returns:

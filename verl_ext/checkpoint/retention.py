@@ -146,16 +146,13 @@ class RotationPlan:
 
 
 def rotate(run_dir: Path, max_to_keep: int | None, config: CheckpointConfig, step: int, warn: Warn) -> list[Path]:
-    """Remove the checkpoints that nothing keeps, and leftovers of interrupted saves and removals.
+    """Remove leftovers of interrupted saves and removals, and the checkpoints that nothing keeps; returns the latter.
 
     Only the process that saves may call it, and only while no save is in progress, because it removes every `*.tmp`.
 
     Args:
         run_dir, max_to_keep, config, step: see `reasons_to_keep`.
         warn: called with a sentence for what cannot be removed.
-
-    Returns:
-        The checkpoints that were removed, the oldest first.
     """
     remove_leftovers(run_dir, warn)
     _, problem = read_best_file(run_dir)

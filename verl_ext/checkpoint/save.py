@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -46,15 +45,7 @@ from verl_ext.checkpoint.retention import read_best_file, removal_name, remove_l
 from verl_ext.console import warn
 from verl_ext.distributed import gather_results, on_rank_zero, to_local
 from verl_ext.errors import UserError
-from verl_ext.files import (
-    GIB,
-    TEMPORARY,
-    file_digest,
-    free_bytes,
-    replace_file,
-    sync_directory,
-    write_errors,
-)
+from verl_ext.files import GIB, TEMPORARY, file_digest, free_bytes, replace_file, sync_directory, write_errors
 
 MARGIN = 1.05
 """Room for small files, and for what others write to the same disk in the meantime."""
@@ -165,11 +156,7 @@ class CheckpointWriter:
             commit_directory(self.temporary, self.final, self.manifest.with_files(files))
 
     def _aborted(self, error: UserError) -> UserError:
-        """Remove the unfinished directory, to free its space; collective.
-
-        Returns:
-            The error to raise.
-        """
+        """Remove the unfinished directory, to free its space, and return the error to raise; collective."""
 
         def discard() -> None:
             try:
@@ -292,15 +279,11 @@ class DigestingFile:
         except OSError as error:
             self.error = error  # torch reports a failed write as a corrupt position; this is the reason
             raise
-        if self._num_bytes - self._num_started >= CHUNK_BYTES:
-            self._start_writeback()
-        return len(view)
-
-    def _start_writeback(self) -> None:
-        """Have the kernel start to write to the disk now, so that little is left for the end."""
         count = self._num_bytes - self._num_started
-        os.posix_fadvise(self._file.fileno(), self._num_started, count, os.POSIX_FADV_DONTNEED)
-        self._num_started = self._num_bytes
+        if count >= CHUNK_BYTES:  # have the kernel start to write to the disk now, so that little is left for the end
+            os.posix_fadvise(self._file.fileno(), self._num_started, count, os.POSIX_FADV_DONTNEED)
+            self._num_started = self._num_bytes
+        return len(view)
 
     def flush(self) -> None:
         """Do nothing; there is no buffer."""
@@ -331,9 +314,7 @@ class FileWriter:
     def __enter__(self) -> FileWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._pool.shutdown()
         for path, synced in self._synced if error is None else []:
             with write_errors(path):

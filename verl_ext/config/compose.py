@@ -32,7 +32,6 @@ class Composer:
     """Collects values by key and builds the configuration.
 
     Args:
-        root: of the stage.
         others: roots of other stages; a key of theirs is accepted with their default, and has no effect.
         extensible: whether `+key=value` adds keys that the root does not have.
     """
@@ -50,7 +49,6 @@ class Composer:
         """Set the nested keys of a recipe.
 
         Args:
-            content: of the file.
             source: names it in messages.
             adds: whether unknown keys are added, as a run's own configuration has those that `+key=value` added.
         """
@@ -96,19 +94,16 @@ class Composer:
             if self._is_in_open_mapping(name):
                 OmegaConf.update(self._values, name, value, force_add=True)
                 return
-            self._skip_or_refuse(name, value, source)
+            other = self._others.get(name)
+            if other is None:
+                raise UserError(f"{source} sets '{name}', which is not a configuration key; {self._suggestion(name)}")
+            if value != other.default:
+                raise UserError(f"{name} has no effect in this stage; leave it out")
             return
         if key.is_list and isinstance(value, str) and "${" not in value:
             value = [value]  # trainer.logger=console, as verl's users write it
         check_type(key, value, source)
         OmegaConf.update(self._values, name, value, merge=key.is_open)
-
-    def _skip_or_refuse(self, name: str, value: Any, source: str) -> None:
-        other = self._others.get(name)
-        if other is None:
-            raise UserError(f"{source} sets '{name}', which is not a configuration key; {self._suggestion(name)}")
-        if value != other.default:
-            raise UserError(f"{name} has no effect in this stage; leave it out")
 
     def _suggestion(self, name: str) -> str:
         meant = meant_key(name, [each for each, key in self._keys.items() if not key.setting.unused])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from verl_ext.config.secrets import leaves
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import yaml_text
 
@@ -30,38 +32,19 @@ def read_config_file(path: Path) -> dict[str, Any]:
             environment, as in `${oc.env:HF_TOKEN}`, and which a resolved configuration does not have.
     """
     try:
-        return _read(path)
-    except RecursionError:
-        raise UserError(
-            f"{path} cannot be read (it is nested too deeply); correct it, or work on a copy of it"
-        ) from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
         config = OmegaConf.load(StringIO(yaml_text(path)))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:  # ValueError: no UTF-8, or a huge number
-        raise UserError(
-            f"{path} cannot be read ({first_line_of(error)}); correct it, or work on a copy of it"
-        ) from error
+        values = OmegaConf.to_container(config, resolve=False)
+        texts = [text for text in itertools.chain.from_iterable(leaves(values)) if isinstance(text, str)]
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError) as error:
+        # ValueError: no UTF-8, or a huge number
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else first_line_of(error)
+        raise UserError(f"{path} cannot be read ({why}); correct it, or work on a copy of it") from error
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} is not a YAML mapping; put the run's resolved configuration there")
-    values = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
-    for text in _texts(values):
+    for text in texts:
         if "${" in text.replace("\\${", ""):
             raise UserError(f"{path} has the interpolation {text!r}; write the value itself")
-    return values
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        for item in (*value, *value.values()):
-            yield from _texts(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
-    elif isinstance(value, str):
-        yield value
+    return cast("dict[str, Any]", values)
 
 
 def config_digest(values: Mapping[str, Any]) -> str:

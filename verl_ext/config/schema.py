@@ -192,8 +192,6 @@ def fits(value: Any, hint: Any, quoted: bool = False) -> bool:
     """Whether a value from YAML or the command line is of a field's type.
 
     Args:
-        value: to check.
-        hint: type of the field.
         quoted: whether a number is refused where text is wanted.
     """
     origin, arguments = get_origin(hint), get_args(hint)
@@ -273,7 +271,6 @@ def build(root: type[T], values: Mapping[str, Any]) -> T:
     A key that was added with `+` becomes an attribute of its section.
 
     Args:
-        root: of a stage, or a component.
         values: nested; every field has one.
 
     Raises:

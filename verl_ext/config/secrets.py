@@ -31,7 +31,9 @@ def require_no_secrets(settings: Mapping[str, Any]) -> None:
     Raises:
         UserError: which setting, and where its value belongs.
     """
-    for key, value in _texts(settings, ""):
+    for key, value in leaves(settings):
+        if not isinstance(value, str):
+            continue
         if _OF_SETTINGS.search(key) and value:
             why = "would hold a secret, by its name"
         elif _PASSWORD.search(value):
@@ -60,7 +62,6 @@ def without_secrets(environment: Mapping[str, str], keep: Collection[str] = ()) 
     """An environment for a process that has no use for keys: none by their names, and no address with a password.
 
     Args:
-        environment: all of it.
         keep: names that stay whatever they are.
     """
     return {
@@ -76,13 +77,13 @@ def _secrets() -> list[tuple[str, str]]:
     ]
 
 
-def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Every text at any depth with the dotted key that leads to it."""
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value at any depth of mappings and lists, with the dotted key that leads to it."""
     if isinstance(value, Mapping):
         for name, item in value.items():
-            yield from _texts(item, f"{key}.{name}" if key else str(name))
+            yield from leaves(item, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _texts(item, key)
-    elif isinstance(value, str):
+            yield from leaves(item, key)
+    else:
         yield key, value

@@ -1,4 +1,4 @@
-"""The controller as the policy: an action is a configuration for a sample and a budget, one decision in all."""
+"""The controller as a policy: an action is a configuration for a sample and a budget, a single decision."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from verl_ext.controller.distribution import Choices, ConfigurationDistribution,
 from verl_ext.controller.execution import VLMRunner
 from verl_ext.controller.network import BudgetController
 from verl_ext.controller.space import Configuration, ConfigurationSpace
-from verl_ext.grpo.policy import LogProbs, MicroBatch, Policy, Prompt, Sample
-from verl_ext.grpo.seeds import seed_of
+from verl_ext.grpo.protocols import LogProbs, Metrics, MicroBatch, Policy, Prompt, Trajectory
+from verl_ext.grpo.sampling import sample_seed
 
-OF_BUDGET = -1
-"""The number of the draw that gives a prompt's budget; those of its samples count from 0."""
+BUDGET_NUMBER = -1
+"""Number of the seed of a prompt's budget; its samples are numbered from 0."""
 
 
 @dataclass(frozen=True)
 class BudgetedConfiguration:
-    """What was chosen.
+    """An action of the controller.
 
     Attributes:
         configuration: of the model.
-        budget_ms: milliseconds that it was chosen for.
-        log_prob: of the choice, as it was drawn.
-        vision: (vision width,) that it was chosen by.
-        language: (width,) that it was chosen by.
+        budget_ms: milliseconds for which it was chosen.
+        log_prob: when it was sampled.
+        vision: (vision_width,), the controller's input.
+        language: (width,), the controller's input.
     """
 
     configuration: Configuration
@@ -39,18 +39,18 @@ class BudgetedConfiguration:
 
 
 class ControllerPolicy(Policy):
-    """Draws a budget for each prompt, and configurations for it from the controller's distribution.
+    """Samples a budget for each prompt, and configurations for it from the controller's distribution.
 
     Args:
-        controller: what is trained, as FSDP2 modules or plain.
-        executor: makes the features of a sample.
-        budgets_ms: least and greatest; training draws evenly between them.
+        controller: the trained model, as FSDP2 modules or plain.
+        runner: computes the features of a sample.
+        budgets_ms: lowest and highest; training samples uniformly between them.
         seed: `trainer.seed`.
         device: of the controller.
-        tier_entropy_weight: see `ConfigurationDistribution.exploration`.
+        tier_entropy_weight: see `ConfigurationDistribution.entropy_bonus`.
     """
 
-    figures = ("budget_ms", "num_active", "tier", "topk")
+    metric_names = ("budget_ms", "num_active", "tier", "topk")
     count_name, rate_name = "num_configs", "configs_per_s"
 
     def __init__(
@@ -64,42 +64,35 @@ class ControllerPolicy(Policy):
     ) -> None:
         self._tier_entropy_weight = tier_entropy_weight
         self._controller, self._runner, self._seed, self._device = controller, runner, seed, device
-        self._low, self._high = budgets_ms
+        self._low_ms, self._high_ms = budgets_ms
         self._space: ConfigurationSpace = controller.config.space
 
-    def begin_drawing(self, version: int) -> dict[str, float]:
-        """See `Policy.begin_drawing`: what draws is what is trained."""
-        return {}
-
-    def end_drawing(self) -> None:
-        """See `Policy.end_drawing`."""
-
     @torch.no_grad()
-    def draw(self, prompts: Sequence[Prompt], step: int, *, num_samples: int, greedy: bool = False) -> Iterator[Sample]:
-        """See `Policy.draw`; measurements have the same budgets in every step, of the whole range for all samples."""
-        features = [self._runner.features(prompt.content["sample"]) for prompt in prompts]
-        budgets = [self._budget(prompt, 0 if greedy else step) for prompt in prompts]
-        places = [(place, number) for place in range(len(prompts)) for number in range(num_samples)]
-        if not places:  # the other ranks need this one for their forward pass
+    def generate(self, trajectories: Sequence[Trajectory], step: int, greedy: bool = False) -> Iterator[Trajectory]:
+        """See `Policy.generate`; an evaluation has the same budgets at every step, spread over the whole range."""
+        if not trajectories:  # the other ranks need this one for their forward pass
             config = self._controller.config
-            self._distribution(torch.zeros(1, config.vision_width), torch.zeros(1, config.language_width), [self._low])
+            self._distribution(
+                torch.zeros(1, config.vision_width), torch.zeros(1, config.language_width), torch.tensor([self._low_ms])
+            )
             return
-        vision, language = (torch.stack([features[place][part] for place, _ in places]) for part in (0, 1))
-        training = self._controller.training
+        features = [self._runner.features(trajectory.prompt.fields["sample"]) for trajectory in trajectories]
+        budgets = [self._budget_ms(trajectory.prompt, 0 if greedy else step) for trajectory in trajectories]
+        vision, language = (torch.stack([each[part] for each in features]) for part in (0, 1))
+        was_training = self._controller.training
         self._controller.eval()
-        distribution = self._distribution(vision, language, [budgets[place] for place, _ in places])
-        self._controller.train(training)
-        chosen = distribution.mode() if greedy else distribution.sample(self._uniform(prompts, places, step))
-        log_probs = distribution.log_prob(chosen).tolist()
-        for (place, number), configuration, log_prob in zip(
-            places, chosen.configurations(self._space), log_probs, strict=True
+        distribution = self._distribution(vision, language, torch.tensor(budgets))
+        self._controller.train(was_training)
+        choices = distribution.mode() if greedy else distribution.sample(self._uniforms(trajectories, step))
+        configurations, log_probs = choices.configurations(self._space), distribution.log_prob(choices).tolist()
+        for trajectory, configuration, budget_ms, log_prob, inputs in zip(
+            trajectories, configurations, budgets, log_probs, features, strict=True
         ):
-            action = BudgetedConfiguration(configuration, budgets[place], log_prob, *features[place])
-            yield Sample(prompts[place], number, action)
+            yield trajectory.act(BudgetedConfiguration(configuration, budget_ms, log_prob, *inputs))
 
-    def collate(self, samples: Sequence[Sample]) -> MicroBatch:
+    def collate(self, trajectories: Sequence[Trajectory]) -> MicroBatch:
         """See `Policy.collate`."""
-        actions = [sample.action for sample in samples]
+        actions = [trajectory.action for trajectory in trajectories]
         choices = Choices.of([action.configuration for action in actions], self._space)
         return {
             "vision": torch.stack([action.vision for action in actions]),
@@ -108,70 +101,55 @@ class ControllerPolicy(Policy):
             "tiers": choices.tiers,
             "masks": choices.masks,
             "topk": choices.topk,
-            "mask": torch.ones(len(actions), 1),
+            "response_mask": torch.ones(len(actions), 1),
             "rollout_log_probs": torch.tensor([[action.log_prob] for action in actions], dtype=torch.float64),
         }
 
     def log_probs(self, micro_batch: MicroBatch) -> LogProbs:
         """See `Policy.log_probs`."""
-        tensors = {name: tensor.to(self._device) for name, tensor in micro_batch.items()}
-        distribution = self._controller_distribution(tensors["vision"], tensors["language"], tensors["budgets_ms"])
-        choices = Choices(tensors["tiers"], tensors["masks"], tensors["topk"])
+        distribution = self._distribution(micro_batch["vision"], micro_batch["language"], micro_batch["budgets_ms"])
+        choices = Choices(*(micro_batch[name].to(self._device) for name in ("tiers", "masks", "topk")))
         bonus = distribution.entropy_bonus(self._tier_entropy_weight)
         return LogProbs(distribution.log_prob(choices)[:, None], bonus[:, None])
 
-    def reference_log_probs(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """See `Policy.reference_log_probs`: a controller begins from nothing that it should stay near to."""
-        raise NotImplementedError("a controller has no frozen reference")
-
-    def order(self, samples: Sequence[Sample]) -> list[int]:
-        """See `Policy.order`: all cost the same."""
-        return list(range(len(samples)))
-
-    def num_decisions(self, sample: Sample) -> int:
+    def num_decisions(self, trajectory: Trajectory) -> int:
         """See `Policy.num_decisions`."""
         return 1
 
-    def measure(self, sample: Sample) -> dict[str, float]:
-        """See `Policy.measure`."""
-        chosen = sample.action.configuration
-        topk = sum(chosen.topk) / chosen.num_active
-        return dict(zip(self.figures, (sample.action.budget_ms, chosen.num_active, chosen.tier, topk)))
+    def sample_metrics(self, trajectory: Trajectory) -> Metrics:
+        """See `Policy.sample_metrics`."""
+        configuration = trajectory.action.configuration
+        topk = sum(configuration.topk) / configuration.num_active
+        values = (trajectory.action.budget_ms, configuration.num_active, configuration.tier, topk)
+        return dict(zip(self.metric_names, values))
 
-    def row(self, sample: Sample) -> dict[str, str]:
-        """See `Policy.row`."""
-        chosen = sample.action.configuration
+    def table_row(self, trajectory: Trajectory) -> dict[str, str]:
+        """See `Policy.table_row`."""
+        configuration = self._space.describe(trajectory.action.configuration)
         return {
-            "prompt": sample.prompt.content["sample"].question,
-            "budget_ms": f"{sample.action.budget_ms:.1f}",
-            "tier": self._space.tiers[chosen.tier],
-            "blocks": "".join(str(int(runs)) for runs in chosen.blocks),
-            "topk": json.dumps(chosen.topk),
+            "prompt": trajectory.prompt.fields["sample"].question,
+            "budget_ms": f"{trajectory.action.budget_ms:.1f}",
+            "tier": configuration["tier"],
+            "blocks": configuration["blocks"],
+            "topk": json.dumps(configuration["topk"]),
         }
 
-    def close(self) -> None:
-        """See `Policy.close`: nothing was started."""
+    def _budget_ms(self, prompt: Prompt, step: int) -> float:
+        generator = torch.Generator().manual_seed(sample_seed(self._seed, step, prompt.sample_id, BUDGET_NUMBER))
+        return self._low_ms + (self._high_ms - self._low_ms) * float(torch.rand((), generator=generator))
 
-    def _budget(self, prompt: Prompt, step: int) -> float:
-        generator = torch.Generator().manual_seed(seed_of(self._seed, step, prompt.sample_id, OF_BUDGET))
-        return self._low + (self._high - self._low) * float(torch.rand((), generator=generator))
-
-    def _uniform(self, prompts: Sequence[Prompt], places: list[tuple[int, int]], step: int) -> torch.Tensor:
-        """(samples, decisions): what decides each draw, the same wherever it is made."""
+    def _uniforms(self, trajectories: Sequence[Trajectory], step: int) -> torch.Tensor:
+        """(trajectories, decisions), random numbers that depend on the trajectory and the step only."""
         rows = []
-        for place, number in places:
-            generator = torch.Generator().manual_seed(seed_of(self._seed, step, prompts[place].sample_id, number))
+        for trajectory in trajectories:
+            seed = sample_seed(self._seed, step, trajectory.prompt.sample_id, trajectory.number)
+            generator = torch.Generator().manual_seed(seed)
             rows.append(torch.rand(num_uniforms(self._space), generator=generator, dtype=torch.float64))
         return torch.stack(rows).to(self._device)
 
     def _distribution(
-        self, vision: torch.Tensor, language: torch.Tensor, budgets_ms: Sequence[float]
-    ) -> ConfigurationDistribution:
-        budgets = torch.tensor(budgets_ms, device=self._device)
-        return self._controller_distribution(vision.to(self._device), language.to(self._device), budgets)
-
-    def _controller_distribution(
         self, vision: torch.Tensor, language: torch.Tensor, budgets_ms: torch.Tensor
     ) -> ConfigurationDistribution:
-        # by a call of the module itself, whose hooks gather what FSDP2 has sharded
-        return ConfigurationDistribution(self._space, *self._controller(vision, language, budgets_ms))
+        # a call of the module itself, because its hooks gather what FSDP2 has sharded
+        inputs = (each.to(self._device) for each in (vision, language, budgets_ms))
+        return ConfigurationDistribution(self._space, *self._controller(*inputs))

@@ -70,7 +70,8 @@ class MicroBatchPlan:
         """Samples of similar lengths together; the number of micro-batches is a multiple of the ranks'."""
         bins: list[list[int]] = []
         for place in np.argsort(-lengths, kind="stable").tolist():
-            if not bins or self._is_full(bins[-1], int(lengths[bins[-1][0]])):
+            size = len(bins[-1]) if bins else 0
+            if not bins or size == self.max_samples or (size + 1) * int(lengths[bins[-1][0]]) > self.max_tokens:
                 bins.append([])
             bins[-1].append(place)
         while len(bins) % num_ranks and len(bins) < len(lengths):
@@ -78,9 +79,6 @@ class MicroBatchPlan:
             bins.remove(costliest)
             bins += [costliest[: len(costliest) // 2], costliest[len(costliest) // 2 :]]
         return bins
-
-    def _is_full(self, bin_: list[int], longest: int) -> bool:
-        return len(bin_) == self.max_samples or (len(bin_) + 1) * longest > self.max_tokens
 
     def _cost(self, lengths: np.ndarray, bin_: list[int]) -> float:
         """Cost of a micro-batch in tokens, attention included."""
@@ -248,11 +246,7 @@ def pad(samples: Sequence[Sample], pad_token_id: int) -> MicroBatch:
 
 
 def validation_micro_batches(
-    dataset: SampleDataset,
-    plan: MicroBatchPlan,
-    make: Callable[[list[Sample]], MicroBatch],
-    rank: int,
-    num_ranks: int,
+    dataset: SampleDataset, plan: MicroBatchPlan, make: Callable[[list[Sample]], MicroBatch], rank: int, num_ranks: int
 ) -> Iterator[MicroBatch]:
     """This rank's share of a whole data set; no sample is dropped, and every rank gets as many micro-batches.
 

@@ -282,8 +282,6 @@ def renders_alike(
 
     Args:
         tokenizer: defines the special tokens that the templates may name.
-        one: a template.
-        other: a template.
         kwargs: `data.apply_chat_template_kwargs`.
         whole: compare the answer too, not only the prompt.
     """
@@ -326,7 +324,6 @@ class ChatEncoder:
 
     Args:
         tokenizer: a fast tokenizer with a chat template.
-        config: the `data` section.
         now: whose date a chat template with `strftime_now` gets; None for today.
 
     Attributes:

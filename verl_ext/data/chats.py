@@ -29,7 +29,7 @@ from verl_ext.config.schema import as_dict
 from verl_ext.console import progress_bar, warn
 from verl_ext.data.chat_template import ChatEncoder, Tokens
 from verl_ext.data.config import ChatDataConfig, file_list
-from verl_ext.data.dataset import TokenDataset, count_parquet_rows, iter_parquet_rows
+from verl_ext.data.dataset import SampleDataset, TokenDataset, count_parquet_rows, iter_parquet_rows
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import file_digest, user_cache_dir
 
@@ -52,14 +52,7 @@ Chunk = tuple[int, str, int, list[dict[str, Any]]]
 def load_chats(
     data: ChatDataConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False, now: datetime | None = None
 ) -> tuple[TokenDataset, TokenDataset | None]:
-    """Training and validation set; the second is None if `data.val_files` is null.
-
-    Args:
-        data: the section of the configuration.
-        tokenizer: of the model.
-        progress: show progress bars (rank 0).
-        now: see `ChatEncoder`.
-    """
+    """Training and validation set; the second is None if `data.val_files` is null; see `ChatEncoder` for `now`."""
     train = load_chat_files(data.train_files, data, tokenizer, data.train_max_samples, progress, now)
     if not file_list(data.val_files):
         return train, None
@@ -213,6 +206,11 @@ class UnpaddedDataset(TokenDataset):
         return f"{type(self.dataset).__name__} rows {', '.join(map(str, indices))}"
 
 
+def unpadded(dataset: Any) -> SampleDataset:
+    """A data set without padding: one of this product as it is, one of verl with its padding removed."""
+    return dataset if isinstance(dataset, SampleDataset) else UnpaddedDataset(dataset)
+
+
 @dataclass(frozen=True)
 class TokenTable:
     """The concatenated samples of a data set.
@@ -295,12 +293,9 @@ def load_tokens(
     """The tokens of all rows of some files, in their order.
 
     Args:
-        names: of the files.
-        encoder: of the rows.
         max_samples: read only the first rows; -1 reads all.
         directory: of cached tokens; None disables the cache.
         processes: maximum number of processes that tokenize.
-        progress: show a progress bar on a terminal.
     """
     if directory is None:
         return tokenize(names, encoder, max_samples, processes, progress)

@@ -24,11 +24,6 @@ class MultiturnConfig:
     tools_key: str = setting("tools", "Column of a chat's tools, which the template gets; optional")
     enable_thinking_key: str = setting("enable_thinking", "Column that switches the template's thinking; optional")
 
-    @property
-    def reads_messages(self) -> bool:
-        """Whether chats are read from the column that converted files have."""
-        return self.enable and self.messages_key == "messages"
-
 
 @dataclass(kw_only=True)
 class CustomClassConfig:
@@ -166,9 +161,18 @@ class ImageDataConfig(DataConfig):
     max_unreadable_images: int = setting(0, "Unreadable images that are skipped; more are refused", ge=0)
 
     def check(self) -> None:
-        """See `check_source`."""
+        """The entries of `data.datasets` are mappings of known keys to allowed values."""
+        known = [each.name for each in fields(QuestionSource)]
         for name, entry in self.datasets.items():
-            check_source(name, entry)
+            key = f"data.datasets.{name}"
+            if not isinstance(entry, dict) or not set(entry) <= set(known):
+                raise UserError(f"{key} is {entry!r}; it must be a mapping of {', '.join(known)}")
+            if entry.get("metric") not in (None, *VQA_METRICS):
+                raise UserError(f"{key}.metric is {entry['metric']!r}; take one of {', '.join(VQA_METRICS)}")
+            for split in ("train", "val"):
+                size = entry.get(split, -1)
+                if isinstance(size, bool) or not isinstance(size, int) or size < -1:
+                    raise UserError(f"{key}.{split} is {size!r}; it must be a number of rows, or -1 for all")
 
     def sources(self) -> dict[str, QuestionSource]:
         """The data sets by name."""
@@ -235,7 +239,6 @@ class QuestionSource:
         """The parquet files of a split in the folder `source`.
 
         Args:
-            name: of the data set.
             split: train or val.
 
         Raises:
@@ -247,23 +250,6 @@ class QuestionSource:
                 f"data.datasets.{name}.source={self.source} has no {split}*.parquet; prepare it or correct the path"
             )
         return paths
-
-
-def check_source(name: str, entry: Any) -> None:
-    """Check an entry of `data.datasets`.
-
-    Raises:
-        UserError: it is not a mapping of known keys to allowed values.
-    """
-    known = [each.name for each in fields(QuestionSource)]
-    if not isinstance(entry, dict) or not set(entry) <= set(known):
-        raise UserError(f"data.datasets.{name} is {entry!r}; it must be a mapping of {', '.join(known)}")
-    if entry.get("metric") not in (None, *VQA_METRICS):
-        raise UserError(f"data.datasets.{name}.metric is {entry['metric']!r}; take one of {', '.join(VQA_METRICS)}")
-    for split in ("train", "val"):
-        size = entry.get(split, -1)
-        if isinstance(size, bool) or not isinstance(size, int) or size < -1:
-            raise UserError(f"data.datasets.{name}.{split} is {size!r}; it must be a number of rows, or -1 for all")
 
 
 def file_list(files: str | list[str] | None) -> list[str]:

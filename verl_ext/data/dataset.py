@@ -44,9 +44,9 @@ class SampleDataset(MapDataset):
     @abstractmethod
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
-    @abstractmethod
     def describe(self, indices: Iterable[int]) -> str:
         """How messages name samples."""
+        return ", ".join(self[index]["sample_id"] for index in indices)
 
 
 class TokenDataset(SampleDataset):
@@ -97,7 +97,6 @@ def iter_parquet_rows(
     """Rows of a parquet file as Python values, null where a row has none; see `drop_nulls`.
 
     Args:
-        path: of the file.
         columns: read only these; a dot selects a field of a struct. None reads all but the index that pandas adds.
         batch_size: rows in memory at a time.
 
@@ -143,7 +142,6 @@ def check_parquet(path: Path, key: str, columns: Mapping[str, str]) -> int:
     """Number of rows of a parquet file that a key names.
 
     Args:
-        path: of the file.
         key: train_files or val_files.
         columns: that it must have, by the key that names them.
 

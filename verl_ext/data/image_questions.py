@@ -6,9 +6,9 @@ Imports no torch, because the launcher checks that the data of a recipe exist.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -132,19 +132,11 @@ class ImageQuestionDataset(SampleDataset):
         sample = self.samples[index]
         return {"row": index, "sample_id": sample.sample_id, "sample": sample}
 
-    def describe(self, indices: Iterable[int]) -> str:
-        """See `SampleDataset`."""
-        return ", ".join(self.samples[index].sample_id for index in indices)
-
 
 def load_image_questions(
     data: ImageDataConfig, progress: bool = False
 ) -> tuple[ImageQuestionDataset, ImageQuestionDataset | None]:
     """Training and validation set of a configuration; the second is None if every `val` size is 0.
-
-    Args:
-        data: the section of the configuration.
-        progress: show progress bars (rank 0).
 
     Raises:
         UserError: the data cannot be read, or have fewer questions than a batch.
@@ -200,9 +192,7 @@ def question_of(
     """Convert a row of a data set.
 
     Args:
-        name: of the data set.
         row: its number in the data set.
-        record: its columns.
         suffix: appended to the question.
         folder: where the image of the row may be; None if the row must hold it.
 
@@ -285,14 +275,12 @@ def iter_records(name: str, source: QuestionSource, split: str) -> Iterator[Mapp
         UserError: there is no such data set, or it cannot be read.
     """
     require_rows(name, source, split)
-    rows = _hub_rows(name, split) if source.source is None else _local_rows(source.files(name, split))
+    if source.source is None:
+        rows = _hub_rows(name, split)
+    else:  # images may be megabytes
+        rows = chain.from_iterable(iter_parquet_rows(path, batch_size=64) for path in source.files(name, split))
     size = source.size(split)
-    yield from islice(rows, size if size >= 0 else None)
-
-
-def _local_rows(paths: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
-    for path in paths:
-        yield from iter_parquet_rows(path, batch_size=64)  # images may be megabytes
+    return islice(rows, size if size >= 0 else None)
 
 
 def _hub_rows(name: str, split: str) -> Iterator[Mapping[str, Any]]:

@@ -67,10 +67,6 @@ class PromptDataset(SampleDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self._samples[index]
 
-    def describe(self, indices: Iterable[int]) -> str:
-        """See `SampleDataset`."""
-        return ", ".join(self._samples[index]["sample_id"] for index in indices)
-
     def _item(self, name: str, row: int, record: dict[str, Any]) -> dict[str, Any] | None:
         """One prompt; None for a long one that is skipped."""
         try:
@@ -100,11 +96,7 @@ class PromptDataset(SampleDataset):
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """One rank's prompts of a step; the class is the data loader's `collate_fn`.
-
-    Attributes:
-        items: samples of a `PromptDataset`.
-    """
+    """One rank's prompts of a step, samples of a `PromptDataset`; the class is the data loader's `collate_fn`."""
 
     items: list[dict[str, Any]]
 
@@ -117,14 +109,7 @@ class PromptBatch:
 def load_prompts(
     data: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False, now: datetime | None = None
 ) -> tuple[PromptDataset, PromptDataset | None]:
-    """Training and validation prompts; the second is None if `data.val_files` is null.
-
-    Args:
-        data: the section of the configuration.
-        tokenizer: of the model.
-        progress: show progress bars (rank 0).
-        now: see `PromptDataset`.
-    """
+    """Training and validation prompts; the second is None if `data.val_files` is null; see `PromptDataset`."""
     train = PromptDataset(data.train_files, tokenizer, data, data.train_max_samples, progress, now)
     if not file_list(data.val_files):
         return train, None

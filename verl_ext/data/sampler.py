@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
-from verl_ext.console import print_line, warn
 from verl_ext.data.batching import MicroBatchPlan
 from verl_ext.errors import UserError
 
@@ -29,11 +25,8 @@ class GlobalBatchSampler(Sampler[list[Any]]):
     an epoch is dropped.
 
     Args:
-        num_samples: size of the data set.
         global_batch_size: samples per optimizer step over all data-parallel ranks.
-        rank: this data-parallel rank.
         num_ranks: number of data-parallel ranks; it divides the global batch.
-        seed: `trainer.seed`.
         plan: assigns the samples of a global batch to micro-batches and ranks; None gives each rank an equal run.
 
     Raises:
@@ -113,52 +106,39 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         if self.batches_done >= len(self):
             self.epoch, self.batches_done = self.epoch + 1, 0
 
+    def state_after_verl(
+        self, loader_state: dict[str, Any], step: int, num_saved_ranks: int
+    ) -> tuple[dict[str, Any], str | None]:
+        """The state from which this sampler continues a run of verl's own SFT trainer with the next sample.
 
-@dataclass(frozen=True)
-class VerlPosition:
-    """A position in the order of the data of verl's own SFT trainer.
+        verl shuffles with `DistributedSampler`: epoch e is `randperm` with the seed 0 + e, and rank r of n takes every
+        n-th sample from the r-th on. The k-th samples of all ranks are neighbours in that order, so verl's k-th global
+        batch is the k-th run of samples on any number of ranks, which is what this sampler yields for that seed. Both
+        drop the last incomplete batch.
 
-    Attributes:
-        epoch: complete passes over the data.
-        samples_seen: of this epoch, over all ranks.
-        doubt: why verl may have been elsewhere; None if it cannot have been.
-    """
+        Args:
+            loader_state: `data.pt`: the state of rank 0's `StatefulDataLoader`; empty if there is none.
+            step: optimizer steps done.
+            num_saved_ranks: data-parallel ranks that saved the checkpoint.
 
-    epoch: int
-    samples_seen: int
-    doubt: str | None = None
-
-
-def position_after_verl(
-    loader_state: dict[str, Any], step: int, num_samples: int, global_batch_size: int, num_saved_ranks: int
-) -> VerlPosition:
-    """The position from which `GlobalBatchSampler` continues a run of verl's own SFT trainer with the next sample.
-
-    verl shuffles with `DistributedSampler`: epoch e is `randperm` with the seed 0 + e, and rank r of n takes every n-th
-    sample from the r-th on. The k-th samples of all ranks are neighbours in that order, so verl's k-th global batch is
-    the k-th run of samples on any number of ranks, which is what `GlobalBatchSampler` yields for that seed. Both drop
-    the last incomplete batch.
-
-    Args:
-        loader_state: `data.pt`: the state of rank 0's `StatefulDataLoader`; empty if there is none.
-        step: optimizer steps done.
-        num_samples: size of the data set.
-        global_batch_size: of this run.
-        num_saved_ranks: data-parallel ranks that saved the checkpoint.
-    """
-    seen = _batches_seen(loader_state, num_saved_ranks)
-    batches, batch_size = seen or (step, global_batch_size)
-    steps_per_epoch = max(num_samples // batch_size, 1)
-    epoch, by_step = divmod(step, steps_per_epoch)
-    if seen is None or batches == by_step or (batches == steps_per_epoch and by_step == 0):
-        return VerlPosition(epoch, by_step * batch_size)
-    epoch, by_step = divmod(step, max(num_samples // global_batch_size, 1))
-    doubt = (
-        f"its data.pt is {batches} batches of {batch_size} samples into an epoch, which contradicts step {step} on "
-        f"{num_samples} samples, so the data have changed and have another order; the run resumes {by_step} batches "
-        f"into epoch {epoch}"
-    )
-    return VerlPosition(epoch, by_step * global_batch_size, doubt)
+        Returns:
+            What `load_state_dict` takes, and why verl may have been elsewhere; None if it cannot have been.
+        """
+        doubt = None
+        seen = _batches_seen(loader_state, num_saved_ranks)
+        batches, batch_size = seen or (step, self.global_batch_size)
+        steps_per_epoch = max(self.num_samples // batch_size, 1)
+        epoch, by_step = divmod(step, steps_per_epoch)
+        if seen is not None and batches != by_step and (batches, by_step) != (steps_per_epoch, 0):
+            epoch, by_step = divmod(step, len(self))
+            doubt = (
+                f"its data.pt is {batches} batches of {batch_size} samples into an epoch, which contradicts step "
+                f"{step} on {self.num_samples} samples, so the data have changed and have another order; the run "
+                f"resumes {by_step} batches into epoch {epoch}"
+            )
+            batch_size = self.global_batch_size
+        position = {"epoch": epoch, "samples_seen": by_step * batch_size}
+        return {**self.state_dict(), **position, "order_seed": VERL_ORDER_SEED}, doubt
 
 
 def _batches_seen(loader_state: dict[str, Any], num_ranks: int) -> tuple[int, int] | None:
@@ -169,50 +149,3 @@ def _batches_seen(loader_state: dict[str, Any], num_ranks: int) -> tuple[int, in
     except (KeyError, TypeError):  # there is no state, or it is from another version of torchdata
         return None
     return (batches, samples // batches * num_ranks) if batches and samples else None
-
-
-def data_state_after_verl(
-    checkpoint: Path,
-    loader_state: dict[str, Any],
-    *,
-    step: int,
-    num_samples: int,
-    global_batch_size: int,
-    num_saved_ranks: int,
-    seed: int,
-    show: bool,
-) -> dict[str, Any]:
-    """The position in the data of a checkpoint that verl wrote, in the form that this pipeline saves.
-
-    Args:
-        checkpoint: a `global_step_N`.
-        loader_state: its `data.pt`; empty if it has none.
-        step: optimizer steps done.
-        num_samples: size of the data set.
-        global_batch_size: of this run.
-        num_saved_ranks: data-parallel ranks that saved the checkpoint.
-        seed: of this run.
-        show: whether this rank prints where the run continues.
-
-    Raises:
-        UserError: this pipeline wrote the checkpoint, but its manifest and export plan are lost.
-    """
-    if "samples_seen" in loader_state:
-        raise UserError(f"{checkpoint} lost its manifest.json; restore it, or name another checkpoint to resume from")
-    position = position_after_verl(loader_state, step, num_samples, global_batch_size, num_saved_ranks)
-    if show:
-        print_line(
-            f"verl itself wrote {checkpoint.name}; this run continues in verl's order of the data, "
-            f"{position.samples_seen} of {num_samples} samples into epoch {position.epoch}, and removes none of verl's "
-            "checkpoints",
-            sys.__stdout__,
-        )
-        if position.doubt is not None:
-            warn(f"{checkpoint.name}: {position.doubt}")
-    return {
-        "epoch": position.epoch,
-        "samples_seen": position.samples_seen,
-        "num_samples": num_samples,
-        "seed": seed,
-        "order_seed": VERL_ORDER_SEED,
-    }

@@ -21,14 +21,6 @@ class DynamicSamplingConfig:
 
 
 @dataclass(kw_only=True)
-class AlgorithmConfig:
-    """`algorithm`: from rewards to advantages."""
-
-    norm_adv_by_std_in_grpo: bool = setting(True, "Divide by the group's standard deviation (GRPO); false is Dr. GRPO")
-    dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
-
-
-@dataclass(kw_only=True)
 class RolloutCorrectionConfig:
     """`algorithm.rollout_correction`: truncated importance sampling against the engine's probabilities."""
 
@@ -37,10 +29,43 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(kw_only=True)
+class AlgorithmConfig:
+    """`algorithm`: from rewards to advantages."""
+
+    norm_adv_by_std_in_grpo: bool = setting(True, "Divide by the group's standard deviation (GRPO); false is Dr. GRPO")
+    dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
+
+    # What the step reads and only `TokenAlgorithmConfig` has keys for; without annotation this is no field.
+    rollout_correction = RolloutCorrectionConfig()
+
+
+@dataclass(kw_only=True)
 class TokenAlgorithmConfig(AlgorithmConfig):
     """`algorithm` of language models."""
 
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+
+
+LossMode = Literal["vanilla", "gspo", "sapo", "gpg", "cispo", "geo_mean", "clip_cov", "kl_cov"]
+MEAN_OF_MEANS = "seq-mean-token-mean"
+LOSSES_OF_MEANS = ("gspo", "sapo")
+"""Policy losses that verl averages in the mode `MEAN_OF_MEANS`, whatever `loss_agg_mode` is."""
+LOSSES_OF_COVARIANCES = ("clip_cov", "kl_cov")
+"""Policy losses that pick tokens by covariances over the micro-batch."""
+
+
+@dataclass(kw_only=True)
+class TokenLossConfig:
+    """`actor.policy_loss`: a loss of verl's registry and its settings."""
+
+    loss_mode: LossMode = setting("vanilla", "Policy loss, by its name in verl; docs/grpo.md compares them")
+    clip_cov_ratio: float = setting(0.0002, "Share of the tokens that clip_cov excludes", gt=0, le=1)
+    clip_cov_lb: float = setting(1.0, "Least covariance of the tokens that clip_cov excludes")
+    clip_cov_ub: float = setting(5.0, "Greatest covariance of the tokens that clip_cov excludes")
+    kl_cov_ratio: float = setting(
+        0.0002, "Share of the tokens, of highest covariance, that kl_cov penalizes", gt=0, le=1
+    )
+    ppo_kl_coef: float = setting(0.1, "Weight of the penalty of kl_cov", ge=0)
 
 
 @dataclass(kw_only=True)
@@ -57,6 +82,7 @@ class ActorConfig:
     entropy_coeff: float = setting(0.0, "Weight of the entropy bonus", ge=0)
 
     # What the loss reads and only `TokenActorConfig` has keys for; without annotations these are no fields.
+    policy_loss, tau_pos, tau_neg = TokenLossConfig(), 1.0, 1.05
     loss_agg_mode, loss_scale_factor = "token-mean", None
     use_kl_loss, kl_loss_coef, kl_loss_type = False, 0.0, "low_var_kl"
 
@@ -65,6 +91,9 @@ class ActorConfig:
 class TokenActorConfig(ActorConfig):
     """`actor` of language models."""
 
+    policy_loss: TokenLossConfig = section(TokenLossConfig)
+    tau_pos: float = setting(1.0, "Temperature of sapo's gate for positive advantages", gt=0)
+    tau_neg: float = setting(1.05, "The same for negative advantages", gt=0)
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         setting("token-mean", "How the tokens' losses are averaged")
     )
@@ -75,6 +104,36 @@ class TokenActorConfig(ActorConfig):
     use_kl_loss: bool = setting(False, "Add the KL divergence from the initial model")
     kl_loss_coef: float = setting(0.001, "Weight of that divergence", ge=0)
     kl_loss_type: KLType = setting("low_var_kl", "Its estimator; with + the gradient is that of k2")
+
+    def check(self) -> None:
+        """The policy loss can be averaged as wanted."""
+        mode, loss = self.loss_agg_mode, self.policy_loss
+        if loss.loss_mode in LOSSES_OF_MEANS and mode != MEAN_OF_MEANS:
+            raise UserError(
+                f"actor.policy_loss.loss_mode={loss.loss_mode} averages over each completion's tokens, then over "
+                f"completions, but actor.loss_agg_mode is {mode}; set actor.loss_agg_mode={MEAN_OF_MEANS}"
+            )
+        if loss.clip_cov_lb >= loss.clip_cov_ub:
+            raise UserError(
+                f"actor.policy_loss.clip_cov_lb={loss.clip_cov_lb:g} is not below clip_cov_ub={loss.clip_cov_ub:g}, so "
+                "that clip_cov would exclude no token; set clip_cov_lb below clip_cov_ub"
+            )
+
+    def check_micro_batches(self, num_samples: int, micro_batch_size: int) -> None:
+        """A rank's samples of an update are in one micro-batch if the loss compares them.
+
+        Args:
+            num_samples: of a rank in an update.
+            micro_batch_size: `data.micro_batch_size_per_gpu`.
+        """
+        mode = self.policy_loss.loss_mode
+        if mode in LOSSES_OF_COVARIANCES and micro_batch_size < num_samples:
+            raise UserError(
+                f"actor.policy_loss.loss_mode={mode} picks tokens by covariances over a micro-batch, so the gradient "
+                f"would depend on data.micro_batch_size_per_gpu={micro_batch_size}, which is less than a rank's "
+                f"{num_samples} samples of an update; set data.micro_batch_size_per_gpu={num_samples}, reduce "
+                "actor.ppo_mini_batch_size or rollout.n, or choose another loss"
+            )
 
 
 @dataclass(kw_only=True)

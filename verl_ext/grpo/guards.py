@@ -1,9 +1,9 @@
-"""Guards that stop a run which cannot learn: rewards that always fail, an engine with other weights."""
+"""Guards stop a run that cannot learn: rewards that always fail, an engine with other weights."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,13 +11,10 @@ import torch.distributed as dist
 from verl_ext.console import warn
 from verl_ext.distributed import gather_results, reduce_over_ranks
 from verl_ext.errors import UserError
-from verl_ext.grpo.environment import Reward
-from verl_ext.grpo.failure import RewardFailure
-from verl_ext.grpo.policy import Policy, Sample
+from verl_ext.grpo.protocols import Policy, RewardFailure, Trajectory
 
 TIMED_OUT_STEPS = 3
-"""Consecutive steps in which every call of a reward function timed out that stop the run; a machine can be busy for one
-or two."""
+"""Consecutive steps of nothing but time-outs that stop the run; a machine can be busy for one or two."""
 FLOAT32_GAP = 0.01
 """Nat. In float32, engine and trainer differ by less than 1e-4; a larger gap means other weights."""
 CHECKED_STEPS = 2
@@ -33,29 +30,28 @@ class RewardGuard:
         device: for reductions over ranks.
     """
 
-    def __init__(self, names: Sequence[str], describe: Callable[[Sample], str], device: str) -> None:
+    def __init__(self, names: Sequence[str], describe: Callable[[Trajectory], str], device: str) -> None:
         self.names, self.describe, self.device = names, describe, device
         self._reported: set[str] = set()
         self._timed_out_steps: Counter[str] = Counter()
 
-    def report(self, when: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, float]:
+    def report(self, when: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Print each function's first failure with its traceback; collective.
 
         Args:
             when: names the step or validation, such as `step 4`.
-            samples: of this rank.
-            rewards: of each sample.
+            trajectories: of this rank, with their rewards.
 
         Returns:
             Counts over all ranks: `samples`, and for each function `NAME failed` and `NAME timed out`.
         """
-        counts = self._counts(rewards)
+        counts = self._counts(trajectories)
         for name in self.names:
             failed = counts[f"{name} failed"]
             if not failed or name in self._reported:
                 continue
             self._reported.add(name)
-            failure, sample = self._first(name, samples, rewards)
+            failure, sample = self._first(name, trajectories)
             if dist.get_rank() == 0:
                 more = f"{sample}\n{failure.traceback}".rstrip()
                 warn(
@@ -65,20 +61,19 @@ class RewardGuard:
                 )
         return counts
 
-    def check(self, step: int, samples: Sequence[Sample], rewards: Sequence[Reward]) -> None:
+    def check(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Report, and stop the run if a function failed on all samples of all ranks; collective.
 
         If all of them timed out, the run stops after `TIMED_OUT_STEPS` consecutive steps of that kind.
 
         Args:
             step: the optimizer step.
-            samples: of this rank.
-            rewards: of each sample.
+            trajectories: of this rank, with their rewards.
 
         Raises:
             UserError: on every rank, before the step's update.
         """
-        counts = self.report(f"step {step}", samples, rewards)
+        counts = self.report(f"step {step}", trajectories)
         total = counts["samples"]
         for name in self.names:
             all_failed, all_timed_out = (counts[f"{name} {what}"] == total for what in ("failed", "timed out"))
@@ -87,7 +82,7 @@ class RewardGuard:
                 what = f"timed out on every sample of {TIMED_OUT_STEPS} steps in a row"
                 fix = "make it faster or raise reward.time_limit_s"
             elif all_failed and not all_timed_out:
-                what = f"failed on all {total:.0f} samples ({self._first(name, samples, rewards)[0].reason})"
+                what = f"failed on all {total:.0f} samples ({self._first(name, trajectories)[0].reason})"
                 fix = "fix the cause"
             else:
                 continue
@@ -96,25 +91,30 @@ class RewardGuard:
                 "same command again (earlier checkpoints are intact)"
             )
 
-    def _counts(self, rewards: Sequence[Reward]) -> dict[str, float]:
-        sums = {"samples": float(len(rewards))}
+    def _counts(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        sums = {"samples": float(len(trajectories))}
         for name in self.names:
-            failures = [reward.failures[name] for reward in rewards if name in reward.failures]
+            failures = [failure for _, failure in _failures(name, trajectories)]
             sums[f"{name} failed"] = len(failures)
             sums[f"{name} timed out"] = sum(failure.timed_out for failure in failures)
         return reduce_over_ranks(sums=sums, device=self.device)
 
-    def _first(self, name: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> tuple[RewardFailure, str]:
+    def _first(self, name: str, trajectories: Sequence[Trajectory]) -> tuple[RewardFailure, str]:
         """A failure of one function and its sample, from the first rank that has one; collective."""
 
-        def of_this_rank() -> tuple[RewardFailure, str] | None:
-            pairs = zip(samples, rewards)
+        def first_of_rank() -> tuple[RewardFailure, str] | None:
             return next(
-                ((reward.failures[name], self.describe(sample)) for sample, reward in pairs if name in reward.failures),
-                None,
+                ((failure, self.describe(trajectory)) for trajectory, failure in _failures(name, trajectories)), None
             )
 
-        return next(found for found in gather_results(of_this_rank) if found is not None)
+        return next(found for found in gather_results(first_of_rank) if found is not None)
+
+
+def _failures(name: str, trajectories: Sequence[Trajectory]) -> Iterator[tuple[Trajectory, RewardFailure]]:
+    """The trajectories for which one function failed."""
+    for trajectory in trajectories:
+        if trajectory.reward is not None and name in trajectory.reward.failures:
+            yield trajectory, trajectory.reward.failures[name]
 
 
 class EngineGuard:
@@ -131,21 +131,23 @@ class EngineGuard:
         self.policy, self.max_gap, self.micro_batch_size, self.device = policy, max_gap, micro_batch_size, device
         self._steps_left = CHECKED_STEPS if policy.engine_dtype is not None else 0
 
-    def draw(self, step: int, samples: Sequence[Sample]) -> list[Sample]:
-        """This rank's samples for `check`, none after the first steps; called while the policy is drawing.
+    def generate(self, step: int, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """This rank's trajectories for `check`, none after the first steps; inside `Policy.sampling`.
 
         Args:
             step: the optimizer step.
-            samples: generated in this step.
+            trajectories: of this step.
         """
-        return self.policy.draw_whole(samples[: self.micro_batch_size], step) if self._steps_left else []
+        if not self._steps_left:
+            return []
+        return self.policy.generate_unfiltered(trajectories[: self.micro_batch_size], step)
 
-    def check(self, step: int, samples: Sequence[Sample]) -> None:
+    def check(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Compare on every rank, and stop the run if one rank's engine differs; collective.
 
         Args:
             step: the optimizer step.
-            samples: what `draw` returned.
+            trajectories: what `generate` returned.
 
         Raises:
             UserError: on every rank, before the step's update.
@@ -153,16 +155,16 @@ class EngineGuard:
         if self._steps_left == 0:
             return
         self._steps_left -= 1
-        gap = reduce_over_ranks(maxima={"gap": self._gap(samples)}, device=self.device)["gap"]
+        gap = reduce_over_ranks(maxima={"gap": self._gap(trajectories)}, device=self.device)["gap"]
         if not gap <= self.max_gap:
             raise UserError(
                 f"step {step}: the engine's log-probabilities differ from the trained model's by {gap:.3g} nat a token "
-                f"(more than {self.max_gap:g}), so it has other weights, and no update was made from this step; take "
+                f"(more than {self.max_gap:g}), so it has other weights, and no update was made from this step; set "
                 "rollout.engine=hf, then start the same command again (earlier checkpoints are intact)"
             )
 
     @torch.no_grad()
-    def _gap(self, samples: Sequence[Sample]) -> float:
-        micro_batch = self.policy.collate(samples)
+    def _gap(self, trajectories: Sequence[Trajectory]) -> float:
+        micro_batch = self.policy.collate(trajectories)
         values = self.policy.log_probs(micro_batch).values.cpu()
-        return float((values - micro_batch["rollout_log_probs"])[micro_batch["mask"].bool()].abs().mean())
+        return float((values - micro_batch["rollout_log_probs"])[micro_batch["response_mask"].bool()].abs().mean())

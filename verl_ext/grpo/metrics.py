@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from verl_ext.distributed import reduce_over_ranks
-from verl_ext.grpo.environment import Environment, Reward
-from verl_ext.grpo.experience import Experience
-from verl_ext.grpo.policy import Policy, Sample
-from verl_ext.grpo.update import Updated
+from verl_ext.grpo.protocols import Environment, Metrics, Policy, Trajectory
 from verl_ext.metrics.jsonl import SampleRow
 
 MAX_SHOWN_CHARACTERS = 300
@@ -18,7 +18,7 @@ MAX_SHOWN_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
-class Spread:
+class Distribution:
     """Statistics of the values of all ranks; `std` is the population standard deviation."""
 
     mean: float
@@ -26,13 +26,9 @@ class Spread:
     min: float
     max: float
 
-    def named(self, name: str, *statistics: str) -> dict[str, float]:
-        """Some of the statistics as metrics: `mean` as `NAME_mean`."""
-        return {f"{name}_{statistic}": getattr(self, statistic) for statistic in statistics}
 
-
-def spreads(columns: Mapping[str, Sequence[float]], device: str) -> dict[str, Spread]:
-    """The spread of every column that has a value on any rank; collective, with the same columns on every rank."""
+def distributions(columns: Mapping[str, Sequence[float]], device: str) -> dict[str, Distribution]:
+    """Statistics of every column that has a value on any rank; collective, with the same columns on every rank."""
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
     for name, values in columns.items():
@@ -46,86 +42,132 @@ def spreads(columns: Mapping[str, Sequence[float]], device: str) -> dict[str, Sp
     squares = {name: math.fsum((value - mean) ** 2 for value in columns[name]) for name, mean in means.items()}
     squares = reduce_over_ranks(sums=squares, device=device)
     return {
-        name: Spread(
+        name: Distribution(
             means[name], math.sqrt(squares[name] / found[f"{name} n"]), -found[f"{name} min"], found[f"{name} max"]
         )
         for name in means
     }
 
 
-@dataclass(frozen=True)
-class GRPOMetrics:
-    """Computes metrics that are the same on every rank; all but `rows` and `describe` are collective.
+def distribution_metrics(
+    columns: Mapping[str, Sequence[float]], device: str, statistics: Mapping[str, Sequence[str]]
+) -> Metrics:
+    """The statistics of some columns as metrics, `NAME_mean` and so on; collective.
 
-    Attributes:
-        policy: measures samples.
-        environment: names the rewards and their metrics.
+    Args:
+        columns: values of this rank, by name.
+        device: for reductions over ranks.
+        statistics: of each column, among mean, std, min and max. A column without values has no metrics.
+    """
+    found = distributions(columns, device)
+    return {
+        f"{name}_{statistic}": getattr(found[name], statistic)
+        for name in columns
+        if name in found
+        for statistic in statistics[name]
+    }
+
+
+def sample_metrics(
+    kind: str, trajectories: Sequence[Trajectory], policy: Policy, environment: Environment, device: str
+) -> Metrics:
+    """Metrics of rewards and lengths; `kind` is train or eval; collective."""
+    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+    measured = [policy.sample_metrics(trajectory) for trajectory in trajectories]
+    components = {
+        name: [reward.components[name] for reward in rewards if not reward.failures]
+        for name in environment.reward_names
+    }
+    totals = {"reward_total": [reward.total for reward in rewards if reward.total is not None]}
+    sizes = {name: [metrics[name] for metrics in measured] for name in policy.metric_names}
+    results = {name: [reward.metrics[name] for reward in rewards] for name in environment.metric_names}
+    statistics = {
+        **dict.fromkeys(components, ("mean",)),
+        **dict.fromkeys(totals, ("mean", "std", "min", "max")),
+        **dict.fromkeys(sizes, ("mean", "max")),
+        **dict.fromkeys(results, ("mean", "std")),
+    }
+    metrics = distribution_metrics({**components, **totals, **sizes, **results}, device, statistics)
+    counts = {
+        "reward_failures": sum(len(reward.failures) for reward in rewards),
+        "samples_without_reward": sum(bool(reward.failures) for reward in rewards),
+        policy.count_name: sum(map(policy.num_decisions, trajectories)),
+    }
+    metrics |= reduce_over_ranks(sums=counts, device=device)
+    return {f"{kind}/{name}": value for name, value in metrics.items()}
+
+
+class UpdateMetrics:
+    """Collects metrics over the micro-batches of a step's updates.
+
+    Args:
         device: for reductions over ranks.
     """
 
-    policy: Policy
-    environment: Environment
-    device: str
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._losses: list[float] = []
+        self._grad_norms: list[float] = []
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self._maxima: defaultdict[str, float] = defaultdict(float)
 
-    def of_samples(self, kind: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, float]:
-        """Metrics of rewards and lengths; `kind` is train or eval."""
-        columns = {
-            name: [reward.parts[name] for reward in rewards if not reward.failures] for name in self.environment.names
-        }
-        columns["reward_total"] = [reward.total for reward in rewards if reward.total is not None]
-        measured = [self.policy.measure(sample) for sample in samples]
-        sizes = {name: [figures[name] for figures in measured] for name in self.policy.figures}
-        results = {name: [reward.figures[name] for reward in rewards] for name in self.environment.figures}
-        found = spreads({**columns, **sizes, **results}, self.device)
-        figures = {f"{name}_mean": found[name].mean for name in columns if name in found}
-        if "reward_total" in found:
-            figures |= found["reward_total"].named("reward_total", "std", "min", "max")
-        for name in sizes:
-            figures |= found[name].named(name, "mean", "max")
-        for name in results:
-            figures |= found[name].named(name, "mean", "std")
-        counts = {
-            "reward_failures": sum(len(reward.failures) for reward in rewards),
-            "samples_without_reward": sum(bool(reward.failures) for reward in rewards),
-            self.policy.count_name: sum(map(self.policy.num_decisions, samples)),
-        }
-        figures |= reduce_over_ranks(sums=counts, device=self.device)
-        return {f"{kind}/{name}": value for name, value in figures.items()}
+    def add_update(self, loss: float, grad_norm: float) -> None:
+        """Add the loss of an update, which is that of all ranks, and the gradient's norm before clipping."""
+        self._losses.append(loss)
+        self._grad_norms.append(grad_norm)
 
-    def of_update(self, experience: Experience, updated: Updated) -> dict[str, float]:
-        """Metrics of a step's groups and of the updates from them."""
-        advantages = spreads({"adv": experience.advantages.values.tolist()}, self.device)["adv"]
-        counts = {
-            "train/groups_without_signal": experience.advantages.num_without_signal,
-            "train/groups_replaced": experience.num_replaced,
-        }
+    def add_sums(self, sums: Mapping[str, float], num_decisions: float) -> None:
+        """Add sums over the decisions of a micro-batch, whose mean per decision is logged."""
+        for name, value in sums.items():
+            self._sums[name] += value
+            self._counts[name] += num_decisions
+
+    def add_maximum(self, name: str, values: torch.Tensor) -> None:
+        """Take the largest value into account, which `NAME_max` logs."""
+        self._maxima[name] = max(self._maxima[name], float(values.max()))
+
+    def reduced(self) -> Metrics:
+        """The metrics by their full names, over all ranks and updates; collective."""
+        counts = {f"{name} n": count for name, count in self._counts.items()}
+        sums = reduce_over_ranks(sums={**self._sums, **counts}, device=self._device)
+        maxima = reduce_over_ranks(maxima=self._maxima, device=self._device)
+        means = {name: sums[name] / max(sums[f"{name} n"], 1.0) for name in self._sums}
         return {
-            "train/loss": updated.loss,
-            "train/grad_norm": updated.grad_norm,
-            **{f"train/{name}": value for name, value in updated.means.items() if name != "rollout_logprob_diff"},
-            "train/rollout_logprob_diff_mean": updated.means["rollout_logprob_diff"],
-            **{f"train/{name}_max": value for name, value in updated.maxima.items()},
-            **advantages.named("train/adv", "mean", "std", "min", "max"),
-            **reduce_over_ranks(sums=counts, device=self.device),
+            "train/loss": sum(self._losses) / len(self._losses),
+            "train/grad_norm": sum(self._grad_norms) / len(self._grad_norms),
+            **{f"train/{name}": value for name, value in means.items() if name != "rollout_logprob_diff"},
+            "train/rollout_logprob_diff_mean": means["rollout_logprob_diff"],
+            **{f"train/{name}_max": value for name, value in maxima.items()},
         }
 
-    def rows(self, experience: Experience, count: int) -> list[SampleRow]:
-        """Up to `count` samples of this rank with rewards and advantages: one of each prompt, then another."""
-        every = list(zip(experience.samples, experience.rewards, experience.advantages.values.tolist()))
-        return [
-            {
-                "sample_id": sample.prompt.sample_id,
-                "number": sample.number,
-                **self.policy.row(sample),
-                **{name: reward.parts.get(name) for name in self.environment.names},
-                **reward.figures,
-                "reward_total": reward.total,
-                "advantage": advantage,
-            }
-            for sample, reward, advantage in sorted(every, key=lambda item: item[0].number)[:count]
-        ]
 
-    def describe(self, sample: Sample) -> str:
-        """A sample in a message, abbreviated."""
-        shown = " | ".join(f"{column}: {text!r}" for column, text in self.policy.row(sample).items())
-        return f"sample {sample.number} of {sample.prompt.sample_id}, {shown[:MAX_SHOWN_CHARACTERS]}"
+# Samples for readers
+
+
+def sample_rows(
+    trajectories: Sequence[Trajectory], count: int, policy: Policy, environment: Environment
+) -> list[SampleRow]:
+    """Up to `count` samples of this rank with rewards and advantages: one of each prompt, then another."""
+    rows: list[SampleRow] = []
+    for trajectory in sorted(trajectories, key=lambda each: each.number)[:count]:
+        reward = trajectory.reward
+        assert reward is not None, "samples are shown after their episode"
+        rows.append(
+            {
+                "sample_id": trajectory.prompt.sample_id,
+                "number": trajectory.number,
+                **policy.table_row(trajectory),
+                **{name: reward.components.get(name) for name in environment.reward_names},
+                **reward.metrics,
+                "reward_total": reward.total,
+                "advantage": trajectory.advantage,
+            }
+        )
+    return rows
+
+
+def describe(trajectory: Trajectory, policy: Policy) -> str:
+    """A sample in a message, abbreviated."""
+    shown = " | ".join(f"{column}: {text!r}" for column, text in policy.table_row(trajectory).items())
+    return f"sample {trajectory.number} of {trajectory.prompt.sample_id}, {shown[:MAX_SHOWN_CHARACTERS]}"

@@ -1,10 +1,10 @@
-"""`python -m verl_ext.health RUN_DIR`: is this run well? From its files alone, while it trains or afterwards."""
+"""`python -m verl_ext.health RUN_DIR`: checks the health of a run from its files, while it trains or afterwards."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -13,26 +13,27 @@ from verl_ext.cli import FAILURES, CommandParser, clean_exit
 from verl_ext.commands import program
 from verl_ext.console import print_line
 from verl_ext.errors import UserError
-from verl_ext.health.checklist import Point, checklists, gravest
-from verl_ext.health.findings import Finding, Level
-from verl_ext.health.own_rules import all_rules
-from verl_ext.health.run_files import RunFiles
+from verl_ext.health.checklist import ChecklistItem, MetricTrend, checklists, max_level, metric_trends
+from verl_ext.health.rule import Finding, Level
+from verl_ext.health.rules import load_rules
+from verl_ext.health.run_directory import RunDirectory
 from verl_ext.plugins import PLUGIN_FORM
 
 MARKS = {Level.OK: "ok     ", Level.NOTICE: "notice ", Level.WARNING: "WARNING", Level.ALARM: "ALARM  "}
 UNKNOWN = "-      "
+Checklists = Mapping[str, Sequence[ChecklistItem]]
 
 
 def build_parser() -> CommandParser:
     """The options."""
     parser = CommandParser(
         prog=program("health"),
-        description="Go through the three checklists of a run and through all health rules, from its files alone.",
+        description="Go through the three checklists, the trends and all health rules of a run, from its files alone.",
         examples=[
             f"{program('health')} checkpoints/rlvr_coding_model/sft_quickstart",
             f"{program('health')} --rules",
         ],
-        exit_codes={"0": "no alarm stands", "1": "an alarm stands", **FAILURES},
+        exit_codes={"0": "there is no alarm", "1": "there is an alarm", **FAILURES},
     )
     parser.add_argument(
         "run_dir",
@@ -41,79 +42,88 @@ def build_parser() -> CommandParser:
         metavar="RUN_DIR",
         help="directory of a run, checkpoints/<project>/<experiment>",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
-        "--own-rules", action="append", default=[], metavar="PLACE:LIST", help=f"rules of your own too: {PLUGIN_FORM}"
+        "--own-rules", action="append", default=[], metavar="PLACE:LIST", help=f"add your own rules: {PLUGIN_FORM}"
     )
     parser.add_argument("--rules", action="store_true", help="list the rules")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look at a run.
+    """Check the health of a run.
 
     Args:
-        argv: arguments without the program's name; None takes the process's own.
+        argv: arguments without the program's name; None takes those of the process.
 
     Returns:
-        1 when an alarm stands, else 0.
+        1 if there is an alarm, else 0.
 
     Raises:
         SystemExit: with code 2 after bad input and 75 after a stop, each explained on standard error.
     """
     with clean_exit():
         arguments = build_parser().parse_args(argv)
-        rules = all_rules(arguments.own_rules, "--own-rules")
+        rules = load_rules(arguments.own_rules, "--own-rules")
         if arguments.rules:
-            print_line("\n".join(f"{each.name:28} {each.meaning}" for each in rules))
+            print_line("\n".join(f"{each.name:28} {each.description}" for each in rules))
             return 0
         if arguments.run_dir is None:
             raise UserError("no run is named; give its directory, checkpoints/<project>/<experiment>")
-        files = RunFiles.read(arguments.run_dir, rules)
-        lists, findings = checklists(files), list(files.findings().values())
-        print_line(as_json(files, lists, findings) if arguments.json else as_text(files, lists, findings))
-        worst = max([gravest(chain(*lists.values())), *(each.level for each in findings)])
+        run = RunDirectory.read(arguments.run_dir, rules)
+        lists, trends, findings = checklists(run), metric_trends(run.view), list(run.findings().values())
+        print_line((as_json if arguments.json else as_text)(run, lists, trends, findings))
+        worst = max([max_level(chain(*lists.values())), *(each.level for each in findings)])
         return int(worst == Level.ALARM)
 
 
-def as_text(files: RunFiles, lists: dict[str, list[Point]], findings: Sequence[Finding]) -> str:
+def as_text(run: RunDirectory, lists: Checklists, trends: Sequence[MetricTrend], findings: Sequence[Finding]) -> str:
     """For people."""
-    run = files.run
-    lines = [f"{run['project']}/{run['experiment']} ({files.facts.stage}), {run['status']}, step {files.history.step}"]
-    for title, points in lists.items():
-        lines += ["", title, *(_line(point) for point in points)]
+    record = run.run
+    lines = [f"{record['project']}/{record['experiment']} ({run.stage}), {run.status}, step {run.history.step}"]
+    for title, items in lists.items():
+        lines += ["", title, *map(_line, items)]
+    lines += ["", "Trends", *(f"  {each.sentence}" for each in trends)]
+    lines += [] if trends else [f"  {UNKNOWN} too little to judge"]
     lines += ["", "Rules"]
-    ordered = sorted(findings, key=lambda each: -each.level)
-    lines += [f"  {MARKS[each.level]} {each.rule}: {each.sentence}" for each in ordered]
-    silent = [
-        each.name for each in files.rules if files.facts.stage in each.stages and each.name not in _names(findings)
-    ]
-    return "\n".join([*lines, *([f"  {UNKNOWN} too little to tell: {', '.join(silent)}"] if silent else [])])
+    lines += [f"  {MARKS[each.level]} {each.rule}: {each.sentence}" for each in sorted(findings, key=_by_level)]
+    judged = {each.rule for each in findings}
+    silent = [rule.name for rule in run.rules if run.stage in rule.stages and rule.name not in judged]
+    return "\n".join([*lines, *([f"  {UNKNOWN} too little to judge: {', '.join(silent)}"] if silent else [])])
 
 
-def as_json(files: RunFiles, lists: dict[str, list[Point]], findings: Sequence[Finding]) -> str:
-    """For programs."""
-    points = {
+def as_json(run: RunDirectory, lists: Checklists, trends: Sequence[MetricTrend], findings: Sequence[Finding]) -> str:
+    """For programs; `run` is the content of `run.json`."""
+    items = {
         title: [
-            {"text": each.text, "level": each.seen and each.seen.level.word, "seen": each.seen and each.seen.message}
+            {
+                "text": each.text,
+                "level": each.result and each.result.level.word,
+                "seen": each.result and each.result.message,
+            }
             for each in listed
         ]
         for title, listed in lists.items()
     }
-    rules = [{**asdict(each), "level": each.level.word} for each in findings]
-    return json.dumps(
-        {"run": dict(files.run), "step": files.history.step, "checklists": points, "rules": rules}, indent=1
-    )
+    content = {
+        "run": dict(run.run),
+        "status": run.status,
+        "step": run.history.step,
+        "checklists": items,
+        "trends": [asdict(each) for each in trends],
+        "rules": [{**asdict(each), "level": each.level.word} for each in findings],
+    }
+    return json.dumps(content, indent=1)
 
 
-def _line(point: Point) -> str:
-    if point.seen is None:
-        return f"  {UNKNOWN} {point.text}: too little to tell"
-    return f"  {MARKS[point.seen.level]} {point.text}: {point.seen.message}"
+def _by_level(finding: Finding) -> int:
+    return -finding.level
 
 
-def _names(findings: Sequence[Finding]) -> set[str]:
-    return {each.rule for each in findings}
+def _line(item: ChecklistItem) -> str:
+    if item.result is None:
+        return f"  {UNKNOWN} {item.text}: too little to judge"
+    return f"  {MARKS[item.result.level]} {item.text}: {item.result.message}"
 
 
 if __name__ == "__main__":

@@ -1,167 +1,360 @@
-"""The three checklists: after a hundred steps, at every checkpoint, at the end."""
+"""The three checklists of a run: after a hundred steps, at every checkpoint, at the end; and its trends."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
-import numpy as np
-
-from verl_ext.checkpoint.manifest import EXPORT
-from verl_ext.health import saved
-from verl_ext.health.facts import LANGUAGE
-from verl_ext.health.findings import Level, Seen, alarm, notice, ok, warning
-from verl_ext.health.gpu_use import gpu_use
-from verl_ext.health.run_files import EARLY_STEPS, RunFiles
-from verl_ext.health.wandb_state import wandb_end
-from verl_ext.metrics.run_record import seconds_of
+from verl_ext.checkpoint.manifest import (
+    EXPORT,
+    complete_checkpoints,
+    has_export,
+    list_checkpoints,
+    read_tracker,
+    step_of,
+    why_incomplete,
+)
+from verl_ext.commands import program
+from verl_ext.files import GIB
+from verl_ext.health.context import LANGUAGE
+from verl_ext.health.rule import (
+    CORRECT,
+    LOSS,
+    REWARD,
+    VAL_LOSS,
+    VIOLATION,
+    CheckResult,
+    Finding,
+    HealthView,
+    Level,
+    alarm,
+    notice,
+    ok,
+    warning,
+)
+from verl_ext.health.run_directory import EARLY_STEPS, KILLED, RunDirectory, silence_s
+from verl_ext.health.trend import trend
 
 BUSY_SHARE = 0.8
-"""Of a GPU's time that training should use."""
-SILENCE_STEPS, SILENCE_S = 10, 600.0
-"""A run that is silent for longer than so many of its steps, and so many seconds, has likely hung."""
-PAUSES = ("time/val/step_s", "time/eval/step_s", "time/train/save_s", "time/checkpoint/write_s")
-"""What a run may be silent for."""
+"""Share of the time that a GPU should compute."""
+GPU_SAMPLES, GPU_PAUSE_S = 10, 0.2
+SIZE_MARGIN = 0.2
+"""Share by which the sizes of a run's checkpoints may differ."""
 TROUBLE = re.compile(r"NCCL|timeout|timed out|out of memory|OutOfMemory|\bOOM\b|SIGKILL", re.IGNORECASE)
+MIN_TREND_EPOCHS = 5
+"""Epochs below which the trends of a run are those over equal parts of it."""
 
 
 @dataclass(frozen=True)
-class Point:
+class ChecklistItem:
     """One line of a checklist.
 
     Attributes:
-        text: what should be so.
-        seen: what is; None where there is too little to tell.
+        text: the expectation.
+        result: whether it holds; None if there is too little to judge.
     """
 
     text: str
-    seen: Seen | None
+    result: CheckResult | None
 
 
-def checklists(files: RunFiles) -> dict[str, list[Point]]:
+def checklists(run: RunDirectory) -> dict[str, list[ChecklistItem]]:
     """All three by their titles."""
-    begun = files.history.step >= EARLY_STEPS or files.run["status"] != "running"
-    title = f"After {EARLY_STEPS} steps" + ("" if begun else f" (at step {files.history.step} so far)")
+    is_due = run.history.step >= EARLY_STEPS or run.status != "running"
+    title = f"After {EARLY_STEPS} steps" + ("" if is_due else f" (at step {run.history.step} so far)")
     return {
-        title: list(first_steps(files)),
-        "At every checkpoint": list(each_checkpoint(files)),
-        "At the end": list(the_end(files, time.time())),
+        title: list(first_steps(run)),
+        "At every checkpoint": list(each_checkpoint(run)),
+        "At the end": list(the_end(run)),
     }
 
 
-def first_steps(files: RunFiles) -> Iterable[Point]:
-    """What a run's beginning shows."""
-    early = files.findings(early=True)
-    seen = partial(_seen, early)
-    if files.facts.stage in LANGUAGE:
-        yield Point("train/loss falls", seen("loss_not_falling"))
+def first_steps(run: RunDirectory) -> Iterable[ChecklistItem]:
+    """What the start of a run shows."""
+    early = run.findings(early=True)
+    if run.stage in LANGUAGE:
+        yield ChecklistItem("train/loss falls", _of_rules(early, "loss_not_falling"))
     else:
-        yield Point("train/loss is not 0 throughout, and not extreme", worst(seen("loss_zero"), seen("loss_jitter")))
-    # of the present steps: a run that was prolonged began on another schedule
-    yield Point("train/lr(1e-3) follows its schedule", _seen(files.findings(), "lr_schedule"))
-    yield Point("train/grad_norm is in range", worst(seen("grad_norm_range"), seen("grad_norm_exploding")))
-    yield Point("step times are steady", worst(seen("step_time_high"), seen("step_time_rising")))
-    yield Point(f"GPUs are busy for more than {BUSY_SHARE:.0%} of the time", _gpus(files))
-    yield Point("no NCCL timeout, no lack of memory", _trouble(files))
+        found = _of_rules(early, "loss_zero", "loss_jitter")
+        yield ChecklistItem("train/loss is not 0 throughout, and not extreme", found)
+    # of the latest steps: a run that was prolonged started with another schedule
+    yield ChecklistItem("train/lr(1e-3) follows its schedule", _of_rules(run.findings(), "lr_schedule"))
+    yield ChecklistItem("train/grad_norm is in range", _of_rules(early, "grad_norm_range", "grad_norm_exploding"))
+    yield ChecklistItem("step times are steady", _of_rules(early, "step_time_high", "step_time_rising"))
+    yield ChecklistItem(f"GPUs are busy for more than {BUSY_SHARE:.0%} of the time", gpus_are_busy(run))
+    yield ChecklistItem("no NCCL timeout, no lack of memory", no_trouble(run))
 
 
-def each_checkpoint(files: RunFiles) -> Iterable[Point]:
+def each_checkpoint(run: RunDirectory) -> Iterable[ChecklistItem]:
     """What the checkpoints on the disk show."""
-    found = files.findings()
-    yield Point("val/loss does not keep rising", worst(_seen(found, "val_loss_rising"), _seen(found, "overfitting")))
-    yield Point(f"every checkpoint is complete, {EXPORT}/ too", saved.exports(files))
-    yield Point("the sizes of the checkpoints are alike", saved.sizes(files))
-    yield Point("latest_checkpointed_iteration.txt names the newest", saved.tracker(files))
+    found = _of_rules(run.findings(), "val_loss_rising", "overfitting")
+    yield ChecklistItem("val/loss does not keep rising", found)
+    yield ChecklistItem(f"every checkpoint is complete, {EXPORT}/ too", checkpoints_are_complete(run))
+    yield ChecklistItem("the sizes of the checkpoints are alike", sizes_are_alike(run))
+    yield ChecklistItem("latest_checkpointed_iteration.txt names the newest", tracker_names_newest(run))
 
 
-def the_end(files: RunFiles, now: float) -> Iterable[Point]:
-    """How the run ended, or that it is alive."""
-    run, last = files.run, files.history.step
-    total = run["total_steps"]
-    if run["status"] == "running":
-        yield Point("the run is alive", _alive(files, now))
+def the_end(run: RunDirectory) -> Iterable[ChecklistItem]:
+    """How the run ended, or whether it is alive."""
+    status, last, total = run.status, run.history.step, run.run["total_steps"]
+    if status in ("running", KILLED):
+        yield ChecklistItem("the run is alive", is_alive(run))
     else:
-        done = run["status"] == "finished" and last == total
-        told = f"{last} of {total} steps, {run['status']}: {_reason(files)}"
-        yield Point(
-            "all steps are done", ok(told) if done else alarm(told) if run["status"] == "failed" else notice(told)
-        )
-    yield Point("the final train/loss is in range", _seen(files.findings(), "final_loss"))
-    yield Point("the expected checkpoints are there", saved.expected(files))
-    yield Point("the W&B run is closed", _wandb(files))
+        told = f"{last} of {total} steps, {status}: {_exit_reason(run)}"
+        is_done = status == "finished" and last == total
+        result = ok(told) if is_done else alarm(told) if status == "failed" else notice(told)
+        yield ChecklistItem("all steps are done", result)
+    yield ChecklistItem("the final train/loss is in range", _of_rules(run.findings(), "final_loss"))
+    yield ChecklistItem("the final val/loss is in range", _of_rules(run.findings(), "final_val_loss"))
+    yield ChecklistItem("the expected checkpoints are there", expected_checkpoints(run))
+    yield ChecklistItem("the W&B run is closed", wandb_is_closed(run))
 
 
-def worst(*seen: Seen | None) -> Seen | None:
-    """The gravest of several; None where none can tell."""
-    return max((each for each in seen if each is not None), key=lambda each: each.level, default=None)
+def max_level(items: Iterable[ChecklistItem]) -> Level:
+    """The most serious level of some items."""
+    return max((each.result.level for each in items if each.result is not None), default=Level.OK)
 
 
-def _seen(findings: dict, name: str) -> Seen | None:
-    found = findings.get(name)
-    return None if found is None else Seen(found.level, found.sentence)
+def _of_rules(findings: Mapping[str, Finding], *names: str) -> CheckResult | None:
+    """The most serious of what some rules found; None if none of them has enough to judge."""
+    found = [findings[name] for name in names if name in findings]
+    worst = max(found, key=lambda each: each.level, default=None)
+    return None if worst is None else CheckResult(worst.level, worst.sentence)
 
 
-def _gpus(files: RunFiles) -> Seen | None:
-    attempts = files.run["attempts"]
+# The processes
+
+
+def is_alive(run: RunDirectory) -> CheckResult:
+    """Whether a run without a recorded end still runs."""
+    death = run.death()
+    if death is not None:
+        return alarm(f"{death}; start the same command again, and it resumes")
+    return ok(f"its last sign of life is {silence_s(run.run, run.history.time):.0f} s old")
+
+
+def gpus_are_busy(run: RunDirectory) -> CheckResult | None:
+    """Whether the GPUs of this machine compute most of the time; None for a run elsewhere or without GPUs."""
+    attempts = run.run["attempts"]
     is_here = bool(attempts) and attempts[-1].get("host") == socket.gethostname()
-    if files.config["trainer"]["device"] != "cuda" or files.run["status"] != "running" or not is_here:
+    if run.config["trainer"]["device"] != "cuda" or run.status != "running" or not is_here:
         return None
-    used = gpu_use()
-    if not used:
+    shares = gpu_utilization()
+    if not shares:
         return None
-    told = "used for " + ", ".join(f"{share:.0%}" for share in used)
-    return ok(told) if min(used) > BUSY_SHARE else warning(f"{told}; look at the parts of the step (time/train/...)")
+    told = "used for " + ", ".join(f"{share:.0%}" for share in shares)
+    return ok(told) if min(shares) > BUSY_SHARE else warning(f"{told}; look at the parts of the step (time/train/...)")
 
 
-def _trouble(files: RunFiles) -> Seen:
-    told = [f"attempt {each['attempt']}: {each['exit_reason']}" for each in files.run["attempts"] if _troubled(each)]
-    return warning("; ".join(told)) if told else ok(f"none in {len(files.run['attempts'])} attempts")
+def gpu_utilization() -> list[float]:
+    """Share of the time that each GPU with a process on it computes, over two seconds.
+
+    Returns:
+        One number per GPU; empty without NVML, or if a GPU does not say, such as one that is split (MIG).
+    """
+    if importlib.util.find_spec("pynvml") is None:
+        return []
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            return _sampled_utilization(pynvml)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return []
 
 
-def _troubled(attempt: dict) -> bool:
-    return bool(TROUBLE.search(attempt.get("exit_reason") or ""))
+def _sampled_utilization(nvml: Any) -> list[float]:
+    handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+    used = [handle for handle in handles if nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+    sums = [0.0] * len(used)
+    for _ in range(GPU_SAMPLES):
+        time.sleep(GPU_PAUSE_S)
+        for place, handle in enumerate(used):
+            sums[place] += nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+    return [total / GPU_SAMPLES for total in sums]
 
 
-def _alive(files: RunFiles, now: float) -> Seen:
-    silent_s = now - max(files.history.time, _begun(files))
-    steps = files.history.series("time/train/step_s").recent(20)
-    pauses = (files.history.series(name).recent() for name in PAUSES)
-    allowed = max(
-        SILENCE_S,
-        SILENCE_STEPS * float(np.median(steps)) if len(steps) else 0.0,
-        *(2 * float(each.max()) for each in pauses if len(each)),
-    )
-    told = f"its last row is {silent_s:.0f} s old"
-    return (
-        ok(told) if silent_s <= allowed else alarm(f"{told}; look at its processes, and start the same command again")
-    )
+def no_trouble(run: RunDirectory) -> CheckResult:
+    """Whether an attempt ended because of NCCL, a timeout or a lack of memory."""
+    attempts = run.run["attempts"]
+    told = [
+        f"attempt {each['attempt']}: {each['exit_reason']}"
+        for each in attempts
+        if TROUBLE.search(each.get("exit_reason") or "")
+    ]
+    return warning("; ".join(told)) if told else ok(f"none in {len(attempts)} attempts")
 
 
-def _begun(files: RunFiles) -> float:
-    """When the last attempt began, in seconds since 1970; 0 where that is not known."""
-    attempts = files.run["attempts"]
-    return (seconds_of(attempts[-1]["start"]) if attempts else None) or 0.0
-
-
-def _reason(files: RunFiles) -> str:
-    attempts = files.run["attempts"]
+def _exit_reason(run: RunDirectory) -> str:
+    attempts = run.run["attempts"]
     return (attempts[-1].get("exit_reason") if attempts else None) or "no reason is known"
 
 
-def _wandb(files: RunFiles) -> Seen | None:
-    if "wandb" not in files.config["trainer"]["logger"] or files.run["status"] == "running":
+def wandb_is_closed(run: RunDirectory) -> CheckResult | None:
+    """Whether W&B got the end of the run; None while it runs, and for runs of releases that did not record it."""
+    attempts = run.run["attempts"]
+    if "wandb" not in run.config["trainer"]["logger"] or run.status == "running" or not attempts:
         return None
-    code = wandb_end(files.directory)
-    if code is None:
-        return warning("its file has no end; python -m wandb sync uploads what there is")
-    expected = files.run["status"] == "finished"
-    return ok(f"with exit code {code}") if (code == 0) == expected else warning(f"with exit code {code}")
+    closed = attempts[-1].get("closed_trackers")
+    if closed is None and run.status != KILLED:
+        return None
+    if closed is not None and "wandb" in closed:
+        return ok("closed")
+    return warning("it was not closed; python -m wandb sync uploads its rows")
 
 
-def gravest(points: Iterable[Point]) -> Level:
-    """Of all points."""
-    return max((each.seen.level for each in points if each.seen is not None), default=Level.OK)
+# The checkpoints
+
+
+def checkpoints_are_complete(run: RunDirectory) -> CheckResult | None:
+    """Whether every checkpoint is complete and has the export that is due; None without any."""
+    paths = list_checkpoints(run.path)
+    if not paths:
+        return None
+    problems = {path: reason for path in paths if (reason := why_incomplete(path)) is not None}
+    wrong = [f"{path.name}: {reason}" for path, reason in problems.items() if path.exists()]  # else rotation removed it
+    if wrong:
+        return alarm("; ".join(wrong) + f"; remove what is not complete, or run {program('checkpoint')} verify")
+    exported = [path for path in paths if has_export(path)]
+    told = f"{len(paths)} complete, {len(exported)} of them with {EXPORT}/"
+    missing = [path.name for path in paths if path not in exported and _export_is_due(run, step_of(path) or 0)]
+    return warning(f"{told}; {', '.join(missing)} should have one") if missing else ok(told)
+
+
+def _export_is_due(run: RunDirectory, step: int) -> bool:
+    """Whether the last attempt had to export at a step; a controller has nothing to export."""
+    checkpoint = run.config["trainer"].get("checkpoint") or {}
+    if run.stage == "budget" or step <= _first_step(run) or "hf_model" not in checkpoint.get("save_contents", ()):
+        return False
+    every = (checkpoint.get("export") or {}).get("every")
+    return every is None or step % every == 0 or step == run.run["total_steps"]
+
+
+def sizes_are_alike(run: RunDirectory) -> CheckResult | None:
+    """Whether the complete checkpoints have one size; None without any."""
+    sizes = [manifest.num_bytes for manifest in complete_checkpoints(run.path).values()]
+    if not sizes:
+        return None
+    told = f"{min(sizes) / GIB:.2f} to {max(sizes) / GIB:.2f} GiB"
+    are_alike = max(sizes) <= (1 + SIZE_MARGIN) * min(sizes)
+    return ok(told) if are_alike else notice(f"{told}; exports may be rarer than saves, or an optimizer was dropped")
+
+
+def tracker_names_newest(run: RunDirectory) -> CheckResult | None:
+    """Whether `latest_checkpointed_iteration.txt` names the newest complete checkpoint; None without any."""
+    steps = _complete_steps(run)
+    if not steps:
+        return None
+    tracked, problem = read_tracker(run.path)
+    if tracked is None:
+        return warning(f"it {problem}; the next start takes the newest complete checkpoint")
+    told = f"it names {tracked.name}"
+    if step_of(tracked) != max(steps):
+        return warning(f"{told}, but global_step_{max(steps)} is there")
+    return ok(told)
+
+
+def expected_checkpoints(run: RunDirectory) -> CheckResult | None:
+    """Whether the checkpoints that were due and that rotation keeps are there; None if none was due yet."""
+    total, every, last = run.run["total_steps"], run.config["trainer"]["save_freq"], run.history.step
+    if total is None or run.status == "waiting":
+        return None
+    due = total if last >= total else last - last % every if every > 0 else 0
+    if run.status in ("running", KILLED) and every > 0:
+        due = (due - 1) // every * every  # the save that is due now may be in progress, or was interrupted
+    if due <= 0:
+        return None
+    steps = _complete_steps(run)
+    if not any(step >= due for step in steps):
+        newest = max(steps, default="none")
+        return alarm(f"global_step_{due} was due and is not there; the newest complete one is {newest}")
+    told = f"{len(steps)} kept, the newest is global_step_{max(steps)}"
+    missing = [f"global_step_{step}" for step in _scheduled(run, due, every) if _is_missing(run, step, steps)]
+    return warning(f"{told}; {', '.join(missing)} should be kept too") if missing else ok(told)
+
+
+def _scheduled(run: RunDirectory, due: int, every: int) -> list[int]:
+    """Steps at which the last attempt had to save, up to the last one that was due."""
+    return list(range(_first_step(run) // every * every + every, due, every)) if every > 0 else []
+
+
+def _is_missing(run: RunDirectory, step: int, steps: list[int]) -> bool:
+    """Whether a checkpoint is gone although fewer newer ones exist than rotation keeps."""
+    most = run.config["trainer"].get("max_ckpt_to_keep")
+    return step not in steps and (most is None or sum(each > step for each in steps) < most)
+
+
+def _complete_steps(run: RunDirectory) -> list[int]:
+    return [manifest.step for manifest in complete_checkpoints(run.path).values()]
+
+
+def _first_step(run: RunDirectory) -> int:
+    """The step from which the last attempt resumed; `config.yaml` is that of this attempt."""
+    attempts = run.run["attempts"]
+    return (attempts[-1].get("first_step") if attempts else None) or 0
+
+
+# Trends
+
+
+@dataclass(frozen=True)
+class MetricTrend:
+    """How a metric moves over the whole run.
+
+    Attributes:
+        metric: its name.
+        better: 1 if it should rise, -1 if it should fall.
+        first: the first mean.
+        last: the last mean.
+        count: number of means.
+        unit: what they are means of: epochs, parts of the run or validations.
+        sign: 1 if it rises, -1 if it falls, 0 if neither is significant.
+        p_value: one-sided, of the direction (Mann-Kendall).
+    """
+
+    metric: str
+    better: int
+    first: float
+    last: float
+    count: int
+    unit: str
+    sign: int
+    p_value: float
+
+    @property
+    def sentence(self) -> str:
+        """The trend for people."""
+        word = {1: "rises", -1: "falls", 0: "shows no trend"}[self.sign]
+        verdict = "" if not self.sign else " (good)" if self.sign == self.better else " (bad)"
+        told = f"{self.metric} {word}{verdict}: {self.first:.4g} to {self.last:.4g}"
+        return f"{told} over {self.count} {self.unit}, p = {self.p_value:.2g}"
+
+
+def metric_trends(view: HealthView) -> list[MetricTrend]:
+    """The trends by which people judge a run, of the metrics that it has logged often enough."""
+    if view.context.stage in LANGUAGE:
+        directions = {LOSS: -1, VAL_LOSS: -1}
+    else:
+        correct = view.first_logged(CORRECT)
+        directions = {REWARD: 1, **({correct: 1} if correct else {}), VIOLATION: -1}
+    found = []
+    for name, better in directions.items():
+        values, unit = view.history.epochs(name), "epochs"
+        if len(values) < MIN_TREND_EPOCHS:
+            is_rare = name == VAL_LOSS
+            values = view.series(name).recent() if is_rare else view.series(name).segment_means
+            unit = "validations" if is_rare else "parts of the run"
+        if len(values) >= 3:
+            moved = trend(values)
+            sign = moved.sign if moved.goes(moved.sign, view.limits.improvement_p) else 0
+            ends = float(values[0]), float(values[-1])
+            found.append(MetricTrend(name, better, *ends, len(values), unit, sign, moved.p_value))
+    return found

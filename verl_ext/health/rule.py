@@ -1,53 +1,216 @@
-"""What a rule is, and the list that they enter."""
+"""One rule: its check, what a check sees of a run, and what it finds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
+import numpy as np
+
+from verl_ext.errors import one_line
 from verl_ext.health.config import HealthLimits
-from verl_ext.health.facts import LANGUAGE, REWARDED, Facts
-from verl_ext.health.findings import Finding, Seen
-from verl_ext.health.history import History
+from verl_ext.health.context import STAGES, RunContext
+from verl_ext.health.history import MetricHistory, MetricSeries
+from verl_ext.health.trend import Array, noise
 
-Check = Callable[[History, Facts, HealthLimits], Seen | None]
-EVERY_STAGE = LANGUAGE | REWARDED
+LOSS, VAL_LOSS, GRAD_NORM = "train/loss", "val/loss", "train/grad_norm"
+LR, SKIPPED_STEPS = "train/lr(1e-3)", "train/skipped_steps"
+REWARD, EVAL_REWARD, REWARD_STD = "train/reward_total_mean", "eval/reward_total_mean", "train/reward_total_std"
+REWARD_FAILURES = "train/reward_failures"
+CORRECT = ("train/reward_correct_mean", "train/accuracy_mean", "train/code_tests_mean")
+"""Metrics that say how often answers are right; a run logs one of them."""
+FORMAT = ("train/reward_format_mean", "train/tag_count_reward_mean")
+ADV_MEAN, ADV_STD = "train/adv_mean", "train/adv_std"
+ENTROPY, LOGPROB_DIFF = "train/entropy", "train/rollout_logprob_diff_mean"
+COMPLETION_LENGTH, PROMPT_LENGTH = "train/seq_completion_len_mean", "train/seq_prompt_len_max"
+ACCURACY, VIOLATION = "train/accuracy_mean", "train/budget_violation_mean"
+LATENCY, BUDGET = "train/latency_ms_mean", "train/budget_ms_mean"
+STEP_TIME, DATA_TIME, DISK_FREE = "time/train/step_s", "time/train/data_s", "system/disk_free_gib"
+TOKEN_RATE = "throughput/train/valid_tokens_per_s"
+RATES = ("throughput/train/tokens_per_s", TOKEN_RATE, "throughput/train/configs_per_s")
+
+NOISES = 4.0
+"""Standard deviations beyond which a difference is not noise."""
+NEAR_END = 0.9
+"""Share of a run's steps after which its last values are final."""
+
+
+class Level(IntEnum):
+    """How serious a result is; a larger value is more serious."""
+
+    OK = 0
+    NOTICE = 1
+    WARNING = 2
+    ALARM = 3
+
+    @property
+    def word(self) -> str:
+        """For people and files."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What a check found.
+
+    Attributes:
+        level: how serious it is.
+        message: the finding with its numbers, without a period.
+        advice: what to do, if that differs from the advice of the rule.
+    """
+
+    level: Level
+    message: str
+    advice: str | None = None
+
+
+def ok(message: str) -> CheckResult:
+    """Nothing is wrong."""
+    return CheckResult(Level.OK, message)
+
+
+def notice(message: str, advice: str | None = None) -> CheckResult:
+    """Worth knowing, and often fine."""
+    return CheckResult(Level.NOTICE, message, advice)
+
+
+def warning(message: str) -> CheckResult:
+    """Probably wrong."""
+    return CheckResult(Level.WARNING, message)
+
+
+def alarm(message: str) -> CheckResult:
+    """The purpose of the run is in danger."""
+    return CheckResult(Level.ALARM, message)
+
+
+@dataclass(frozen=True)
+class HealthView:
+    """What a check sees.
+
+    Attributes:
+        history: the metrics so far.
+        context: what else is known of the run.
+        limits: thresholds.
+    """
+
+    history: MetricHistory
+    context: RunContext
+    limits: HealthLimits
+
+    def series(self, metric: str) -> MetricSeries:
+        """A metric; empty if it was never logged."""
+        return self.history.series(metric)
+
+    def recent(self, metric: str, count: int | None = None, at_least: int | None = None) -> Array | None:
+        """The last values of a metric.
+
+        Args:
+            metric: its name.
+            count: number of values; None takes `health.limits.window`.
+            at_least: number below which there is too little to judge; None requires `count`.
+
+        Returns:
+            The values, the oldest first; None if there are too few.
+        """
+        count = count or self.limits.window
+        values = self.series(metric).recent(count)
+        return values if len(values) >= (count if at_least is None else at_least) else None
+
+    def epochs(self, metric: str, count: int) -> Array | None:
+        """Means of a metric over the last `count` epochs, the oldest first; None if there were fewer."""
+        means = self.history.epochs(metric)[-count:]
+        return means if len(means) == count else None
+
+    def first_logged(self, metrics: Sequence[str]) -> str | None:
+        """The first of several metrics that the run has logged."""
+        return next((each for each in metrics if self.series(each).num_points), None)
+
+    def threshold(self, threshold: float | str) -> float:
+        """A number, or the limit of that name."""
+        return float(vars(self.limits)[threshold]) if isinstance(threshold, str) else threshold
+
+    @property
+    def is_near_end(self) -> bool:
+        """Whether the run is in its last tenth."""
+        total = self.context.total_steps
+        return total is not None and self.history.step >= NEAR_END * total
+
+    def has_improved(self, metric: str, sign: int) -> bool:
+        """Whether the recent values are better than the first ones by more than noise.
+
+        Args:
+            metric: its name.
+            sign: 1 if higher is better, -1 if lower is.
+        """
+        series, window = self.series(metric), self.limits.window
+        if not series.num_points:
+            return False
+        gained = sign * (float(np.median(series.recent(window))) - float(series.first.mean()))
+        return gained > NOISES * noise(series.recent()) / math.sqrt(min(len(series.first), window))
+
+
+Check = Callable[[HealthView], CheckResult | None]
+"""Returns None if the run has not logged enough yet."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found at one step of a run.
+
+    Attributes:
+        rule: its name.
+        level: how serious it is.
+        message: the finding.
+        advice: what to do about it, one sentence.
+        step: the last step of the run then.
+    """
+
+    rule: str
+    level: Level
+    message: str
+    advice: str
+    step: int
+
+    @property
+    def sentence(self) -> str:
+        """The message, and the advice if there is something to do."""
+        return self.message if self.level == Level.OK else f"{self.message}; {self.advice}"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One thing that can go wrong.
+    """Something that can go wrong in a run.
 
     Attributes:
-        name: as recipes and people know it.
-        watches: metrics that it reads.
-        stages: that it is for.
-        advice: what to do when it complains, one sentence without a full stop.
-        meaning: when it complains, one sentence.
-        check: a pure function of the run's history; None where there is too little to tell.
+        name: as recipes and people call it.
+        check: looks for it; a pure function of the view.
+        description: when the rule complains, one sentence.
+        advice: what to do then, one sentence without a period.
+        stages: stages whose runs it checks.
     """
 
     name: str
-    watches: tuple[str, ...]
-    stages: frozenset[str]
-    advice: str
-    meaning: str
     check: Check
+    description: str
+    advice: str
+    stages: frozenset[str] = STAGES
 
-    def find(self, history: History, facts: Facts, limits: HealthLimits) -> Finding | None:
-        """Check now; None where the rule is not for the stage, or has too little to tell."""
-        seen = self.check(history, facts, limits) if facts.stage in self.stages else None
-        if seen is None:
+    def run(self, view: HealthView) -> Finding | None:
+        """Check now; None if the rule is not for this stage, or if there is too little to judge.
+
+        A check that raises is a notice, so that the other rules are still checked.
+        """
+        if view.context.stage not in self.stages:
             return None
-        return Finding(self.name, seen.level, seen.message, seen.advice or self.advice, history.step)
-
-
-def rule(*watches: str, advice: str, into: list[Rule], stages: Iterable[str] = EVERY_STAGE) -> Callable[[Check], Check]:
-    """Enter a check, under its function's name, into a list of rules; its docstring says when it complains."""
-
-    def enter(check: Check) -> Check:
-        meaning = " ".join((check.__doc__ or "").split())
-        into.append(Rule(check.__name__, watches, frozenset(stages), advice, meaning, check))
-        return check
-
-    return enter
+        try:
+            result = self.check(view)
+            if not isinstance(result, CheckResult | None):
+                raise TypeError(f"a check must return a CheckResult or None, not {type(result).__name__}")
+        except Exception as error:  # users write rules too
+            result = notice(f"the rule itself failed ({one_line(error)})")
+        if result is None:
+            return None
+        return Finding(self.name, result.level, result.message, result.advice or self.advice, view.history.step)

@@ -1,75 +1,123 @@
-"""The rules inside the loop: checked every few steps on rank 0, each change told once."""
+"""The rules inside the training loop: checked every few steps on rank 0; each change is reported once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from verl_ext.health.config import HealthLimits
-from verl_ext.health.facts import Facts
-from verl_ext.health.findings import Finding, Level
-from verl_ext.health.history import History
-from verl_ext.health.rule import Rule
-from verl_ext.health.rules import RULES
+from verl_ext.checkpoint.manifest import committed_steps
+from verl_ext.files import parse_json
+from verl_ext.health.config import HealthConfig
+from verl_ext.health.context import RunContext
+from verl_ext.health.history import read_history
+from verl_ext.health.rule import EVAL_REWARD, LOSS, VAL_LOSS, Finding, HealthView, Level, Rule
+from verl_ext.health.rules import RULES, load_rules
+from verl_ext.metrics.jsonl import EVENTS_FILE
+from verl_ext.metrics.run_record import RunRecord
 
-CALM_CHECKS = 3
-"""Checks in a row without it before a finding counts as gone; a rule at its threshold would be told again and again."""
+CLEAR_CHECKS = 3
+"""Consecutive checks without a finding before it counts as gone; a value near its threshold would flicker."""
+VALIDATED = frozenset({VAL_LOSS, EVAL_REWARD})
+"""Every row of a validation has one of them."""
 
 
-VALIDATED = frozenset({"val/loss", "eval/reward_total_mean"})
-"""One of them is in every row of a validation."""
-
-
-class HealthWatch:
-    """Follows a run.
+class HealthMonitor:
+    """Checks the rules of a run as its metrics arrive.
 
     Args:
-        history: of the steps before this attempt.
-        facts: of the run.
-        limits: thresholds.
-        every: steps between two checks; validations and losses that are not finite are checked at once.
-        stop_on: rules that stop the run when they come to a warning or an alarm.
-        told: what earlier attempts have told last, by rule; it is neither told nor stopped for again.
-        rules: that are checked, those of other stages left out.
+        view: of the run; its history is extended.
+        every: steps between two checks; validations and non-finite losses are checked at once.
+        stop_on: rules whose warning or alarm stops the run.
+        reported: the level that earlier attempts reported last, by rule; it is not reported again and stops nothing.
+        rules: to check.
+
+    Attributes:
+        stop_rule: the first rule of `stop_on` that has found a problem; None if there is none.
     """
 
     def __init__(
         self,
-        history: History,
-        facts: Facts,
-        limits: HealthLimits,
+        view: HealthView,
         every: int = 10,
         stop_on: Sequence[str] = (),
-        told: Mapping[str, Level] | None = None,
+        reported: Mapping[str, Level] | None = None,
         rules: Sequence[Rule] = RULES,
     ) -> None:
-        self._history, self._facts, self._limits, self._every = history, facts, limits, every
-        self._stop_on = frozenset(stop_on)
-        self._rules = [each for each in rules if facts.stage in each.stages]
-        self._standing: dict[str, Level] = dict(told or {})
-        self._calm: dict[str, int] = {}
+        self._view, self._every = view, every
+        self._stop_on, self._rules = frozenset(stop_on), rules
+        self._active: dict[str, Level] = dict(reported or {})
+        self._clear_checks: dict[str, int] = {}
         self.stop_rule: str | None = None
 
-    def note(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
-        """Take a row of metrics; gives what has changed, where the rules were checked."""
-        self._history.add(step, metrics)
-        is_due = "train/loss" in metrics and (step % self._every == 0 or step == self._facts.total_steps)
-        if not (is_due or VALIDATED & metrics.keys() or self._history.nonfinite_streak):
+    @classmethod
+    def for_run(
+        cls,
+        settings: HealthConfig,
+        config: Mapping[str, Any],
+        run_dir: Path,
+        first_step: int,
+        total_steps: int,
+        steps_per_epoch: int,
+    ) -> HealthMonitor:
+        """The rules of a run, with what its earlier attempts logged.
+
+        Args:
+            settings: the section `health`.
+            config: the resolved configuration.
+            run_dir: the run directory.
+            first_step: step from which this attempt resumes.
+            total_steps: of the run.
+            steps_per_epoch: optimizer steps in a pass over the data.
+        """
+        run = RunRecord(run_dir).read()
+        rules = load_rules(settings.rules, "health.rules", quiet=True)  # the launcher has warned
+        history, _ = read_history(run_dir, run["attempts"], until=first_step)
+        checkpoints = partial(committed_steps, run_dir)
+        context = RunContext.of(config, total_steps, steps_per_epoch, checkpoints, run["untrained_loss"])
+        view = HealthView(history, context, settings.limits)
+        reported = reported_levels(run_dir / EVENTS_FILE, first_step)
+        return cls(view, settings.every, settings.stop_on, reported, rules)
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+        """Add a row of metrics, and return what has changed if the rules were due."""
+        self._view.history.add(step, metrics)
+        if not self._is_due(step, metrics):
             return []
-        changes = [each for each in self.findings() if self._is_news(each)]
-        stopping = [each.rule for each in changes if each.rule in self._stop_on and each.level >= Level.WARNING]
-        self.stop_rule = self.stop_rule or next(iter(stopping), None)
+        changes = [found for found in self.findings() if self._is_news(found)]
+        stopping = (each.rule for each in changes if each.rule in self._stop_on and each.level >= Level.WARNING)
+        self.stop_rule = self.stop_rule or next(stopping, None)
         return changes
 
     def findings(self) -> list[Finding]:
-        """What every rule of the stage sees now, those left out that have too little to tell."""
-        found = (each.find(self._history, self._facts, self._limits) for each in self._rules)
+        """What each rule of the stage finds now, without those that have too little to judge."""
+        found = (rule.run(self._view) for rule in self._rules)
         return [each for each in found if each is not None]
 
+    def _is_due(self, step: int, metrics: Mapping[str, float]) -> bool:
+        is_turn = LOSS in metrics and (step % self._every == 0 or step == self._view.context.total_steps)
+        return is_turn or not VALIDATED.isdisjoint(metrics) or self._view.series(LOSS).nonfinite_streak > 0
+
     def _is_news(self, finding: Finding) -> bool:
-        """Whether a finding is graver than what stands, or has calmed down for good; it stands from then on."""
-        former = self._standing.get(finding.rule, Level.OK)
-        self._calm[finding.rule] = self._calm.get(finding.rule, 0) + 1 if finding.level < former else 0
-        if finding.level <= former and self._calm[finding.rule] < CALM_CHECKS:
-            return False
-        self._standing[finding.rule], self._calm[finding.rule] = finding.level, 0
-        return True
+        """Whether a finding is more serious than the active one of its rule, or has been less serious for a while."""
+        active = self._active.get(finding.rule, Level.OK)
+        clear = self._clear_checks.get(finding.rule, 0) + 1 if finding.level < active else 0
+        is_news = finding.level > active or clear >= CLEAR_CHECKS
+        self._clear_checks[finding.rule] = 0 if is_news else clear
+        if is_news:
+            self._active[finding.rule] = finding.level
+        return is_news
+
+
+def reported_levels(path: Path, step: int) -> dict[str, Level]:
+    """The last level of each rule in `events.jsonl`, up to a step."""
+    found: dict[str, Level] = {}
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        try:
+            row = parse_json(line)
+            if row["step"] <= step:
+                found[row["name"]] = Level[row["level"].upper()]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # a crash can leave a torn line
+    return found

@@ -132,7 +132,7 @@ def run_with_restarts(
     restarts: int,
     first_pause_s: float = FIRST_PAUSE_S,
 ) -> T:
-    """Call `attempt` until it ends without a crash, or `restarts` restarts in a row made no progress.
+    """Call `attempt` until it does not crash, or `restarts` restarts in a row made no progress; returns its result.
 
     Args:
         attempt: runs once, and returns how it ended.
@@ -142,9 +142,6 @@ def run_with_restarts(
         pause: waits that many seconds; twice as long each time, up to 300 s.
         restarts: how many may fail in a row.
         first_pause_s: seconds before the first restart.
-
-    Returns:
-        What the last attempt returned.
     """
     reached, used = progress(), 0
     while may_restart(outcome := attempt()):

@@ -26,7 +26,7 @@ from verl_ext.data.dataset import check_parquet
 from verl_ext.data.prepare.recipe_commands import is_within, missing_commands, output_of, run_commands, used_commands
 from verl_ext.data.training_templates import parse_chat_template, read_chat_template
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError, first_line_of
-from verl_ext.health.own_rules import all_rules
+from verl_ext.health.rules import load_rules
 from verl_ext.launch.configure import has_custom_class, settle_model
 from verl_ext.launch.report import WRITTEN
 from verl_ext.launch.watcher import evaluation_environment
@@ -118,7 +118,7 @@ def check_best_metric(name: str) -> None:
 
 def check_health(config: RunConfig) -> None:
     """`health.rules` can be loaded, and `health.stop_on` names rules of the stage."""
-    known = [rule.name for rule in all_rules(config.health.rules, "health.rules") if config.stage in rule.stages]
+    known = [rule.name for rule in load_rules(config.health.rules, "health.rules") if config.stage in rule.stages]
     for name in config.health.stop_on:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=3) or known
@@ -250,7 +250,6 @@ def check_inputs(config: RunConfig, awaited: Sequence[Path] = ()) -> None:
     """Refuse a model, data and reward functions that cannot be used.
 
     Args:
-        config: the resolved configuration.
         awaited: directories that are still to be prepared; nothing in them is checked.
     """
     has_model = not is_within(config.model.partial_pretrain, awaited)

@@ -38,7 +38,6 @@ def run_ranks(config: RunConfig, signals: StopSignals, module: str = RANK_MODULE
 
     Args:
         config: the resolved configuration, which the ranks get as a file.
-        signals: the launcher's.
         module: what every rank runs, as `python -m` takes it, with the file as its argument.
 
     Raises:
@@ -100,7 +99,6 @@ class RankSupervisor:
 
     Args:
         module: what the ranks run, which distinguishes them from other child processes.
-        signals: the launcher's.
         grace_s: seconds that the ranks have to save.
 
     Attributes:

@@ -11,13 +11,7 @@ from verl_ext.checkpoint.manifest import EXPORT, has_export, read_tracker, step_
 from verl_ext.commands import typed_command
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import default_recipe
-from verl_ext.console import (
-    print_line,
-    print_next,
-    print_summary,
-    typed_path,
-    warn,
-)
+from verl_ext.console import print_line, print_next, print_summary, typed_path, warn
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import resume_candidate
 from verl_ext.launch.outcome import Failure, Outcome, Stopped
@@ -38,15 +32,11 @@ WRITTEN = (
 
 
 def report(outcome: Outcome, config: RunConfig, record: RunRecord | None) -> int:
-    """Close `run.json` where the ranks could not, and tell the user how the launch ended.
+    """Close `run.json` where the ranks could not, and tell the user how the launch ended; returns the exit code.
 
     Args:
         outcome: of this node's ranks.
-        config: the resolved configuration.
         record: of the run; None on nodes other than the first, which writes it for all.
-
-    Returns:
-        The exit code of the command.
 
     Raises:
         UserError: a rank refused its input. The caller closes `run.json`, as for what the launcher itself refuses.

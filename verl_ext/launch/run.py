@@ -46,8 +46,6 @@ def run_to_the_end(
     """Train, unless this run is already finished; returns the exit code of the command.
 
     Args:
-        config: the resolved configuration.
-        signals: the launcher's.
         restarts: how many crashes in a row without a new checkpoint are followed by a restart.
         module: what every rank runs, see `run_ranks`.
         first_pause_s: seconds before the first restart.
@@ -84,10 +82,7 @@ class Launch:
     """The ranks of this node, over all restarts.
 
     Args:
-        config: the resolved configuration.
-        signals: the launcher's.
         record: of the run; None on nodes other than the first.
-        module: what every rank runs.
     """
 
     def __init__(self, config: RunConfig, signals: StopSignals, record: RunRecord | None, module: str) -> None:
@@ -112,8 +107,11 @@ class Launch:
 
     def next_config(self) -> RunConfig:
         """The user's configuration until this launch has saved something, from which the next attempt resumes."""
-        has_saved = last_checkpoint(self.run_dir) != self.saved_before
-        return with_auto_resume(self.config) if has_saved else self.config
+        if last_checkpoint(self.run_dir) == self.saved_before:
+            return self.config
+        config = deepcopy(self.config)
+        config.trainer.resume_mode = "auto"  # even if the first start had to begin elsewhere
+        return config
 
     def announce_restart(self, outcome: Outcome, plan: str) -> None:
         """Record the attempt as failed and the run as waiting for the next, and tell the user."""
@@ -147,6 +145,7 @@ class Launch:
         if self.record is None:
             return
         config = self.next_config()
+        first_start, precision = former_start(config)
         self.record.mark_waiting(
             project=config.trainer.project_name,
             experiment=config.trainer.experiment_name,
@@ -154,8 +153,8 @@ class Launch:
             recipe=config.recipe,
             config_digest=config_digest(as_dict(self.config)),
             untrained_loss=untrained_loss(str(config.model.partial_pretrain)),
-            first_start=first_start(config).isoformat(timespec="seconds"),
-            precision=recorded_precision(config),
+            first_start=first_start.isoformat(timespec="seconds"),
+            precision=precision,
         )
 
 
@@ -202,35 +201,20 @@ def last_checkpoint(run_dir: Path) -> tuple[int, float] | None:
     return manifest.step, manifest.time
 
 
-def with_auto_resume(config: RunConfig) -> RunConfig:
-    """A copy that resumes what the run has saved, even if its first start had to begin elsewhere."""
-    copy = deepcopy(config)
-    copy.trainer.resume_mode = "auto"
-    return copy
+def former_start(config: RunConfig) -> tuple[datetime, str | None]:
+    """Local time of the first start of the run that a launch resumes, and the number type of its forward pass.
 
-
-def first_start(config: RunConfig) -> datetime:
-    """Local time of the first start of the run that a launch resumes; now if it starts at step 0."""
-    checkpoint = resume_candidate(config)
-    try:
-        known = None if checkpoint is None else RunRecord(checkpoint.parent).first_start()
-    except UserError:
-        known = None  # a damaged record is replaced, with a warning
-    return known or datetime.now()
-
-
-def recorded_precision(config: RunConfig) -> str | None:
-    """Number type of the forward pass of the run that a launch resumes; None if it starts at step 0.
-
-    Records of earlier versions have none: on CPUs, where alone it matters, those runs computed in fp32.
+    They are now and None if the launch starts at step 0. Records of earlier versions have no number type: on CPUs,
+    where alone it matters, those runs computed in fp32.
     """
     checkpoint = resume_candidate(config)
     if checkpoint is None:
-        return None
+        return datetime.now(), None
+    record = RunRecord(checkpoint.parent)
     try:
-        return RunRecord(checkpoint.parent).read()["precision"] or "fp32"
-    except UserError:
-        return "fp32"
+        return record.first_start() or datetime.now(), record.read()["precision"] or "fp32"
+    except UserError:  # a damaged record is replaced, with a warning
+        return datetime.now(), "fp32"
 
 
 def print_start(config: RunConfig) -> None:

@@ -32,7 +32,6 @@ def torchrun(config: RunConfig, module: str, directory: Path, arguments: list[st
     """Prepare the start of the ranks.
 
     Args:
-        config: the resolved configuration.
         module: what every rank runs, as `python -m` takes it.
         directory: for torchrun's files; must outlive the ranks.
         arguments: of the module.
@@ -90,9 +89,6 @@ class LoopbackRendezvous(RendezvousHandler):
 
     torchrun's own rendezvous keeps its state as a pickle in a store that listens on every interface, so that everyone
     who can connect to it can execute code here. On one machine there is nothing to agree on but the store's port.
-
-    Args:
-        run_id: identifies the run.
     """
 
     def __init__(self, run_id: str) -> None:

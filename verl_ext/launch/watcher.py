@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from verl_ext.checkpoint.retention import read_best_file
@@ -138,7 +139,8 @@ class EvalWatcher:
                     stdout=self._log,
                     stderr=self._log,
                     start_new_session=True,  # Ctrl-C is for the launcher, which then stops this process
-                    preexec_fn=_end_with_launcher,
+                    # a launcher that is killed by SIGKILL must leave no evaluation behind
+                    preexec_fn=partial(end_with_parent, signal.SIGTERM),
                 )
             except OSError as error:
                 warn(f"the evaluation cannot start ({error.strerror})")
@@ -208,8 +210,3 @@ def evaluation_environment(config: RunConfig) -> dict[str, str]:
     environment = {"OMP_NUM_THREADS": str(share), **os.environ}
     names = config.eval.device_names
     return environment if names is None else {**environment, DEVICES: ",".join(names)}
-
-
-def _end_with_launcher() -> None:
-    """Runs between fork and exec: a launcher that is killed by SIGKILL must leave no evaluation behind."""
-    end_with_parent(signal.SIGTERM)

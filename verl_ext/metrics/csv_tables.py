@@ -29,10 +29,7 @@ _VALIDATION = ("val/", "eval/")
 
 
 class StepTables(MetricsSink):
-    """Both tables with one row per step, continued over attempts.
-
-    Args:
-        run_dir: where the tables are; must exist.
+    """Both tables of an existing run directory with one row per step, continued over attempts.
 
     Raises:
         OSError: a table cannot be opened.
@@ -192,11 +189,7 @@ class EpochSums:
 
 
 class EpochTables(MetricsSink):
-    """Both tables with one row per epoch.
-
-    Args:
-        run_dir: where the tables are.
-    """
+    """Both tables with one row per epoch."""
 
     name = "csv"
 
@@ -205,10 +198,6 @@ class EpochTables(MetricsSink):
 
     def log_epoch(self, split: str, row: Mapping[str, float]) -> None:
         """Add an epoch to its table; it replaces the same and later epochs, which the run wrote before it was resumed.
-
-        Args:
-            split: Train or Val.
-            row: by `EPOCH_COLUMNS`.
 
         Raises:
             OSError: the table cannot be written.

@@ -84,7 +84,7 @@ class JsonlFile:
             UserError: the file cannot be written.
         """
         with write_errors(self._path):
-            self._writer = self._writer or LineWriter.reopen(self._path, _is_object)
+            self._writer = self._writer or LineWriter.reopen(self._path, lambda line: _object(line) is not None)
             for row in rows:
                 self._writer.write(json.dumps({"step": step, "attempt": self._attempt, **row}, ensure_ascii=False))
 
@@ -99,7 +99,6 @@ class MetricsFile:
 
     Args:
         path: of the file; it and its directory are created if they are missing.
-        attempt: which start of the run writes here, from 1.
 
     Raises:
         UserError: the file cannot be opened for writing.
@@ -112,14 +111,10 @@ class MetricsFile:
             self._writer = LineWriter.reopen(self._path, lambda line: _parse(line) is not None)
 
     def append(self, step: int, metrics: Mapping[str, float]) -> MetricsRow:
-        """Write one row, with the attempt and the current time.
+        """Write one row, with the attempt and the current time, and return it.
 
         Args:
-            step: optimizer steps since the run began.
             metrics: value by metric name; non-finite values are allowed.
-
-        Returns:
-            The row as written.
 
         Raises:
             UserError: a value is not a number, or the file cannot be written.
@@ -182,21 +177,14 @@ def _plain_number(name: str, value: float) -> float:
 
 
 def _encode(row: MetricsRow) -> str:
-    metrics = {name: value if math.isfinite(value) else _non_finite(value) for name, value in row.metrics.items()}
+    metrics = {name: value if math.isfinite(value) else json.dumps(value) for name, value in row.metrics.items()}
     return json.dumps({"step": row.step, "attempt": row.attempt, "time": row.time, **metrics}, allow_nan=False)
-
-
-def _non_finite(value: float) -> str:
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The row of a line, or None if the line is not a row."""
-    try:
-        row = parse_json(line)
-    except ValueError:  # bytes that are not UTF-8 raise it too
-        return None
-    if not isinstance(row, dict) or not _has_key_columns(row):
+    row = _object(line)
+    if row is None or not _has_key_columns(row):
         return None
     row = {name: float(value) if value in _NON_FINITE else value for name, value in row.items()}
     return row if all(map(_is_number, row.values())) else None
@@ -212,8 +200,10 @@ def _is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < 10**300)
 
 
-def _is_object(line: bytes) -> bool:
+def _object(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line, or None if the line is none."""
     try:
-        return isinstance(parse_json(line), dict)
-    except ValueError:
-        return False
+        value = parse_json(line)
+    except ValueError:  # bytes that are not UTF-8 raise it too
+        return None
+    return value if isinstance(value, dict) else None

@@ -88,7 +88,6 @@ class MetricsRecorder:
         """Record one row.
 
         Args:
-            step: optimizer steps since the run began.
             metrics: value by metric name, reduced over all ranks.
 
         Raises:
@@ -98,12 +97,7 @@ class MetricsRecorder:
         self._send(lambda sink: sink.log_row(row))
 
     def log_epoch(self, split: str, row: Mapping[str, float]) -> None:
-        """Record the means of an epoch.
-
-        Args:
-            split: Train or Val.
-            row: by `EPOCH_COLUMNS`.
-        """
+        """Record the means of an epoch; see `MetricsSink.log_epoch`."""
         self._send(lambda sink: sink.log_epoch(split, row))
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
@@ -124,16 +118,21 @@ class MetricsRecorder:
         self._events.append(event.step, [event.record()])
         self._send(lambda sink: sink.log_event(event))
 
-    def close(self, exit_code: int = 0) -> None:
+    def close(self, exit_code: int = 0) -> list[str]:
         """Flush and close everything; a second call does nothing.
 
         Args:
             exit_code: the run's, which W&B shows.
+
+        Returns:
+            Names of the destinations that were closed without a failure.
         """
         for file in (self._metrics, self._samples, self._events):
             file.close()
         self._send(lambda sink: sink.close(exit_code))
+        closed = [sink.name for sink in self._sinks]
         self._sinks.clear()
+        return closed
 
     def _send(self, call: Callable[[MetricsSink], None]) -> None:
         for sink in list(self._sinks):

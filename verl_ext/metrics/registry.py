@@ -147,9 +147,7 @@ GRPO: dict[str, Metric] = {
     "train/clip_fraction": Metric("1", "Share of the tokens whose ratio was clipped.", _TOKENS),
     "train/dual_clip_fraction": Metric("1", "Share of the tokens whose ratio was beyond `clip_ratio_c`.", _TOKENS),
     "train/rollout_logprob_diff_mean": Metric(
-        "nat",
-        "Distance between the engine's and the trainer's log-probability of a token, before the update.",
-        _TOKENS,
+        "nat", "Distance between the engine's and the trainer's log-probability of a token, before the update.", _TOKENS
     ),
     "train/rollout_logprob_diff_max": Metric("nat", "The largest such distance.", LARGEST),
     "train/ratio_deviation_max": Metric(

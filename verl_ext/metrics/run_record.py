@@ -14,6 +14,7 @@ from verl_ext.console import warn
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json, replace_file, write_errors
 from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
+from verl_ext.processes import pid_namespace
 
 RUN_FILE = "run.json"
 STATUSES = ("waiting", "running", "finished", "stopped", "failed")
@@ -48,7 +49,8 @@ _TYPES = {
 _ATTEMPT_TYPES = {
     **{"attempt": (int,), "start": (str,)},
     **dict.fromkeys(("end", "exit_reason", "host"), _TEXT),
-    **dict.fromkeys(("first_step", "last_step", "world_size", "pid"), _COUNT),
+    **dict.fromkeys(("first_step", "last_step", "world_size", "pid", "pid_namespace"), _COUNT),
+    "closed_trackers": (list,),
 }
 _REQUIRED_ATTEMPT_KEYS = frozenset({"attempt", "start", "end"})
 _LARGEST_INT = 2**63 - 1  # what the monitor's database can hold
@@ -96,16 +98,12 @@ class RunRecord:
         self._write({**run, **identity, "status": "waiting"})
 
     def start_attempt(self, *, first_step: int, world_size: int, total_steps: int, precision: str | None = None) -> int:
-        """Record that training begins. An attempt that a kill left open is closed from its last row of metrics.
+        """Record that training begins, and return the number of the attempt, from 1.
+
+        An attempt that a kill left open is closed from its last row of metrics.
 
         Args:
             first_step: the step this attempt starts from.
-            world_size: number of ranks.
-            total_steps: optimizer steps of the whole run.
-            precision: number type of the forward pass.
-
-        Returns:
-            The number of the attempt, from 1.
 
         Raises:
             UserError: the file cannot be written.
@@ -117,13 +115,16 @@ class RunRecord:
         self._write({**run, "status": "running", "total_steps": total_steps, "precision": precision})
         return number
 
-    def end_attempt(self, status: EndStatus, last_step: int | None, exit_reason: str) -> None:
+    def end_attempt(
+        self, status: EndStatus, last_step: int | None, exit_reason: str, closed_trackers: list[str] | None = None
+    ) -> None:
         """Record how the open attempt ended.
 
         Args:
             status: `finished` (all steps are done), `stopped` (on request) or `failed`.
             last_step: the last step that was done; None takes it from `metrics.jsonl`.
             exit_reason: one sentence.
+            closed_trackers: destinations of metrics that got the end of the run; None if that is not known.
 
         Raises:
             UserError: no attempt is open, or the file cannot be written.
@@ -135,15 +136,15 @@ class RunRecord:
         if last_step is None:
             last_step, _ = self._last_row_of(attempt["attempt"])
         attempt.update(end=_now(), last_step=last_step, exit_reason=exit_reason)
+        if closed_trackers is not None:
+            attempt["closed_trackers"] = closed_trackers
         self._write({**run, "status": status})
 
     def end_if_running(self, status: EndStatus, exit_reason: str) -> bool:
         """Mark the run as `failed` or `stopped` if it has not ended; for the launcher, after its ranks ended.
 
-        Ranks that ended before training began count as an attempt, so that the reason is kept.
-
-        Returns:
-            Whether the record was changed.
+        Ranks that ended before training began count as an attempt, so that the reason is kept. Returns whether the
+        record was changed.
 
         Raises:
             UserError: the file cannot be written.
@@ -163,9 +164,6 @@ class RunRecord:
 
         If the run was finished or stopped before and has logged nothing since, its record is restored: a mistake on the
         command line must not turn a finished run into a failed one. Any other run has failed.
-
-        Args:
-            reason: one sentence.
 
         Raises:
             UserError: the file cannot be written.
@@ -225,9 +223,6 @@ class RunRecord:
 
 def load_run(path: Path) -> dict[str, Any]:
     """Read a run record.
-
-    Args:
-        path: of the `run.json`.
 
     Returns:
         The record. If there is no file: status `waiting`, no attempts, and None for the other keys.
@@ -291,6 +286,7 @@ def _attempt(number: int, *, first_step: int | None = None, world_size: int | No
         "exit_reason": None,
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "pid_namespace": pid_namespace(),
     }
 
 

@@ -91,9 +91,6 @@ class VerlTrackerSink(MetricsSink):
 
     Args:
         name: as in `trainer.logger`.
-        project: the project's name in the tracker.
-        experiment: the run's name in the project.
-        config: shown as the run's configuration.
         run_dir: where the `file` tracker writes, unless `VERL_FILE_LOGGER_PATH` is set.
     """
 
@@ -180,11 +177,6 @@ class ConsoleSink(MetricsSink):
 
 class LogFileSink(ConsoleSink):
     """Writes the console's lines to a file, which earlier attempts may have begun, with the time of each.
-
-    Args:
-        path: of the file.
-        total_steps: see `ConsoleSink`.
-        log_every: see `ConsoleSink`.
 
     Raises:
         OSError: the file cannot be opened.

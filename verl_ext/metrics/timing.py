@@ -93,10 +93,6 @@ class TraceFile:
 
     The format is a JSON array of Google's "Trace Event Format". Its closing bracket is optional, so the file is valid
     whenever the rank ends. If the file cannot be written, the trace ends with a warning and the run continues.
-
-    Args:
-        run_dir: the run directory.
-        rank: of this process.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
@@ -163,7 +159,6 @@ class StartupTimer:
         """Add the time since the last mark to a part.
 
         Args:
-            part: its name.
             moment: when it ended, by `time.perf_counter`; None is now.
         """
         if self._last is None:

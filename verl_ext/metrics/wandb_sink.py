@@ -29,11 +29,7 @@ Mode = Literal["online", "offline", "shared", "disabled"]
 
 
 class WandbSink(MetricsSink):
-    """An open W&B run.
-
-    Args:
-        run: from `open_wandb_run`.
-    """
+    """An open W&B run, from `open_wandb_run`."""
 
     name = "wandb"
 
@@ -90,8 +86,6 @@ def open_wandb_run(
     `global_step` is the x-axis of every chart, so a run that resumes at an earlier step loses no rows.
 
     Args:
-        project: the W&B project.
-        name: the run's name in the project.
         directory: W&B's files go to `directory/wandb`, which is created if it is missing.
         config: shown as the run's configuration; `trainer.wandb_proxy` is used as HTTPS proxy, as in verl.
         run_id: continues the run with this id if there is one; None starts a new one.
@@ -102,7 +96,9 @@ def open_wandb_run(
         The run. If it cannot start online, it starts offline, with a warning. None, with a warning, if W&B is not
         installed or cannot start at all.
     """
-    settings = {"root_dir": str(directory), "run_group": group, "run_job_type": job_type, **_proxy(config)}
+    trainer = config.get("trainer")
+    proxy = trainer.get("wandb_proxy") if isinstance(trainer, Mapping) else None
+    settings = {"root_dir": str(directory), "run_group": group, "run_job_type": job_type, "https_proxy": proxy}
     arguments = {"project": project, "name": name, "config": dict(config), "id": run_id, "resume": "allow"}
     try:
         Path(directory, "wandb").mkdir(parents=True, exist_ok=True)  # W&B writes to a temporary folder if it is missing
@@ -121,7 +117,6 @@ def fill_wandb_run(run: Run | None, log: Callable[[Run], None], results_in: str 
 
     Args:
         run: from `open_wandb_run`; None does nothing.
-        log: logs the results.
         results_in: where the results are if W&B cannot take them.
     """
     if run is None:
@@ -202,8 +197,3 @@ def _announce(run: Run, directory: Path) -> None:
         print_line(f"W&B run {run.id} is offline; upload it with: wandb sync {runs}/offline-run-*-{run.id}")
     elif run.url:
         print_line(f"W&B run {run.id}: {run.url}")
-
-
-def _proxy(config: Mapping[str, Any]) -> dict[str, Any]:
-    trainer = config.get("trainer")
-    return {"https_proxy": trainer.get("wandb_proxy")} if isinstance(trainer, Mapping) else {}

@@ -13,8 +13,7 @@ import numpy as np
 import orjson
 
 from verl_ext.errors import UserError
-from verl_ext.health.run_files import read_config
-from verl_ext.health.schedule import Schedule, schedule_of
+from verl_ext.health.context import LRSchedule, read_config, schedule_of
 from verl_ext.monitor.curves.axis import CumulativeAxis
 from verl_ext.monitor.curves.left import RECENT_STEPS, seconds_left
 from verl_ext.monitor.curves.overview import Overview
@@ -120,7 +119,7 @@ class RunView:
         left = seconds_left(recent, total) if self.record["status"] == "running" else None
         return Standing(self._recent[-1][1] if self._recent else 0, total, left, self.latest)
 
-    def schedule(self) -> Schedule | None:
+    def schedule(self) -> LRSchedule | None:
         """The learning rate that the recipe asks for; None where none is fixed, or not known."""
         try:
             config = read_config(self.directory / "config.yaml")

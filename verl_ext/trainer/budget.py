@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ from transformers import PreTrainedModel
 
 from verl_ext.checkpoint.save import FileWriter
 from verl_ext.console import print_line, warn
-from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.block_importance import load_importance
 from verl_ext.controller.calibration import calibrate, machine_warning, measure_deciding_ms, r2_warning
-from verl_ext.controller.environment import ModelEnvironment
+from verl_ext.controller.environment import ControllerEnvironment
 from verl_ext.controller.execution import VLMRunner
 from verl_ext.controller.latency import (
     LATENCY_FILE,
@@ -30,9 +30,9 @@ from verl_ext.controller.latency import (
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.scoring import AnswerScorer
-from verl_ext.controller.space import Configuration, ConfigurationSpace, cheapest_configuration
+from verl_ext.controller.space import ConfigurationSpace, cheapest_configuration
 from verl_ext.controller.vlm import STATE_KEY, ControlledModel, fingerprint, load_weights
-from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset
+from verl_ext.data.image_questions import ImageQuestionDataset
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.distributed import on_every_rank, on_rank_zero, reduce_over_ranks, to_full
 from verl_ext.files import replacing, write_errors
@@ -46,7 +46,7 @@ from verl_ext.trainer.optimizer import PlateauScheduler
 from verl_ext.trainer.stages import BudgetConfig
 from verl_ext.trainer.trainer import Metrics
 
-MEASURED_QUESTIONS = 32
+NUM_MEASURED_QUESTIONS = 32
 """Questions on which a latency model is fitted."""
 BEST_MODEL = "best_model.pt"
 
@@ -57,7 +57,7 @@ class BudgetTrainer(RewardTrainer):
     config: BudgetConfig
     train_dataset: ImageQuestionDataset
     val_dataset: ImageQuestionDataset
-    environment: ModelEnvironment
+    environment: ControllerEnvironment
     lr_scheduler: PlateauScheduler
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -65,34 +65,142 @@ class BudgetTrainer(RewardTrainer):
         self.epoch_sums, self.best_reward = EpochSums(), float("-inf")  # `load_checkpoint` restores them
         super().__init__(*args, **kwargs)
 
+    # The controller and the model that it controls
+
     def build_model(self) -> PreTrainedModel:
         """See `PipelineTrainer.build_model`: the controller; also builds the frozen model that it controls."""
-        config = self.config
-        self.runner = on_every_rank(lambda: build_runner(config))
-        questions = self.train_dataset.samples
-        self.latency = latency_source(config, self.runner, questions)
-        self.budgets_ms = budgets_of(config, self.runner, questions, self.latency)
-        controller = on_every_rank(lambda: build_controller(config, self.runner, questions[0], self.budgets_ms))
-        return shard(controller, config.model.fsdp_config, self.device_mesh, self.precision)
+        self.runner = on_every_rank(self.build_runner)
+        self.latency = self.build_latency_source()
+        self.budgets_ms = self.build_budgets()
+        controller = on_every_rank(self.build_controller)
+        return shard(controller, self.config.model.fsdp_config, self.device_mesh, self.precision)
+
+    def controlled_model(self) -> ControlledModel:
+        """The vision-language model of the configuration."""
+        config, controller = self.config, self.config.controller
+        return ControlledModel(
+            local_model_path(config),
+            tuple(controller.tier_sizes),
+            controller.max_new_tokens,
+            config.data.question_suffix,
+            config.model.trust_remote_code,
+            num_threads=torch.get_num_threads() if config.trainer.device == "cpu" else None,
+            adapter=config.model.adapter,
+        )
+
+    def build_runner(self) -> VLMRunner:
+        """The frozen model, whole on every rank."""
+        controller, device, named = self.config.controller, self.config.trainer.device, self.config.model.adapter
+        dtype = pick_precision(controller.dtype, device)
+        plugin = None if named is None else Plugin.parse(named, "model.adapter")
+        return self.controlled_model().runner(device, dtype, plugin, max_encodings=controller.most_encodings)
+
+    @property
+    def space(self) -> ConfigurationSpace:
+        """The configurations that the controller can choose."""
+        section = self.config.controller
+        return self.runner.adapter.space(section.min_active, section.max_active, list(section.topk_choices))
+
+    @cached_property
+    def block_scores(self) -> Mapping[int, float] | None:
+        """Importance of the model's blocks from `controller.importance_file`; None without one."""
+        path = self.config.controller.importance_file
+        return None if path is None else load_importance(Path(path).expanduser(), self.runner.adapter).scores
+
+    def build_controller(self) -> BudgetController:
+        """A controller for the model, with new weights or those of `controller.init_from`."""
+        section = self.config.controller
+        vision, language = self.runner.features(self.train_dataset.samples[0])  # any question shows the widths
+        low_ms, high_ms = self.budgets_ms
+        controller = BudgetController(
+            BudgetControllerConfig(
+                **vars(self.space),
+                vision_width=len(vision),
+                language_width=len(language),
+                low_ms=low_ms,
+                high_ms=high_ms,
+                hidden=section.hidden,
+                dropout=section.dropout,
+                vlm={**self.controlled_model().to_dict(), "fingerprint": fingerprint(self.runner.adapter.model)},
+            )
+        )
+        if self.block_scores is not None:
+            controller.init_block_bias(self.block_scores)
+        if section.init_from is not None:
+            load_weights(controller, Path(section.init_from).expanduser())
+        return controller
+
+    # Latency and budgets
+
+    def build_latency_source(self) -> LatencySource:
+        """Measured latency or a latency model, which rank 0 fits if it is missing; collective."""
+        if self.config.latency.source == "measured":
+            sample = self.train_dataset.samples[:NUM_MEASURED_QUESTIONS]
+            return MeasuredLatency(measure_deciding_ms(self.runner, self.space, sample, self.config.controller.hidden))
+        on_rank_zero(self.modelled_latency)  # the other ranks read its file
+        return on_every_rank(self.modelled_latency)
+
+    def modelled_latency(self) -> ModelledLatency:
+        """The latency model of `latency.file`, or that of the run, which is fitted if it is missing.
+
+        Raises:
+            UserError: the latency model was fitted on another model.
+        """
+        latency, controller, adapter = self.config.latency, self.config.controller, self.runner.adapter
+        path = self.run_dir / LATENCY_FILE if latency.file is None else Path(latency.file).expanduser()
+        if latency.file is None and not path.is_file():
+            sizes = latency.configurations, latency.repeats, controller.max_new_tokens, controller.hidden
+            calibrate(adapter, self.space, self.train_dataset.samples[:NUM_MEASURED_QUESTIONS], *sizes).save(path)
+        return ModelledLatency.load(path, adapter, latency.percentile)
+
+    def build_budgets(self) -> tuple[float, float]:
+        """Lowest and highest budget, ms, as configured, or as shares of the full configuration's latency."""
+        section, questions = self.config.controller, self.train_dataset.samples[:NUM_MEASURED_QUESTIONS]
+        if section.budgets_of_full is None:
+            low_ms, high_ms = section.budgets_ms
+            return low_ms, high_ms
+        full = self.space.full
+        full_ms = statistics.fmean(self.latency.run_ms(self.runner.run(each, full)) for each in questions)
+        low_ms, high_ms = (share * full_ms for share in section.budgets_of_full)
+        return low_ms, high_ms
+
+    def require_reachable_budgets(self) -> None:
+        """Refuse budgets that no configuration can meet.
+
+        Raises:
+            UserError: for most of the questions, the cheapest configuration and the decision for it exceed the lowest
+                budget.
+        """
+        cheapest = cheapest_configuration(self.space, self.block_scores)
+        questions = self.train_dataset.samples[:NUM_CHECKED_QUESTIONS]
+        self.runner.run(questions[0], cheapest)  # the first run includes the warm-up
+        # as the reward counts it: at the lowest tier, deciding and answering share the image encoding
+        taken_ms = [
+            self.latency.run_ms(self.runner.run_uncached(each, cheapest)) + self.latency.deciding_ms
+            for each in questions
+        ]
+        (low_ms, _), shares = self.budgets_ms, self.config.controller.budgets_of_full
+        if shares is None:
+            require_reachable("controller.budgets_ms", low_ms, taken_ms)
+        else:
+            require_reachable("controller.budgets_of_full", low_ms, taken_ms, full_ms=low_ms / shares[0])
+
+    # Building
 
     def build_scheduler(self) -> LRScheduler:
         """See `PipelineTrainer.build_scheduler`: the rate falls when the validation reward stops rising."""
         return PlateauScheduler(self.optimizer, self.config.optim.plateau_factor, self.config.optim.plateau_patience)
 
-    def build_environment(self) -> ModelEnvironment:
+    def build_environment(self) -> ControllerEnvironment:
         """See `RewardTrainer.build_environment`: the frozen model, if its cheapest configuration keeps the budgets."""
-        config, space, questions = self.config, self.model_config.space, self.train_dataset.samples
         if isinstance(self.latency, ModelledLatency):
             r2 = self.latency.model.r2
             on_rank_zero(lambda: print_line(f"latency model: R squared {r2:.3f} on held-out runs{r2_warning(r2)}"))
             if self.is_main and (warning := machine_warning(self.latency.model, self.runner.adapter)) is not None:
                 warn(warning)
-        checked = questions[:NUM_CHECKED_QUESTIONS]
-        cheapest = cheapest_configuration(space, block_scores(config, self.runner.adapter))
-        low_ms = self.budgets_ms[0]
-        on_every_rank(lambda: check_budgets(config, low_ms, self.runner, cheapest, checked, self.latency))
-        scorer = AnswerScorer([*questions, *self.val_dataset.samples])
-        return ModelEnvironment(self.runner, space, config.reward, scorer, self.latency)
+        on_every_rank(self.require_reachable_budgets)
+        scorer = AnswerScorer([*self.train_dataset.samples, *self.val_dataset.samples])
+        return ControllerEnvironment(self.runner, self.space, self.config.reward, scorer, self.latency)
 
     def build_policy(self) -> ControllerPolicy:
         """See `RewardTrainer.build_policy`: the controller."""
@@ -154,9 +262,9 @@ class BudgetTrainer(RewardTrainer):
         self.epoch_sums = EpochSums()
         for kind, row in rows.items():
             self.logger.log_epoch(kind, row)
-        weights = whole_weights(self.model)
+        weights = {name: to_full(tensor).cpu() for name, tensor in self.model.state_dict().items()}
         about = {"epoch": epoch, "val_reward": reward, "config": self.model_config.to_dict()}
-        names = [epoch_file(epoch), *([BEST_MODEL] if is_best else [])]
+        names = [f"checkpoint_epoch_{epoch}.pt", *([BEST_MODEL] if is_best else [])]
         on_rank_zero(lambda: write_controllers([self.run_dir / name for name in names], weights, about))
 
     def data_state(self) -> dict[str, Any]:
@@ -181,172 +289,6 @@ def of_kind(metrics: Metrics, kind: str) -> dict[str, float]:
     return {**found, "budget_violation_rate": metrics[f"{kind}/budget_violation_mean"]}
 
 
-# The controller and the model that it controls
-
-
-def controlled_model(config: BudgetConfig) -> ControlledModel:
-    """The vision-language model of the configuration."""
-    controller = config.controller
-    return ControlledModel(
-        local_model_path(config),
-        tuple(controller.tier_sizes),
-        controller.max_new_tokens,
-        config.data.question_suffix,
-        config.model.trust_remote_code,
-        num_threads=torch.get_num_threads() if config.trainer.device == "cpu" else None,
-        adapter=config.model.adapter,
-    )
-
-
-def build_runner(config: BudgetConfig) -> VLMRunner:
-    """The frozen model, whole on every rank."""
-    controller, device = config.controller, config.trainer.device
-    dtype = pick_precision(controller.dtype, device)
-    plugin = own_adapter_of(config)
-    return controlled_model(config).runner(device, dtype, plugin, max_encodings=controller.most_encodings)
-
-
-def own_adapter_of(config: BudgetConfig) -> Plugin | None:
-    """The user's adapter that `model.adapter` names, if any."""
-    named = config.model.adapter
-    return None if named is None else Plugin.parse(named, "model.adapter")
-
-
-def space_of(config: BudgetConfig, adapter: VLMAdapter) -> ConfigurationSpace:
-    """The configurations that the controller can choose."""
-    section = config.controller
-    return adapter.space(section.min_active, section.max_active, list(section.topk_choices))
-
-
-def block_scores(config: BudgetConfig, adapter: VLMAdapter) -> Mapping[int, float] | None:
-    """Importance of the model's blocks from `controller.importance_file`; None without one."""
-    path = config.controller.importance_file
-    return None if path is None else load_importance(Path(path).expanduser(), adapter).scores
-
-
-def build_controller(
-    config: BudgetConfig, runner: VLMRunner, question: ImageQuestion, budgets_ms: tuple[float, float]
-) -> BudgetController:
-    """A controller for the model, with new weights or those of `controller.init_from`.
-
-    Args:
-        config: the resolved configuration.
-        executor: of the model.
-        question: any, which gives the width of the features.
-        budgets_ms: lowest and highest.
-    """
-    section, adapter = config.controller, runner.adapter
-    vision, language = runner.features(question)
-    vlm = {**controlled_model(config).to_dict(), "fingerprint": fingerprint(adapter.model)}
-    controller = BudgetController(
-        BudgetControllerConfig(
-            **vars(space_of(config, adapter)),
-            vision_width=len(vision),
-            language_width=len(language),
-            low_ms=budgets_ms[0],
-            high_ms=budgets_ms[1],
-            hidden=section.hidden,
-            dropout=section.dropout,
-            vlm=vlm,
-        )
-    )
-    scores = block_scores(config, adapter)
-    if scores is not None:
-        controller.init_block_bias(scores)
-    if section.init_from is not None:
-        load_weights(controller, Path(section.init_from).expanduser())
-    return controller
-
-
-def latency_source(config: BudgetConfig, runner: VLMRunner, questions: Sequence[ImageQuestion]) -> LatencySource:
-    """Measured latency or a latency model, which rank 0 fits if it is missing; collective."""
-    space, sample = space_of(config, runner.adapter), questions[:MEASURED_QUESTIONS]
-    if config.latency.source == "measured":
-        return MeasuredLatency(measure_deciding_ms(runner, space, sample, config.controller.hidden))
-    make = lambda: modelled_latency(config, runner, space, sample)  # noqa: E731
-    on_rank_zero(make)  # the other ranks read its file
-    return on_every_rank(make)
-
-
-def modelled_latency(
-    config: BudgetConfig, runner: VLMRunner, space: ConfigurationSpace, questions: Sequence[ImageQuestion]
-) -> ModelledLatency:
-    """The latency model of `latency.file`, or that of the run, which is fitted if it is missing.
-
-    Raises:
-        UserError: the latency model was fitted on another model.
-    """
-    given, adapter = config.latency.file, runner.adapter
-    path = config.trainer.run_dir / LATENCY_FILE if given is None else Path(given).expanduser()
-    if given is None and not path.is_file():
-        controller = config.controller
-        sizes = config.latency.configurations, config.latency.repeats, controller.max_new_tokens, controller.hidden
-        found = calibrate(adapter, space, questions, *sizes)
-        found.save(path)
-    return ModelledLatency.load(path, adapter, config.latency.percentile)
-
-
-def budgets_of(
-    config: BudgetConfig, runner: VLMRunner, questions: Sequence[ImageQuestion], latency: LatencySource
-) -> tuple[float, float]:
-    """Lowest and highest budget in milliseconds, as configured, or as shares of the full configuration's latency.
-
-    Args:
-        config: the resolved configuration.
-        executor: of the model.
-        questions: on which the full configuration is measured.
-        latency: gives milliseconds.
-    """
-    section = config.controller
-    if section.budgets_of_full is None:
-        low_ms, high_ms = section.budgets_ms
-        return low_ms, high_ms
-    full = space_of(config, runner.adapter).full
-    full_ms = statistics.fmean(latency.run_ms(runner.run(each, full)) for each in questions[:MEASURED_QUESTIONS])
-    low_ms, high_ms = (share * full_ms for share in section.budgets_of_full)
-    return low_ms, high_ms
-
-
-def check_budgets(
-    config: BudgetConfig,
-    low_ms: float,
-    runner: VLMRunner,
-    cheapest: Configuration,
-    questions: Sequence[ImageQuestion],
-    latency: LatencySource,
-) -> None:
-    """Refuse budgets that no configuration can keep.
-
-    Args:
-        config: the resolved configuration.
-        low_ms: the lowest budget.
-        executor: of the model.
-        cheapest: the cheapest configuration.
-        questions: to run it on.
-        latency: gives milliseconds.
-
-    Raises:
-        UserError: for most of the questions, the cheapest configuration and the decision for it exceed the lowest
-            budget.
-    """
-    runner.run(questions[0], cheapest)  # the first run includes the warm-up
-    # as the reward counts it: at the lowest tier, deciding and answering share the image encoding
-    taken = [latency.run_ms(runner.run_uncached(each, cheapest)) + latency.deciding_ms for each in questions]
-    shares = config.controller.budgets_of_full
-    if shares is None:
-        require_reachable("controller.budgets_ms", low_ms, taken)
-    else:
-        require_reachable("controller.budgets_of_full", low_ms, taken, full_ms=low_ms / shares[0])
-
-
-# Files of weights, with the names that users of older code load
-
-
-def epoch_file(epoch: int) -> str:
-    """Name of the file with the weights of an epoch, counted from 1."""
-    return f"checkpoint_epoch_{epoch}.pt"
-
-
 def write_controllers(paths: Sequence[Path], weights: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
     """Write weights on the CPU and facts about them; each file is complete or absent.
 
@@ -356,8 +298,3 @@ def write_controllers(paths: Sequence[Path], weights: Mapping[str, torch.Tensor]
     for path in paths:
         with write_errors(path), replacing(path) as temporary, FileWriter() as writer:
             writer.write_object(temporary, {STATE_KEY: dict(weights), **about})
-
-
-def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state of a sharded model on the CPU; collective."""
-    return {name: to_full(tensor).cpu() for name, tensor in model.state_dict().items()}

@@ -120,8 +120,7 @@ class GRPOModelConfig(ModelConfig):
 
     fsdp_config: GatheringFSDPConfig = section(GatheringFSDPConfig)
     sft_run: str | None = setting(
-        None,
-        "Run directory of SFT, whose best checkpoint is the initial model, or its newest if none was evaluated",
+        None, "Run directory of SFT, whose best checkpoint is the initial model, or its newest if none was evaluated"
     )
 
 
@@ -278,13 +277,9 @@ def to_seconds(value: object) -> float | None:
         seconds = float(value)
         return seconds if math.isfinite(seconds) else None
     except ValueError:
-        return _seconds_of_iso(str(value).strip())
-
-
-def _seconds_of_iso(text: str) -> float | None:
-    """Seconds since 1970 of ISO 8601 text; None if it is malformed or has no time zone."""
+        pass
     try:
-        moment = datetime.fromisoformat(text.upper())  # which reads Z, but not z
+        moment = datetime.fromisoformat(str(value).strip().upper())  # which reads Z, but not z
     except ValueError:
         return None
     return moment.timestamp() if moment.tzinfo is not None else None

@@ -52,8 +52,6 @@ def pick_attention(setting: str, device_name: str, precision: torch.dtype) -> st
     """`model.attn_implementation` with auto resolved: flash-attention where it can run, else sdpa.
 
     Args:
-        setting: the configured value.
-        device_name: cuda, npu or cpu.
         precision: type of the forward pass; flash-attention has no fp32.
     """
     can_flash = device_name == "cuda" and precision != torch.float32 and is_flash_attn_2_available()
@@ -85,13 +83,6 @@ def settle_precision(config: RunConfig, device_name: str) -> torch.dtype:
 
     On CPUs auto is fp32, except in the stage sft: there a resumed run keeps what its first start chose, which is bf16
     if the processor of every rank has units for it.
-
-    Args:
-        config: the resolved configuration.
-        device_name: cuda, npu or cpu.
-
-    Returns:
-        torch.bfloat16 or torch.float32.
     """
     setting = config.model.mixed_precision
     if setting != "auto" or config.stage != "sft" or device_name != "cpu":
@@ -119,10 +110,7 @@ def autocast(precision: torch.dtype, device_name: str) -> Any:
 
 
 def prepare_device(config: RunConfig) -> str:
-    """Settle `trainer.device`, and set process-wide options before the first kernel runs.
-
-    Returns:
-        The device: cuda, npu or cpu.
+    """Settle `trainer.device` (cuda, npu or cpu), and set process-wide options before the first kernel runs.
 
     Raises:
         UserError: see `settle_device`.

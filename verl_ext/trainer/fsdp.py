@@ -25,7 +25,6 @@ def shard(
 
     Args:
         model: with rank 0's weights.
-        config: `model.fsdp_config`.
         device_mesh: one-dimensional mesh over all ranks.
         precision: number type of the forward pass; gradients are reduced in fp32.
 
@@ -108,10 +107,8 @@ def keeps_gathered(
     """`model.fsdp_config.keep_gathered` with auto resolved: whether that takes a small part of the memory.
 
     Args:
-        config: `model.fsdp_config`.
         model: before or after it is sharded.
         precision: of the forward pass, and so of gathered weights.
-        device_name: cuda, npu or cpu.
     """
     if config.keep_gathered != "auto":
         return config.keep_gathered

@@ -145,12 +145,7 @@ class _Gradients:
     of_bias: torch.Tensor | None
 
     def add(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        part: slice,
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, part: slice
     ) -> torch.Tensor:
         """Return the loss of a chunk, and add its gradients.
 

@@ -1,6 +1,7 @@
 """GRPO: generate groups of actions, reward them, and learn from those better than their group.
 
-`RewardTrainer` is the step, whatever an action is; `GRPOTrainer` is that of language models, whose actions are tokens.
+`RewardTrainer` is the trainer of any policy and environment, around `GRPOStep`; `GRPOTrainer` is that of language
+models, whose actions are completions.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,21 +21,17 @@ from verl_ext.data.chat_template import stop_token_ids
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.distributed import gather_results, on_every_rank, reduce_over_ranks
 from verl_ext.grpo.config import RolloutConfig
-from verl_ext.grpo.environment import Environment, Reward
-from verl_ext.grpo.experience import Collector, Experience, Replacement
-from verl_ext.grpo.guards import FLOAT32_GAP, EngineGuard, RewardGuard
-from verl_ext.grpo.metrics import GRPOMetrics
-from verl_ext.grpo.policy import LogProbs, Policy, Prompt, Sample
-from verl_ext.grpo.rewards.environment import TextEnvironment
-from verl_ext.grpo.rollout.completion import Sampling
-from verl_ext.grpo.rollout.engine import RolloutEngine, WeightKeeper
-from verl_ext.grpo.rollout.hf_engine import HfRollout
-from verl_ext.grpo.rollout.vllm_engine import VllmRollout
-from verl_ext.grpo.rollout.weights import WeightSource
-from verl_ext.grpo.tokens.layout import Layout
-from verl_ext.grpo.tokens.model import forward_cost
-from verl_ext.grpo.tokens.policy import TokenModel, TokenPolicy
-from verl_ext.grpo.update import Updater, UpdateSettings
+from verl_ext.grpo.guards import FLOAT32_GAP
+from verl_ext.grpo.hf_engine import HFEngine
+from verl_ext.grpo.metrics import sample_metrics, sample_rows
+from verl_ext.grpo.protocols import Environment, Policy, Prompt, Trajectory
+from verl_ext.grpo.rewards.text_environment import TextEnvironment
+from verl_ext.grpo.sampling import RolloutEngine, SamplingArgs, sample_seed
+from verl_ext.grpo.step import GRPOStep
+from verl_ext.grpo.token_batch import TokenBatcher, forward_flops
+from verl_ext.grpo.token_policy import ReferenceModel, TokenPolicy
+from verl_ext.grpo.vllm_engine import VLLMEngine
+from verl_ext.grpo.weight_sync import WeightSync
 from verl_ext.processes import quiet_stdout
 from verl_ext.trainer.device import autocast, peak_memory
 from verl_ext.trainer.fsdp import FSDPReshardPolicy, keeps_gathered
@@ -55,6 +52,7 @@ class RewardTrainer(PipelineTrainer):
     Attributes:
         environment: rewards actions.
         policy: generates actions and evaluates them; the model that is trained.
+        step: generates, rewards and updates.
     """
 
     config: RewardStageConfig
@@ -62,58 +60,47 @@ class RewardTrainer(PipelineTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See `PipelineTrainer`."""
         super().__init__(*args, **kwargs)
-        data, algorithm = self.config.data, self.config.algorithm
+        config = self.config
         self.environment = self.build_environment()
         with torch.random.fork_rng(devices=[]):  # building an engine must not change a resumed run's random numbers
             self.policy = self.build_policy()
-        self.collector = Collector(
+        self.step = GRPOStep(
             self.policy,
             self.environment,
-            group_size=self.config.rollout.n,
-            divide_by_std=algorithm.norm_adv_by_std_in_grpo,
+            config.algorithm,
+            config.actor,
+            group_size=config.rollout.n,
+            num_mini_batches=config.num_mini_batches,
+            micro_batch_size=config.data.micro_batch_size_per_gpu,
+            max_decisions=self.max_decisions,
+            num_ranks=dist.get_world_size(),
+            optimizer_step=lambda loss: self.optimizer_step(loss)[1],
             timer=self.timer,
             device=self.device_name,
+            before_micro_batch=self.build_reshard_policy().before_micro_batch,
+            replacement_prompts=self.replacement_prompts,
+            max_engine_gap=self.max_engine_gap(),
             trace=self.trace,
         )
-        self.updater = Updater(
-            self.policy,
-            self.update_settings(),
-            dist.get_world_size(),
-            lambda loss: self.optimizer_step(loss)[1],
-            self.timer,
-            self.device_name,
-            self.build_reshard_policy().before_micro_batch,
-        )
-        self.metrics = GRPOMetrics(self.policy, self.environment, self.device_name)
-        self.reward_guard = RewardGuard(self.environment.names, self.metrics.describe, self.device_name)
-        self.engine_guard = EngineGuard(
-            self.policy, self.max_engine_gap(), data.micro_batch_size_per_gpu, self.device_name
-        )
-        rounds = algorithm.dynamic_sampling.max_rounds
-        self.replacement = Replacement(rounds, self.replacement_prompts) if rounds else None
 
     # What a stage defines
 
     @abstractmethod
     def build_environment(self) -> Environment:
-        """What rewards actions; collective."""
+        """Rewards actions; collective."""
 
     @abstractmethod
     def build_policy(self) -> Policy:
-        """What generates actions; collective."""
+        """Generates actions and evaluates them; collective."""
 
     @abstractmethod
     def build_reshard_policy(self) -> FSDPReshardPolicy:
-        """What stays gathered between the micro-batches of an update."""
+        """Decides what stays gathered between the micro-batches of an update."""
 
     @property
     @abstractmethod
     def max_decisions(self) -> int:
         """Most decisions of a sample, such as tokens of a completion."""
-
-    def rollout_correction(self) -> tuple[str, float] | None:
-        """Level and threshold of truncated importance sampling; None if the policy generates exactly."""
-        return None
 
     # Building
 
@@ -124,19 +111,7 @@ class RewardTrainer(PipelineTrainer):
     @property
     def updates_per_step(self) -> int:
         """See `PipelineTrainer.updates_per_step`."""
-        return self.update_settings().num_updates
-
-    def update_settings(self) -> UpdateSettings:
-        """How a step's samples are divided into updates."""
-        actor, data = self.config.actor, self.config.data
-        return UpdateSettings(
-            actor=actor,
-            num_mini_batches=data.train_batch_size // (actor.ppo_mini_batch_size or data.train_batch_size),
-            num_epochs=actor.ppo_epochs,
-            micro_batch_size=data.micro_batch_size_per_gpu,
-            max_decisions=self.max_decisions,
-            correction=self.rollout_correction(),
-        )
+        return self.config.num_mini_batches * self.config.actor.ppo_epochs
 
     def max_engine_gap(self) -> float:
         """Largest accepted difference between log-probabilities of engine and trainer in their number types, in nat."""
@@ -161,49 +136,40 @@ class RewardTrainer(PipelineTrainer):
         lr = self.lr_scheduler.get_last_lr()[0]
         self.model.train()
         self.rows_of_step = {row for rows in gather_results(lambda: batch.rows) for row in rows}
-        with self.policy.drawing(self.global_step - 1) as weights:
-            experience = self.collector.collect(prompts_of(batch.items), self.global_step, self.replacement)
-            compared = self.engine_guard.draw(self.global_step, experience.samples)
-        self.reward_guard.check(self.global_step, experience.samples, experience.rewards)
-        self.engine_guard.check(self.global_step, compared)
-        self.log_samples(experience)
-        start = time.perf_counter()
-        updated = self.updater.update(experience)
-        self.trace_update(experience.samples, start)
+        trajectories, metrics = self.step.run(prompts_of(batch.items), self.global_step)
+        self.log_samples(trajectories)
         return {
-            **self.metrics.of_update(experience, updated),
+            **metrics,
             "train/lr(1e-3)": lr * 1e3,
             "train/epoch": self.global_step / self.steps_per_epoch,
             "train/skipped_steps": self.guard.num_skipped,
-            **weights,
-            **({"weights/version": float(self.global_step - 1)} if weights else {}),
-            **self.with_step_costs(self.metrics.of_samples("train", experience.samples, experience.rewards)),
+            **self.with_step_costs(self.sample_metrics("train", trajectories)),
         }
+
+    def sample_metrics(self, kind: str, trajectories: Sequence[Trajectory]) -> Metrics:
+        """See `grpo.metrics.sample_metrics`."""
+        return sample_metrics(kind, trajectories, self.policy, self.environment, self.device_name)
 
     @torch.no_grad()
     def validate(self) -> Metrics:
         """Rewards of greedy actions for the evaluation prompts."""
-        batches = self.eval_prompts()
+        batches = self.eval_batches()
         if not batches:
             return {}
         start = time.perf_counter()
-        samples: list[Sample] = []
-        rewards: list[Reward] = []
-        with self.policy.drawing(self.global_step):  # a stop inside frees the GPU for the save
+        trajectories: list[Trajectory] = []
+        with self.policy.sampling(self.global_step):  # a stop inside frees the GPU for the save
             for prompts in batches:
                 self.stop_vote.check()
                 batch_start = time.perf_counter()
-                more_samples, more_rewards = self.collector.rewarded(prompts, self.global_step, 1, greedy=True)
-                if (
-                    self.stop_vote.longest_step_s
-                ):  # a batch can take longer than a step; none stops a run before its first
+                trajectories += self.step.rollout(prompts, self.global_step, group_size=1, greedy=True)
+                # a batch can take longer than a step; before the first step, none stops a run
+                if self.stop_vote.longest_step_s:
                     self.stop_vote.note(step_s=time.perf_counter() - batch_start)
-                samples += more_samples
-                rewards += more_rewards
-        self.reward_guard.report(f"measurement at step {self.global_step}", samples, rewards)
+        self.step.reward_guard.report(f"measurement at step {self.global_step}", trajectories)
         parts = {f"time/eval/{name}_s": seconds for name, seconds in self.timer.pop().items()}
         parts["time/eval/step_s"] = time.perf_counter() - start
-        found = self.metrics.of_samples("eval", samples, rewards)
+        found = self.sample_metrics("eval", trajectories)
         found |= reduce_over_ranks(maxima=parts, device=self.device_name)
         decisions = found[f"eval/{self.policy.count_name}"]
         found[f"throughput/eval/{self.policy.rate_name}"] = decisions / found["time/eval/step_s"]
@@ -217,7 +183,7 @@ class RewardTrainer(PipelineTrainer):
         """
         raise NotImplementedError("a stage that learns from rewards has no validation loss; call validate()")
 
-    def eval_prompts(self) -> list[list[Prompt]]:
+    def eval_batches(self) -> list[list[Prompt]]:
         """This rank's evaluation prompts in batches, as many on every rank; a batch can be empty."""
         data = self.config.data
         dataset = self.val_dataset if data.eval_split == "test" else self.train_dataset
@@ -230,32 +196,26 @@ class RewardTrainer(PipelineTrainer):
             for first in range(0, count, size)
         ]
 
-    def replacement_prompts(self, number: int, count: int) -> Sequence[Prompt]:
+    def replacement_prompts(self, round_number: int, count: int) -> Sequence[Prompt]:
         """Prompts for a round of dynamic sampling: different on each rank, and the same in a resumed run.
 
         Args:
-            number: of the round in the step, from 1.
+            round_number: in the step, from 1.
             count: most prompts for this rank.
         """
-        seed = hash((self.config.trainer.seed, self.global_step)) % (1 << 31)
+        seed = sample_seed(self.config.trainer.seed, self.global_step, "replacement prompts", 0)
         order = torch.randperm(len(self.train_dataset), generator=torch.Generator().manual_seed(seed)).tolist()
         # whole batches, one for each round, so that no prompt is used twice in a step
         size = self.config.data.train_batch_size
-        fresh = [row for row in order if row not in self.rows_of_step][(number - 1) * size : number * size]
+        fresh = [row for row in order if row not in self.rows_of_step][(round_number - 1) * size : round_number * size]
         return prompts_of([self.train_dataset[row] for row in fresh[self.dp_rank :: self.dp_size][:count]])
 
-    def trace_update(self, samples: Sequence[Sample], start: float) -> None:
-        """Record the update as the last part of each sample's life."""
-        if self.trace is not None:
-            for sample in samples:
-                identity = f"{self.global_step}/{sample.prompt.sample_id}/{sample.number}"
-                self.trace.async_span(identity, "update", start, time.perf_counter())
-
-    def log_samples(self, experience: Experience) -> None:
+    def log_samples(self, trajectories: Sequence[Trajectory]) -> None:
         """Write some of rank 0's samples, every `trainer.log_samples_every` steps."""
         trainer = self.config.trainer
         if trainer.log_samples_every and self.global_step % trainer.log_samples_every == 0:
-            self.logger.log_samples(self.global_step, self.metrics.rows(experience, trainer.samples_per_table))
+            rows = sample_rows(trajectories, trainer.samples_per_table, self.policy, self.environment)
+            self.logger.log_samples(self.global_step, rows)
 
     def with_step_costs(self, metrics: Metrics) -> Metrics:
         """Add a step's time and memory: seconds of the slowest rank, throughput of all ranks."""
@@ -298,24 +258,19 @@ class GRPOTrainer(RewardTrainer):
         config, rollout = self.config, self.config.rollout
         # First, because building vLLM changes classes of transformers if vLLM does not implement the model itself.
         reference = self.build_reference()
-        engine = self.build_engine()
-        source = None
-        if isinstance(engine, WeightKeeper):
-            source = WeightSource(self.model, engine.dtype, self.device_name, bucket_bytes(rollout, self.device_name))
         return TokenPolicy(
-            TokenModel(
-                self.model,
-                reference,
-                self.autocast,
-                self.device_name,
-                config.actor.entropy_coeff != 0,
-                Layout(self.tokenizer.pad_token_id, forward_cost(self.model) if config.actor.share_prompts else None),
-            ),
+            self.model,
             self.tokenizer,
-            engine,
-            source,
-            Sampling(rollout.temperature, rollout.top_p, rollout.top_k, config.data.max_response_length),
-            config.trainer.seed,
+            self.build_engine(),
+            TokenBatcher(
+                self.tokenizer.pad_token_id, forward_flops(self.model) if config.actor.share_prompts else None
+            ),
+            SamplingArgs(rollout.temperature, rollout.top_p, rollout.top_k, config.data.max_response_length),
+            seed=config.trainer.seed,
+            autocast=self.autocast,
+            device=self.device_name,
+            entropy_gradient=config.actor.entropy_coeff != 0,
+            reference=reference,
         )
 
     def build_engine(self) -> RolloutEngine:
@@ -324,10 +279,10 @@ class GRPOTrainer(RewardTrainer):
         ends = stop_token_ids(generation_settings(path), self.tokenizer)
         if rollout.engine == "hf":
             pad_token_id = self.tokenizer.pad_token_id
-            return HfRollout(self.model, pad_token_id, ends, rollout.max_num_seqs, self.autocast, self.device_name)
+            return HFEngine(self.model, pad_token_id, ends, rollout.max_num_seqs, self.autocast, self.device_name)
         with quiet_stdout():
-            return on_every_rank(
-                lambda: VllmRollout(
+            engine = on_every_rank(
+                lambda: VLLMEngine(
                     rollout,
                     path,
                     max_model_len=data.max_prompt_length + data.max_response_length,
@@ -335,22 +290,26 @@ class GRPOTrainer(RewardTrainer):
                     trust_remote_code=self.config.model.trust_remote_code,
                 )
             )
+        bucket = bucket_bytes(rollout, self.device_name)
+        engine.weight_sync = WeightSync(self.model, engine.dtype, self.device_name, bucket)
+        return engine
 
-    def build_reference(self) -> Callable[[Callable[[PreTrainedModel], LogProbs]], LogProbs]:
-        """Calls a function with the frozen model: this one without its new adapters, or another one; collective."""
+    def build_reference(self) -> ReferenceModel | None:
+        """The frozen initial model if there is a KL term: this one without its new adapters, or another; collective."""
         config, model = self.config, self.model
         if not config.actor.use_kl_loss:
-            return lambda evaluate: evaluate(model)
+            return None
         if config.model.uses_lora and config.model.lora_adapter_path is None:
 
-            def without_adapters(evaluate: Callable[[PreTrainedModel], LogProbs]) -> LogProbs:
+            @contextmanager
+            def without_adapters() -> Iterator[PreTrainedModel]:
                 with model.disable_adapter():
-                    return evaluate(model)
+                    yield model
 
             return without_adapters
         frozen = build_model(config, self.device_mesh, self.precision).eval()
         frozen.requires_grad_(False)
-        return lambda evaluate: evaluate(frozen)
+        return lambda: nullcontext(frozen)
 
     def build_reshard_policy(self) -> FSDPReshardPolicy:
         """See `RewardTrainer.build_reshard_policy`."""
@@ -366,11 +325,6 @@ class GRPOTrainer(RewardTrainer):
     def max_decisions(self) -> int:
         """See `RewardTrainer.max_decisions`."""
         return self.config.data.max_response_length
-
-    def rollout_correction(self) -> tuple[str, float] | None:
-        """See `RewardTrainer.rollout_correction`."""
-        correction = self.config.algorithm.rollout_correction
-        return (correction.rollout_is, correction.rollout_is_threshold) if correction.rollout_is else None
 
 
 def prompts_of(items: Sequence[dict[str, Any]]) -> list[Prompt]:

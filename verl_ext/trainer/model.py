@@ -40,9 +40,6 @@ def build_model(
     """Load the model of `model.partial_pretrain`, add LoRA if configured, and shard it; collective.
 
     Args:
-        config: the resolved configuration.
-        device_mesh: one-dimensional mesh over all ranks.
-        precision: number type of the forward pass.
         before_sharding: called with the model while its parameters are whole.
 
     Returns:
@@ -78,9 +75,6 @@ def load_model(
     """The unsharded model, with weights on rank 0 only; `shard` sends them to the other ranks.
 
     Args:
-        config: the resolved configuration.
-        device_mesh: one-dimensional mesh over all ranks.
-        precision: number type of the forward pass.
         auto_class: class of transformers that loads the model.
 
     Raises:

@@ -38,9 +38,7 @@ def build_scheduler(
     """The schedule of `optim.lr_scheduler` over `num_steps` updates.
 
     Args:
-        optimizer: the optimizer whose learning rate is scheduled.
         config: `optim`; `lr_warmup_steps` takes precedence over `lr_warmup_steps_ratio`.
-        num_steps: length of the schedule in updates.
         updates_per_step: updates in one of `lr_warmup_steps`.
     """
     warmup = config.lr_warmup_steps
@@ -64,8 +62,6 @@ class PlateauScheduler(ReduceLROnPlateau):
     """torch's, in a loop that calls `step` after each update: only a validation changes the rate.
 
     Args:
-        optimizer: the optimizer whose learning rate falls.
-        factor: multiplies the rate.
         patience: validations without a higher reward before the rate falls.
     """
 

@@ -69,14 +69,11 @@ def packed_sdpa(
     """Causal attention sample by sample: without padding, and without a mask of the row's length squared.
 
     Args:
-        module: the attention layer.
         query: (1, heads, tokens, head_dim).
         key: (1, kv_heads, tokens, head_dim).
         value: as `key`.
         attention_mask: None; `sample_lengths` replaces it.
         sample_lengths: of the row; None if the model's layers do not pass it on.
-        scaling: of the scores.
-        dropout: of the weights.
         sliding_window: tokens that a token attends to, itself included; None for all before it.
         softcap: of the scores; sdpa does not support it.
         s_aux: attention sinks; sdpa does not support them.
@@ -107,12 +104,8 @@ def _causal(length: int, sliding_window: int | None, device: torch.device) -> di
     return {"attn_mask": ones.tril() & ones.triu(1 - sliding_window)}
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
-
-
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)
-AttentionMaskInterface.register(PACKED_SDPA, _no_mask)
+AttentionMaskInterface.register(PACKED_SDPA, lambda *_, **__: None)  # it needs no mask
 
 
 def trial_samples(vocab_size: int) -> list[Sample]:
@@ -133,8 +126,6 @@ def why_not_packed(
 
     Args:
         logits_of: returns the logits (1, tokens, vocab) of a packed micro-batch.
-        vocab_size: of the model.
-        precision: of the forward pass.
 
     Returns:
         None if packed samples have the logits that each sample has alone.

@@ -129,7 +129,6 @@ def known_deadline(config: PreemptionConfig, warns: bool) -> float | None:
     """When this machine is taken away, in seconds since 1970, by the configuration or the environment; None if unknown.
 
     Args:
-        config: `trainer.preemption`.
         warns: whether this rank warns of variables that cannot be read.
     """
     from_environment = deadline_from_environment(warn if warns else lambda sentence: None)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-from verl_ext.checkpoint.manifest import committed_steps
 from verl_ext.config.schema import as_dict, to_yaml
 from verl_ext.console import warn
 from verl_ext.distributed import on_rank_zero
 from verl_ext.errors import USER_ERROR_EXIT_CODE, Stop, UserError, one_line
-from verl_ext.files import parse_json, replace_file
-from verl_ext.health.facts import REWARDED, Facts
-from verl_ext.health.findings import Finding, Level
-from verl_ext.health.own_rules import all_rules
-from verl_ext.health.replay import replay
-from verl_ext.health.rules import watched_by
-from verl_ext.health.watch import HealthWatch
-from verl_ext.metrics.jsonl import EVENTS_FILE, HealthEvent, SampleRow
+from verl_ext.files import replace_file
+from verl_ext.health.context import REWARDED
+from verl_ext.health.rule import Finding
+from verl_ext.health.watch import HealthMonitor
+from verl_ext.metrics.jsonl import HealthEvent, SampleRow
 from verl_ext.metrics.recorder import MetricsRecorder
 from verl_ext.metrics.run_record import EndStatus, RunRecord
 from verl_ext.metrics.sinks import ProgressBar
@@ -27,10 +22,11 @@ from verl_ext.metrics.timing import startup
 from verl_ext.trainer.stages import RunConfig
 
 
+@dataclass
 class RunLogger:
     """Records one start of a run, as a context around training; on ranks other than 0 every method does nothing.
 
-    Args:
+    Attributes:
         config: the resolved configuration; written to `config.yaml` in the run directory.
         first_step: step of the checkpoint from which this start resumes.
         total_steps: step at which the run is finished.
@@ -38,24 +34,17 @@ class RunLogger:
         world_size: number of ranks.
         is_main: whether this is rank 0.
         precision: number type of the forward pass.
+        health: the health rules; None if they are disabled, or if one of them or a record of earlier starts is broken.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        first_step: int,
-        total_steps: int,
-        steps_per_epoch: int,
-        world_size: int,
-        is_main: bool,
-        precision: str,
-    ) -> None:
-        self.config, self.is_main = config, is_main
-        self.steps_per_epoch = steps_per_epoch
-        self.health: HealthWatch | None = None
-        self.run_dir = config.trainer.run_dir
-        self.first_step, self.last_step, self.total_steps = first_step, first_step, total_steps
-        self.world_size, self.precision = world_size, precision
+    config: RunConfig
+    first_step: int
+    total_steps: int
+    steps_per_epoch: int
+    world_size: int
+    is_main: bool
+    precision: str
+    health: HealthMonitor | None = None
 
     def __enter__(self) -> RunLogger:
         on_rank_zero(self._open)
@@ -63,8 +52,9 @@ class RunLogger:
 
     def _open(self) -> None:
         startup.mark("checkpoint")
-        self.record = RunRecord(self.run_dir)
-        self.health = self._watch()
+        self.last_step, run_dir = self.first_step, self.config.trainer.run_dir
+        self.record = RunRecord(run_dir)
+        self.health = self._open_health(run_dir)
         number = self.record.start_attempt(
             first_step=self.first_step,
             world_size=self.world_size,
@@ -72,13 +62,13 @@ class RunLogger:
             precision=self.precision,
         )
         self.recorder = self._open_recorder(number)  # can refuse, which leaves config.yaml as it was
-        replace_file(self.run_dir / "config.yaml", [to_yaml(self.config)])
+        replace_file(run_dir / "config.yaml", [to_yaml(self.config)])
         self.bar = ProgressBar(self.total_steps, initial=self.first_step)
         startup.mark("trackers")
 
     def _open_recorder(self, number: int) -> MetricsRecorder:
         return MetricsRecorder(
-            run_dir=self.run_dir,
+            run_dir=self.config.trainer.run_dir,
             attempt=number,
             backends=list(self.config.trainer.logger),
             project=self.config.trainer.project_name,
@@ -106,10 +96,13 @@ class RunLogger:
         for found in self._findings(step, metrics):
             self.recorder.log_event(HealthEvent(step, found.rule, found.level.word, found.sentence))
 
-    def _watch(self) -> HealthWatch | None:
-        """The health rules; None if they are disabled, or if what earlier starts recorded cannot be read."""
+    def _open_health(self, run_dir: Path) -> HealthMonitor | None:
+        """The health rules with what earlier starts recorded."""
+        if not self.config.health.enabled:
+            return None
         try:
-            return watch_of(self.config, self.first_step, self.total_steps, self.steps_per_epoch)
+            steps = self.first_step, self.total_steps, self.steps_per_epoch
+            return HealthMonitor.for_run(self.config.health, as_dict(self.config), run_dir, *steps)
         except Exception as error:  # a broken file or rule must not stop training
             warn(f"the health rules are off: {one_line(error)}")
             return None
@@ -117,7 +110,7 @@ class RunLogger:
     def _findings(self, step: int, metrics: Mapping[str, float]) -> Sequence[Finding]:
         """Findings of the health rules; a rule that raises disables the rules, and the run continues."""
         try:
-            return [] if self.health is None else self.health.note(step, metrics)
+            return [] if self.health is None else self.health.check(step, metrics)
         except Exception as error:  # a broken rule must not stop training
             self.health = None
             warn(f"the health rules are off from step {step} on: {one_line(error)}")
@@ -138,16 +131,14 @@ class RunLogger:
         if self.is_main and rows:
             self.recorder.log_samples(step, rows)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self.is_main:
             return
         self.bar.close()
         status, reason, exit_code = self._outcome(error)
-        self.recorder.close(exit_code)
+        closed = self.recorder.close(exit_code)
         try:
-            self.record.end_attempt(status, self.last_step, reason)
+            self.record.end_attempt(status, self.last_step, reason, closed)
         except UserError as lost:
             if error is None:
                 raise
@@ -162,37 +153,3 @@ class RunLogger:
         if isinstance(error, UserError):
             return "failed", str(error), USER_ERROR_EXIT_CODE
         return "failed", one_line(error), 1
-
-
-def watch_of(config: RunConfig, first_step: int, total_steps: int, steps_per_epoch: int) -> HealthWatch | None:
-    """The health rules with what earlier starts recorded; None with `health.enabled=false`.
-
-    Args:
-        config: the resolved configuration.
-        first_step: step from which this start resumes.
-        total_steps: of the run.
-        steps_per_epoch: optimizer steps in a pass over the data.
-    """
-    wanted, run_dir = config.health, config.trainer.run_dir
-    if not wanted.enabled:
-        return None
-    run = RunRecord(run_dir).read()
-    rules = all_rules(wanted.rules, "health.rules")
-    history, _ = replay(run_dir, run["attempts"], first_step, watched_by(rules))
-    checkpoints = partial(committed_steps, run_dir)
-    facts = Facts.of(as_dict(config), total_steps, steps_per_epoch, checkpoints, run["untrained_loss"])
-    reported = reported_levels(run_dir / EVENTS_FILE, first_step)
-    return HealthWatch(history, facts, wanted.limits, wanted.every, list(wanted.stop_on), reported, rules)
-
-
-def reported_levels(path: Path, step: int) -> dict[str, Level]:
-    """The last level of each rule in `events.jsonl` up to a step."""
-    found: dict[str, Level] = {}
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        try:
-            row = parse_json(line)
-            if row["step"] <= step:
-                found[row["name"]] = Level[row["level"].upper()]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # a crash can leave a torn line
-    return found

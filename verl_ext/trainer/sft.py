@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from verl_ext.checkpoint.hf_tensors import unwrap_peft
 from verl_ext.console import print_line, warn
@@ -28,7 +26,6 @@ from verl_ext.data.batching import (
     attention_share,
     validation_micro_batches,
 )
-from verl_ext.data.chats import UnpaddedDataset
 from verl_ext.data.dataset import SampleDataset, TokenDataset
 from verl_ext.distributed import gather_results, on_every_rank, reduce_over_ranks
 from verl_ext.errors import UserError
@@ -42,7 +39,6 @@ from verl_ext.trainer.fused_cross_entropy import (
 )
 from verl_ext.trainer.model import build_model, compile_blocks, load_model_config
 from verl_ext.trainer.packed_attention import PACKED_SDPA, packed_arguments, trial_samples, why_not_packed
-from verl_ext.trainer.preemption import RankSignals
 from verl_ext.trainer.stages import SFTConfig, VLMSFTConfig
 from verl_ext.trainer.tokenizer import sync_eos_token
 from verl_ext.trainer.trainer import Metrics, PipelineTrainer
@@ -54,15 +50,6 @@ class SFTTrainer(PipelineTrainer):
 
     Neither the micro-batch size nor the number of ranks changes the loss or its gradient.
 
-    Args:
-        config: see `PipelineTrainer`.
-        device_mesh: see `PipelineTrainer`.
-        ulysses_device_mesh: see `PipelineTrainer`.
-        tokenizer: see `PipelineTrainer`.
-        train_dataset: a `TokenRows`, or a data set of verl, whose padding is removed.
-        val_dataset: the same, or None.
-        signals: see `PipelineTrainer`.
-
     Attributes:
         token_loss: the forward pass, from a micro-batch to its summed loss.
         reshard_policy: what stays gathered between micro-batches.
@@ -73,22 +60,12 @@ class SFTTrainer(PipelineTrainer):
     token_loss: TokenLoss
     reshard_policy: FSDPReshardPolicy
 
-    def __init__(
-        self,
-        config: SFTConfig | VLMSFTConfig | DictConfig,
-        device_mesh: DeviceMesh,
-        ulysses_device_mesh: DeviceMesh,
-        tokenizer: PreTrainedTokenizerBase,
-        train_dataset: Any,
-        val_dataset: Any,
-        signals: RankSignals | None = None,
-    ) -> None:
-        train = unpadded(train_dataset)
-        val = None if val_dataset is None else unpadded(val_dataset)
-        super().__init__(config, device_mesh, ulysses_device_mesh, tokenizer, train, val, signals)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See `PipelineTrainer`."""
+        super().__init__(*args, **kwargs)
         # What verl's `_compute_loss_and_backward` reads, besides configuration, model and meshes.
         self.use_remove_padding = self.config.use_remove_padding
-        self.sharding_manager = FSDPUlyssesShardingManager(ulysses_device_mesh)
+        self.sharding_manager = FSDPUlyssesShardingManager(self.ulysses_device_mesh)
 
     # Building
 
@@ -103,14 +80,10 @@ class SFTTrainer(PipelineTrainer):
 
     def micro_batch_plan(self, dataset: SampleDataset) -> MicroBatchPlan | None:
         """See `PipelineTrainer.micro_batch_plan`."""
-        return self.plan_by_tokens(dataset)
+        return self.validation_plan(dataset)
 
     def validation_plan(self, dataset: SampleDataset) -> MicroBatchPlan:
-        """Which samples of the validation set share a forward pass."""
-        return self.plan_by_tokens(dataset)
-
-    def plan_by_tokens(self, dataset: SampleDataset) -> MicroBatchPlan:
-        """Micro-batches of at most `data.max_tokens_per_gpu` tokens, or of `data.micro_batch_size_per_gpu` samples."""
+        """Which samples share a forward pass: at most `data.max_tokens_per_gpu` tokens, or as many samples as set."""
         assert isinstance(self.config, SFTConfig) and isinstance(dataset, TokenDataset)
         data, packs = self.config.data, self.packs
         most = data.max_tokens_per_gpu or (data.micro_batch_size_per_gpu * data.max_length if packs else sys.maxsize)
@@ -255,11 +228,8 @@ class SFTTrainer(PipelineTrainer):
         """Sum of the cross-entropy over a micro-batch's loss tokens, a scalar with gradient."""
         if self.config.sequence_parallel_size == 1:
             return self.token_loss(micro_batch)
+        # With the sequence split by Ulysses, the mean of verl's forward pass is converted to a sum.
         tensors = {name: tensor.to(self.device_name) for name, tensor in micro_batch.items()}
-        return self.summed_loss_over_sequence_ranks(tensors)
-
-    def summed_loss_over_sequence_ranks(self, tensors: MicroBatch) -> torch.Tensor:
-        """The same with the sequence split by Ulysses: verl's forward pass, whose mean is converted to a sum."""
         num_tokens = tensors["loss_mask"][:, 1:].sum()
         if isinstance(self.config, SFTConfig) and self.config.data.balance_dp_token:  # then verl's mean is another one
             dist.all_reduce(num_tokens)
@@ -365,16 +335,10 @@ class TokenLoss:
     Args:
         model: sharded.
         head: its output layer, if that computes the loss; None computes the loss from logits.
-        precision: of the forward pass.
-        device_name: cuda, npu or cpu.
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        head: FusedLinearCrossEntropy | None,
-        precision: torch.dtype,
-        device_name: str,
+        self, model: torch.nn.Module, head: FusedLinearCrossEntropy | None, precision: torch.dtype, device_name: str
     ) -> None:
         self._model, self.head, self.precision, self._device = model, head, precision, device_name
 
@@ -403,11 +367,6 @@ class TokenLoss:
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, non_blocking=True)
-
-
-def unpadded(dataset: Any) -> SampleDataset:
-    """A data set without padding: one of this product as it is, one of verl with its padding removed."""
-    return dataset if isinstance(dataset, SampleDataset) else UnpaddedDataset(dataset)
 
 
 def perplexity(loss: float) -> float:

@@ -182,6 +182,11 @@ class RewardStageConfig(RunConfig):
         if self.trainer.test_freq != self.data.eval_every_steps:
             raise UserError("trainer.test_freq equals data.eval_every_steps in this stage; set that instead")
 
+    @property
+    def num_mini_batches(self) -> int:
+        """Updates in one pass over a step's samples."""
+        return self.data.train_batch_size // (self.actor.ppo_mini_batch_size or self.data.train_batch_size)
+
 
 @dataclass(kw_only=True)
 class GRPOConfig(RewardStageConfig):
@@ -215,6 +220,9 @@ class GRPOConfig(RewardStageConfig):
                 "divisor"
             )
         require_divisible(self, world_size, self.actor.ppo_mini_batch_size, unit=size)
+        num_prompts = self.actor.ppo_mini_batch_size or self.data.train_batch_size
+        num_samples = num_prompts // (world_size // self.sequence_parallel_size) * self.rollout.n
+        self.actor.check_micro_batches(num_samples, self.data.micro_batch_size_per_gpu)
 
 
 @dataclass(kw_only=True)
@@ -259,7 +267,6 @@ def require_divisible(config: RunConfig, world_size: int, mini_batch: int | None
     """Refuse a batch that does not divide into mini-batches, or an update that does not divide over the ranks.
 
     Args:
-        config: with the batch.
         world_size: number of ranks on all nodes.
         mini_batch: samples of an update over all ranks; None for the whole batch.
         unit: ranks that only come together, such as those of an engine.

@@ -41,8 +41,6 @@ def tokenizer_of_exports(
     training template without its generation marks, which not every server supports.
 
     Args:
-        config: the resolved configuration.
-        tokenizer: of `load_tokenizer`.
         prints: whether this rank reports the second case.
     """
     data = config.data
@@ -97,7 +95,6 @@ def sync_eos_token(
 
     Args:
         model: its generation settings change if they have to.
-        tokenizer: with the chat template.
         turn_ends: number of samples by their last loss token.
         is_main: whether this rank prints messages.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +25,11 @@ from verl_ext.checkpoint.manifest import Manifest, is_verl_checkpoint, step_of
 from verl_ext.checkpoint.resume import agree_on_checkpoint, agree_on_contents
 from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
-from verl_ext.console import warn
+from verl_ext.console import print_line, warn
 from verl_ext.data.batching import MicroBatchPlan, Prefetcher
+from verl_ext.data.chats import unpadded
 from verl_ext.data.dataset import SampleDataset, training_data_digest
-from verl_ext.data.sampler import GlobalBatchSampler, data_state_after_verl
+from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero
 from verl_ext.errors import Stop, UserError
 from verl_ext.files import GIB, free_bytes
@@ -60,7 +62,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         device_mesh: one-dimensional mesh over all ranks, for FSDP2.
         ulysses_device_mesh: mesh with dimensions dp and sp.
         tokenizer: with a chat template.
-        train_dataset: samples, each with its number as `row`.
+        train_dataset: samples, each with its number as `row`; the padding of one of verl's data sets is removed.
         val_dataset: the same, or None for a run without validation.
         signals: what this rank is asked by signals; None if the process handles its signals itself.
 
@@ -83,8 +85,8 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         device_mesh: DeviceMesh,
         ulysses_device_mesh: DeviceMesh,
         tokenizer: PreTrainedTokenizerBase,
-        train_dataset: SampleDataset,
-        val_dataset: SampleDataset | None,
+        train_dataset: Any,
+        val_dataset: Any,
         signals: RankSignals | None = None,
     ) -> None:
         self.config = config_of(config) if isinstance(config, DictConfig) else config
@@ -94,11 +96,12 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.dp_size, self.dp_rank = ulysses_device_mesh.size(0), ulysses_device_mesh.get_local_rank("dp")
         self.is_main = device_mesh.get_rank() == 0
         self.run_dir = self.config.trainer.run_dir
-        self.tokenizer, self.train_dataset, self.val_dataset = tokenizer, train_dataset, val_dataset
+        self.tokenizer, self.train_dataset = tokenizer, unpadded(train_dataset)
+        self.val_dataset = None if val_dataset is None else unpadded(val_dataset)
 
         trace = self.trace = TraceFile(self.run_dir, device_mesh.get_rank()) if self.config.trainer.trace else None
         self.timer = StepTimer(on_gpu=self.device_name == "cuda", on_part=None if trace is None else trace.span)
-        self.guard = NonFiniteGuard(self.config.trainer.max_nonfinite_steps, train_dataset.describe)
+        self.guard = NonFiniteGuard(self.config.trainer.max_nonfinite_steps, self.train_dataset.describe)
         deadline = known_deadline(self.config.trainer.preemption, self.is_main)
         self.stop_vote = StopVote(signals, deadline, list(self.config.health.stop_on))
 
@@ -390,18 +393,24 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
     def saved_data_state(self, checkpoint: Path) -> dict[str, Any]:
         """What `data_state` returned when a checkpoint was saved, also for a checkpoint that verl wrote."""
         state = self.checkpoint_manager.load_data_state(str(checkpoint))
-        if is_verl_checkpoint(checkpoint):
-            manifest = Manifest.read(checkpoint)
-            return data_state_after_verl(
-                checkpoint,
-                state,
-                step=manifest.step,
-                num_samples=len(self.train_dataset),
-                global_batch_size=self.config.data.train_batch_size,
-                num_saved_ranks=max(manifest.world_size // self.config.sequence_parallel_size, 1),
-                seed=self.config.trainer.seed,
-                show=self.is_main,
+        if not is_verl_checkpoint(checkpoint):
+            return state
+        if "samples_seen" in state:  # this pipeline wrote it, and its manifest and export plan are lost
+            raise UserError(
+                f"{checkpoint} lost its manifest.json; restore it, or name another checkpoint to resume from"
             )
+        manifest = Manifest.read(checkpoint)
+        num_ranks = max(manifest.world_size // self.config.sequence_parallel_size, 1)
+        state, doubt = self.train_sampler.state_after_verl(state, manifest.step, num_ranks)
+        if self.is_main:
+            print_line(
+                f"verl itself wrote {checkpoint.name}; this run continues in verl's order of the data, "
+                f"{state['samples_seen']} of {state['num_samples']} samples into epoch {state['epoch']}, and removes "
+                "none of verl's checkpoints",
+                sys.__stdout__,
+            )
+        if self.is_main and doubt is not None:
+            warn(f"{checkpoint.name}: {doubt}")
         return state
 
     def data_state(self) -> dict[str, Any]:
@@ -442,7 +451,6 @@ class NonFiniteGuard:
         """Stop the run if the limit is reached; collective in that case.
 
         Args:
-            step: the optimizer step, for the message.
             rows: this rank's samples of the step.
 
         Raises:

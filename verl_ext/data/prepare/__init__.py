@@ -64,9 +64,6 @@ def is_prepared(words: Sequence[str]) -> bool:
 
     Imports nothing heavy, so that it can run before every training.
 
-    Args:
-        words: the command's name and options, as on the command line.
-
     Raises:
         UserError: the words do not parse, or an input cannot be read.
     """

@@ -67,15 +67,12 @@ def prepare_chats(arguments: argparse.Namespace) -> PrepareResult:
     rows = _without_duplicates(rows, counts)
     rows, lengths = _measure_lengths(rows, measure, converter)
     # Answers to one problem stay on one side of the split; otherwise, validation would measure memorization.
-    groups = [_group(row.get(arguments.id_key), index) for index, row in enumerate(rows)]
+    ids = [row.get(arguments.id_key) for row in rows]
+    groups = [f"row {index}" if each is None else f"id {each}" for index, each in enumerate(ids)]
     rows = encode_mixed_columns(rows, keep="messages")
     written = write_split(Path(arguments.output), rows, groups, arguments.val_fraction, arguments.seed)
     percentiles = length_percentiles(lengths, "chars" if measures_chars else "tokens")
     return PrepareResult([f"{name}.parquet" for name in written], {**counts, **written, **percentiles})
-
-
-def _group(problem_id: object, index: int) -> str:
-    return f"row {index}" if problem_id is None else f"id {problem_id}"
 
 
 # Reading

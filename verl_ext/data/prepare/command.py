@@ -35,7 +35,7 @@ class PrepareCommand:
         next_command: what to run afterwards, by its name in `verl_ext.commands`; `{output}` and the result's fields are
             filled in word by word.
         version: raised when the same arguments would give other files.
-        add_arguments: adds the command's own options to its parser.
+        add_arguments: adds the command's own options, if it has any, to its parser.
         run: writes the files; raises `UserError` for bad input.
     """
 
@@ -44,7 +44,7 @@ class PrepareCommand:
     example: str
     next_command: str
     version: int
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     run: Callable[[argparse.Namespace], PrepareResult]
 
     def next_words(self, output: str, result: PrepareResult) -> list[str]:

@@ -138,10 +138,8 @@ def to_conversation(
     """Convert one row to the `messages` format.
 
     Args:
-        row: the decoded row.
         notes: counts the rows in which something was changed, by a description of the change.
         layout: the layout of its file; None if no row has one.
-        keys: the columns that hold the conversation.
 
     Returns:
         The row with `messages` in place of the columns that held the conversation.

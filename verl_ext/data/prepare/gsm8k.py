@@ -10,15 +10,7 @@ from typing import Any
 
 from verl_ext.console import progress_bar
 from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
-from verl_ext.data.prepare.tables import (
-    RUN_FILES,
-    TRAIN_NAME,
-    VAL_NAME,
-    Row,
-    read_jsonl,
-    rl_prompt_row,
-    write_parquet,
-)
+from verl_ext.data.prepare.tables import RUN_FILES, TRAIN_NAME, VAL_NAME, Row, read_jsonl, rl_prompt_row, write_parquet
 from verl_ext.errors import UserError, first_line_of
 
 STYLES = ("plain", "think")
@@ -36,9 +28,7 @@ THINK_INSTRUCTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `gsm8k`."""
     parser.add_argument(
-        "--source",
-        default="openai/gsm8k",
-        help="directory with train.jsonl and test.jsonl, or a `datasets` name",
+        "--source", default="openai/gsm8k", help="directory with train.jsonl and test.jsonl, or a `datasets` name"
     )
     parser.add_argument("--config", default="main", help="configuration of a `datasets` name")
     parser.add_argument(

@@ -14,15 +14,18 @@ import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.model_files import save_config, save_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 STAMP_NAME = "prepared.json"
 INPUT_OPTIONS = ("input", "exclude", "source", "format")
 """Options that may name files. Others, such as `--tokenizer`, do not change what is written."""
-_DIGEST_CHUNK_BYTES = 1 << 22
 
 
 # Writing
@@ -72,6 +75,19 @@ def staged_file(target: Path) -> Iterator[Path]:
         yield staging / target.name
 
 
+def write_model(
+    directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | ProcessorMixin
+) -> list[str]:
+    """Write a model with its tokenizer or processor into a directory, and return the names of the files."""
+    with staged_directory(directory) as staging:
+        model.save_pretrained(staging)
+        save_config(model.config, staging)
+        save_tokenizer(tokenizer, staging)
+        # transformers copies a GGUF there that it has read, and would later mistake it for a SentencePiece model.
+        (staging / "tokenizer.model").unlink(missing_ok=True)
+        return sorted(path.name for path in staging.iterdir())
+
+
 # Inputs
 
 
@@ -99,18 +115,11 @@ def file_state(path: Path) -> FileState:
         found = path.stat()
         key = str(path), found.st_size, found.st_mtime_ns
         if key not in _digests:
-            _digests[key] = _sha256(path)
+            with path.open("rb") as file:
+                _digests[key] = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UserError(f"cannot read {path} ({first_line_of(error)}); check its path") from error
     return FileState(found.st_size, found.st_mtime_ns, _digests[key])
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_DIGEST_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def trust_stamp(path: Path) -> None:
@@ -129,7 +138,6 @@ def input_states(arguments: argparse.Namespace, written: Collection[Path] = ()) 
     """States of the files and directories that a command line names as its input.
 
     Args:
-        arguments: the parsed command line.
         written: files to skip, because they are output in a directory that is an input too.
 
     Raises:
@@ -178,9 +186,6 @@ def write_stamp(command: PrepareCommand, arguments: argparse.Namespace, result: 
     """Write the stamp of a finished preparation.
 
     Args:
-        command: the command that ran.
-        arguments: its parsed command line.
-        result: what it wrote.
         inputs: the `input_states` from before the command read them.
     """
     written = _written_paths(arguments, result.files)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,11 @@ def prepare_prompts(arguments: argparse.Namespace) -> PrepareResult:
     """
     refuse_overwritten_inputs(arguments.output, arguments.input)
     counts: Counter[str] = Counter(read=0, bad=0)
-    rows = list(_read_prompts(arguments, RowConverter("prompts", arguments.skip_bad, counts)))
+    converter = RowConverter("prompts", arguments.skip_bad, counts)
+    rows: list[Row] = []
+    for path in map(Path, arguments.input):
+        to_row = partial(to_prompt_row, prompt_key=arguments.prompt_key, source=path.stem)
+        rows += converter.convert(path, read_rows(path), to_row)
     # The same prompt on both sides of the split would measure memorization.
     groups = [json.dumps(row["prompt"], sort_keys=True) for row in rows]
     written = write_split(Path(arguments.output), _with_one_type(rows), groups, arguments.val_fraction, arguments.seed)
@@ -56,18 +59,10 @@ def prepare_prompts(arguments: argparse.Namespace) -> PrepareResult:
     return PrepareResult([f"{name}.parquet" for name in written], {**counts, **written}, {"reward": reward})
 
 
-def _read_prompts(arguments: argparse.Namespace, converter: RowConverter) -> Iterator[Row]:
-    for name in arguments.input:
-        path = Path(name)
-        to_row = partial(to_prompt_row, prompt_key=arguments.prompt_key, source=path.stem)
-        yield from converter.convert(path, read_rows(path), to_row)
-
-
 def to_prompt_row(row: Row, number: int, notes: Counter[str], *, prompt_key: str, source: str) -> Row:
     """Convert one row to verl's RL format.
 
     Args:
-        row: the decoded row.
         number: its number in its file.
         notes: counts the rows in which something was changed, by a description of the change.
         prompt_key: column of the prompt, a text or a list of turns.

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 from verl_ext.cli import IntArg
 from verl_ext.console import staged_progress
 from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
-from verl_ext.data.prepare.output import staged_directory
+from verl_ext.data.prepare.output import write_model
 from verl_ext.data.prepare.quickstart_families import FAMILIES, FunctionFamily, Parameters
 from verl_ext.data.prepare.tables import TRAIN_NAME, VAL_NAME, Row, rl_prompt_row, write_jsonl, write_parquet
-from verl_ext.model_files import save_config, save_tokenizer
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM, Qwen2TokenizerFast
 
 EXPECTED_S = {"sampling problems": 1, "creating the model": 8, "measuring lengths": 3}
@@ -80,11 +78,7 @@ def _write_model(
     conversations = [row["messages"] for row in data.train]
     tokenizer = train_tokenizer(conversations)
     model = build_model(tokenizer, seed)
-    with staged_directory(directory) as staging:
-        model.save_pretrained(staging)
-        save_config(model.config, staging)
-        save_tokenizer(tokenizer, staging)
-        files = sorted(f"{MODEL_NAME}/{path.name}" for path in staging.iterdir())
+    files = [f"{MODEL_NAME}/{name}" for name in write_model(directory, model, tokenizer)]
     begin("measuring lengths")
     lengths = [len(tokenizer.apply_chat_template(messages, return_dict=False)) for messages in conversations]
     return files, {
@@ -133,7 +127,6 @@ def sample_quickstart(num_train: int, seed: int) -> QuickstartData:
 
     Args:
         num_train: number of training rows, shared equally among the families; validation gets 2 % more.
-        seed: seed of the problems and of their order.
     """
     generator = random.Random(seed)
     train: list[Row] = []
@@ -255,32 +248,9 @@ def train_tokenizer(conversations: list[list[dict[str, str]]]) -> Qwen2Tokenizer
     Returns:
         A tokenizer with a ChatML template without a default system prompt; a turn ends with `<|im_end|>`, its EOS.
     """
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from tokenizers.trainers import BpeTrainer
     from transformers import Qwen2TokenizerFast
-
-    alphabet, tokenizer = _untrained_tokenizer()
-    trainer = BpeTrainer(
-        vocab_size=MAX_VOCABULARY,
-        min_frequency=2,
-        special_tokens=[PAD, TURN_START, TURN_END],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    turns = (f"{message['role']}\n{message['content']}" for messages in conversations for message in messages)
-    tokenizer.train_from_iterator(turns, trainer)
-    return Qwen2TokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=TURN_END,
-        pad_token=PAD,
-        unk_token=PAD,
-        additional_special_tokens=[TURN_START, TURN_END],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def _untrained_tokenizer() -> tuple[list[str], Tokenizer]:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
     tokenizer = Tokenizer(models.BPE())
@@ -294,7 +264,24 @@ def _untrained_tokenizer() -> tuple[list[str], Tokenizer]:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    return pre_tokenizers.ByteLevel.alphabet(), tokenizer
+    trainer = BpeTrainer(
+        vocab_size=MAX_VOCABULARY,
+        min_frequency=2,
+        special_tokens=[PAD, TURN_START, TURN_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    turns = (f"{message['role']}\n{message['content']}" for messages in conversations for message in messages)
+    tokenizer.train_from_iterator(turns, trainer)
+    return Qwen2TokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=PAD,
+        unk_token=PAD,
+        additional_special_tokens=[TURN_START, TURN_END],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 # Model

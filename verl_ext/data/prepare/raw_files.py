@@ -41,7 +41,7 @@ def convert_raw_files(data: ChatDataConfig | PromptDataConfig, has_val_files: bo
     train, val = file_list(data.train_files), file_list(data.val_files)
     converts_train, converts_val = any(map(is_raw, train)), any(map(is_raw, val))
     splits = converts_train and not has_val_files
-    if isinstance(data, ChatDataConfig) and not data.multiturn.reads_messages:
+    if isinstance(data, ChatDataConfig) and not (data.multiturn.enable and data.multiturn.messages_key == "messages"):
         for key in ("prompt_dict_keys", "response_dict_keys"):
             if getattr(data, key) is not None:
                 raise UserError(
@@ -66,7 +66,12 @@ def convert_raw_files(data: ChatDataConfig | PromptDataConfig, has_val_files: bo
         data.val_files = f"{conversion.output}/{VAL_NAME}"
         commands.insert(0, conversion.command)
         sentences.append(conversion.sentence("data.val_files", data.val_files))
-    read_converted_columns(data)
+    # the columns of converted files
+    data.prompt_key = "prompt" if isinstance(data, PromptDataConfig) else "question"
+    if isinstance(data, ChatDataConfig):
+        data.response_key = "answer"
+        data.multiturn.enable = True
+        data.multiturn.messages_key = "messages"
     return commands, sentences
 
 
@@ -74,9 +79,7 @@ class RawFileConversion:
     """The conversion of a run's raw files into one directory.
 
     Args:
-        data: the configuration that names the files.
         names: paths of the files, as the user gave them.
-        options: options of the preparation command.
 
     Attributes:
         output: the directory to write.
@@ -126,12 +129,3 @@ def column_options(data: ChatDataConfig | PromptDataConfig) -> list[str]:
             "--response-key": (data.response_key, "answer"),
         }
     return [word for option, (value, usual) in named.items() if value != usual for word in (option, str(value))]
-
-
-def read_converted_columns(data: ChatDataConfig | PromptDataConfig) -> None:
-    """Have the run read the columns of converted files."""
-    data.prompt_key = "prompt" if isinstance(data, PromptDataConfig) else "question"
-    if isinstance(data, ChatDataConfig):
-        data.response_key = "answer"
-        data.multiturn.enable = True
-        data.multiturn.messages_key = "messages"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl_ext.config.secrets import leaves
 from verl_ext.console import print_line
 from verl_ext.data.prepare import is_prepared, parse_arguments, prepare
 from verl_ext.errors import UserError
@@ -66,7 +67,7 @@ def is_within(path: object, directories: Iterable[Path]) -> bool:
 
 
 def _unused(commands: Iterable[str], values: Mapping[str, Any]) -> list[str]:
-    texts = set(_texts(values))
+    texts = {value for _, value in leaves(values) if isinstance(value, str)}
     outputs = {command: output_of(command) for command in commands}
     return [command for command, output in outputs.items() if not any(is_within(text, [output]) for text in texts)]
 
@@ -80,12 +81,3 @@ def _split(command: str) -> list[str]:
 
 def _absolute(text: str) -> Path:
     return Path(os.path.abspath(Path(text).expanduser()))
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in nested mappings and lists."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)

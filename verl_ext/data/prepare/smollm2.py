@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from verl_ext.console import staged_progress
 from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
-from verl_ext.data.prepare.output import staged_directory
+from verl_ext.data.prepare.output import write_model
 from verl_ext.errors import UserError
-from verl_ext.model_files import save_config, save_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,10 +19,6 @@ PACKAGE_VERSION = "0.1.2"
 EXPECTED_S = {"reading the tokenizer": 8, "reading the weights": 25, "saving": 2}
 EOS_TOKEN = "<|im_end|>"
 PAD_TOKEN = "<|endoftext|>"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`smollm2` has no options."""
 
 
 def prepare_smollm2(arguments: argparse.Namespace) -> PrepareResult:
@@ -39,13 +34,7 @@ def prepare_smollm2(arguments: argparse.Namespace) -> PrepareResult:
         begin("reading the weights")
         model = _load_model(gguf, tokenizer)
         begin("saving")
-        with staged_directory(Path(arguments.output)) as staging:
-            model.save_pretrained(staging)
-            save_config(model.config, staging)
-            save_tokenizer(tokenizer, staging)
-            # transformers copies the whole GGUF there and would later mistake it for a SentencePiece model.
-            (staging / "tokenizer.model").unlink(missing_ok=True)
-            files = sorted(path.name for path in staging.iterdir())
+        files = write_model(Path(arguments.output), model, tokenizer)
     return PrepareResult(files, {"parameters": model.num_parameters(), "vocabulary": len(tokenizer)})
 
 
@@ -112,6 +101,5 @@ COMMAND = PrepareCommand(
     example="smollm2 --output models/smollm2-135m",
     next_command="sft 2 recipe=smollm2_135m model.partial_pretrain={output}",
     version=1,
-    add_arguments=add_arguments,
     run=prepare_smollm2,
 )

@@ -67,8 +67,6 @@ class RowConverter:
         """Convert the rows of one file and add where each comes from.
 
         Args:
-            path: the file, for messages.
-            rows: its rows.
             to_row: converts a row, given its number and a counter for notes on what was changed; raises `RowError`.
 
         Raises:
@@ -385,9 +383,7 @@ def choose_val_groups(groups: Sequence[str], val_fraction: float, seed: int) -> 
     """Choose whole groups at random until they hold `val_fraction` of the rows; at least one group stays on each side.
 
     Args:
-        groups: the group of each row.
         val_fraction: share of the rows for validation, between 0 and 1.
-        seed: seed of the choice.
 
     Raises:
         UserError: there are fewer than two groups.
@@ -414,11 +410,8 @@ def write_split(output: Path, rows: list[Row], groups: Sequence[str], val_fracti
     """Write `train.parquet` and `val.parquet`; rows that belong together stay on one side, in their order.
 
     Args:
-        output: directory to write into.
-        rows: the samples.
         groups: the group of each row, as long as `rows`.
         val_fraction: share of the rows for validation; with 0 or 1, the empty file is not written.
-        seed: seed of the split.
 
     Returns:
         The number of rows of each file that was written, `train` and `val`.

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any
 from verl_ext.cli import IntArg
 from verl_ext.console import progress_bar, staged_progress
 from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
-from verl_ext.data.prepare.output import staged_directory
+from verl_ext.data.prepare.output import write_model
 from verl_ext.data.prepare.quickstart import PAD, TURN_END, TURN_START, train_tokenizer
 from verl_ext.data.prepare.tables import Row, write_parquet
-from verl_ext.model_files import save_config, save_tokenizer
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -69,9 +68,11 @@ def prepare_vqa(arguments: argparse.Namespace) -> PrepareResult:
     for name, rows in tables.items():
         write_parquet(output / name, rows)
     with staged_progress({"creating the model": 8}):
-        files, num_parameters = _write_model(output / MODEL_NAME, arguments.seed)
+        processor = build_processor()
+        model = build_vlm(processor, arguments.seed)
+        files = [f"{MODEL_NAME}/{name}" for name in write_model(output / MODEL_NAME, model, processor)]
     counts: dict[str, float] = {name.removesuffix(".parquet"): len(rows) for name, rows in tables.items()}
-    return PrepareResult([*tables, *files], {**counts, "parameters": num_parameters})
+    return PrepareResult([*tables, *files], {**counts, "parameters": model.num_parameters()})
 
 
 def sample_lessons(count: int, rng: random.Random, faded_fraction: float = 0.0) -> Iterator[Row]:
@@ -86,17 +87,6 @@ def sample_questions(count: int, rng: random.Random) -> Iterator[Row]:
     for number in range(count):
         kind = rng.choice(list(QUESTIONS))
         yield from question_rows(number, sample_card(rng, bold_fraction=1.0 if kind == "sum" else 0.5), [kind], rng)
-
-
-def _write_model(directory: Path, seed: int) -> tuple[list[str], float]:
-    processor = build_processor()
-    model = build_vlm(processor, seed)
-    with staged_directory(directory) as staging:
-        model.save_pretrained(staging)
-        save_config(model.config, staging)
-        save_tokenizer(processor, staging)
-        files = sorted(f"{MODEL_NAME}/{path.name}" for path in staging.iterdir())
-    return files, model.num_parameters()
 
 
 # Cards
@@ -149,7 +139,6 @@ def sample_card(rng: random.Random, bold_fraction: float = 0.5, faded_fraction: 
     """A random card.
 
     Args:
-        rng: source of randomness.
         bold_fraction: share of cards in bold print; the others are in fine print.
         faded_fraction: share of the fine print that is mixed with ink, from which a model learns where to look.
     """
@@ -184,9 +173,7 @@ def question_rows(number: int, card: Card, kinds: list[str], rng: random.Random)
 
     Args:
         number: number of the card, for the ids.
-        card: the content to paint.
         kinds: kinds of the questions.
-        rng: source of randomness for the picture.
     """
     encoded = io.BytesIO()
     paint_card(card, rng).save(encoded, "png")

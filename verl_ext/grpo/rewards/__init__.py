@@ -1,1 +1,1 @@
-"""Reward functions for texts, by name or of the user's own, and the environment that adds them up."""
+"""Reward functions for texts, built in or the user's own, and the environment that adds up their scores."""

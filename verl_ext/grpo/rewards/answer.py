@@ -1,4 +1,4 @@
-"""What a reward function is given."""
+"""What a reward function gets."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RewardedAnswer:
-    """A model's answer and what it is to be judged by; the names are those of verl's RL data.
+    """A model's answer and its ground truth; the names are those of verl's RL data.
 
     Attributes:
         sample_id: names the prompt in messages.
-        text: the answer, special tokens left out.
-        num_tokens: its length, the end of the turn included.
-        truncated: whether it was cut off at the longest length.
-        data_source: where the prompt comes from.
-        ground_truth: `reward_model.ground_truth` as the data have it: a right answer, or tests, also as JSON.
-        extra_info: whatever the data hold beside.
+        text: the answer without special tokens.
+        num_tokens: its length, with the end-of-turn token.
+        truncated: whether it was cut off at `data.max_response_length`.
+        data_source: of the row.
+        ground_truth: `reward_model.ground_truth` of the row: the correct answer, or tests, also as JSON.
+        extra_info: of the row.
     """
 
     sample_id: str

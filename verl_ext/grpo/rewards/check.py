@@ -18,17 +18,16 @@ from verl_ext.data.config import PromptDataConfig, file_list
 from verl_ext.data.dataset import ORIGIN_KEY, drop_nulls, iter_parquet_rows, place_of, reading_parquet
 from verl_ext.errors import UserError
 from verl_ext.grpo.config import RewardConfig
-from verl_ext.grpo.failure import RewardError
+from verl_ext.grpo.protocols import RewardError
 from verl_ext.grpo.rewards.answer import RewardedAnswer
-from verl_ext.grpo.rewards.custom import START_S, try_function
-from verl_ext.grpo.rewards.judged import OF_TESTS, tests_of
-from verl_ext.grpo.rewards.registry import LENGTH_PENALTY, wanted_rewards
+from verl_ext.grpo.rewards.functions import LENGTH_PENALTY, PROGRAM_REWARDS, parse_reward_functions
+from verl_ext.grpo.rewards.process_pool import START_S, try_function
 from verl_ext.plugins import Plugin
 
 QUIET_S = 10.0
-"""Seconds of loading and calling a function before a line says what takes so long."""
-MOST_SHOWN = 60
-"""Characters of a completion in a message."""
+"""Seconds of loading and calling a function after which a line says what takes so long."""
+MAX_SHOWN_CHARACTERS = 60
+"""Of a completion in a message."""
 
 
 def check_reward_settings(reward: RewardConfig, data: PromptDataConfig) -> None:
@@ -37,9 +36,9 @@ def check_reward_settings(reward: RewardConfig, data: PromptDataConfig) -> None:
     Raises:
         UserError: the first of them and how to fix it.
     """
-    wanted = wanted_rewards(list(reward.functions))
+    specs = parse_reward_functions(list(reward.functions))
     # Only length_penalty uses the buffer; other rewards work with completions that are shorter than it.
-    penalizes = any(each.plugin is None and each.name == LENGTH_PENALTY for each in wanted)
+    penalizes = any(spec.plugin is None and spec.name == LENGTH_PENALTY for spec in specs)
     if penalizes and reward.length_buffer > data.max_response_length:
         raise UserError(
             f"reward.length_buffer is {reward.length_buffer}; it must be at most data.max_response_length, which is "
@@ -48,28 +47,27 @@ def check_reward_settings(reward: RewardConfig, data: PromptDataConfig) -> None:
 
 
 def check_reward_functions(reward: RewardConfig, data: PromptDataConfig) -> None:
-    """Refuse data that lack what a reward needs, and functions of the user's that fail on the first row.
+    """Refuse data without what a reward needs, and users' functions that fail on the first row.
 
     Raises:
-        UserError: a column is missing or has another type, or a function cannot be loaded, cannot be called as it is
-            called in training, or fails.
+        UserError: a column is missing or has another type, or a function cannot be loaded or called, or fails.
     """
-    wanted = wanted_rewards(list(reward.functions))
-    by_verdict = [each.name for each in wanted if each.by_verdict]
-    judged = by_verdict[0] if by_verdict else None
+    specs = parse_reward_functions(list(reward.functions))
+    judged = [spec.name for spec in specs if spec.needs_verdict]
+    needs_truth = judged[0] if judged else None
     train, val = (
         [Path(name).expanduser() for name in file_list(files)] for files in (data.train_files, data.val_files)
     )
     is_measured = data.eval_every_steps and data.eval_split == "test"
     for path in train:
-        check_columns(path, judged)
+        check_columns(path, needs_truth)
     for path in val:  # read even if it is not measured
-        check_columns(path, judged if is_measured else None)
+        check_columns(path, needs_truth if is_measured else None)
     where, answer = trial_answer(train)
-    check_ground_truth(by_verdict, answer, where)
-    for each in wanted:
-        if each.plugin is not None:
-            try_on_row(each.plugin, answer, where, reward.time_limit_s)
+    check_ground_truth(judged, answer, where)
+    for spec in specs:
+        if spec.plugin is not None:
+            try_on_row(spec.plugin, answer, where, reward.time_limit_s)
 
 
 def check_judge(reward: RewardConfig) -> None:
@@ -82,18 +80,18 @@ def check_judge(reward: RewardConfig) -> None:
         UserError: a package is not installed, or the judge's isolation does not work on this machine.
     """
     find_packages(list(reward.packages), "reward.packages")
-    if any(each.by_verdict for each in wanted_rewards(list(reward.functions))):
+    if any(spec.needs_verdict for spec in parse_reward_functions(list(reward.functions))):
         config = JudgeConfig(isolation=reward.isolation, num_workers=1, packages=reward.packages)
         with redirect_stderr(io.StringIO()), JudgeClient(config, section="reward"):
-            pass  # the ranks warn of a weaker isolation, once their servers have it
+            pass  # the ranks warn of a weaker isolation
 
 
 def check_columns(path: Path, judged: str | None) -> None:
-    """The columns `reward_model` and `extra_info` are structs, and every row has a ground truth where one is needed.
+    """Refuse a file whose columns `reward_model` and `extra_info` are no structs, or whose rows lack a ground truth.
 
     Args:
         path: a parquet file.
-        judged: a reward that compares answers with the ground truth; None where no reward does.
+        judged: a reward that needs the ground truth; None if no reward does.
 
     Raises:
         UserError: a column or a ground truth is missing, or a ground truth cannot be read.
@@ -109,7 +107,7 @@ def check_columns(path: Path, judged: str | None) -> None:
             raise UserError(f"the column '{name}' of {path} is a {kind}; write a struct, as verl's RL format has")
     if judged is None:
         return
-    needs = f"which the reward {judged} needs; add it, or set reward.functions to rewards that do without"
+    needs = f"which the reward {judged} needs; add it, or set reward.functions to rewards that do not need it"
     if "reward_model" not in schema.names or pyarrow.types.is_null(schema.field("reward_model").type):
         raise UserError(f"{path} has no column 'reward_model' with a ground_truth, {needs}")
     if schema.field("reward_model").type.get_field_index("ground_truth") < 0:
@@ -127,7 +125,7 @@ def check_columns(path: Path, judged: str | None) -> None:
 def trial_answer(paths: list[Path]) -> tuple[str, RewardedAnswer]:
     """An answer to the first row of some files, and which row that is.
 
-    The answer is the ground truth itself where that is a text or a number: what a good completion may come down to.
+    The answer is the ground truth itself if that is a text or a number, as a good completion may be.
     """
     path, row = next((path, drop_nulls(row)) for path in paths for row in iter_parquet_rows(path, batch_size=1))
     where = f"{path} row 0"
@@ -137,10 +135,10 @@ def trial_answer(paths: list[Path]) -> tuple[str, RewardedAnswer]:
 
 
 def check_ground_truth(judged: list[str], answer: RewardedAnswer, where: str) -> None:
-    """Refuse a ground truth with which a reward would be 0 for every completion.
+    """Refuse a ground truth for which a reward would be 0 for every completion.
 
     Args:
-        judged: the rewards that compare answers with the ground truth.
+        judged: the rewards that need the ground truth.
         answer: to the row that is checked.
         where: that row.
 
@@ -148,12 +146,12 @@ def check_ground_truth(judged: list[str], answer: RewardedAnswer, where: str) ->
         UserError: the ground truth cannot be read, has no tests for a reward that runs tests, or is a text that
             `reward_correct` never finds in a completion.
     """
-    tests = tests_of(answer) if judged else None
+    tests = read_tests(answer.ground_truth, answer.sample_id) if judged else None
     if not isinstance(tests, ReferenceAnswer):
         return
     truth = tests.answer
-    shown = repr(truth if len(truth) <= MOST_SHOWN else f"{truth[:MOST_SHOWN]}...")
-    if by_tests := [name for name in judged if name in OF_TESTS]:
+    shown = repr(truth if len(truth) <= MAX_SHOWN_CHARACTERS else f"{truth[:MAX_SHOWN_CHARACTERS]}...")
+    if by_tests := [name for name in judged if name in PROGRAM_REWARDS]:
         raise UserError(
             f"the reward {by_tests[0]} runs tests, but the ground truth of {where} is {shown}, which holds none; give "
             'tests such as {"entry_point": "f", "tests": ["assert f(1) == 2"]}, or score answers with '
@@ -173,11 +171,11 @@ def check_ground_truth(judged: list[str], answer: RewardedAnswer, where: str) ->
 
 
 def try_on_row(plugin: Plugin, answer: RewardedAnswer, where: str, time_limit_s: float) -> None:
-    """Call a function once; the traceback of a failure is printed.
+    """Call a function once; print the traceback of a failure.
 
     Args:
         plugin: the function.
-        answer: what it is to score.
+        answer: that it scores.
         where: the row that the answer is to.
         time_limit_s: of the call.
     """
@@ -195,7 +193,7 @@ def try_on_row(plugin: Plugin, answer: RewardedAnswer, where: str, time_limit_s:
         fix = "it must return a finite number for every completion, such as 0 for one that it cannot parse"
         if error.failure.timed_out:
             fix = "make it faster or raise reward.time_limit_s"
-        shown = answer.text if len(answer.text) <= MOST_SHOWN else f"{answer.text[:MOST_SHOWN]}..."
+        shown = answer.text if len(answer.text) <= MAX_SHOWN_CHARACTERS else f"{answer.text[:MAX_SHOWN_CHARACTERS]}..."
         raise UserError(
             f"the reward function {name} failed on {where}, tried with the completion {shown!r}: {error}; {fix}"
         ) from error

@@ -1,7 +1,7 @@
-"""The process that runs a reward function of the user's: `python -m ... PLACE FUNCTION`, calls in, scores out.
+"""The process that runs a user's reward function: `python -m ... PLACE FUNCTION`, calls in, scores out.
 
-It reads pickled `RewardedAnswer`s from its input and writes pickled replies; what the function prints goes to standard
-error. Whoever started it kills it when a call takes too long.
+It reads pickled `RewardedAnswer`s from standard input and writes pickled replies; what the function prints goes to
+standard error. `RewardProcessPool` kills it when a call takes too long.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from verl_ext.cli import child_process_args
 from verl_ext.commands import program
 from verl_ext.errors import UserError
-from verl_ext.grpo.failure import RewardError, RewardFailure
+from verl_ext.grpo.protocols import RewardError, RewardFailure
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.user_function import UserFunction
 from verl_ext.plugins import Plugin
@@ -23,14 +23,14 @@ from verl_ext.processes import end_with_parent
 
 SIZE = struct.Struct(">I")
 Reply: TypeAlias = "float | RewardFailure | None"
-"""A score, or why there is none. The first reply is on loading: None, or why the function cannot be called."""
+"""A score or a failure. The first reply is about loading: None, or why the function cannot be called."""
 
 
 def main() -> None:
-    """Load the function, say so, then serve calls until the input ends."""
+    """Load the function, reply, then serve calls until the input ends."""
     place, name = child_process_args(
         "verl_ext.grpo.rewards.custom_process",
-        "Runs a reward function of the user's.",
+        "Runs a user's reward function.",
         f"{program('grpo')} 2 'reward.functions=[mine.py:reward]'",
         "place",
         "function",

@@ -1,4 +1,4 @@
-"""A reward function of the user's: how it is loaded, called, and what counts as a reward."""
+"""A user's reward function: how it is loaded and called, and what counts as a score."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl_ext.errors import UserError, one_line
-from verl_ext.grpo.failure import RewardError, RewardFailure
+from verl_ext.grpo.protocols import RewardError, RewardFailure
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.plugins import Plugin
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""Keyword arguments of a function that is named by file; they are verl's."""
+"""Keyword arguments of a function in a file; they are verl's."""
 _MOST_CHARACTERS = 500
-"""Of a reason or a signature in a message."""
+"""Longest reason or signature in a message."""
 _MOST_TRACEBACK_CHARACTERS = 4000
 
 
 class UserFunction:
-    """Loads a function and calls it in this process; nothing can end a call.
+    """Loads a function and calls it in this process, where no call can be ended.
 
     Args:
         plugin: a function in a file, which is called with `ARGUMENTS` as verl does, or in a module, which is called
@@ -52,15 +52,15 @@ class UserFunction:
         """
         try:
             value = self._function(**_keywords(answer)) if self._by_keywords else self._function(answer)
-        except (Exception, SystemExit) as error:  # whatever it raises, it costs this sample its reward and nothing else
+        except (Exception, SystemExit) as error:  # it costs this sample its reward and nothing else
             raise RewardError(RewardFailure(one_line(error)[:_MOST_CHARACTERS], _traceback_of(error))) from error
         return score_of(value)
 
 
 def score_of(value: Any) -> float:
-    """What a function returned, as a number; a mapping holds it under `score`, as verl allows.
+    """What a function returned, as a number; in a mapping it is the value of `score`, as in verl.
 
-    Numbers are Python's, numpy's and torch's, and True and False, which are 1 and 0.
+    Accepted are numbers of Python, numpy and torch, and True and False as 1 and 0.
 
     Raises:
         RewardError: it is not a finite number.
@@ -73,7 +73,7 @@ def score_of(value: Any) -> float:
         if isinstance(value, str | bytes | bytearray):  # float() would read some of them
             raise TypeError
         score = float(value)
-    except Exception:  # a class of the user's may raise anything
+    except Exception:  # a user's class may raise anything
         shown = f"{value!r:.100}" if isinstance(value, str | bytes | int | None) else f"a {type(value).__name__}"
         raise RewardError(RewardFailure(f"it returned {shown}, which is not a number")) from None
     if not math.isfinite(score):
@@ -89,7 +89,7 @@ def check_signature(function: Callable[..., Any], plugin: Plugin) -> None:
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C have none; the first call tells
+    except (TypeError, ValueError):  # some functions written in C have none; the first call shows
         return
     try:
         signature.bind(**dict.fromkeys(ARGUMENTS)) if plugin.is_file else signature.bind(None)
@@ -112,6 +112,6 @@ def _keywords(answer: RewardedAnswer) -> dict[str, Any]:
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Without the frame of this module."""
+    """The traceback without the frame of this module."""
     frames = error.__traceback__ and error.__traceback__.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))[-_MOST_TRACEBACK_CHARACTERS:]

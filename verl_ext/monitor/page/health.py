@@ -8,9 +8,9 @@ from pathlib import Path
 from nicegui import run, ui
 
 from verl_ext.errors import first_line_of
-from verl_ext.health.checklist import Point, checklists
-from verl_ext.health.findings import Finding, Level
-from verl_ext.health.run_files import RunFiles
+from verl_ext.health.checklist import ChecklistItem, checklists
+from verl_ext.health.rule import Finding, Level
+from verl_ext.health.run_directory import RunDirectory
 from verl_ext.metrics.jsonl import METRICS_FILE
 from verl_ext.metrics.run_record import RUN_FILE
 from verl_ext.monitor.page.context import PageContext
@@ -53,10 +53,10 @@ class HealthPanel:
         self._state = state
         self._box.clear()
         with self._box:
-            for title, points in lists.items():
+            for title, items in lists.items():
                 ui.label(title).classes("text-lg mt-2")
-                for point in points:
-                    _line(point.seen and point.seen.level, point.text, point.seen.message if point.seen else "-")
+                for item in items:
+                    _line(item.result and item.result.level, item.text, item.result.message if item.result else "-")
             ui.label("Rules").classes("text-lg mt-2")
             for found in sorted(findings, key=lambda each: -each.level):
                 _line(found.level, found.rule, found.sentence)
@@ -68,9 +68,9 @@ def _state(directory: Path) -> tuple[object, ...]:
     return directory, *stats, int(time.time() / 30)
 
 
-def _look(directory: Path) -> tuple[dict[str, list[Point]], list[Finding]]:
-    files = RunFiles.read(directory)
-    return checklists(files), list(files.findings().values())
+def _look(directory: Path) -> tuple[dict[str, list[ChecklistItem]], list[Finding]]:
+    found = RunDirectory.read(directory)
+    return checklists(found), list(found.findings().values())
 
 
 def _line(level: Level | None, text: str, told: str) -> None:

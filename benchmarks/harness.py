@@ -1,0 +1,321 @@
+"""What the benchmarks share: command line, results file, subprocesses and ranks, rounds with their spread, a CPU clock.
+
+`python -m benchmarks.harness MODULE:FUNCTION WORD ...` runs a function of a module of this folder; the benchmarks start
+their ranks and child processes with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import platform
+import statistics
+import struct
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
+
+from verl_ext.cli import CommandParser, clean_exit, output_file
+from verl_ext.console import print_line, progress_bar
+from verl_ext.errors import UserError
+from verl_ext.processes import cpu_name
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+ROOT = Path(__file__).resolve().parents[1]
+STACKS_AFTER_S = "VERL_EXT_STACKS_AFTER_S"
+"""Environment variable: seconds after which a child process prints the stacks of its threads, to explain a hang."""
+STEP, VERSIONS = "STEP ", "VERSIONS "
+"""Prefixes of the JSON lines that ranks print for the benchmark."""
+Numbers = Mapping[str, float]
+Results = dict[str, Any]
+"""What becomes JSON."""
+T = TypeVar("T")
+Name = TypeVar("Name", bound=str)
+
+
+# Command line and results file
+
+
+def bench_parser(
+    name: str, doc: str | None, *examples: str, launcher: str = "python", **settings: Any
+) -> CommandParser:
+    """The parser of a benchmark, with `--output`.
+
+    Args:
+        name: of its module.
+        doc: docstring of its module: what it measures.
+        examples: arguments of typical runs.
+        launcher: what starts it.
+        settings: further arguments of the parser.
+    """
+    typed = f"{launcher} -m benchmarks.{name}"
+    lines = [f"{typed} {example}".rstrip() for example in examples]
+    parser = CommandParser(prog=typed, description=doc or "", examples=lines, **settings)
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="write the results to this JSON file")
+    return parser
+
+
+def write_results(results: Results, path: Path | None, quiet: bool = False) -> None:
+    """Write results with the date, the machine and the versions, if the command line names a file.
+
+    Args:
+        results: of the run.
+        path: of the file; None writes nothing.
+        quiet: whether not to print that the file was written.
+    """
+    if path is None:
+        return
+    head = machine_info("torch", "transformers")
+    versions = {**head["versions"], **results.get("versions", {})}
+    path.write_text(json.dumps({**head, **results, "versions": versions}, indent=1) + "\n")
+    if not quiet:
+        print_line(f"wrote {path}")
+
+
+def machine_info(*packages: str) -> Results:
+    """Date, machine, and versions of Python and of these packages."""
+    versions = {"python": platform.python_version(), **{package: version(package) for package in packages}}
+    return {"date": date.today().isoformat(), "machine": machine(), "versions": versions}
+
+
+def machine() -> str:
+    """CPUs, memory, kernel and GPUs of this machine."""
+    gib = psutil.virtual_memory().total / 2**30
+    kernel = f"{platform.system()} {platform.release()}"
+    processor = f"{cpu_name()} {platform.machine()}".strip()
+    return ", ".join([f"{os.cpu_count()} x {processor}", f"{gib:.0f} GiB", kernel, *gpus()])
+
+
+def gpus() -> list[str]:
+    """How many of which GPUs, without importing torch."""
+    lines = [
+        line
+        for path in Path("/proc/driver/nvidia/gpus").glob("*/information")
+        for line in path.read_text().splitlines()
+        if line.startswith("Model:")
+    ]
+    return [f"{count} x {line.partition(':')[2].strip()}" for line, count in Counter(lines).items()]
+
+
+# Rounds and their spread
+
+
+def in_rounds(sides: Mapping[Name, Callable[[], T]], rounds: int, desc: str, warm_up: int = 0) -> dict[Name, list[T]]:
+    """What each side returned in each round. Sides alternate, in reverse order in every other round.
+
+    A machine that is slow for a while then slows all sides down, instead of one.
+
+    Args:
+        sides: what is compared, by name.
+        rounds: that count.
+        desc: of the progress bar.
+        warm_up: rounds before them that do not count.
+    """
+    found: dict[Name, list[T]] = {name: [] for name in sides}
+    with progress_bar(total=(rounds + warm_up) * len(sides), desc=desc, unit="runs") as bar:
+        for number in range(rounds + warm_up):
+            for name in reversed([*sides]) if number % 2 else sides:
+                result = sides[name]()
+                if number >= warm_up:
+                    found[name].append(result)
+                bar.update()
+    return found
+
+
+def medians(rounds: Sequence[Numbers]) -> dict[str, float]:
+    """The median of each number over the rounds that have it."""
+    return {name: statistics.median(values) for name, values in columns(rounds).items()}
+
+
+def ranges(rounds: Sequence[Numbers]) -> dict[str, list[float]]:
+    """The least and the greatest value of each number over the rounds that have it."""
+    return {name: [min(values), max(values)] for name, values in columns(rounds).items()}
+
+
+def columns(rounds: Sequence[Numbers]) -> dict[str, list[float]]:
+    """The values of each number, in the order of the rounds."""
+    names = dict.fromkeys(name for numbers in rounds for name in numbers)
+    return {name: [numbers[name] for numbers in rounds if name in numbers] for name in names}
+
+
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    """The median with the range, such as `1.20 (1.10 to 1.42)`."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+# Models
+
+
+def qwen2_size(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool
+) -> dict[str, Any]:
+    """Arguments of `Qwen2Config` that decide a model's size."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+    }
+
+
+# Subprocesses and ranks
+
+
+def run(command: Sequence[str | Path], **variables: str) -> str:
+    """Standard output of a command, started in the root of the checkout without access to a network.
+
+    Args:
+        command: its words.
+        variables: of the environment, in addition to those of this process.
+
+    Raises:
+        UserError: it failed.
+    """
+    environment = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", **os.environ, **variables}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{' '.join(map(str, command[:6]))} ended with {done.returncode}: {reason_of(done)}")
+    return done.stdout
+
+
+def reason_of(done: subprocess.CompletedProcess[str]) -> str:
+    """Why a command failed, in one line: its first error, as torchrun ends with a table, or else its last line."""
+    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines()]
+    meaningful = [line for line in lines if any(map(str.isalnum, line))]
+    last = meaningful[-1] if meaningful else f"exit code {done.returncode}"
+    return next((line for line in meaningful if "Error" in line), last)
+
+
+def child_command(function: str, *words: str, ranks: int = 1, torchrun: bool = False) -> list[str]:
+    """The command that runs `MODULE:FUNCTION` of this folder; several ranks are started by torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [sys.executable, *(launcher if torchrun or ranks > 1 else []), "-m", "benchmarks.harness", function, *words]
+
+
+def run_ranks(
+    function: str, job: Path, ranks: int, variables: Mapping[str, str] | None = None, torchrun: bool = False
+) -> tuple[list[dict[str, float]], dict[str, str]]:
+    """Run a function on ranks; the steps that rank 0 logged, and the versions that it logged.
+
+    Args:
+        function: `MODULE:FUNCTION` of this folder.
+        job: JSON file with its settings.
+        ranks: number of processes.
+        variables: of the environment.
+        torchrun: whether a single process needs torchrun too.
+
+    Raises:
+        UserError: a rank failed.
+    """
+    output = run(
+        child_command(function, str(job), ranks=ranks, torchrun=torchrun), PYTHONPATH=str(ROOT), **(variables or {})
+    )
+    steps = [json.loads(line.removeprefix(STEP)) for line in output.splitlines() if line.startswith(STEP)]
+    versions = [json.loads(line.removeprefix(VERSIONS)) for line in output.splitlines() if line.startswith(VERSIONS)]
+    return steps, versions[0] if versions else {}
+
+
+def write_job(job: DataclassInstance, path: Path) -> Path:
+    """Write the settings of ranks for `read_job`; returns the path."""
+    path.write_text(json.dumps(asdict(job)))
+    return path
+
+
+def read_job(kind: type[T], path: str) -> T:
+    """The settings that `write_job` wrote."""
+    return kind(**json.loads(Path(path).read_text()))
+
+
+def log_step(**numbers: float) -> None:
+    """Print a step for `run_ranks`; call it on rank 0."""
+    print(f"{STEP}{json.dumps(numbers)}", flush=True)
+
+
+def log_versions(*packages: str) -> None:
+    """Print the versions of packages for `run_ranks`; call it on rank 0."""
+    print(f"{VERSIONS}{json.dumps({name: version(name) for name in packages})}", flush=True)
+
+
+# CPU time
+
+
+_SYSTEM_CALLS = {"x86_64": 298, "aarch64": 241}
+_SOFTWARE, _TASK_CLOCK = 1, 1
+_INHERIT, _EXCLUDE_KERNEL = 1 << 1, 1 << 5
+_CLOSE_ON_EXEC = 8
+_ATTRIBUTE = struct.Struct("=IIQ24xQ80x")
+
+
+class CPUClock:
+    """A clock that runs while this thread, or any thread or process started by it or by those, has a CPU.
+
+    The kernel's task clock (`perf_event_open`, see its manual page). `getrusage` misses orphans and children of
+    processes that ignore SIGCHLD, and a judge has both. What the kernel does for a process counts too: the task clock
+    has one speed for everything, and `exclude_kernel` only lets every user open it.
+    """
+
+    def __init__(self) -> None:
+        """Start the clock.
+
+        Raises:
+            UserError: the kernel has no such clock for this user.
+        """
+        attribute = ctypes.create_string_buffer(
+            _ATTRIBUTE.pack(_SOFTWARE, _ATTRIBUTE.size, _TASK_CLOCK, _INHERIT | _EXCLUDE_KERNEL), _ATTRIBUTE.size
+        )
+        number = _SYSTEM_CALLS.get(platform.machine())
+        if number is None:
+            raise UserError(f"CPU time is not counted on {platform.machine()}; run this on x86_64 or aarch64")
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = libc.syscall(number, attribute, 0, -1, -1, _CLOSE_ON_EXEC)
+        if self._fd < 0:
+            raise UserError(
+                f"the kernel does not count CPU time for this user ({os.strerror(ctypes.get_errno())}); set the sysctl"
+                " kernel.perf_event_paranoid to 2, and let a container's seccomp profile pass perf_event_open"
+            )
+
+    def seconds(self) -> float:
+        """CPU seconds since the start."""
+        return float(struct.unpack("Q", os.read(self._fd, 8))[0]) / 1e9
+
+
+# Child processes
+
+
+@clean_exit()
+def main() -> None:
+    """Import the module, which may need packages that only its own start has, and call the function with the words."""
+    parser = CommandParser(
+        prog="python -m benchmarks.harness",
+        description=__doc__ or "",
+        examples=["python -m benchmarks.sft --quick", "python -m benchmarks.harness sft_ranks:bare job.json"],
+    )
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help="of this folder")
+    parser.add_argument("words", nargs="+", metavar="WORD", help="its arguments, mostly a JSON file with its settings")
+    arguments = parser.parse_args()
+    if STACKS_AFTER_S in os.environ:
+        faulthandler.dump_traceback_later(float(os.environ[STACKS_AFTER_S]))
+    module, _, function = arguments.function.partition(":")
+    if not Path(__file__).with_name(f"{module}.py").is_file():
+        raise UserError(f"there is no module '{module}' in benchmarks; name one")
+    getattr(importlib.import_module(f"benchmarks.{module}"), function)(*arguments.words)
+
+
+if __name__ == "__main__":
+    main()

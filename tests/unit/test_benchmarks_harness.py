@@ -1,0 +1,126 @@
+"""What all benchmarks share: rounds and their spread, results files, child processes; and fresh runs in every round."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from benchmarks import grpo, harness
+from benchmarks.harness import (
+    child_command,
+    in_rounds,
+    log_step,
+    machine,
+    machine_info,
+    medians,
+    ranges,
+    read_job,
+    run_ranks,
+    spread,
+    write_job,
+    write_results,
+)
+from tests.helpers import ROOT
+from verl_ext.errors import UserError
+
+
+def test_the_machine_is_described() -> None:
+    assert machine() == machine_info()["machine"] and " GiB, " in machine()
+    assert machine_info("torch")["versions"]["torch"]
+
+
+def test_results_are_written_with_machine_and_versions(tmp_path: Path) -> None:
+    write_results({"a": 1, "versions": {"trl": "1"}}, tmp_path / "r.json")
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["a"] == 1 and found["machine"] == machine()
+    assert found["versions"].keys() >= {"python", "torch", "transformers", "trl"}
+
+
+def test_sides_alternate_in_reverse_order_and_warm_up_does_not_count() -> None:
+    order: list[str] = []
+
+    def side(name: str) -> int:
+        order.append(name)
+        return len(order)
+
+    found = in_rounds({"a": lambda: side("a"), "b": lambda: side("b")}, 2, "testing", warm_up=1)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert found == {"a": [4, 5], "b": [3, 6]}
+
+
+def test_the_spread_is_that_of_the_rounds_which_have_the_number() -> None:
+    rounds = [{"s": 3.0, "write_s": 1.0}, {"s": 1.0}, {"s": 2.0, "write_s": 2.0}]
+    assert medians(rounds) == {"s": 2.0, "write_s": 1.5}
+    assert ranges(rounds) == {"s": [1.0, 3.0], "write_s": [1.0, 2.0]}
+    assert spread([3.0, 1.0, 2.0]) == "2.00 (1.00 to 3.00)" and spread([1000.4], ".0f") == "1000 (1000 to 1000)"
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    lr: float = 0.5
+
+
+def test_ranks_log_steps_that_the_benchmark_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = write_job(Job("x"), tmp_path / "job.json")
+    assert read_job(Job, str(job)) == Job("x")
+    code = "from benchmarks.harness import log_step, log_versions\nprint('noise')\nlog_versions('torch')\n"
+    code += "for n in range(2): log_step(tokens=n, seconds=0.5)"
+    monkeypatch.setattr(harness, "child_command", lambda *_, **__: [sys.executable, "-c", code])
+    steps, versions = run_ranks("sft_ranks:bare", job, 1)
+    assert steps == [{"tokens": 0, "seconds": 0.5}, {"tokens": 1, "seconds": 0.5}] and versions.keys() == {"torch"}
+
+
+def test_only_several_ranks_need_torchrun() -> None:
+    assert child_command("a:b", "w")[1:] == ["-m", "benchmarks.harness", "a:b", "w"]
+    assert "--nproc-per-node=2" in child_command("a:b", "w", ranks=2)
+    assert "--nproc-per-node=1" in child_command("a:b", "w", torchrun=True)
+
+
+def test_a_child_of_an_unknown_module_is_refused() -> None:
+    done = subprocess.run(child_command("nothing:main", "x"), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == "error: there is no module 'nothing' in benchmarks; name one\n"
+    with pytest.raises(UserError, match="there is no module 'nothing'"):
+        harness.run(child_command("nothing:main", "x"))
+
+
+def test_every_round_of_grpo_trains_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run directory that is used twice holds a finished run, whose command trains nothing."""
+    names = {"time/train/step_s": 1.0, "time/train/rollout_s": 0.5, "time/train/update_s": 0.25}
+    names |= {"time/train/reward_s": 0.1, "train/seq_completion_len_mean": 64.0}
+    directories: list[str] = []
+
+    def run(command: Sequence[str], **_: str) -> str:
+        [run_dir] = [word.partition("=")[2] for word in command if word.startswith("trainer.default_local_dir=")]
+        assert not [*Path(run_dir).iterdir()]
+        directories.append(run_dir)
+        row = {"step": 1, "attempt": 1, "time": 0.0, **names, "time/train/step_s": float(len(directories))}
+        (Path(run_dir) / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        return ""
+
+    monkeypatch.setattr(grpo, "run", run)
+    found = [grpo.our_steps("hf", 1, 1, tmp_path)[0]["step_s"] for _ in range(2)]
+    assert found == [1.0, 2.0] and len({*directories}) == 2
+
+
+def test_grpos_numbers_are_those_of_all_steps_with_their_range() -> None:
+    def step(seconds: float) -> grpo.GRPOStep:
+        return {"step_s": seconds, "generation_s": seconds / 4, "model_s": seconds / 2, "tokens_mean": 64.0}
+
+    runs = [[step(100.0), step(4.0), step(8.0)], [step(100.0), step(2.0), step(6.0)]]  # each first step is left out
+    summary = grpo.summary_of(runs)
+    assert summary["step_s"] == 5.0 and summary["ranges"]["step_s"] == [2.0, 8.0]
+    assert summary["sync_s"] == 0.0 and summary["rest_share"] == 0.25 and summary["steps"] == runs
+    compared = grpo.compared(runs, [[step(1.0), step(12.0), step(12.0)], [step(1.0), step(4.0), step(4.0)]])
+    assert compared["ratios"] == [2.0, 1.0] and compared["trl_over_ours"] == 1.5
+
+
+def test_a_step_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    log_step(tokens=3, seconds=0.25)
+    assert capsys.readouterr().out == 'STEP {"tokens": 3, "seconds": 0.25}\n'

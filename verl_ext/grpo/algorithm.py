@@ -1,0 +1,228 @@
+"""From rewards to a gradient: group advantages, and the policy loss with its KL and entropy terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_ext.grpo.config import ActorConfig, AlgorithmConfig
+from verl_ext.verl_api import (
+    PolicyLossConfig,
+    VerlActorConfig,
+    agg_loss,
+    compute_grpo_outcome_advantage,
+    compute_rollout_correction_weights,
+    get_policy_loss_fn,
+    kl_penalty,
+)
+
+SUM_NORM = "seq-mean-token-sum-norm"
+
+
+# Advantages
+
+
+def has_signal(rewards: Sequence[float | None]) -> bool:
+    """Whether the rewards of a group differ in float32, which advantages are computed in; None is no reward."""
+    return len(torch.tensor([reward for reward in rewards if reward is not None], dtype=torch.float32).unique()) > 1
+
+
+def group_advantages(rewards: Sequence[float | None], group_size: int, divide_by_std: bool) -> list[float]:
+    """Reward minus the group's mean, divided by the group's standard deviation or not.
+
+    The formula is verl's `compute_grpo_outcome_advantage`: GRPO (arXiv 2402.03300, equation in section 4.1.2) with the
+    division, Dr. GRPO (arXiv 2503.20783) without it.
+
+    Args:
+        rewards: group after group; None for a sample without a reward, which does not count in its group.
+        group_size: samples of a group, at least two.
+        divide_by_std: `algorithm.norm_adv_by_std_in_grpo`.
+
+    Returns:
+        An advantage for each sample, exact in float32: 0 without a reward and in a group without signal.
+    """
+    assert group_size > 1 and len(rewards) % group_size == 0, "a group of one sample has nothing to be compared with"
+    rewarded = torch.tensor([reward is not None for reward in rewards], dtype=torch.bool)
+    known = torch.tensor([reward for reward in rewards if reward is not None])
+    advantages = torch.zeros(len(rewards))
+    if len(known):
+        groups = np.arange(len(rewards))[rewarded.numpy()] // group_size
+        values, _ = compute_grpo_outcome_advantage(
+            known[:, None], torch.ones(len(known), 1), groups, norm_adv_by_std_in_grpo=divide_by_std
+        )
+        advantages[rewarded] = values[:, 0]
+    for start in range(0, len(rewards), group_size):
+        # the rounding of the mean, divided by a deviation of nearly nothing, would be an advantage
+        if not has_signal(rewards[start : start + group_size]):
+            advantages[start : start + group_size] = 0.0
+    return advantages.tolist()
+
+
+# The loss
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """What one update averages over, on all ranks together.
+
+    Attributes:
+        num_decisions: with mask 1.
+        num_samples: with at least one such decision.
+        num_ranks: whose gradients are averaged.
+        max_decisions: most decisions that a sample can have.
+    """
+
+    num_decisions: float
+    num_samples: float
+    num_ranks: int
+    max_decisions: int
+
+    def normalization(self, actor: ActorConfig) -> dict[str, Any]:
+        """The arguments of verl's `agg_loss` with which the ranks' gradients average to the global one."""
+        if actor.loss_agg_mode == SUM_NORM:
+            # verl divides by nothing else there, so that a batch of twice the size would have twice the gradient
+            divisor = actor.loss_scale_factor or self.max_decisions
+            return {"loss_scale_factor": divisor * self.num_samples / self.num_ranks}
+        return {
+            "dp_size": self.num_ranks,
+            "batch_num_tokens": self.num_decisions,
+            "global_batch_size": self.num_samples,
+        }
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One micro-batch; every tensor is (samples, decisions).
+
+    Attributes:
+        log_probs: of the sampled decisions by the model as it is, with gradient.
+        old_log_probs: the same by the model before the step's first update.
+        advantages: of each sample, at each of its decisions.
+        mask: 1 where a decision counts; the loss is normalized by its sum over the global batch.
+        entropy: of the distribution of each decision; needed with an entropy bonus.
+        reference_log_probs: by the frozen reference; needed with a KL term.
+        rollout_is_weights: importance weights that correct for another sampling distribution than the model's.
+    """
+
+    log_probs: torch.Tensor
+    old_log_probs: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    entropy: torch.Tensor | None = None
+    reference_log_probs: torch.Tensor | None = None
+    rollout_is_weights: torch.Tensor | None = None
+
+
+def micro_batch_loss(
+    inputs: LossInputs, actor: ActorConfig, batch: GlobalBatch
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Policy loss of `actor.policy_loss.loss_mode` - entropy bonus + KL term, by verl's formulas.
+
+    Returns:
+        The value to differentiate: the loss is the mean over ranks of each rank's sum over micro-batches. And metrics
+        summed over the micro-batch's decisions, without gradient.
+    """
+    normalization = batch.normalization(actor)
+    value, sums = _policy_loss(inputs, actor, batch, normalization)
+    mask = inputs.mask
+    # the loss's own value is 0 while the ratios are 1, whatever its gradient is
+    sums["policy_gradient_loss"] = -float((inputs.log_probs.detach() * inputs.advantages * mask).sum())
+    if inputs.entropy is not None:
+        sums["entropy"] = float((inputs.entropy.detach() * mask).sum())
+        if actor.entropy_coeff:
+            bonus = agg_loss(inputs.entropy, mask, actor.loss_agg_mode, **normalization)
+            value = value - actor.entropy_coeff * bonus
+    if inputs.reference_log_probs is not None:
+        kl = kl_estimate(inputs.log_probs, inputs.reference_log_probs, actor.kl_loss_type)
+        sums["kl"] = float((kl.detach() * mask).sum())
+        value = value + actor.kl_loss_coef * agg_loss(kl, mask, actor.loss_agg_mode, **normalization)
+    return value, sums
+
+
+def _policy_loss(
+    inputs: LossInputs, actor: ActorConfig, batch: GlobalBatch, normalization: dict[str, Any]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    mode, mask = actor.policy_loss.loss_mode, inputs.mask
+    value, metrics = get_policy_loss_fn(mode)(
+        old_log_prob=inputs.old_log_probs,
+        log_prob=inputs.log_probs,
+        advantages=inputs.advantages,
+        response_mask=mask,
+        loss_agg_mode=actor.loss_agg_mode,
+        config=_verl_config(actor, normalization),
+        rollout_is_weights=inputs.rollout_is_weights,
+    )
+    if mode == "geo_mean":
+        # verl takes the mean over the rows of the micro-batch, also over those without a decision, which give 0
+        value = value * len(mask) * batch.num_ranks / batch.num_samples
+    if "actor/ppo_kl" not in metrics:  # gpg compares with no old policy, so verl measures nothing there
+        difference = inputs.old_log_probs - inputs.log_probs.detach()
+        metrics["actor/ppo_kl"] = float((difference * mask).sum() / mask.sum().clamp(min=1))
+    num_decisions = float(mask.sum())
+    return value, {
+        # kl_cov and gpg clip nothing
+        "clip_fraction": metrics.get("actor/pg_clipfrac", 0.0) * num_decisions,
+        "dual_clip_fraction": metrics.get("actor/pg_clipfrac_lower", 0.0) * num_decisions,
+        "update_kl": metrics["actor/ppo_kl"] * num_decisions,
+    }
+
+
+def kl_estimate(log_probs: torch.Tensor, reference_log_probs: torch.Tensor, kind: str) -> torch.Tensor:
+    """Estimate the KL divergence from the reference at each decision.
+
+    A trailing `+` keeps the estimator's value and takes the gradient of k2, whose expectation is the gradient of the KL
+    divergence. verl documents these names, but its `kl_penalty` passes the `+` on to a function that does not know it.
+
+    Args:
+        log_probs: with gradient.
+        reference_log_probs: by the frozen reference, of the same shape.
+        kind: `actor.kl_loss_type`.
+    """
+
+    def estimate(name: str) -> torch.Tensor:
+        # verl asks for FloatTensor, which no tensor is
+        return kl_penalty(log_probs, reference_log_probs, name)  # type: ignore[arg-type]
+
+    value = estimate(kind.removesuffix("+"))
+    if not kind.endswith("+"):
+        return value
+    surrogate = estimate("k2")
+    return surrogate - surrogate.detach() + value.detach()
+
+
+def rollout_is_weights(log_ratio: torch.Tensor, mask: torch.Tensor, algorithm: AlgorithmConfig) -> torch.Tensor | None:
+    """Truncated importance weights of `algorithm.rollout_correction`; None without it.
+
+    Args:
+        log_ratio: (samples, decisions), log-probability by the model minus that by the engine.
+        mask: of the same shape.
+        algorithm: with level and threshold.
+    """
+    correction = algorithm.rollout_correction
+    if correction.rollout_is is None:
+        return None
+    weights, _ = compute_rollout_correction_weights(
+        log_ratio, mask, correction.rollout_is, correction.rollout_is_threshold
+    )
+    return weights
+
+
+def _verl_config(actor: ActorConfig, normalization: dict[str, Any]) -> VerlActorConfig:
+    """The settings of verl's losses; required fields that no loss reads get any value."""
+    return VerlActorConfig(
+        strategy="fsdp2",
+        rollout_n=2,
+        ppo_micro_batch_size_per_gpu=1,
+        clip_ratio_low=actor.clip_ratio_low,
+        clip_ratio_high=actor.clip_ratio_high,
+        clip_ratio_c=actor.clip_ratio_c,
+        policy_loss=PolicyLossConfig(**vars(actor.policy_loss)),
+        tau_pos=actor.tau_pos,
+        tau_neg=actor.tau_neg,
+        loss_agg_mode=actor.loss_agg_mode,
+        global_batch_info=normalization,
+    )

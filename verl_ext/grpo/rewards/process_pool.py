@@ -1,0 +1,191 @@
+"""A user's reward function in processes that can be killed: it may raise, hang or crash."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import select
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+from verl_ext.errors import UserError
+from verl_ext.grpo.protocols import RewardError, RewardFailure
+from verl_ext.grpo.rewards.answer import RewardedAnswer
+from verl_ext.grpo.rewards.custom_process import SIZE, Reply
+from verl_ext.paths import python_path
+from verl_ext.plugins import Plugin
+
+_KILL_GROUP_AT_END_OF_INPUT = ("/bin/sh", "-c", 'read -r line; kill -KILL "-$1"', "sh")
+START_S = 120.0
+"""Seconds to import the user's file, which do not count as the function's time."""
+
+
+class RewardProcessPool:
+    """Calls a user's function as `UserFunction` does, in other processes.
+
+    Args:
+        plugin: the function.
+        time_limit_s: of one call.
+        num_workers: largest number of processes. The first is started here, others as needed.
+
+    Raises:
+        UserError: the function cannot be loaded or called.
+    """
+
+    def __init__(self, plugin: Plugin, time_limit_s: float, num_workers: int) -> None:
+        self._plugin, self._time_limit_s = plugin, time_limit_s
+        self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
+        for _ in range(num_workers - 1):
+            self._idle.put(None)
+        self._idle.put(_Process(plugin))
+        self._threads = ThreadPoolExecutor(num_workers)
+
+    def submit(self, answer: RewardedAnswer) -> Future[float]:
+        """Begin to score an answer; the future raises a `RewardError` if there is no score."""
+        return self._threads.submit(self._score, answer)
+
+    def close(self) -> None:
+        """End the processes; pending answers fail."""
+        self._threads.shutdown(cancel_futures=True)
+        while not self._idle.empty():
+            if (process := self._idle.get()) is not None:
+                process.kill()
+
+    def _score(self, answer: RewardedAnswer) -> float:
+        try:
+            return self._score_once(answer)
+        except RewardError as error:
+            if not error.failure.timed_out:
+                raise
+        # the machine, or a service that the function calls, may have been busy
+        return self._score_once(answer)
+
+    def _score_once(self, answer: RewardedAnswer) -> float:
+        process = self._idle.get()
+        try:
+            process = process or _Process(self._plugin)
+            return process.call(answer, self._time_limit_s)
+        finally:
+            # a process that failed to answer is not used again; the next call starts another
+            self._idle.put(process if process is not None and process.is_alive else None)
+
+
+def try_function(plugin: Plugin, answer: RewardedAnswer, time_limit_s: float) -> None:
+    """Call a function once, in a process of its own, and a second time if it times out, as on a busy machine.
+
+    Args:
+        plugin: the function.
+        answer: what it is to score.
+        time_limit_s: of the call.
+
+    Raises:
+        UserError: it cannot be loaded or called.
+        RewardError: the call failed.
+    """
+    for is_last in (False, True):
+        process = _Process(plugin)
+        try:
+            process.call(answer, time_limit_s)
+            return
+        except RewardError as error:
+            if is_last or not error.failure.timed_out:
+                raise
+        finally:
+            if process.is_alive:
+                process.kill()
+
+
+class _Process:
+    """A process that has loaded the function; one call at a time."""
+
+    def __init__(self, plugin: Plugin) -> None:
+        """Start it.
+
+        Raises:
+            UserError: the function cannot be loaded or called.
+        """
+        command = [sys.executable, "-m", "verl_ext.grpo.rewards.custom_process", plugin.location, plugin.name]
+        environment = {**os.environ, "PYTHONPATH": python_path()}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self.is_alive = True
+        # when this rank is killed, the processes that the function started end too
+        self._guard = subprocess.Popen(
+            [*_KILL_GROUP_AT_END_OF_INPUT, str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            reply = self._reply(START_S)
+        except RewardError as error:
+            raise UserError(
+                f"{plugin.key} names {plugin.location}, which cannot be loaded ({error}); fix its top-level code"
+            ) from error
+        if isinstance(reply, RewardFailure):
+            self.kill()
+            raise UserError(reply.reason)
+
+    def call(self, answer: RewardedAnswer, time_limit_s: float) -> float:
+        """The function's score.
+
+        Raises:
+            RewardError: it raised, returned no finite number, took too long, or ended its process.
+        """
+        data = pickle.dumps(answer)
+        try:
+            self._stdin.write(SIZE.pack(len(data)) + data)
+            self._stdin.flush()
+        except OSError as error:
+            self.kill()
+            raise RewardError(RewardFailure("its process has ended")) from error
+        reply = self._reply(time_limit_s)
+        if isinstance(reply, RewardFailure):
+            raise RewardError(reply)
+        assert reply is not None  # only the first reply is None
+        return reply
+
+    def kill(self) -> None:
+        """End it with all processes that it started."""
+        self.is_alive = False
+        self._guard.kill()  # first: the group's number may soon be reused
+        self._guard.communicate()
+        with suppress(ProcessLookupError):  # it has already ended
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        with suppress(OSError):  # data that it has not read
+            self._stdin.close()
+        self._stdout.close()
+
+    def _reply(self, time_limit_s: float) -> Reply:
+        deadline = time.monotonic() + time_limit_s
+        try:
+            size = SIZE.unpack(self._read(SIZE.size, deadline))[0]
+            return pickle.loads(self._read(size, deadline))
+        except TimeoutError:
+            self.kill()
+            raise RewardError(RewardFailure(f"it took more than {time_limit_s:g} s", timed_out=True)) from None
+        except EOFError:
+            self.kill()
+            raise RewardError(RewardFailure("it ended its process")) from None
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        fd, data = self._stdout.fileno(), b""
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        while len(data) < size:
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise TimeoutError
+            chunk = os.read(fd, size - len(data))
+            if not chunk:
+                raise EOFError
+            data += chunk
+        return data

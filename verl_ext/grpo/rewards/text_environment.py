@@ -1,0 +1,193 @@
+"""The environment of single-turn texts: every reward function of the recipe scores every answer."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from eval_pipeline.judge import JudgeClient, JudgeConfig, ResourceLimits, Submission, Verdict
+from eval_pipeline.problems.extract import extract_program
+from eval_pipeline.problems.problem import Problem
+from eval_pipeline.problems.verl_rl import read_tests
+from verl_ext.grpo.config import RewardConfig
+from verl_ext.grpo.protocols import Environment, Reward, RewardError, RewardFailure, StepResult, Trajectory
+from verl_ext.grpo.rewards.answer import RewardedAnswer
+from verl_ext.grpo.rewards.functions import (
+    LENGTH_PENALTY,
+    TEXT_REWARDS,
+    VERDICT_REWARDS,
+    LengthPenalty,
+    RewardSpec,
+    parse_reward_functions,
+)
+from verl_ext.grpo.rewards.process_pool import RewardProcessPool
+from verl_ext.grpo.rewards.user_function import UserFunction
+
+VERDICT = "verdict"
+"""Key of the future that all rewards of a verdict share."""
+
+
+class TextEnvironment(Environment):
+    """Rewards completions; a function that fails costs its sample the reward, and nothing else."""
+
+    def __init__(self, reward: RewardConfig, max_tokens: int, num_ranks_here: int) -> None:
+        """Start what the functions need.
+
+        Args:
+            reward: the functions, their weights and their limits.
+            max_tokens: longest answer, see `LengthPenalty`.
+            num_ranks_here: ranks on this machine, which share its processors.
+
+        Raises:
+            UserError: a function cannot be loaded, or the judge's isolation does not work here.
+        """
+        self._specs = parse_reward_functions(reward.functions)
+        self.reward_names = [spec.name for spec in self._specs]
+        num_workers = reward.num_workers or max(len(os.sched_getaffinity(0)) // num_ranks_here, 1)
+        with ExitStack() as started:  # closed if a later function cannot be loaded
+            self._judge: JudgeReward | None = None
+            if any(spec.needs_verdict for spec in self._specs):
+                self._judge = JudgeReward(started.enter_context(_judge_client(reward, num_workers)))
+            self._submit: dict[str, Callable[[RewardedAnswer], Future[float]]] = {
+                spec.name: _submitter(spec, reward, max_tokens, num_workers, started)
+                for spec in self._specs
+                if not spec.needs_verdict
+            }
+            self._started = started.pop_all()
+
+    def step(self, trajectory: Trajectory) -> Callable[[], StepResult]:
+        """See `Environment.step`: the reward functions begin to score the answer."""
+        answer = answer_of(trajectory)
+        futures: dict[str, Future[Any]] = {} if self._judge is None else {VERDICT: self._judge.submit(answer)}
+        futures |= {name: submit(answer) for name, submit in self._submit.items()}
+        return partial(self._wait, PendingReward(futures))
+
+    def end_batch(self) -> None:
+        """See `Environment.end_batch`."""
+        if self._judge is not None:
+            self._judge.forget()
+
+    def close(self) -> None:
+        """See `Environment.close`."""
+        self._started.close()
+
+    def _wait(self, pending: PendingReward) -> StepResult:
+        components: dict[str, float] = {}
+        failures: dict[str, RewardFailure] = {}
+        for spec in self._specs:
+            try:
+                components[spec.name] = spec.weight * self._value(spec, pending)
+            except RewardError as error:
+                failures[spec.name] = error.failure
+            except Exception as error:  # it costs the sample its reward, and is reported
+                failures[spec.name] = RewardFailure(f"{error}" or type(error).__name__)
+        return StepResult(reward=Reward(components, failures, finished_at=pending.finished_at))
+
+    def _value(self, spec: RewardSpec, pending: PendingReward) -> float:
+        if self._judge is not None and spec.needs_verdict:
+            if pending.verdict is None:
+                pending.verdict = self._judge.verdict(pending.futures[VERDICT])
+            return VERDICT_REWARDS[spec.name](pending.verdict)
+        return pending.futures[spec.name].result()
+
+
+class PendingReward:
+    """What the reward of one sample waits for.
+
+    Args:
+        futures: by the names of the functions, and `VERDICT`.
+    """
+
+    def __init__(self, futures: dict[str, Future[Any]]) -> None:
+        self.futures = futures
+        self.finished_at = 0.0
+        self.verdict: Verdict | None = None
+        for future in futures.values():
+            future.add_done_callback(self._note)
+
+    def _note(self, future: Future[Any]) -> None:
+        self.finished_at = max(self.finished_at, time.perf_counter())
+
+
+def answer_of(trajectory: Trajectory) -> RewardedAnswer:
+    """What a reward function sees of a trajectory."""
+    completion, prompt = trajectory.action, trajectory.prompt
+    return RewardedAnswer.to_prompt(
+        prompt.sample_id, prompt.fields, completion.text, len(completion.token_ids), completion.truncated
+    )
+
+
+def _judge_client(reward: RewardConfig, num_workers: int) -> JudgeClient:
+    limits = ResourceLimits(cpu_s=reward.cpu_s, wall_s=reward.wall_s, memory_mb=reward.memory_mb)
+    config = JudgeConfig(isolation=reward.isolation, num_workers=num_workers, packages=reward.packages, limits=limits)
+    return JudgeClient(config, section="reward")
+
+
+def _submitter(
+    spec: RewardSpec, reward: RewardConfig, max_tokens: int, num_workers: int, started: ExitStack
+) -> Callable[[RewardedAnswer], Future[float]]:
+    """The function of a reward without verdict: starts to score an answer, or scores it at once."""
+    if spec.plugin is not None and spec.plugin.is_file:
+        pool = RewardProcessPool(spec.plugin, reward.time_limit_s, num_workers)
+        started.callback(pool.close)
+        return pool.submit
+    if spec.plugin is not None:
+        return partial(_score_now, UserFunction(spec.plugin))
+    if spec.name == LENGTH_PENALTY:
+        return partial(_score_now, LengthPenalty(max_tokens, reward.length_buffer))
+    return partial(_score_now, TEXT_REWARDS[spec.name])
+
+
+def _score_now(function: Callable[[RewardedAnswer], float], answer: RewardedAnswer) -> Future[float]:
+    done: Future[float] = Future()
+    try:
+        done.set_result(function(answer))
+    except RewardError as error:
+        done.set_exception(error)
+    return done
+
+
+class JudgeReward:
+    """Gets each distinct answer judged once: samples of one prompt often say the same.
+
+    Args:
+        client: of a running judge.
+    """
+
+    def __init__(self, client: JudgeClient) -> None:
+        self.client = client
+        self._futures: dict[Submission, Future[Verdict]] = {}
+
+    def submit(self, answer: RewardedAnswer) -> Future[Verdict]:
+        """Begin to judge an answer; `verdict` waits for the result, and raises why there is none."""
+        try:
+            problem = Problem(answer.sample_id, "", read_tests(answer.ground_truth, answer.sample_id))
+            submission = Submission(extract_program(problem, answer.text), problem.tests)
+        except Exception as error:  # extraction meets whatever a model writes
+            failed: Future[Verdict] = Future()
+            failed.set_exception(error)
+            return failed
+        if submission not in self._futures:
+            self._futures[submission] = self.client.submit(submission)
+        return self._futures[submission]
+
+    def verdict(self, future: Future[Verdict]) -> Verdict:
+        """The verdict of a future that `submit` returned.
+
+        Raises:
+            UserError: its tests cannot be read.
+            RuntimeError: the judge failed, not the answer.
+        """
+        verdict = future.result()
+        if verdict.error_type == "api_error":
+            raise RuntimeError(f"the judge failed: {verdict.message}")
+        return verdict
+
+    def forget(self) -> None:
+        """Forget the answers of a batch, all of whose verdicts have been waited for."""
+        self._futures.clear()

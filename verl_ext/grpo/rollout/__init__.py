@@ -1,1 +1,0 @@
-"""Engines that draw completions, and the way of the weights to them."""

@@ -1,0 +1,167 @@
+"""What a rollout engine is asked for, and the choice of the next token, which is the same in every engine."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+
+from verl_ext.errors import UserError
+
+_BELOW_ONE = 1.0 - 2.0**-40
+
+
+# Requests and completions
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One completion to generate.
+
+    Attributes:
+        prompt_ids: the whole context, rendered by the chat template.
+        seed: of this completion alone, so that it does not depend on what else is generated.
+    """
+
+    prompt_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class SamplingArgs:
+    """How completions are sampled; the names are verl's.
+
+    Attributes:
+        temperature: 0 takes the most likely token each time.
+        top_p: probability mass that is sampled from.
+        top_k: number of most likely tokens that are sampled from; -1 for all.
+        max_tokens: longest completion.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether tokens outside top_p or top_k are never sampled."""
+        return self.top_p < 1 or self.top_k > 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion.
+
+    Attributes:
+        token_ids: with the end-of-turn token, if it was sampled.
+        log_probs: (tokens,), float32, of each token in the distribution that it was sampled from.
+        truncated: whether it ended at `max_tokens`.
+        text: decoded without special tokens.
+    """
+
+    token_ids: tuple[int, ...]
+    log_probs: torch.Tensor
+    truncated: bool
+    text: str = ""
+
+
+class RolloutEngine(ABC):
+    """Generates completions."""
+
+    dtype: torch.dtype | None = None
+    """Of its own weights; None if the trained model itself generates."""
+
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Take the memory that generation needs, and the trained weights if they changed; collective.
+
+        Args:
+            version: number of updates that the trained model has had.
+
+        Returns:
+            Metrics by their full names.
+        """
+        return {}
+
+    @abstractmethod
+    def generate(self, requests: Sequence[SampleRequest], sampling: SamplingArgs) -> Iterator[tuple[int, Completion]]:
+        """Generate a completion for each request.
+
+        Yields:
+            Index of the request and its completion without text, as soon as it is there.
+        """
+
+    def release_memory(self) -> None:  # noqa: B027  # by default there is nothing to do
+        """Give back the memory that only generation needs, maybe with the weights."""
+
+    def close(self) -> None:  # noqa: B027  # by default there is nothing to do
+        """End everything that was started."""
+
+
+# Random numbers and tokens
+
+
+def sample_seed(run_seed: int, step: int, sample_id: str, number: int) -> int:
+    """A seed of 31 bits, which every engine takes, for one sample, whatever else is sampled.
+
+    Args:
+        run_seed: `trainer.seed`.
+        step: the optimizer step that the sample is for.
+        sample_id: of the prompt.
+        number: of the sample in its group.
+    """
+    name = f"{run_seed}/{step}/{number}/{sample_id}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") >> 1
+
+
+def seeded_uniforms(seed: int, count: int) -> torch.Tensor:
+    """(count,) float64 in [0, 1), one for each token of a completion, from its seed alone."""
+    numbers = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return numbers.clamp(max=_BELOW_ONE)  # a product with it must stay below the other factor
+
+
+def sample_tokens(
+    logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingArgs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next token of each row: where the cumulative probability exceeds the row's random number.
+
+    Args:
+        logits: (rows, vocabulary).
+        uniforms: (rows,) float64, of `seeded_uniforms`; unused at temperature 0.
+        sampling: of all rows.
+
+    Returns:
+        (rows, 1) tokens, and (rows, 1) their log-probabilities in the distribution that they were sampled from.
+
+    Raises:
+        UserError: the logits give no probabilities.
+    """
+    logits = logits.float()
+    if sampling.temperature == 0:
+        tokens = logits.argmax(-1, keepdim=True)
+        return tokens, logits.gather(1, tokens) - logits.logsumexp(-1, keepdim=True)
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    # these warpers do not look at the tokens so far
+    log_probs = _warpers(sampling)(None, logits).log_softmax(-1)
+    sums = log_probs.exp().cumsum(-1, dtype=torch.float64)
+    if not bool(sums[:, -1].isfinite().all()):
+        raise UserError(
+            "the model's logits are not finite; set rollout.dtype=bfloat16 or float32, or check its weights"
+        )
+    # the first sum above a number below the last sum: its token has a probability above 0
+    tokens = torch.searchsorted(sums, uniforms.to(sums.device)[:, None] * sums[:, -1:], right=True)
+    return tokens, log_probs.gather(1, tokens)
+
+
+def _warpers(sampling: SamplingArgs) -> LogitsProcessorList:
+    warpers = LogitsProcessorList()
+    if sampling.top_k > 0:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    return warpers

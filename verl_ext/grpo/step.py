@@ -1,0 +1,275 @@
+"""One step of GRPO for any policy and environment: generate, reward, compute advantages, update."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from verl_ext.distributed import reduce_over_ranks
+from verl_ext.grpo.algorithm import (
+    GlobalBatch,
+    LossInputs,
+    group_advantages,
+    has_signal,
+    micro_batch_loss,
+    rollout_is_weights,
+)
+from verl_ext.grpo.config import ActorConfig, AlgorithmConfig
+from verl_ext.grpo.guards import EngineGuard, RewardGuard
+from verl_ext.grpo.metrics import UpdateMetrics, describe, distribution_metrics
+from verl_ext.grpo.protocols import Environment, Metrics, MicroBatch, Policy, Prompt, Trajectory
+from verl_ext.metrics.timing import StepTimer, TraceFile
+
+
+class GRPOStep:
+    """Every method is collective; every rank has as many prompts, and runs as many forward passes.
+
+    Args:
+        policy: generates actions and evaluates them; the model that is trained.
+        environment: rewards actions.
+        algorithm: advantages, dynamic sampling and rollout correction.
+        actor: the loss.
+        group_size: samples per prompt.
+        num_mini_batches: updates in one pass over the samples.
+        micro_batch_size: samples in a forward pass.
+        max_decisions: most decisions of a sample.
+        num_ranks: whose gradients are averaged.
+        optimizer_step: updates the model, given the loss of all ranks; returns the gradient's norm.
+        timer: measures `rollout`, `reward`, `advantages`, `shard` and `update`.
+        device: for reductions over ranks.
+        before_micro_batch: told before each forward pass whether it is an update's last; see `FSDPReshardPolicy`.
+        replacement_prompts: at most this many prompts of this rank for a round of dynamic sampling, counted from 1.
+        max_engine_gap: see `EngineGuard`.
+        trace: records what happens to each sample; None for no trace.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        environment: Environment,
+        algorithm: AlgorithmConfig,
+        actor: ActorConfig,
+        *,
+        group_size: int,
+        num_mini_batches: int,
+        micro_batch_size: int,
+        max_decisions: int,
+        num_ranks: int,
+        optimizer_step: Callable[[float], float],
+        timer: StepTimer,
+        device: str,
+        before_micro_batch: Callable[[bool], None] = lambda is_last: None,
+        replacement_prompts: Callable[[int, int], Sequence[Prompt]] = lambda round_number, count: [],
+        max_engine_gap: float = math.inf,
+        trace: TraceFile | None = None,
+    ) -> None:
+        self.policy, self.environment, self.algorithm, self.actor = policy, environment, algorithm, actor
+        self.group_size, self.num_mini_batches, self.micro_batch_size = group_size, num_mini_batches, micro_batch_size
+        self.max_decisions, self.num_ranks, self.optimizer_step = max_decisions, num_ranks, optimizer_step
+        self.timer, self.device, self.before_micro_batch = timer, device, before_micro_batch
+        self.replacement_prompts, self.trace = replacement_prompts, trace
+        self.reward_guard = RewardGuard(environment.reward_names, lambda each: describe(each, policy), device)
+        self.engine_guard = EngineGuard(policy, max_engine_gap, micro_batch_size, device)
+
+    @property
+    def num_updates(self) -> int:
+        """Updates in a step."""
+        return self.num_mini_batches * self.actor.ppo_epochs
+
+    def run(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Trajectory], Metrics]:
+        """One step.
+
+        Args:
+            prompts: of this rank.
+            step: number of the optimizer step, from 1.
+
+        Returns:
+            The trajectories, group after group, with their advantages; and metrics of groups and updates.
+
+        Raises:
+            UserError: a reward always fails, or the engine has other weights than the model.
+        """
+        with self.policy.sampling(version=step - 1) as sync_metrics:
+            trajectories = self.rollout(prompts, step, self.group_size)
+            num_replaced = self.replace_groups_without_signal(trajectories, step)
+            compared = self.engine_guard.generate(step, trajectories)
+        self.reward_guard.check(step, trajectories)
+        self.engine_guard.check(step, compared)
+        with self.timer.measure("advantages"):
+            rewards = [trajectory.total_reward for trajectory in trajectories]
+            advantages = group_advantages(rewards, self.group_size, self.algorithm.norm_adv_by_std_in_grpo)
+            for trajectory, advantage in zip(trajectories, advantages):
+                trajectory.advantage = advantage
+        start = time.perf_counter()
+        metrics = self.update(trajectories)
+        self._trace_update(step, trajectories, start)
+        columns = {"train/adv": advantages}
+        counts = {
+            "train/groups_without_signal": len(self._groups_without_signal(trajectories)),
+            "train/groups_replaced": num_replaced,
+        }
+        return trajectories, {
+            **metrics,
+            **distribution_metrics(columns, self.device, {"train/adv": ("mean", "std", "min", "max")}),
+            **reduce_over_ranks(sums=counts, device=self.device),
+            **sync_metrics,
+        }
+
+    # Generate and reward
+
+    def rollout(self, prompts: Sequence[Prompt], step: int, group_size: int, greedy: bool = False) -> list[Trajectory]:
+        """Finished episodes, in the order of the prompts and of their numbers; inside `Policy.sampling`."""
+        trajectories = [self.environment.reset(prompt, number) for prompt in prompts for number in range(group_size)]
+        live, run_name = trajectories, f"eval {step}" if greedy else f"{step}"
+        for _ in range(self.environment.max_turns):
+            start, waits = time.perf_counter(), []
+            with self.timer.measure("rollout"):  # rewards are computed while other trajectories still generate
+                for trajectory in self.policy.generate(live, step, greedy):
+                    waits.append((trajectory, self.environment.step(trajectory), time.perf_counter()))
+            with self.timer.measure("reward"):
+                for trajectory, wait, generated_at in waits:
+                    trajectory.advance(wait())
+                    self._trace_turn(run_name, trajectory, start, generated_at)
+            live = [trajectory for trajectory in trajectories if trajectory.reward is None]
+            # every rank has as many rounds; with a single turn there is nothing to agree on
+            if self.environment.max_turns > 1 and not self._largest(len(live)):
+                break
+        assert not live, "the environment gave no reward in the last of its rounds"
+        self.environment.end_batch()
+        return trajectories
+
+    def replace_groups_without_signal(self, trajectories: list[Trajectory], step: int) -> int:
+        """Dynamic sampling: put groups of other prompts in the place of groups of equal rewards (DAPO, 2503.14476).
+
+        Returns:
+            How many groups were replaced; those that remain after the last round stay as they are.
+        """
+        size, num_replaced = self.group_size, 0
+        for round_number in range(1, self.algorithm.dynamic_sampling.max_rounds + 1):
+            flat = self._groups_without_signal(trajectories)
+            if not self._largest(len(flat)):
+                break
+            fresh = self.rollout(self.replacement_prompts(round_number, len(flat)), step, size)
+            flat_of_fresh = self._groups_without_signal(fresh)
+            useful = [start for start in range(0, len(fresh), size) if start not in flat_of_fresh]
+            for place, start in zip(flat, useful):
+                trajectories[place : place + size] = fresh[start : start + size]
+            num_replaced += min(len(flat), len(useful))
+        return num_replaced
+
+    def _groups_without_signal(self, trajectories: Sequence[Trajectory]) -> list[int]:
+        """Index of the first trajectory of each group whose rewards do not differ."""
+        rewards = [trajectory.total_reward for trajectory in trajectories]
+        starts = range(0, len(rewards), self.group_size)
+        return [start for start in starts if not has_signal(rewards[start : start + self.group_size])]
+
+    def _largest(self, count: int) -> float:
+        return reduce_over_ranks(maxima={"count": count}, device=self.device)["count"]
+
+    # Update
+
+    def update(self, trajectories: Sequence[Trajectory]) -> Metrics:
+        """All updates of a step; returns their metrics."""
+        metrics = UpdateMetrics(self.device)
+        with self.timer.measure("shard"):
+            size = len(trajectories) // self.num_mini_batches  # whole groups
+            starts = range(0, size * self.num_mini_batches, size)
+            mini_batches = [list(self._micro_batches(trajectories[start : start + size])) for start in starts]
+        with self.timer.measure("update"):
+            self._add_old_and_reference_log_probs(mini_batches)
+            for epoch in range(self.actor.ppo_epochs):
+                for number, mini_batch in enumerate(mini_batches):
+                    self._update(mini_batch, metrics, epoch, is_first=epoch == number == 0)
+        return metrics.reduced()
+
+    def _micro_batches(self, trajectories: Sequence[Trajectory]) -> Iterator[MicroBatch]:
+        ordered = self.policy.sort_by_cost(trajectories)
+        for start in range(0, len(ordered), self.micro_batch_size):
+            chosen = ordered[start : start + self.micro_batch_size]
+            micro_batch = self.policy.collate(chosen)
+            mask = micro_batch["response_mask"]
+            rewarded = torch.tensor([[trajectory.total_reward is not None] for trajectory in chosen])
+            advantages = torch.tensor([[trajectory.advantage] for trajectory in chosen])
+            micro_batch["loss_mask"] = mask * rewarded.to(mask.dtype)
+            micro_batch["advantages"] = advantages.expand(mask.shape)
+            yield micro_batch
+
+    @torch.no_grad()
+    def _add_old_and_reference_log_probs(self, mini_batches: list[list[MicroBatch]]) -> None:
+        """Evaluate by the model before the first update if there are several, and by the reference for a KL term."""
+        for micro_batch in (each for mini_batch in mini_batches for each in mini_batch):
+            self.before_micro_batch(False)
+            if self.num_updates > 1:
+                micro_batch["old_log_probs"] = self.policy.log_probs(micro_batch).values.cpu()
+            if self.actor.use_kl_loss:
+                micro_batch["reference_log_probs"] = self.policy.reference_log_probs(micro_batch).cpu()
+
+    def _update(self, mini_batch: list[MicroBatch], metrics: UpdateMetrics, epoch: int, is_first: bool) -> None:
+        batch, total = self._global_batch(mini_batch), 0.0
+        for number, micro_batch in enumerate(mini_batch):
+            self.before_micro_batch(number == len(mini_batch) - 1)
+            loss = self._loss(micro_batch, batch, metrics, epoch, is_first)
+            loss.backward()
+            total += float(loss.detach())
+        mean = reduce_over_ranks(sums={"loss": total}, device=self.device)["loss"] / self.num_ranks
+        metrics.add_update(mean, self.optimizer_step(mean))
+
+    def _global_batch(self, mini_batch: list[MicroBatch]) -> GlobalBatch:
+        masks = [micro_batch["loss_mask"] for micro_batch in mini_batch]
+        counts = {
+            "decisions": sum(float(mask.sum()) for mask in masks),
+            "samples": sum(float((mask.sum(-1) > 0).sum()) for mask in masks),
+        }
+        found = reduce_over_ranks(sums=counts, device=self.device)
+        num_decisions, num_samples = max(found["decisions"], 1.0), max(found["samples"], 1.0)
+        return GlobalBatch(num_decisions, num_samples, self.num_ranks, self.max_decisions)
+
+    def _loss(
+        self, micro_batch: MicroBatch, batch: GlobalBatch, metrics: UpdateMetrics, epoch: int, is_first: bool
+    ) -> torch.Tensor:
+        output = self.policy.log_probs(micro_batch)
+        log_probs = output.values
+        tensors = {name: tensor.to(log_probs.device) for name, tensor in micro_batch.items()}
+        mask, rollout_log_probs = tensors["loss_mask"].to(log_probs.dtype), tensors["rollout_log_probs"]
+        # with a single update, the model before it is the model as it is
+        old_log_probs = tensors.get("old_log_probs", log_probs.detach())
+        rollout_log_ratio = (old_log_probs - rollout_log_probs) * mask
+        inputs = LossInputs(
+            log_probs,
+            old_log_probs,
+            tensors["advantages"].to(log_probs.dtype),
+            mask,
+            output.entropy,
+            tensors.get("reference_log_probs"),
+            rollout_is_weights(rollout_log_ratio, mask, self.algorithm),
+        )
+        value, sums = micro_batch_loss(inputs, self.actor, batch)
+        num_decisions = float(mask.sum())
+        metrics.add_sums(sums, num_decisions)
+        if epoch == 0:
+            metrics.add_sums({"rollout_logprob_diff": float(rollout_log_ratio.abs().sum())}, num_decisions)
+            metrics.add_maximum("rollout_logprob_diff", rollout_log_ratio.abs())
+        if is_first:
+            # with a single update, the ratio to `old_log_probs` is 1 by construction
+            before = old_log_probs if "old_log_probs" in tensors else rollout_log_probs
+            metrics.add_maximum("ratio_deviation", ((log_probs.detach() - before).exp() - 1).abs() * mask)
+        return value
+
+    # Trace
+
+    def _trace_turn(self, run_name: str, trajectory: Trajectory, start: float, generated_at: float) -> None:
+        if self.trace is not None:
+            identity = f"{run_name}/{trajectory.prompt.sample_id}/{trajectory.number}"
+            finished_at = trajectory.reward.finished_at if trajectory.reward is not None else time.perf_counter()
+            self.trace.async_span(identity, "rollout", start, generated_at)
+            total = trajectory.total_reward
+            self.trace.async_span(identity, "reward", generated_at, max(finished_at, generated_at), total=total)
+
+    def _trace_update(self, step: int, trajectories: Sequence[Trajectory], start: float) -> None:
+        if self.trace is not None:
+            for trajectory in trajectories:
+                identity = f"{step}/{trajectory.prompt.sample_id}/{trajectory.number}"
+                self.trace.async_span(identity, "update", start, time.perf_counter())

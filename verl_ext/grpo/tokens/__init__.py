@@ -1,1 +1,0 @@
-"""The policy whose actions are completions of text."""

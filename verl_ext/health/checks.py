@@ -1,0 +1,424 @@
+"""The checks and statistics that belong to single rules; families of checks are in `families`."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from verl_ext.health.context import REWARDED
+from verl_ext.health.families import Statistic, trend_level
+from verl_ext.health.history import SEGMENT_VALUES
+from verl_ext.health.rule import (
+    ACCURACY,
+    ADV_MEAN,
+    ADV_STD,
+    BUDGET,
+    CORRECT,
+    DATA_TIME,
+    DISK_FREE,
+    FORMAT,
+    GRAD_NORM,
+    LATENCY,
+    LOSS,
+    LR,
+    NOISES,
+    RATES,
+    REWARD,
+    REWARD_FAILURES,
+    SKIPPED_STEPS,
+    STEP_TIME,
+    TOKEN_RATE,
+    VAL_LOSS,
+    VIOLATION,
+    CheckResult,
+    HealthView,
+    alarm,
+    notice,
+    ok,
+    warning,
+)
+from verl_ext.health.trend import Array, noise, trend
+
+MANY_STEPS = 100
+"""Steps that replace epochs in runs of few epochs, and over which jitter is measured."""
+BEST_NOISES = 1.5 * NOISES
+"""The same for the best of many segments, which differs from their mean by some standard errors by chance."""
+NUM_INITIAL = 5
+"""Steps whose mean is the initial loss."""
+GUESSING_MARGIN = 1.1
+"""Share of the loss of random guessing that untrained weights may reach: their predictions are not quite uniform."""
+VAL_RISES = 3
+"""Consecutive rises of the validation loss that are a warning."""
+MIN_COMPARED = 50
+"""Steps over which the rewards for format and correctness are compared, at least."""
+LAST_EPOCHS = 3
+"""Epochs that are the current state of a controller."""
+NUM_LEARNING_RATES = 10
+"""Steps whose learning rate is compared with the schedule."""
+WARM_UP_SEGMENTS = 3
+"""First segments of a run whose step times are not usual."""
+LASTING_S = 60.0
+"""Slow steps of a shorter time say more about other programs on the machine than about the run."""
+NUM_RATES, RATE_PARTS, RATES_LAST_S = 200, 4, 300.0
+"""Steps over which throughput is judged, equal parts that must all be unstable, and how long they must take."""
+NUM_SAVES = 5
+"""Saves over which the free disk space is followed."""
+
+
+# Loss
+
+
+def loss_not_finite(view: HealthView) -> CheckResult | None:
+    """An alarm after several steps in a row."""
+    streak = view.series(LOSS).nonfinite_streak
+    if not streak:
+        return ok("the loss is finite") if view.series(LOSS).num_points else None
+    told = f"the loss was not finite in the last {streak} step{'s' * (streak > 1)}"
+    return alarm(told) if streak >= view.limits.nonfinite_steps else warning(told)
+
+
+def loss_diverging(view: HealthView) -> CheckResult | None:
+    """An alarm if the loss is above what the run started with, or twice its best."""
+    series = view.series(LOSS)
+    recent, means = view.recent(LOSS), series.segment_means
+    if recent is None or len(means) < 2:
+        return None
+    later = recent[-len(recent) // 2 :]  # where the loss falls fast, the median of the whole window lags behind
+    now, best = float(min(np.median(recent), np.median(later))), float(means.min())
+    told = f"the recent loss is {now:.4g}, the best was {best:.4g}"
+    rise = now - best
+    if rise < view.limits.loss_min_change or rise < NOISES * noise(series.recent()) or now < 1.3 * best:
+        return ok(told)
+    return alarm(told) if now > 2 * best or now > series.first[:NUM_INITIAL].mean() else warning(told)
+
+
+def loss_not_falling(view: HealthView) -> CheckResult | None:
+    """No segment of the run has a clearly lower loss than its start."""
+    series = view.series(LOSS)
+    if series.num_points < MANY_STEPS or series.first.mean() < view.limits.loss_min_change:
+        return None
+    best, start = float(series.segment_means[1:].min()), float(series.first[:SEGMENT_VALUES].mean())
+    told = f"the loss started at {start:.4g} and was {best:.4g} at its best"
+    error = noise(series.recent()) / math.sqrt(SEGMENT_VALUES)
+    return ok(told) if start - best > max(BEST_NOISES * error, 0.02 * start) else warning(told)
+
+
+def loss_jitter(view: HealthView) -> CheckResult | None:
+    """A cross-entropy jumps by much of its level, or a policy loss reaches extreme values."""
+    recent = view.recent(LOSS, MANY_STEPS)
+    if recent is None:
+        return None
+    moved = trend(recent)
+    spread = float(np.std(recent - np.linspace(-0.5, 0.5, len(recent)) * moved.change))
+    told = f"the loss jitters by {spread:.3g} around {recent.mean():.3g}, and its trend is {moved.change:+.3g}"
+    if view.context.stage in REWARDED:
+        highest = float(np.abs(recent).max())
+        return ok(told) if highest <= view.limits.policy_loss_max else warning(f"{told}; it reached {highest:.3g}")
+    level = abs(float(recent.mean())) + view.limits.loss_min_change
+    is_calm = spread <= view.limits.loss_jitter_max * level or moved.falls(view.limits.trend_p_alarm)
+    return ok(told) if is_calm else warning(told)
+
+
+def initial_loss(view: HealthView) -> CheckResult | None:
+    """Untrained weights may start at random guessing, trained ones may not."""
+    first = view.series(LOSS).first[:NUM_INITIAL]
+    if len(first) < NUM_INITIAL:
+        return None
+    told, highest = f"the loss started at {first.mean():.3g}", view.limits.initial_loss_max
+    if view.context.untrained_loss is not None:
+        told += f", and random guessing has {view.context.untrained_loss:.3g}"
+        highest = max(highest, GUESSING_MARGIN * view.context.untrained_loss)
+    return ok(told) if first.mean() <= highest else warning(told)
+
+
+def final_loss(view: HealthView) -> CheckResult | None:
+    """A low loss is fine if the validation loss is as low."""
+    recent = view.recent(LOSS)
+    if not view.is_near_end or recent is None:
+        return None
+    last, lowest = float(np.median(recent)), view.limits.final_loss_min
+    told = f"the loss is {last:.3g} near the end of the run"
+    if last >= lowest:
+        return ok(told)
+    validated = view.series(VAL_LOSS).last_value
+    generalizes = validated < max(2 * last, lowest)  # False for NaN, if nothing was validated
+    return ok(f"{told}, and val/loss is {validated:.3g}") if generalizes else warning(told)
+
+
+def final_val_loss(view: HealthView) -> Statistic | None:
+    """The last validation loss near the end of the run."""
+    last = view.series(VAL_LOSS).last_value
+    return Statistic.of(last) if view.is_near_end and not math.isnan(last) else None
+
+
+def val_loss_not_finite(view: HealthView) -> CheckResult | None:
+    """The last validation alone counts."""
+    series = view.series(VAL_LOSS)
+    if series.num_nonfinite(1):
+        return alarm("the last val/loss was not finite")
+    return ok("val/loss is finite") if series.num_points else None
+
+
+def val_loss_margin(view: HealthView, values: Array, best: float) -> float:
+    """By how much a validation loss exceeds another one by more than chance."""
+    return max(best * view.limits.val_margin, view.limits.val_min_change)
+
+
+def eval_reward_margin(view: HealthView, values: Array, best: float) -> float:
+    """By how much the reward of an evaluation falls below the best by more than chance."""
+    return max(abs(best) * view.limits.eval_drop_max, view.limits.eval_min_change, NOISES * noise(values))
+
+
+def val_loss_rising(view: HealthView) -> CheckResult | None:
+    """Consecutive rises that are more than chance together."""
+    values = view.series(VAL_LOSS).recent(VAL_RISES + 1)
+    if len(values) <= VAL_RISES:
+        return None
+    told = f"the last values of val/loss are {', '.join(f'{value:.4g}' for value in values)}"
+    first = float(values[0])
+    has_risen = bool((np.diff(values) > 0).all()) and values[-1] > first + val_loss_margin(view, values, first)
+    return warning(told) if has_risen else ok(told)
+
+
+# Gradient and learning rate
+
+
+def share_of_large_norms(view: HealthView) -> Statistic | None:
+    """Share of the recent gradient norms that are too large or not finite."""
+    window, bound, series = view.limits.window, view.limits.grad_norm_alarm, view.series(GRAD_NORM)
+    num_lost = series.num_nonfinite(window)
+    finite = series.recent(window - num_lost) if num_lost < window else np.empty(0)
+    if len(finite) + num_lost < window:
+        return None
+    share = (num_lost + int((finite > bound).sum())) / window
+    return Statistic(share, (share, window, bound))
+
+
+def lr_schedule(view: HealthView) -> CheckResult | None:
+    """Three steps whose learning rate differs from the schedule."""
+    points, schedule = view.series(LR).points(NUM_LEARNING_RATES), view.context.schedule
+    if schedule is None or len(points) < 3:
+        return None
+    counter = view.series(SKIPPED_STEPS)
+    skipped = round(counter.last_value) if counter.num_points else 0
+    allowed = view.limits.lr_tolerance * schedule.peak
+    wrong = [
+        (step, value)
+        for step, value in points
+        # a skipped step among these shifts the schedule by one, so any count up to the last one is right for them
+        if min(abs(value / 1e3 - schedule.at(step, each)) for each in range(skipped + 1)) > allowed
+    ]
+    if len(wrong) < 3:
+        return ok("the learning rate follows its schedule")
+    step, value = wrong[-1]
+    return warning(f"the learning rate is {value / 1e3:.3g} at step {step}; its schedule has {schedule.at(step):.3g}")
+
+
+# Rewards
+
+
+def reward_falling(view: HealthView) -> CheckResult | None:
+    """Epoch means fall, or the recent reward is far below the best of the run."""
+    means = view.epochs(REWARD, view.limits.trend_epochs + 1)
+    if means is not None and (level := trend_level(view, means, -1)):
+        told = f"the reward went from {means[0]:.4g} to {means[-1]:.4g} over {view.limits.trend_epochs} epochs"
+        return CheckResult(level, told)
+    series = view.series(REWARD)
+    recent, segments = view.recent(REWARD), series.segment_means
+    if recent is None or len(segments) < 3:
+        return None
+    now, best, start = float(recent.mean()), float(segments.max()), float(segments[0])
+    told = f"the recent reward is {now:.4g}, the best was {best:.4g}"
+    values = series.recent()
+    # rewards that are rare do not differ at most steps, so that the robust noise is 0
+    error = max(noise(values), float(np.std(np.diff(values))) / math.sqrt(2)) / math.sqrt(SEGMENT_VALUES)
+    is_lost = best - now > max(BEST_NOISES * error, 0.3 * max(best - start, abs(best) / 2))
+    return warning(told) if is_lost else ok(told)
+
+
+def reward_negative(view: HealthView) -> CheckResult | None:
+    """Only a notice if it rises."""
+    means = view.epochs(REWARD, view.limits.trend_epochs)
+    values = view.recent(REWARD, MANY_STEPS) if means is None else means
+    if values is None:
+        return None
+    told = f"the reward was between {values.min():.3g} and {values.max():.3g}"
+    if values.max() >= 0:
+        return ok(told)
+    return notice(f"{told}, and rises") if trend(values).rises(view.limits.trend_p) else warning(told)
+
+
+def reward_jitter(view: HealthView) -> CheckResult | None:
+    """A reward that jumps by more than its level and does not rise."""
+    recent = view.recent(REWARD, MANY_STEPS)
+    if recent is None:
+        return None
+    spread, level = noise(recent), max(1.0, abs(float(np.median(recent))))
+    told = f"the mean reward jitters by {spread:.3g} around {np.median(recent):.3g}"
+    is_calm = spread <= view.limits.reward_jitter_max * level or trend(recent).rises(view.limits.trend_p)
+    return ok(told) if is_calm else warning(told)
+
+
+def accuracy_zero(view: HealthView) -> CheckResult | None:
+    """An alarm after many epochs, a warning after many steps."""
+    name = view.first_logged(CORRECT)
+    if name is None:
+        return None
+    means = view.epochs(name, view.limits.stuck_epochs)
+    if means is not None and means.max() == 0:
+        return alarm(f"{name} was 0 for {view.limits.stuck_epochs} epochs")
+    recent = view.recent(name, MANY_STEPS)
+    if recent is None:
+        return None
+    return warning(f"{name} was 0 for {MANY_STEPS} steps") if recent.max() == 0 else ok(f"{name} is {recent[-1]:.3g}")
+
+
+def nothing_improves(view: HealthView) -> CheckResult | None:
+    """Neither reward nor accuracy nor the violation rate has improved, lately or since the start."""
+    correct, count = view.first_logged(CORRECT), view.limits.stuck_epochs
+    directions = {REWARD: 1, VIOLATION: -1, **({correct: 1} if correct else {})}
+    means = {name: view.epochs(name, count) for name in directions if view.series(name).num_points}
+    known = {name: each for name, each in means.items() if each is not None}
+    if not known or len(known) < len(means):
+        return None
+    told = ", ".join(f"{name} went from {each[0]:.3g} to {each[-1]:.3g}" for name, each in known.items())
+    improves = any(
+        trend(each).goes(directions[name], view.limits.improvement_p) or view.has_improved(name, directions[name])
+        for name, each in known.items()
+    )
+    return ok(f"over {count} epochs {told}") if improves else warning(f"over {count} epochs {told}")
+
+
+def milestones(view: HealthView) -> CheckResult | None:
+    """What a controller has usually reached after so many epochs."""
+    limits, every = view.limits, view.limits.milestone_epochs
+    reached: list[str] = []
+    missed: list[str] = []
+    for name, better, expected in (
+        (REWARD, 1, limits.reward_milestones),
+        (ACCURACY, 1, limits.accuracy_milestones),
+        (VIOLATION, -1, limits.violation_milestones),
+    ):
+        number = min(view.history.num_epochs(name) // every, len(expected))
+        means = view.epochs(name, every)
+        if number and means is not None:
+            value, usual = float(means.mean()), expected[number - 1]
+            told = f"{name} is {value:.3g}, and {'at least' if better > 0 else 'at most'} {usual:g} is usual"
+            (missed if better * (value - usual) < 0 else reached).append(told)
+    if not reached and not missed:
+        return None
+    told = f"after {view.history.num_epochs(REWARD)} epochs {'; '.join(missed or reached)}"
+    return notice(told) if missed else ok(told)
+
+
+def reward_failure_share(view: HealthView) -> Statistic | None:
+    """Failures of reward functions per sample."""
+    recent, samples = view.recent(REWARD_FAILURES, at_least=3), view.context.samples_per_step
+    if samples is None or recent is None:
+        return None
+    return Statistic(float(recent.mean()) / samples, (float(recent.mean()), samples))
+
+
+def advantage_offset(view: HealthView) -> Statistic | None:
+    """The mean of the advantages over their spread."""
+    means, spreads = view.recent(ADV_MEAN), view.recent(ADV_STD)
+    if means is None or spreads is None:
+        return None
+    mean, spread = float(np.median(np.abs(means))), float(np.median(spreads))
+    return Statistic(mean / max(spread, 1e-6), (mean, spread))
+
+
+def format_without_correctness(view: HealthView) -> CheckResult | None:
+    """The reward for format rises, the one for correctness does not."""
+    form, right = view.first_logged(FORMAT), view.first_logged(CORRECT)
+    if form is None or right is None or view.series(form).num_points < MIN_COMPARED:
+        return None
+    learned, solved = (trend(view.series(each).recent()) for each in (form, right))
+    told = f"{form} changed by {learned.change:+.3g}, {right} by {solved.change:+.3g}"
+    has_gained = learned.rises(view.limits.trend_p_alarm) and learned.change > 0.05
+    return warning(told) if has_gained and not solved.rises(view.limits.trend_p) else ok(told)
+
+
+# Budgets
+
+
+def violation_high(view: HealthView) -> CheckResult | None:
+    """An alarm after many epochs above one limit, a notice after some above another."""
+    last = view.epochs(VIOLATION, LAST_EPOCHS)
+    if last is None:
+        return None
+    limits = view.limits
+    told = f"{last[-1]:.1%} of the configurations of the last epoch were over budget"
+    stuck = view.epochs(VIOLATION, limits.stuck_epochs)
+    if stuck is not None and stuck.min() > limits.violation_alarm:
+        return alarm(f"{told}, and more than {limits.violation_alarm:.0%} for {limits.stuck_epochs} epochs")
+    has_trained = view.epochs(VIOLATION, limits.trend_epochs) is not None
+    return notice(told) if has_trained and last.min() > limits.violation_goal else ok(told)
+
+
+def latency_share(view: HealthView) -> Statistic | None:
+    """The latency over the budget, in the last epochs."""
+    latency, budget = view.epochs(LATENCY, LAST_EPOCHS), view.epochs(BUDGET, LAST_EPOCHS)
+    if latency is None or budget is None:
+        return None
+    share = float(latency.mean() / budget.mean())
+    return Statistic(share, (float(latency.mean()), share))
+
+
+# Time, throughput and disk
+
+
+def step_time_ratio(view: HealthView) -> Statistic | None:
+    """The time of the last steps, those of a minute at least, over the usual one."""
+    series = view.series(STEP_TIME)
+    recent, usual = series.recent(), series.segment_means[1:]
+    if len(usual) < WARM_UP_SEGMENTS:
+        return None
+    num_lasting = int(np.searchsorted(np.cumsum(recent[::-1]), LASTING_S)) + 1
+    now, before = float(np.median(recent[-max(num_lasting, view.limits.window // 2) :])), float(np.median(usual))
+    return Statistic(now / before, (now, before))
+
+
+def step_time_rising(view: HealthView) -> CheckResult | None:
+    """A ramp over the whole run, not a jump; in the stage grpo the time of a token, as completions may get longer."""
+    per_token = view.context.stage == "grpo"
+    means = view.series(TOKEN_RATE if per_token else STEP_TIME).segment_means[1:]
+    if len(means) < 3 * WARM_UP_SEGMENTS:
+        return None
+    times = 1 / means if per_token else means
+    whole, usual, half = trend(times), float(np.median(times)), len(times) // 2
+    told = f"the time of a {'token' if per_token else 'step'} changed by {whole.change / usual:+.0%} over the run"
+    is_ramp = min(trend(times[:half]).change, trend(times[half:]).change) > whole.change / 5
+    grows = whole.rises(view.limits.trend_p_alarm) and whole.change > view.limits.step_time_growth * usual
+    return warning(told) if grows and is_ramp else ok(told)
+
+
+def waiting_share(view: HealthView) -> Statistic | None:
+    """The wait for data over the step time."""
+    steps, waits = view.recent(STEP_TIME), view.recent(DATA_TIME)
+    return None if steps is None or waits is None else Statistic.of(float(np.median(waits) / np.median(steps)))
+
+
+def throughput_spread(view: HealthView) -> Statistic | None:
+    """The spread of the throughput over its median, in the calmest part of many steps."""
+    name = view.first_logged(RATES)
+    rates = None if name is None else view.recent(name, NUM_RATES)
+    if rates is None or view.series(STEP_TIME).recent(NUM_RATES).sum() < RATES_LAST_S:
+        return None
+    low, middle, high = np.percentile(rates.reshape(RATE_PARTS, -1), (16, 50, 84), axis=1)
+    spread = float(((high - low) / 2 / middle).min())
+    return Statistic(spread, (spread, float(np.median(rates))))
+
+
+def disk_filling(view: HealthView) -> CheckResult | None:
+    """The disk has room for few more saves, at the rate at which the last ones filled it."""
+    free = view.recent(DISK_FREE, NUM_SAVES + 1, at_least=3)
+    if free is None:
+        return None
+    taken = float(free[0] - free[-1]) / (len(free) - 1)
+    told = f"{free[-1]:.1f} GiB are free"
+    if taken <= 0 or free[-1] > view.limits.disk_saves_left * taken:
+        return ok(told)
+    told = f"{told}, and each save takes {taken:.2g} GiB more"
+    return alarm(told) if free[-1] < 2 * taken else notice(told) if taken < 1e-3 else warning(told)

@@ -1,0 +1,176 @@
+"""What the rules know of a run besides its metrics: stage, length, limits, and the schedule of the learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl_ext.errors import UserError
+from verl_ext.files import yaml_text
+
+LANGUAGE = frozenset({"sft", "vlm_sft"})
+"""Stages whose loss is a cross-entropy."""
+REWARDED = frozenset({"grpo", "budget"})
+"""Stages that learn from rewards."""
+STAGES = LANGUAGE | REWARDED
+STABLE_SHARE = 0.9
+"""Share of the steps after the warm-up in which a wsd schedule is constant."""
+_READ_KEYS = {"save_freq", "device", "logger"}
+"""Keys of the section `trainer` that the checklists read."""
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """The learning rate that a recipe sets, step by step.
+
+    Written from the definition of the schedules of verl 0.7.0 (`verl.utils.torch_functional`), independently of the
+    trainer: linear warm-up from 0, then constant, cosine, or wsd (warm-up, stable, decay).
+
+    Attributes:
+        peak: learning rate after the warm-up.
+        kind: constant, cosine or wsd.
+        warmup: number of updates.
+        length: updates of the whole schedule.
+        min_ratio: lowest share of the peak.
+        num_cycles: of the cosine; half a cycle ends at its minimum.
+        updates_per_step: optimizer updates in a step.
+    """
+
+    peak: float
+    kind: str
+    warmup: int
+    length: int
+    min_ratio: float = 0.0
+    num_cycles: float = 0.5
+    updates_per_step: int = 1
+
+    def at(self, step: int, num_skipped: int = 0) -> float:
+        """The learning rate of a step.
+
+        Args:
+            step: counted from 1.
+            num_skipped: earlier steps without an update, at which the schedule does not advance.
+        """
+        return self.peak * self._share((step - 1 - num_skipped) * self.updates_per_step)
+
+    def _share(self, update: int) -> float:
+        if update < self.warmup:
+            return update / max(1, self.warmup)
+        if self.kind == "constant":
+            return 1.0
+        remaining = self.length - self.warmup
+        stable = int(remaining * STABLE_SHARE) if self.kind == "wsd" else 0
+        after = update - self.warmup - stable
+        if after < 0:
+            return 1.0
+        if self.kind == "wsd" and update >= self.length:
+            return self.min_ratio
+        cosine = math.cos(2 * math.pi * self.num_cycles * after / max(1, remaining - stable))
+        return self.min_ratio + (1 - self.min_ratio) * max(0.0, (1 + cosine) / 2)
+
+
+def schedule_of(config: Mapping[str, Any], total_steps: int | None, steps_per_epoch: int | None) -> LRSchedule | None:
+    """The schedule of a resolved configuration; None if measurements change it, or if its length is not known.
+
+    Args:
+        config: as in `config.yaml`.
+        total_steps: of the run.
+        steps_per_epoch: optimizer steps in a pass over the data.
+    """
+    optim, trainer = config["optim"], config["trainer"]
+    if config["stage"] == "budget" or total_steps is None or steps_per_epoch is None:
+        return None
+    per_step = updates_per_step(config)
+    fixed = optim["total_training_steps"]
+    length = per_step * (fixed if fixed > 0 else max(steps_per_epoch * trainer["total_epochs"], total_steps))
+    steps = optim["lr_warmup_steps"]
+    has_steps = steps is not None and steps >= 0
+    return LRSchedule(
+        peak=optim["lr"],
+        kind=optim["lr_scheduler"],
+        warmup=steps * per_step if has_steps else int(length * optim["lr_warmup_steps_ratio"]),
+        length=length,
+        min_ratio=optim["min_lr_ratio"] or 0.0,
+        num_cycles=optim["num_cycles"],
+        updates_per_step=per_step,
+    )
+
+
+def updates_per_step(config: Mapping[str, Any]) -> int:
+    """Optimizer updates in a step of a resolved configuration."""
+    if config["stage"] != "grpo":
+        return 1
+    actor, batch = config["actor"], config["data"]["train_batch_size"]
+    return actor["ppo_epochs"] * (batch // (actor["ppo_mini_batch_size"] or batch))
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What the rules know of a run besides its metrics.
+
+    Attributes:
+        stage: sft, vlm_sft, grpo or budget.
+        total_steps: of the whole run; None if not known.
+        schedule: the learning rate by step; None if the recipe does not fix it.
+        max_prompt_length: in tokens; None without a limit.
+        max_response_length: in tokens; None without a limit.
+        samples_per_step: completions that a step rewards, over all ranks; None if not known.
+        checkpoints: returns the steps of the complete checkpoints; called when a rule recommends one.
+        untrained_loss: nat/token of random guessing, for a run that started from untrained weights; None for one that
+            started from pretrained weights.
+    """
+
+    stage: str
+    total_steps: int | None = None
+    schedule: LRSchedule | None = None
+    max_prompt_length: int | None = None
+    max_response_length: int | None = None
+    samples_per_step: int | None = None
+    checkpoints: Callable[[], Sequence[int]] = tuple
+    untrained_loss: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: Mapping[str, Any],
+        total_steps: int | None,
+        steps_per_epoch: int | None,
+        checkpoints: Callable[[], Sequence[int]],
+        untrained_loss: float | None = None,
+    ) -> RunContext:
+        """From a resolved configuration, as in `config.yaml`; the other arguments are described above."""
+        data, stage = config["data"], config["stage"]
+        schedule = schedule_of(config, total_steps, steps_per_epoch)
+        context = cls(stage, total_steps, schedule, checkpoints=checkpoints, untrained_loss=untrained_loss)
+        if stage != "grpo":
+            return context
+        return replace(
+            context,
+            max_prompt_length=data["max_prompt_length"],
+            max_response_length=data["max_response_length"],
+            samples_per_step=data["train_batch_size"] * config["rollout"]["n"],
+        )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read the `config.yaml` of a run.
+
+    Raises:
+        UserError: it is not the configuration of a run.
+    """
+    try:
+        config = yaml.safe_load(yaml_text(path))
+    except RecursionError:
+        raise UserError(f"{path} cannot be read (it is nested too deeply); restore it") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}); restore it") from error
+    sections = ("trainer", "optim", "data")
+    is_of_a_run = isinstance(config, dict) and all(isinstance(config.get(name), dict) for name in sections)
+    if not is_of_a_run or not isinstance(config.get("stage"), str) or not _READ_KEYS <= config["trainer"].keys():
+        raise UserError(f"{path} is not the configuration of a run; the trainer writes it when a run starts")
+    return config

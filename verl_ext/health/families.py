@@ -1,0 +1,222 @@
+"""Families of checks, of which most rules are an instance: thresholds, trends, plateaus, shrinking, past the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_ext.health.context import RunContext
+from verl_ext.health.rule import REWARD, Check, CheckResult, HealthView, Level, notice, ok, warning
+from verl_ext.health.trend import Array, trend
+
+AFTER_BEST = 2
+"""Measurements that must all be worse than the best one before it counts as passed."""
+MIN_EARLY_STEPS = 30
+"""Steps before which the start of a run is not something to compare with."""
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A number about a run.
+
+    Attributes:
+        value: compared with thresholds.
+        shown: numbers for the message.
+    """
+
+    value: float
+    shown: tuple[float, ...]
+
+    @classmethod
+    def of(cls, value: float) -> Statistic:
+        """A number that the message shows as it is."""
+        return cls(value, (value,))
+
+
+Measure = Callable[[HealthView], Statistic | None]
+Thresholds = Mapping[Level, float | str]
+
+
+def bounds(
+    measure: Measure,
+    text: str,
+    above: Thresholds | None = None,
+    below: Thresholds | None = None,
+    advice_below: str | None = None,
+) -> Check:
+    """A statistic against thresholds.
+
+    Args:
+        measure: returns the statistic, or None if there is too little to judge.
+        text: the message, with fields for the numbers of the statistic.
+        above: level by the threshold that the statistic exceeds: a number or the name of a limit.
+        below: level by the threshold that it falls below.
+        advice_below: advice if it is too low.
+    """
+
+    def check(view: HealthView) -> CheckResult | None:
+        found = measure(view)
+        if found is None:
+            return None
+        high = [level for level, bound in (above or {}).items() if found.value > view.threshold(bound)]
+        low = [level for level, bound in (below or {}).items() if found.value < view.threshold(bound)]
+        level = max(high + low, default=Level.OK)
+        return CheckResult(level, text.format(*found.shown), advice_below if low else None)
+
+    return check
+
+
+def median(metric: str, at_least: int | None = None) -> Measure:
+    """The median of the recent values."""
+
+    def measure(view: HealthView) -> Statistic | None:
+        values = view.recent(metric, at_least=at_least)
+        return None if values is None else Statistic.of(float(np.median(values)))
+
+    return measure
+
+
+def largest(metric: str) -> Measure:
+    """The largest absolute recent value."""
+
+    def measure(view: HealthView) -> Statistic | None:
+        values = view.recent(metric)
+        return None if values is None else Statistic.of(float(np.abs(values).max()))
+
+    return measure
+
+
+def share_of_limit(
+    metric: str, statistic: Callable[[Array], np.floating], limit: Callable[[RunContext], int | None], at_least: int
+) -> Measure:
+    """A statistic of the recent values over a limit of the run."""
+
+    def measure(view: HealthView) -> Statistic | None:
+        most, values = limit(view.context), view.recent(metric, at_least=at_least)
+        if most is None or values is None:
+            return None
+        value = float(statistic(values))
+        return Statistic(value / most, (value, most))
+
+    return measure
+
+
+def epoch_trend(metric: str, wrong: int, text: str, worst: Level, matters_above: float | str = -math.inf) -> Check:
+    """The means of the last epochs move in the wrong direction.
+
+    Args:
+        metric: its name.
+        wrong: 1 if it must not rise, -1 if it must not fall.
+        text: the message, with fields for the first and the last mean and the number of epochs.
+        worst: the highest level; an alarm needs a smaller p-value than a warning.
+        matters_above: threshold that the last mean must exceed.
+    """
+
+    def check(view: HealthView) -> CheckResult | None:
+        means = view.epochs(metric, view.limits.trend_epochs + 1)
+        if means is None:
+            return None
+        level = Level.OK
+        if means[-1] > view.threshold(matters_above):
+            level = min(worst, trend_level(view, means, wrong))
+        return CheckResult(level, text.format(means[0], means[-1], view.limits.trend_epochs))
+
+    return check
+
+
+def trend_level(view: HealthView, means: Array, wrong: int) -> Level:
+    found = trend(means)
+    if found.goes(wrong, view.limits.trend_p_alarm):
+        return Level.ALARM
+    return Level.WARNING if found.goes(wrong, view.limits.trend_p) else Level.OK
+
+
+def no_improvement(metrics: Sequence[str], better: int, what: str) -> Check:
+    """The first of some metrics that is logged does not improve over many epochs: a notice, as it may be a plateau.
+
+    In runs of few epochs, segments of the whole run replace them.
+    """
+
+    def check(view: HealthView) -> CheckResult | None:
+        name = view.first_logged(metrics)
+        if name is None:
+            return None
+        count, unit = view.limits.stuck_epochs, "epochs"
+        means = view.epochs(name, count)
+        if means is None:
+            means, unit = view.series(name).segment_means, "parts of the run"
+        if len(means) < count:
+            return None
+        improves = trend(means).goes(better, view.limits.improvement_p)
+        told = f"{what} went from {means[0]:.3g} to {means[-1]:.3g} over {len(means)} {unit}"
+        return ok(told) if improves else notice(told)
+
+    return check
+
+
+def shrunk(metric: str, share: str, text: str) -> Check:
+    """The metric is below a share of its first values; only a notice if the reward has risen in the meantime."""
+
+    def check(view: HealthView) -> CheckResult | None:
+        series = view.series(metric)
+        if series.num_points < MIN_EARLY_STEPS:
+            return None
+        first, now = float(series.first.mean()), float(np.median(series.recent(view.limits.window)))
+        told = text.format(first, now)
+        if now > view.threshold(share) * first:
+            return ok(told)
+        return notice(f"{told}, and the reward rose") if view.has_improved(REWARD, 1) else warning(told)
+
+    return check
+
+
+def past_best(measured: str, trained: str, better: int, worse_by: Callable[[HealthView, Array, float], float]) -> Check:
+    """A measured metric gets worse than its best while the metric that is trained improves.
+
+    Args:
+        measured: metric of validations or evaluations.
+        trained: its counterpart in training.
+        better: 1 if higher is better, -1 if lower is.
+        worse_by: the difference from the best that is more than chance, by all values and the best.
+    """
+
+    def check(view: HealthView) -> CheckResult | None:
+        points = view.series(measured).points()
+        if len(points) < 2:
+            return None
+        steps, values = np.array([step for step, _ in points]), np.array([value for _, value in points])
+        place = int((better * values).argmax())
+        step, best, later = int(steps[place]), float(values[place]), values[place + 1 :]
+        told = f"{measured} was {best:.4g} at step {step} and is {values[-1]:.4g} at step {steps[-1]}"
+        is_worse = better * (best - later) > worse_by(view, values, best)
+        num_worse = len(later) if is_worse.all() else int(is_worse[::-1].argmin())
+        if not num_worse or not _improves_after(view, trained, better, step):
+            return ok(told)
+        recovers = better * (later[-1] - later[-num_worse]) > 0
+        if num_worse < AFTER_BEST or recovers:
+            return notice(told)
+        change = "rises" if better > 0 else "falls"
+        return warning(f"{told}, while {trained} {change}{_checkpoint_near(view, step)}")
+
+    return check
+
+
+def _improves_after(view: HealthView, metric: str, better: int, step: int) -> bool:
+    """Whether the values of a metric after a step are better than those just before it."""
+    points = view.series(metric).points()
+    after = [value for each, value in points if each > step]
+    before = [value for each, value in points if each <= step]
+    if not before:  # the step is further back than the recent values
+        before = list(view.series(metric).segment_means)
+    return bool(after) and bool(before) and bool(better * (np.median(after[-20:]) - np.median(before[-20:])) > 0)
+
+
+def _checkpoint_near(view: HealthView, step: int) -> str:
+    kept = view.context.checkpoints()
+    if not kept:
+        return ""
+    nearest = min(kept, key=lambda each: (abs(each - step), each))
+    return f"; the checkpoint to use is global_step_{nearest}"

@@ -1,0 +1,272 @@
+"""Every health rule as one table, and the rules that users add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from verl_ext.console import warn
+from verl_ext.errors import UserError
+from verl_ext.health import checks, deprecated
+from verl_ext.health.context import LANGUAGE, REWARDED, STAGES
+from verl_ext.health.families import (
+    bounds,
+    epoch_trend,
+    largest,
+    median,
+    no_improvement,
+    past_best,
+    share_of_limit,
+    shrunk,
+)
+from verl_ext.health.rule import (
+    ACCURACY,
+    ADV_STD,
+    COMPLETION_LENGTH,
+    CORRECT,
+    ENTROPY,
+    EVAL_REWARD,
+    GRAD_NORM,
+    LOGPROB_DIFF,
+    LOSS,
+    PROMPT_LENGTH,
+    REWARD,
+    REWARD_STD,
+    VAL_LOSS,
+    VIOLATION,
+    Level,
+    Rule,
+)
+from verl_ext.plugins import Plugin
+
+GRPO, BUDGET = frozenset({"grpo"}), frozenset({"budget"})
+NOTICE, WARNING, ALARM = Level.NOTICE, Level.WARNING, Level.ALARM
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    # Loss
+    Rule("loss_not_finite", checks.loss_not_finite,
+         "The loss is NaN or infinite; an alarm if it is for several steps in a row.",
+         "lower optim.lr, or look at the batches of those steps"),
+    Rule("loss_rising",
+         epoch_trend(LOSS, 1, "the loss went from {:.4g} to {:.4g} over {} epochs", worst=ALARM),
+         "The mean loss of an epoch has risen over many epochs.",
+         "stop, lower optim.lr and resume from an earlier checkpoint"),
+    Rule("loss_diverging", checks.loss_diverging,
+         "The recent loss is far above the best of the run; an alarm if it is above the loss at the start.",
+         "stop, lower optim.lr and resume from an earlier checkpoint", LANGUAGE),
+    Rule("loss_not_falling", checks.loss_not_falling,
+         "After a hundred steps, no part of the run has a clearly lower loss than its start.",
+         "check the learning rate, that answers have loss tokens, and that labels belong to their prompts", LANGUAGE),
+    Rule("loss_jitter", checks.loss_jitter,
+         "The loss jumps by much of its level, or a policy loss takes extreme values.",
+         "use a larger train_batch_size or rollout.n, or a lower optim.lr; judge by the mean over an epoch"),
+    Rule("loss_zero",
+         bounds(largest(LOSS), "the largest recent policy loss is {:.3g}", below={ALARM: 1e-300}),
+         "The policy loss has been exactly 0 in all recent steps: no group had an advantage.",
+         "check that rewards differ within a group, and rollout.n", REWARDED),
+    Rule("initial_loss", checks.initial_loss,
+         "The first loss is above that of a pretrained model on text, or of guessing with untrained weights.",
+         "check the chat template, the tokenizer and that the weights were loaded", LANGUAGE),
+    Rule("final_loss", checks.final_loss,
+         "Near the end of the run, the loss is so low that the data is probably memorized.",
+         "compare val/loss, and use an earlier checkpoint or fewer epochs", LANGUAGE),
+
+    # Validation and evaluation
+    Rule("val_loss_not_finite", checks.val_loss_not_finite,
+         "The last validation loss is NaN or infinite.",
+         "look at the validation data and at the number type of the model", LANGUAGE),
+    Rule("overfitting", past_best(VAL_LOSS, LOSS, better=-1, worse_by=checks.val_loss_margin),
+         "The validation loss rises from its best while the training loss falls; names the checkpoint to use.",
+         "stop and use the best checkpoint", LANGUAGE),
+    Rule("val_loss_rising", checks.val_loss_rising,
+         "The validation loss has risen several times in a row.",
+         "stop if it keeps rising, and use the best checkpoint", LANGUAGE),
+    Rule("final_val_loss",
+         bounds(checks.final_val_loss, "val/loss is {:.3g} near the end of the run",
+                above={NOTICE: "final_val_loss_max"}),
+         "Near the end of the run, the validation loss is above the usual range.",
+         "train longer, or check that the validation data resembles the training data", LANGUAGE),
+    Rule("eval_reward_falling", past_best(EVAL_REWARD, REWARD, better=1, worse_by=checks.eval_reward_margin),
+         "The reward of evaluations falls from its best while that of training rises; names the checkpoint to use.",
+         "stop and use the best checkpoint, or train on more prompts", REWARDED),
+
+    # Gradient and learning rate
+    Rule("grad_norm_range",
+         bounds(median(GRAD_NORM), "the gradient norm is about {:.3g}",
+                above={NOTICE: "grad_norm_max"}, below={NOTICE: "grad_norm_min"},
+                advice_below="if the loss does not fall, raise optim.lr and check that the parameters are trained"),
+         "The usual gradient norm is outside the common range.",
+         "if the loss is affected too, lower optim.lr or optim.clip_grad"),
+    Rule("grad_norm_exploding",
+         bounds(checks.share_of_large_norms, "{:.0%} of the last {} gradient norms are above {:g} or not finite",
+                above={WARNING: 0.1999, ALARM: 0.4999}),
+         "The gradient norm is above 100 in a fifth of the recent steps; an alarm if it is in half of them.",
+         "lower optim.lr and set optim.clip_grad"),
+    Rule("grad_norm_vanishing",
+         bounds(median(GRAD_NORM), "the gradient norm is about {:.3g}", below={WARNING: "grad_norm_vanished"}),
+         "The gradient norm is practically 0.",
+         "check that the loss has tokens and that parameters are trained"),
+    Rule("lr_schedule", checks.lr_schedule,
+         "The learning rate is not that of the schedule.",
+         "compare the optim section of config.yaml with what was intended"),
+
+    # Rewards
+    Rule("reward_falling", checks.reward_falling,
+         "The mean reward of an epoch has fallen over many epochs, or the recent one is far below the best of the run.",
+         "stop, and resume from an earlier checkpoint with a lower optim.lr", REWARDED),
+    Rule("reward_negative", checks.reward_negative,
+         "The reward has always been negative and does not rise.",
+         "look at the parts of the reward: one of them outweighs the others", REWARDED),
+    Rule("reward_not_rising", no_improvement([REWARD], 1, "the reward"),
+         "The reward has not risen for many epochs; it may have reached its plateau.",
+         "if it should still rise, look at the weights of the reward functions", REWARDED),
+    Rule("reward_extreme",
+         bounds(largest(REWARD), "the mean reward of a step reached {:.3g}", above={WARNING: "reward_max"}),
+         "The mean reward of a step takes extreme values.",
+         "check the reward functions and their weights", REWARDED),
+    Rule("reward_jitter", checks.reward_jitter,
+         "The mean reward jumps from step to step by more than its level, and does not rise.",
+         "use a larger train_batch_size or rollout.n; judge by the mean over an epoch", REWARDED),
+    Rule("reward_spread",
+         bounds(median(REWARD_STD), "rewards of a step spread by {:.3g}", above={WARNING: "reward_std_max"}),
+         "The rewards of a step spread very widely.",
+         "check the reward functions, their weights and the temperature", REWARDED),
+    Rule("reward_failures",
+         bounds(checks.reward_failure_share, "reward functions failed {:.3g} times in a step of {} samples",
+                above={WARNING: "reward_failure_share", ALARM: "reward_failure_share_alarm"}),
+         "Reward functions fail on a share of the recent samples; an alarm if they fail on many.",
+         "fix the reward function: the output of the run has the traceback of its first failure", GRPO),
+    Rule("accuracy_zero", checks.accuracy_zero,
+         "No answer has been right in many epochs, or in many steps of a run with few epochs.",
+         "look at samples.jsonl: are answers judged by the right references", REWARDED),
+    Rule("accuracy_not_rising", no_improvement(CORRECT, 1, "the accuracy"),
+         "The share of right answers has not risen for many epochs; it may have reached its plateau.",
+         "if it should still rise, train longer or adjust optim.lr", REWARDED),
+    Rule("nothing_improves", checks.nothing_improves,
+         "Neither reward nor accuracy nor the violation rate has improved, in many epochs or since the start.",
+         "raise optim.lr, and check that parameters are trained and that rewards differ within a group", REWARDED),
+
+    # Advantages
+    Rule("advantages_not_centred",
+         bounds(checks.advantage_offset, "advantages have a mean of {:.3g} and a spread of {:.3g}",
+                above={ALARM: "adv_mean_max"}),
+         "The mean of the advantages is not 0.",
+         "groups are mixed up: the advantages of a group sum to 0, so check sample_id and rollout.n", REWARDED),
+    Rule("advantages_flat",
+         bounds(largest(ADV_STD), "advantages spread by at most {:.3g}", below={ALARM: 1e-6}),
+         "No recent step had advantages to learn from.",
+         "rewards do not differ within groups: raise rollout.n or the temperature, or use other prompts", REWARDED),
+    Rule("advantages_extreme",
+         bounds(median(ADV_STD), "advantages spread by {:.3g}", above={WARNING: "adv_std_max"}),
+         "Advantages spread by far more than 1.",
+         "check how samples are grouped, and algorithm.norm_adv_by_std_in_grpo", REWARDED),
+
+    # Language models
+    Rule("format_without_correctness", checks.format_without_correctness,
+         "The reward for format rises, the one for correctness does not.",
+         "lower the weight of the format in reward.functions, or check the judge on samples.jsonl", GRPO),
+    Rule("entropy_collapse", shrunk(ENTROPY, "entropy_share_min", "the entropy went from {:.3g} to {:.3g} nat"),
+         "The entropy is a small part of its first values; only a notice if the reward has risen.",
+         "raise actor.entropy_coeff or the temperature, or lower optim.lr", GRPO),
+    Rule("completions_shortening",
+         shrunk(COMPLETION_LENGTH, "length_share_min", "completions went from {:.0f} to {:.0f} tokens"),
+         "Completions are half as long as at the start; only a notice if the reward has risen.",
+         "read samples.jsonl: short answers may exploit the reward", GRPO),
+    Rule("completions_at_limit",
+         bounds(share_of_limit(COMPLETION_LENGTH, np.median, lambda context: context.max_response_length, at_least=3),
+                "completions have {:.0f} of at most {} tokens", above={NOTICE: 0.95}),
+         "The mean completion is practically as long as allowed.",
+         "raise data.max_response_length: answers are cut off", GRPO),
+    Rule("prompts_at_limit",
+         bounds(share_of_limit(PROMPT_LENGTH, np.max, lambda context: context.max_prompt_length, at_least=1),
+                "the longest prompt has {:.0f} of at most {} tokens", above={NOTICE: 0.9999}),
+         "The longest prompts are as long as allowed.",
+         "raise data.max_prompt_length: longer prompts are refused or dropped", GRPO),
+    Rule("logprob_gap",
+         bounds(median(LOGPROB_DIFF, at_least=3), "rollout engine and trainer differ by {:.3g} nat/token",
+                above={WARNING: "logprob_gap", ALARM: "logprob_gap_alarm"}),
+         "The rollout engine and the trainer disagree about log-probabilities.",
+         "use one number type in both, or set algorithm.rollout_correction.rollout_is", GRPO),
+
+    # Budget controllers
+    Rule("violation_high", checks.violation_high,
+         "More than half of the configurations have been over budget for many epochs; a notice above 5 % after some.",
+         "raise reward.budget_violation, or start with larger budgets", BUDGET),
+    Rule("violation_rising",
+         epoch_trend(VIOLATION, 1, "the violation rate went from {:.2f} to {:.2f} over {} epochs", worst=WARNING,
+                     matters_above="violation_goal"),
+         "The violation rate of an epoch has risen over many epochs.",
+         "raise reward.budget_violation", BUDGET),
+    Rule("latency_off_budget",
+         bounds(checks.latency_share, "the latency is {:.1f} ms, {:.0%} of the budget",
+                above={WARNING: 1.0}, below={NOTICE: "latency_share_min"}),
+         "The mean latency is above the mean budget, or far below it.",
+         "compare reward.budget_violation and latency_penalty with the gain in accuracy", BUDGET),
+    Rule("accuracy_falling",
+         epoch_trend(ACCURACY, -1, "the accuracy went from {:.3g} to {:.3g} over {} epochs", worst=WARNING),
+         "The accuracy of an epoch has fallen over many epochs.",
+         "raise the weight of the accuracy, or look at what the controller skips", BUDGET),
+    Rule("milestones", checks.milestones,
+         "After 10, 20 or 30 epochs, reward, accuracy or violation rate are not where a controller usually is.",
+         "compare the trends, and adjust optim.lr or the weights of the reward if they are flat", BUDGET),
+
+    # Time, throughput and disk
+    Rule("step_time_high",
+         bounds(checks.step_time_ratio, "a step takes {:.3g} s, {:.3g} s was usual",
+                above={WARNING: "step_time_factor"}),
+         "The steps of the last minute, ten at least, take several times as long as usual.",
+         "look at the parts of the step (time/train/...), and at other programs on the machine"),
+    Rule("step_time_rising", checks.step_time_rising,
+         "Steps, or tokens in the stage grpo, have become slower and slower over the whole run.",
+         "something grows with the run: memory, logs or a data cache"),
+    Rule("waiting_for_data",
+         bounds(checks.waiting_share, "{:.0%} of a step is waiting for data", above={WARNING: "data_share_max"}),
+         "Much of a step is spent waiting for its batch.",
+         "raise data.num_workers, or look at the disk that holds the data"),
+    Rule("throughput_unstable",
+         bounds(checks.throughput_spread, "throughput spreads by at least {:.0%} around {:.4g}",
+                above={WARNING: "throughput_spread_max"}),
+         "The throughput jumps from step to step throughout the last 200 steps, which took five minutes or more.",
+         "look for other jobs on the machine, slow disks, or batches of very different sizes"),
+    Rule("disk_filling", checks.disk_filling,
+         "The disk has room for few more saves, at the rate at which the last ones filled it.",
+         "free space, or set a smaller trainer.max_ckpt_to_keep"),
+)
+# fmt: on
+
+
+def load_rules(plugins: Iterable[str], key: str, quiet: bool = False) -> tuple[Rule, ...]:
+    """The rules of the table and those of the user.
+
+    Args:
+        plugins: each `path.py:LIST` or `package.module:LIST`, a list of `Rule`.
+        key: the setting or option that names them, for messages.
+        quiet: whether a list with an outdated interface is loaded without a warning.
+
+    Raises:
+        UserError: a list cannot be loaded, is not a list of rules, or has a rule with the name of another one.
+    """
+    rules = [*RULES, *(rule for text in plugins for rule in _rules_of(Plugin.parse(text, key), quiet))]
+    names = [each.name for each in rules]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"{key}: there are two rules {repeated[0]}; rename yours")
+    return tuple(rules)
+
+
+def _rules_of(plugin: Plugin, quiet: bool) -> list[Rule]:
+    """The rules of one list."""
+    deprecated.provide_modules()
+    found = plugin.load()
+    if not isinstance(found, list | tuple) or not found or not all(isinstance(each, Rule) for each in found):
+        raise UserError(f"{plugin.key}: {plugin} is not a list of rules; see docs/extending.md")
+    for each in found:
+        if not each.stages or not each.stages <= STAGES:
+            raise UserError(
+                f"{plugin.key}: the rule {each.name} is for the stages {', '.join(sorted(each.stages)) or 'of none'}; "
+                f"take some of {', '.join(sorted(STAGES))}"
+            )
+    if not quiet and any(isinstance(each, deprecated.DecoratedRule) for each in found):
+        warn(f"{plugin.key}: {plugin} uses @rule, which the next release removes; see docs/extending.md")
+    return list(found)

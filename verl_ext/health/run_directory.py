@@ -1,0 +1,167 @@
+"""A run as its files describe it, live or finished: record, configuration, metrics, and whether it is alive."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl_ext.checkpoint.manifest import committed_steps
+from verl_ext.errors import UserError, one_line
+from verl_ext.health.config import HealthLimits
+from verl_ext.health.context import RunContext, read_config
+from verl_ext.health.history import MetricHistory, read_history
+from verl_ext.health.rule import STEP_TIME, Finding, HealthView, Rule
+from verl_ext.health.rules import RULES
+from verl_ext.metrics.jsonl import METRICS_FILE
+from verl_ext.metrics.run_record import RUN_FILE, load_run, seconds_of
+from verl_ext.processes import is_alive, pid_namespace
+
+EARLY_STEPS = 100
+"""Steps after which the first checklist is due."""
+KILLED = "killed"
+"""Status of a run that did not record its end; `run.json` still says `running`."""
+MAX_SILENT_STEPS, MAX_SILENCE_S = 10, 600.0
+"""A run that logs nothing for longer than so many of its steps, and so many seconds, is dead or hangs."""
+PAUSES = ("time/val/step_s", "time/eval/step_s", "time/train/save_s", "time/checkpoint/write_s")
+"""Work during which a run logs nothing."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """One run.
+
+    Attributes:
+        path: the run directory.
+        run: content of `run.json`.
+        config: content of `config.yaml`.
+        view: what the rules see of all steps.
+        early: what they see of the first `EARLY_STEPS` steps.
+        rules: to check.
+    """
+
+    path: Path
+    run: Mapping[str, Any]
+    config: Mapping[str, Any]
+    view: HealthView
+    early: HealthView
+    rules: Sequence[Rule] = RULES
+
+    @classmethod
+    def read(cls, path: Path, rules: Sequence[Rule] = RULES) -> RunDirectory:
+        """Read a run directory.
+
+        Args:
+            path: the run directory.
+            rules: to check; rules that the run's recipe names are not loaded.
+
+        Raises:
+            UserError: it is not a run directory, or a file cannot be read.
+        """
+        for name in (RUN_FILE, METRICS_FILE, "config.yaml"):
+            if not (path / name).is_file():
+                raise UserError(
+                    f"{path} has no {name}, so it is not a run that has started; give the directory of a run, such as "
+                    "checkpoints/<project>/<experiment>"
+                )
+        run, config = load_run(path / RUN_FILE), read_config(path / "config.yaml")
+        history, early = read_history(path, run["attempts"], snapshot_at=EARLY_STEPS)
+        checkpoints = partial(committed_steps, path)
+        try:
+            context = RunContext.of(
+                config, run["total_steps"], history.steps_per_epoch, checkpoints, run["untrained_loss"]
+            )
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise UserError(
+                f"{path / 'config.yaml'} is not the configuration of a run ({one_line(error)}); restore it"
+            ) from error
+        limits = limits_of(config)
+        return cls(path, run, config, HealthView(history, context, limits), HealthView(early, context, limits), rules)
+
+    @property
+    def stage(self) -> str:
+        """The stage of the run."""
+        return self.view.context.stage
+
+    @property
+    def history(self) -> MetricHistory:
+        """The metrics of all steps."""
+        return self.view.history
+
+    def findings(self, early: bool = False) -> dict[str, Finding]:
+        """What each rule finds, by its name, without those that have too little to judge."""
+        found = (rule.run(self.early if early else self.view) for rule in self.rules)
+        return {each.rule: each for each in found if each is not None}
+
+    @property
+    def status(self) -> str:
+        """The status of `run.json`, or `killed`."""
+        return KILLED if self.death() else self.run["status"]
+
+    def death(self) -> str | None:
+        """Why a run that has not recorded its end is not running any more; None if it may be."""
+        steps = self.history.series(STEP_TIME).recent(20)
+        pauses = [float(each.max()) for name in PAUSES if len(each := self.history.series(name).recent())]
+        allowed = max_silence_s(float(np.median(steps)) if len(steps) else 0.0, max(pauses, default=0.0))
+        return why_killed(self.run, silence_s(self.run, self.history.time), allowed)
+
+
+def silence_s(run: Mapping[str, Any], last_row: float, now: float | None = None) -> float:
+    """Seconds since the last sign of life of a run.
+
+    Args:
+        run: content of `run.json`.
+        last_row: when the last row of metrics was logged, in seconds since 1970.
+        now: in seconds since 1970; None takes the clock.
+    """
+    attempts = run["attempts"]
+    start = seconds_of(attempts[-1]["start"]) if attempts else None
+    return (time.time() if now is None else now) - max(last_row, start or 0.0)
+
+
+def max_silence_s(step_s: float, pause_s: float) -> float:
+    """Seconds for which a live run may log nothing.
+
+    Args:
+        step_s: usual duration of a step.
+        pause_s: longest validation, evaluation or save so far.
+    """
+    return max(MAX_SILENCE_S, MAX_SILENT_STEPS * step_s, 2 * pause_s)
+
+
+def why_killed(run: Mapping[str, Any], silent_s: float, allowed_s: float) -> str | None:
+    """Why a run that is `running` by its record is not; None for any other run, and for one that may be alive.
+
+    Args:
+        run: content of `run.json`.
+        silent_s: see `silence_s`.
+        allowed_s: see `max_silence_s`.
+    """
+    if run["status"] != "running":
+        return None
+    attempt = run["attempts"][-1] if run["attempts"] else {}
+    is_here = attempt.get("host") == socket.gethostname() and attempt.get("pid_namespace") == pid_namespace()
+    if is_here and attempt.get("pid") is not None and not is_alive(attempt["pid"]):
+        return f"its process {attempt['pid']} is gone"
+    return f"it has logged nothing for {silent_s:.0f} s" if silent_s > allowed_s else None
+
+
+def limits_of(config: Mapping[str, Any]) -> HealthLimits:
+    """The thresholds of a recipe; the defaults for a run of a release without them.
+
+    Raises:
+        UserError: the recipe has a threshold that does not exist.
+    """
+    wanted = (config.get("health") or {}).get("limits") or {}
+    try:
+        return HealthLimits(**wanted)
+    except TypeError as error:
+        raise UserError(
+            f"health.limits of config.yaml is of another version ({error}); correct or remove it there"
+        ) from error
