@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.flops import flop_counter
 from PIL import Image
 from transformers.cache_utils import LinearAttentionLayer
 
+from benchmarks.adaptive_knobs import flop_counter
 from tests.helpers import vlms
 from verl_ext.controller.adapters import Inputs, VLMAdapter, adapter_for
 from verl_ext.controller.adapters.base import Decoding

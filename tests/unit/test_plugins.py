@@ -171,7 +171,7 @@ def refused_part(mine: Path) -> None:
             "health.rules: the rule for_no_stage is for the stages sfft; take some of budget, grpo, sft, vlm_sft",
         ),
         (refused_class, "model.adapter names .*mine.py:Thing, which is not a VLMAdapter"),
-        (refused_part, "model.adapter names .*adapter.py:Partial, which lacks begin, blocks, encode"),
+        (refused_part, "model.adapter names .*adapter.py:Partial, which lacks blocks, decode, encode"),
     ],
 )
 def test_what_is_of_another_kind_is_refused(mine: Path, use: Callable[[Path], None], says: str) -> None:
