@@ -14,7 +14,7 @@ from playwright.sync_api import Browser
 
 from tests.helpers.monitor import browser, choose, monitor, open_tab, wait_for_text
 from verl_ext.cli import CommandParser, clean_exit
-from verl_ext.monitor.page.main import PANELS
+from verl_ext.monitor.state import TABS
 
 SIZE = {"width": 1280, "height": 900}
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, metavar="DIR", default=directory, help="directory that contains the runs")
     parser.add_argument("--run", metavar="PATH", help="path of a run below the root (default: the newest)")
     parser.add_argument("--live", metavar="PATH", help="path of a run in progress")
-    parser.add_argument("--tab", choices=list(PANELS), help="take one screenshot, of this tab")
+    parser.add_argument("--tab", choices=TABS, help="take one screenshot, of this tab")
     parser.add_argument("--name", default="monitor", help="its file name without .png (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("docs/images"), help="directory to write to")
     arguments = parser.parse_args()

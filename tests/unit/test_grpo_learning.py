@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.bandit import DECISIONS, Bandit, Machine, prompts
-from verl_ext.errors import Stop
+from verl_ext.errors import STOP_SIGNALS, Stop
 from verl_ext.grpo.config import (
     AlgorithmConfig,
     DynamicSamplingConfig,
@@ -24,8 +24,9 @@ from verl_ext.grpo.metrics import Distribution, distributions, sample_metrics, s
 from verl_ext.grpo.protocols import Metrics, Prompt, Reward, RewardFailure, StepResult, Trajectory
 from verl_ext.grpo.step import GRPOStep
 from verl_ext.metrics.timing import StepTimer
+from verl_ext.processes import StopSignals
 from verl_ext.trainer.grpo import GRPOTrainer
-from verl_ext.trainer.preemption import RankSignals, StopVote
+from verl_ext.trainer.preemption import StopVote
 
 ACTOR = TokenActorConfig()
 PENALTIES: Any = {"entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3"}
@@ -331,7 +332,7 @@ def test_the_ratio_of_a_single_update_is_to_the_samplers_probabilities(num_epoch
 
 def test_a_stop_in_a_validation_ends_sampling_before_the_run_saves() -> None:
     """A policy that generates with vLLM gives back the GPU's memory there."""
-    bandit, signals = Bandit(6), RankSignals()
+    bandit, signals = Bandit(6), StopSignals(STOP_SIGNALS)
     trainer = GRPOTrainer.__new__(GRPOTrainer)
     trainer.policy, trainer.global_step, trainer.stop_vote = bandit, 3, StopVote(signals, None)
     trainer.step = step_of(bandit)
@@ -339,7 +340,7 @@ def test_a_stop_in_a_validation_ends_sampling_before_the_run_saves() -> None:
     def batches() -> Iterator[list[Prompt]]:
         yield prompts(0, 1)
         assert bandit.samples
-        signals.received = signal.SIGTERM
+        signals.received.append(signal.SIGTERM)
         yield prompts(2, 3)
 
     trainer.eval_batches = batches  # type: ignore[method-assign, assignment]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +20,19 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from tests.helpers.bandit import Machine
+from tests.helpers.grpo_reference import GROUP_SIZE, make_model, make_trajectories
+from tests.helpers.grpo_reference import SAMPLING as REFERENCE_SAMPLING
 from tests.helpers.models import HEAD, PACKING_FAMILIES, PADDING_FAMILIES, SHAPE
 from verl_ext.errors import UserError
+from verl_ext.grpo.config import TokenActorConfig, TokenAlgorithmConfig
 from verl_ext.grpo.hf_engine import HFEngine, SeededHFLogitsProcessor
-from verl_ext.grpo.protocols import Prompt, Trajectory
+from verl_ext.grpo.protocols import Prompt, Reward, RewardFailure, Trajectory
 from verl_ext.grpo.sampling import Completion, SampleRequest, SamplingArgs, sample_seed, sample_tokens
+from verl_ext.grpo.step import GRPOStep
 from verl_ext.grpo.token_batch import TokenBatcher
-from verl_ext.grpo.token_policy import completion_log_probs
+from verl_ext.grpo.token_policy import TokenPolicy, completion_log_probs
+from verl_ext.metrics.timing import StepTimer
 from verl_ext.trainer.model import disable_dropout
 
 SAMPLING = SamplingArgs(0.8, 1.0, -1, 12)
@@ -91,6 +99,34 @@ def test_log_probs_of_padded_completions(model: PreTrainedModel, pad: int) -> No
         torch.testing.assert_close(output.entropy[row, :m], entropy, rtol=1e-5, atol=1e-5)
         assert output.values[row, m:].eq(0).all() and output.entropy[row, m:].eq(0).all()
         torch.testing.assert_close(batch["rollout_log_probs"][row, :m], sample.action.log_probs)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_micro_batch_without_rewards_changes_nothing(size: int) -> None:
+    """Its forward pass has a part in FSDP's collectives, but none in the loss."""
+    trajectories = make_trajectories()[:GROUP_SIZE]
+    for number, trajectory in enumerate(trajectories):
+        trajectory.advantage = number - 1.5
+        if number % 2:
+            trajectory.reward = Reward({}, {"r": RewardFailure("broken")})
+
+    def gradient(chosen: list[Trajectory], micro_batch_size: int) -> torch.Tensor:
+        model = make_model()
+        context: dict[str, Any] = {"autocast": nullcontext, "device": "cpu"}
+        engine: Any = SimpleNamespace(dtype=None)
+        policy = TokenPolicy(model, None, engine, TokenBatcher(0), REFERENCE_SAMPLING, seed=0, **context)  # type: ignore[arg-type]
+        sizes = {"group_size": GROUP_SIZE, "num_mini_batches": 1, "max_decisions": 12, "num_ranks": 1}
+        step = GRPOStep(
+            policy, Machine(), TokenAlgorithmConfig(), TokenActorConfig(), **sizes, micro_batch_size=micro_batch_size,
+            optimizer_step=lambda loss: 0.0, timer=StepTimer(), device="cpu",
+        )  # fmt: skip
+        step.update(chosen)
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+    found, expected = gradient(trajectories, size), gradient(trajectories[::2], 4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert expected.count_nonzero() > 100
 
 
 def test_seeds_are_of_one_draw() -> None:

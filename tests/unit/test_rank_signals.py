@@ -14,20 +14,21 @@ from tests.helpers import ROOT
 
 PROGRAM = """
     import hashlib, sys, time
+    from verl_ext.errors import STOP_SIGNALS
+    from verl_ext.processes import StopSignals
     from verl_ext.trainer.__main__ import end_at_first_signal
-    from verl_ext.trainer.preemption import RankSignals
 
     end_at_first_signal()
-    signals = RankSignals()
+    signals = StopSignals(STOP_SIGNALS)
     if sys.argv[1] == "arm":
-        signals.arm()
+        signals.install()
     for line in sys.stdin:
         if line == "busy\\n":
             print("busy", flush=True)
             hashlib.pbkdf2_hmac("sha256", b"", b"", int(sys.argv[2]))  # no Python code runs in the main thread
-        while line == "wait\\n" and signals.received is None:
+        while line == "wait\\n" and not signals.received:
             time.sleep(0.01)
-        print(signals.received and signals.received.name, flush=True)
+        print(signals.received[0].name if signals.received else None, flush=True)
 """
 ABOUT_THREE_SECONDS, ENDLESS = "6000000", "2000000000"
 

@@ -144,6 +144,20 @@ def test_what_is_measured(split: Literal["test", "train"], count: int, batches: 
     assert all(prompt.sample_id.startswith(prefix) for batch in prompts for prompt in batch)
 
 
+def test_replacement_prompts_do_not_depend_on_the_interpreter(controlled: BudgetTrainer) -> None:
+    """They are a function of seed and step by a digest of ours; none is of the step's batch or of another round."""
+    controlled.rows_of_step = {2}
+
+    def rows(step: int) -> list[int]:
+        controlled.global_step = step
+        rounds = [controlled.replacement_prompts(number, 2) for number in (1, 2)]
+        return [prompt.index for prompts in rounds for prompt in prompts]
+
+    found = [rows(step) for step in (1, 2, 3, 4)]
+    assert all(sorted(each) == [0, 1, 3] for each in found)
+    assert found == [[0, 1, 3], [0, 3, 1], [3, 0, 1], [1, 3, 0]]
+
+
 def test_tables_of_samples_have_as_many_rows_as_are_wanted(controlled: BudgetTrainer) -> None:
     controlled.fit()
     rows = [json.loads(line) for line in (controlled.run_dir / SAMPLES_FILE).read_text().splitlines()]

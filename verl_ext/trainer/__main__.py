@@ -11,9 +11,9 @@ from pathlib import Path
 
 from verl_ext.cli import child_process_args
 from verl_ext.commands import program
-from verl_ext.errors import USER_ERROR_EXIT_CODE, Stop, UserError
+from verl_ext.errors import STOP_SIGNALS, USER_ERROR_EXIT_CODE, Stop, UserError
 from verl_ext.metrics.timing import process_start, startup
-from verl_ext.processes import LAUNCHER_PID, defer_gc, end_with_parent, quiet_stdout
+from verl_ext.processes import LAUNCHER_PID, StopSignals, defer_gc, end_with_parent, quiet_stdout
 from verl_ext.trainer.stages import STAGES, RunConfig, read_config
 
 
@@ -77,7 +77,6 @@ def run_rank(config: RunConfig) -> int:
 
         from verl_ext.distributed import build_meshes, init_process_group, local_rank_zero_first, on_every_rank
         from verl_ext.trainer.device import prepare_device
-        from verl_ext.trainer.preemption import RankSignals
         from verl_ext.trainer.tokenizer import load_tokenizer
 
         trainer_class = stage.trainer_class()
@@ -96,7 +95,7 @@ def run_rank(config: RunConfig) -> int:
     datasets = each_rank(lambda: stage.load_datasets(config, tokenizer, progress=dist.get_rank() == 0))
     startup.mark("data")
 
-    trainer = trainer_class(config, *meshes, tokenizer, *datasets, RankSignals())
+    trainer = trainer_class(config, *meshes, tokenizer, *datasets, StopSignals(STOP_SIGNALS))
     exit_code = 0
     try:
         trainer.fit()

@@ -166,7 +166,7 @@ class RewardTrainer(PipelineTrainer):
                 # a batch can take longer than a step; before the first step, none stops a run
                 if self.stop_vote.longest_step_s:
                     self.stop_vote.note(step_s=time.perf_counter() - batch_start)
-        self.step.reward_guard.report(f"measurement at step {self.global_step}", trajectories)
+        self.step.reward_guard.report(f"evaluation at step {self.global_step}", trajectories)
         parts = {f"time/eval/{name}_s": seconds for name, seconds in self.timer.pop().items()}
         parts["time/eval/step_s"] = time.perf_counter() - start
         found = self.sample_metrics("eval", trajectories)

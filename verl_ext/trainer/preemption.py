@@ -6,13 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 from verl_ext.console import warn
 from verl_ext.errors import STOP_SIGNALS, UNHEALTHY_EXIT_CODE, Stop
+from verl_ext.processes import StopSignals
 from verl_ext.trainer.config import PreemptionConfig, parse_deadline, to_seconds
 
 SLACK = 1.25
@@ -26,29 +26,6 @@ DEADLINE_VARIABLES = (
 """Those that verl's `should_save_ckpt_esi` knows: Volcano Engine's machine learning platform, and SageMaker."""
 
 
-class RankSignals:
-    """The first stop signal that this rank received.
-
-    However often a rank is signalled, it saves at the next step boundary: only the launcher decides to stop sooner.
-
-    Attributes:
-        received: the first signal; None if there was none.
-    """
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-
-    def arm(self) -> None:
-        """Note signals from now on instead of ending the process; an ignored one (nohup) stays ignored."""
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is None:
-            self.received = signal.Signals(number)
-
-
 def ignore_stop_signals(worker: int) -> None:
     """For a worker of a data loader, whatever its number: it must live until its rank has saved, and ends with it."""
     for number in STOP_SIGNALS:
@@ -59,7 +36,8 @@ class StopVote:
     """Lets all ranks agree on stopping.
 
     Args:
-        signals: of this rank; None if the process handles its signals itself.
+        signals: of this rank; None if the process handles its signals itself. However often a rank is signalled, it
+            saves at the next step boundary: only the launcher decides to stop sooner.
         deadline: when this machine is taken away, in seconds since 1970; None if unknown.
         rules: health rules that stop the run; the same on every rank.
 
@@ -70,7 +48,7 @@ class StopVote:
         longest_save_s: longest save so far, in seconds.
     """
 
-    def __init__(self, signals: RankSignals | None, deadline: float | None, rules: Sequence[str] = ()) -> None:
+    def __init__(self, signals: StopSignals | None, deadline: float | None, rules: Sequence[str] = ()) -> None:
         self.signals, self.deadline = signals, deadline
         self._rules = list(rules)
         self.failed_rule: str | None = None
@@ -80,7 +58,7 @@ class StopVote:
         """Note signals from now on instead of ending this rank; collective."""
         dist.barrier()  # all ranks together: a rank that ended now would crash those that are armed already
         if self.signals is not None:
-            self.signals.arm()
+            self.signals.install()
 
     def note(self, *, step_s: float = 0.0, save_s: float = 0.0) -> None:
         """Record how long a step or a save took."""
@@ -99,7 +77,7 @@ class StopVote:
         Raises:
             Stop: on every rank.
         """
-        asked = int(self.signals.received or 0) if self.signals is not None else 0
+        asked = int(self.signals.received[0]) if self.signals is not None and self.signals.received else 0
         rule = 0 if self.failed_rule is None else 1 + self._rules.index(self.failed_rule)
         votes = torch.tensor([asked, self.deadline_is_near(is_writing), rule, is_writing], dtype=torch.int64)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)

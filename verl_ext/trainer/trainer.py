@@ -34,10 +34,11 @@ from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero
 from verl_ext.errors import Stop, UserError
 from verl_ext.files import GIB, free_bytes
 from verl_ext.metrics.timing import StepTimer, TraceFile, startup
+from verl_ext.processes import StopSignals
 from verl_ext.trainer.device import settle_device, settle_precision
 from verl_ext.trainer.model import build_model
 from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
-from verl_ext.trainer.preemption import RankSignals, StopVote, ignore_stop_signals, known_deadline
+from verl_ext.trainer.preemption import StopVote, ignore_stop_signals, known_deadline
 from verl_ext.trainer.run_logger import RunLogger
 from verl_ext.trainer.stages import RunConfig, config_of
 from verl_ext.trainer.tokenizer import tokenizer_of_exports
@@ -87,7 +88,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         tokenizer: PreTrainedTokenizerBase,
         train_dataset: Any,
         val_dataset: Any,
-        signals: RankSignals | None = None,
+        signals: StopSignals | None = None,
     ) -> None:
         self.config = config_of(config) if isinstance(config, DictConfig) else config
         self.device_name = settle_device(self.config)
