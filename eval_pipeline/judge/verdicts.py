@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from eval_pipeline.judge.types import ErrorType, ProgramCase, ResourceLimits, RunReport, TesterReport, Verdict
+from eval_pipeline.judge.types import ErrorType, FunctionOutcome, ProgramCase, ResourceLimits, RunReport, Verdict
 
 MESSAGE_CHARS = 500
 _BY_SEVERITY: tuple[ErrorType, ...] = ("syntax_error", "timeout", "runtime_error", "wrong_answer", "success")
@@ -52,7 +52,7 @@ def _numbered(number: int, result: TestResult) -> str:
     return result.message if result.error_type == "syntax_error" else f"test {number}: {result.message}"
 
 
-def judge_function_run(report: RunReport, outcome: TesterReport, limits: ResourceLimits) -> TestResult:
+def judge_function_run(report: RunReport, outcome: FunctionOutcome, limits: ResourceLimits) -> TestResult:
     """Judge one test of a function.
 
     Args:

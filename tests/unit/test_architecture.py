@@ -30,6 +30,7 @@ MOST_FILES = {
 UNIQUE_CLASSES_IN = (
     "trainer",
     "launch",
+    "grpo",
     "config",
     "data",
     "checkpoint",

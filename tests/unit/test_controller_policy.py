@@ -60,7 +60,7 @@ def generated(
     return list(policy.generate(trajectories, step, greedy))
 
 
-def test_a_draw_does_not_depend_on_what_is_drawn_beside_it(policy: ControllerPolicy) -> None:
+def test_a_sample_does_not_depend_on_the_rest_of_the_batch(policy: ControllerPolicy) -> None:
     both = generated(policy, [0, 1], 3, 5)
     alone = generated(policy, [1], 3, 5)
     assert [each.action.configuration for each in both[5:]] == [each.action.configuration for each in alone]
@@ -79,7 +79,7 @@ def test_measurements_take_the_mode_at_budgets_that_stay(policy: ControllerPolic
     assert [each.action.budget_ms for each in one] == [each.action.budget_ms for each in other]
 
 
-def test_what_was_drawn_is_as_likely_as_it_was_said_to_be(policy: ControllerPolicy) -> None:
+def test_samples_have_the_log_probabilities_that_came_with_them(policy: ControllerPolicy) -> None:
     policy._controller.eval()
     samples = generated(policy, [0, 1, 2], 1, 4)
     found = policy.log_probs(policy.collate(samples))
@@ -91,7 +91,7 @@ def test_what_was_drawn_is_as_likely_as_it_was_said_to_be(policy: ControllerPoli
     assert policy.sample_metrics(samples[0])["num_active"] == samples[0].action.configuration.num_active
 
 
-def test_a_rank_without_prompts_draws_nothing(policy: ControllerPolicy) -> None:
+def test_a_rank_without_prompts_generates_nothing(policy: ControllerPolicy) -> None:
     assert list(policy.generate([], 1)) == []
 
 

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval_pipeline.__main__ import main as evaluate
 from eval_pipeline.judge import JudgeClient, Submission
-from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.problems.record import Record
-from eval_pipeline.recipe.load import load_recipe
+from eval_pipeline.recipe import load_eval_config
 from tests.helpers import ROOT, vlms
 from tests.helpers.data import question
 from tests.helpers.grpo import MAX_TOKENS, REWARD, rewards_of, sample
@@ -77,7 +77,7 @@ def test_the_rewards_score_completions(quickstart: Path) -> None:
 
 
 def test_the_problem_format_is_loaded_and_judged(tmp_path: Path) -> None:
-    recipe = load_recipe("examples/new_problem_format/doctests.yaml")
+    recipe = load_eval_config("examples/new_problem_format/doctests.yaml")
     problems = load_problems(recipe.sources["doctests"])
     assert problems[0].tests.tests == ("assert double(2) == 4", "assert double(-1.5) == -3.0")
     right = [Submission(extract_program(each, each.canonical_solution), each.tests) for each in problems]
@@ -110,7 +110,7 @@ def test_the_problem_format_becomes_prompts_for_grpo(tmp_path: Path) -> None:
 
 
 def test_a_row_that_is_no_problem_is_named(tmp_path: Path) -> None:
-    recipe = load_recipe("examples/new_problem_format/doctests.yaml")
+    recipe = load_eval_config("examples/new_problem_format/doctests.yaml")
     path = tmp_path / "rows.jsonl"
     path.write_text('{"name": "f", "task": "Do.", "examples": ">>> f(1)\\n"}\n')
     with pytest.raises(UserError, match="rows.jsonl, line 1: 'examples' must be lines of >>> with a result"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eval_pipeline.problems import Problem, ProgramCase, ProgramTests
-from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.problems.problem import DatasetSource
 from tests.helpers import vlms
 from tests.helpers.grpo import MAX_TOKENS, REWARD, rewards_of, sample

@@ -1,8 +1,8 @@
-"""The temporary directory of an answer: what it takes up, and how it is removed.
+"""The temporary directory of an answer: its size, and how it is removed.
 
-An answer can nest directories deeper than Python recurses and longer than a path may be, and can take away its own
-rights to them. So every step goes from one open directory to the next, and restores the rights first. Imported by the
-server too.
+An answer can nest directories deeper than Python recurses and longer than a path may be, and can remove its own rights
+to them. So every step goes from one open directory to the next, and restores the rights first. The server imports this
+module too, so it imports no sibling.
 """
 
 from __future__ import annotations

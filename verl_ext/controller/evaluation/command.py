@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval_pipeline.command.arguments import add_action
-from eval_pipeline.command.paths import input_path, output_path
+from eval_pipeline.commands import add_action, input_path, output_path
 from verl_ext.cli import Commands, FloatArg, IntArg
 from verl_ext.paths import caller_directory
 
@@ -27,7 +26,7 @@ Run it on an idle machine. It writes adaptive.json, adaptive.md, adaptive.npz an
 <run>/eval/adaptive_step_N/, or to adaptive/ for an export that belongs to no run."""
 
 
-def register(commands: Commands) -> None:
+def add_adaptive(commands: Commands) -> None:
     """Add the command."""
     parser = add_action(commands, "adaptive", TEXT, run, examples=EXAMPLES, notes=NOTES)
     parser.set_defaults(typed_again="starts over")
@@ -105,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def output_directory(source: ControllerSource, given: Path | None) -> Path:
     """The directory for the files: the given one, else the run's, else one in the user's directory."""
-    from eval_pipeline.flow.place import EVAL_FOLDER
+    from eval_pipeline.checkpoints import EVAL_FOLDER
 
     if given is not None:
         return given

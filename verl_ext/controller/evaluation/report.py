@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eval_pipeline.models.run_config import read_run_config
+from eval_pipeline.checkpoints import read_training_run
 from eval_pipeline.report.report import markdown_table
 from eval_pipeline.report.results import write_json, write_text
 from verl_ext.console import text_table
@@ -275,14 +275,14 @@ def log_to_wandb(
         source: of the controller.
         directory: of the files.
     """
-    settings = read_run_config(source.run_dir)
+    training = read_training_run(source.run_dir)
     name = "adaptive_eval" if source.step is None else f"adaptive_eval_step_{source.step}"
     run = open_wandb_run(
-        project=settings.project,
+        project=training.project,
         name=name,
         directory=source.run_dir or directory,
         config=info,
-        group=settings.experiment,
+        group=training.experiment,
         job_type="eval",
     )
     fill_wandb_run(run, lambda run: _log(run, comparison, source.step, directory), results_in=directory)
