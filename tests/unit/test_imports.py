@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -106,6 +107,39 @@ def test_no_module_of_the_package_imports_itself_by_way_of_others() -> None:
     ours = {name: path for name, path in MODULES.items() if is_in(name, "verl_ext")}
     graph = {name: imported_modules(path) & ours.keys() for name, path in ours.items()}
     assert len(list(TopologicalSorter(graph).static_order())) == len(ours)
+
+
+@pytest.mark.parametrize("package", ["eval_pipeline.judge", "eval_pipeline.problems"])
+def test_no_module_of_the_judge_imports_itself_by_way_of_others(package: str) -> None:
+    ours = {name: path for name, path in MODULES.items() if is_in(name, package) and name != package}
+    graph = {name: imported_modules(path) & ours.keys() for name, path in ours.items()}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(ours)
+
+
+INSIDE = ROOT / "eval_pipeline/judge/inside"
+SIBLINGS = {path.stem for path in INSIDE.glob("*.py")}
+
+
+def test_sandboxes_import_nothing_of_the_product() -> None:
+    for path in INSIDE.glob("*.py"):
+        found = {name.partition(".")[0] for name in imported_modules(path)}
+        assert found <= sys.stdlib_module_names | SIBLINGS | {"numpy", "sandlock"}, path
+
+
+def test_what_the_server_imports_of_them_imports_none_of_the_others() -> None:
+    """The others are found by plain names, and only in a sandbox."""
+    outside = [path for path in MODULES.values() if path.parent == INSIDE.parent]
+    package = "eval_pipeline.judge.inside."
+    shared = {name.removeprefix(package) for path in outside for name in imported_modules(path) if package in name}
+    assert shared == {"protocol", "process_tree", "directories"}
+    for name in shared:
+        assert not imported_modules(INSIDE / f"{name}.py") & SIBLINGS, name
+
+
+def test_nothing_outside_unpickles_what_a_sandbox_sent() -> None:
+    for path in INSIDE.parent.glob("*.py"):
+        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+        assert "pickle" not in imported_modules(path) and "marshal.loads" not in calls, path
 
 
 def test_only_the_model_class_for_lmms_eval_imports_it() -> None:
