@@ -18,12 +18,14 @@ MOST_FILES = {
     "Start of SFT": 25,
     "One step of SFT": 4,
     "One step of GRPO": 15,
+    "One step of the budget controller": 18,
     "One judged answer": 22,
     "One save": 8,
     "One resume": 8,
     "One row of metrics": 5,
     "Rules in the loop": 8,
     "A plan": 6,
+    "An evaluation of a controller": 8,
     "From a line of metrics.jsonl to a drawn point": 7,
 }
 UNIQUE_CLASSES_IN = (
@@ -37,6 +39,7 @@ UNIQUE_CLASSES_IN = (
     "monitor",
     "plan",
     "health",
+    "controller",
 )
 """Folders of `verl_ext` whose classes, like those at the root, have unique names in the product."""
 
