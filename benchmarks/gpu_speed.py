@@ -23,8 +23,8 @@ from benchmarks.gpu_check import GPUCheckSettings
 from benchmarks.gpu_trainer import build_trainer, join_ranks, sft_config
 from benchmarks.harness import qwen2_size
 from verl_ext.controller.calibration import calibrate
-from verl_ext.controller.configuration import Configuration
-from verl_ext.controller.loading import default_device, load_adapter
+from verl_ext.controller.space import Configuration
+from verl_ext.controller.vlm import default_device, load_adapter
 from verl_ext.data.batching import TokenBatch
 from verl_ext.distributed import on_rank_zero
 from verl_ext.files import GIB, free_bytes
@@ -369,7 +369,7 @@ def controller(settings: GPUCheckSettings) -> None:
     space, runner = adapter.space(1, len(adapter.blocks), [1, 2, 4, 8]), KnobRunner(adapter, new_tokens=8)
     if device == "cuda":
         rng = random.Random(0)
-        configurations = [space.draw(rng) for _ in range(20)]
+        configurations = [space.sample(rng) for _ in range(20)]
         for each in configurations:
             runner.run(each)
         ratios = [milliseconds_by_events(runner, each) / runner.run(each).total_ms for each in configurations]

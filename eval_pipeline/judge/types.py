@@ -98,7 +98,7 @@ class ProgramRun:
     num_tests = 1
 
 
-Request: TypeAlias = Submission | ProgramRun
+JudgeRequest: TypeAlias = Submission | ProgramRun
 
 # Results
 
@@ -214,7 +214,7 @@ class JudgeConfig:
 # Messages of client and server
 
 
-def request_to_json(request: Request, limits: ResourceLimits) -> dict[str, Any]:
+def request_to_json(request: JudgeRequest, limits: ResourceLimits) -> dict[str, Any]:
     """A request and what each of its runs may use."""
     if isinstance(request, ProgramRun):
         return {"op": "run", **asdict(request), "limits": asdict(limits)}
@@ -227,7 +227,7 @@ def request_to_json(request: Request, limits: ResourceLimits) -> dict[str, Any]:
     }
 
 
-def request_from_json(message: dict[str, Any]) -> tuple[Request, ResourceLimits]:
+def request_from_json(message: dict[str, Any]) -> tuple[JudgeRequest, ResourceLimits]:
     """The arguments of `request_to_json`."""
     limits = ResourceLimits(**message["limits"])
     if message["op"] == "run":
