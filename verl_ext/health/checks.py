@@ -38,7 +38,7 @@ from verl_ext.health.rule import (
     ok,
     warning,
 )
-from verl_ext.health.trend import Array, noise, trend
+from verl_ext.health.trend import Array, line_change, noise, trend
 
 MANY_STEPS = 100
 """Steps that replace epochs in runs of few epochs, and over which jitter is measured."""
@@ -109,14 +109,14 @@ def loss_jitter(view: HealthView) -> CheckResult | None:
     recent = view.recent(LOSS, MANY_STEPS)
     if recent is None:
         return None
-    moved = trend(recent)
-    spread = float(np.std(recent - np.linspace(-0.5, 0.5, len(recent)) * moved.change))
-    told = f"the loss jitters by {spread:.3g} around {recent.mean():.3g}, and its trend is {moved.change:+.3g}"
+    change = line_change(recent)
+    spread = float(np.std(recent - np.linspace(-0.5, 0.5, len(recent)) * change))
+    told = f"the loss jitters by {spread:.3g} around {recent.mean():.3g}, and changed by {change:+.3g}"
     if view.context.stage in REWARDED:
         highest = float(np.abs(recent).max())
         return ok(told) if highest <= view.limits.policy_loss_max else warning(f"{told}; it reached {highest:.3g}")
     level = abs(float(recent.mean())) + view.limits.loss_min_change
-    is_calm = spread <= view.limits.loss_jitter_max * level or moved.falls(view.limits.trend_p_alarm)
+    is_calm = spread <= view.limits.loss_jitter_max * level or trend(recent).falls(view.limits.trend_p_alarm)
     return ok(told) if is_calm else warning(told)
 
 
@@ -334,10 +334,11 @@ def format_without_correctness(view: HealthView) -> CheckResult | None:
     form, right = view.first_logged(FORMAT), view.first_logged(CORRECT)
     if form is None or right is None or view.series(form).num_points < MIN_COMPARED:
         return None
-    learned, solved = (trend(view.series(each).recent()) for each in (form, right))
-    told = f"{form} changed by {learned.change:+.3g}, {right} by {solved.change:+.3g}"
-    has_gained = learned.rises(view.limits.trend_p_alarm) and learned.change > 0.05
-    return warning(told) if has_gained and not solved.rises(view.limits.trend_p) else ok(told)
+    forms, answers = view.series(form).recent(), view.series(right).recent()
+    gained = line_change(forms)
+    told = f"{form} changed by {gained:+.3g}, {right} by {line_change(answers):+.3g}"
+    has_gained = gained > 0.05 and trend(forms).rises(view.limits.trend_p_alarm)
+    return warning(told) if has_gained and not trend(answers).rises(view.limits.trend_p) else ok(told)
 
 
 # Budgets
@@ -387,11 +388,11 @@ def step_time_rising(view: HealthView) -> CheckResult | None:
     if len(means) < 3 * WARM_UP_SEGMENTS:
         return None
     times = 1 / means if per_token else means
-    whole, usual, half = trend(times), float(np.median(times)), len(times) // 2
-    told = f"the time of a {'token' if per_token else 'step'} changed by {whole.change / usual:+.0%} over the run"
-    is_ramp = min(trend(times[:half]).change, trend(times[half:]).change) > whole.change / 5
-    grows = whole.rises(view.limits.trend_p_alarm) and whole.change > view.limits.step_time_growth * usual
-    return warning(told) if grows and is_ramp else ok(told)
+    change, usual, half = line_change(times), float(np.median(times)), len(times) // 2
+    told = f"the time of a {'token' if per_token else 'step'} changed by {change / usual:+.0%} over the run"
+    is_ramp = min(line_change(times[:half]), line_change(times[half:])) > change / 5
+    grows = is_ramp and change > view.limits.step_time_growth * usual and trend(times).rises(view.limits.trend_p_alarm)
+    return warning(told) if grows else ok(told)
 
 
 def waiting_share(view: HealthView) -> Statistic | None:

@@ -128,6 +128,7 @@ def epoch_trend(metric: str, wrong: int, text: str, worst: Level, matters_above:
 
 
 def trend_level(view: HealthView, means: Array, wrong: int) -> Level:
+    """How serious the trend of some epoch means is."""
     found = trend(means)
     if found.goes(wrong, view.limits.trend_p_alarm):
         return Level.ALARM
