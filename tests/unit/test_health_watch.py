@@ -134,6 +134,19 @@ def test_overfitting_names_the_checkpoint_to_take() -> None:
     assert found.level == Level.WARNING and found.message.endswith("the checkpoint to use is global_step_15")
 
 
+@pytest.mark.parametrize(
+    ("step", "untrained_loss", "level"), [(95, None, Level.NOTICE), (80, None, None), (95, 6.2, None)]
+)
+def test_the_final_validation_loss_of_pretrained_weights_has_a_range(
+    step: int, untrained_loss: float | None, level: Level | None
+) -> None:
+    history = MetricHistory()
+    history.add(step, {"val/loss": 4.5})
+    view = view_of(history, RunContext("sft", 100, untrained_loss=untrained_loss))
+    found = BY_NAME["final_val_loss"].run(view)
+    assert (None if found is None else found.level) == level
+
+
 def test_a_threshold_is_set_by_its_name() -> None:
     config = load_config("sft", ["health.limits.grad_norm_alarm=7"])
     assert config.health.limits.grad_norm_alarm == 7.0

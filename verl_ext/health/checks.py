@@ -149,9 +149,10 @@ def final_loss(view: HealthView) -> CheckResult | None:
 
 
 def final_val_loss(view: HealthView) -> Statistic | None:
-    """The last validation loss near the end of the run."""
+    """The last validation loss near the end of the run; None for untrained weights, whose usual range is not known."""
     last = view.series(VAL_LOSS).last_value
-    return Statistic.of(last) if view.is_near_end and not math.isnan(last) else None
+    has_range = view.context.untrained_loss is None
+    return Statistic.of(last) if has_range and view.is_near_end and not math.isnan(last) else None
 
 
 def val_loss_not_finite(view: HealthView) -> CheckResult | None:
