@@ -3,7 +3,7 @@
 The rows are those of a real run's training steps, with 17 metrics each. `ingest_s` is the time from the file to
 database and curves; `parse_s`, for comparison, the time to only parse the lines as JSON. `draw_s` is the time from
 opening the run in a restarted monitor to the points of the charts that are visible at first, and `draw_all_s` to those
-of all charts.
+of all charts. Medians of `--rounds` runs count, with their `ranges`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import orjson
 
-from benchmarks.harness import bench_parser, write_results
+from benchmarks.harness import bench_parser, columns, in_rounds, medians, ranges, spread, write_results
 from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line
 from verl_ext.monitor.charts import OTHER, charts_for
@@ -50,11 +51,16 @@ def write_run(run_dir: Path, rows: int) -> None:
             file.write(orjson.dumps(row) + b"\n")
 
 
-def measure(directory: Path, rows: int) -> dict[str, float]:
-    """Seconds of each part."""
+def measure(rows: int) -> dict[str, float]:
+    """Seconds of each part, and sizes."""
+    with tempfile.TemporaryDirectory(prefix="benchmark_monitor_") as directory:
+        write_run(Path(directory, "checkpoints/p/e"), rows)
+        return measure_in(Path(directory))
+
+
+def measure_in(directory: Path) -> dict[str, float]:
+    """The same of the run below a directory."""
     root = directory / "checkpoints"
-    write_run(root / "p/e", rows)
-    print_line(f"reading {rows} rows, about {rows / 50_000:.0f} s", sys.stderr)
     begun = time.perf_counter()
     with open(root / "p/e/metrics.jsonl", "rb") as file:
         for line in file:
@@ -89,11 +95,13 @@ def main() -> int:
     """Measure, print and write."""
     parser = bench_parser("monitor", __doc__, "", "--rows 100000 --output FILE.json")
     parser.add_argument("--rows", type=IntArg(), default=1_000_000, help="of the run")
+    parser.add_argument("--rounds", type=IntArg(), default=3, help="times that it is read and drawn")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        found = measure(Path(directory), arguments.rows)
-    print_line("  ".join(f"{name} {value:.2f}" for name, value in found.items()))
-    write_results({"rows": arguments.rows, **found}, arguments.output)
+    print_line(f"reading {arguments.rows} rows, about {arguments.rows / 50_000:.0f} s per round", sys.stderr)
+    rounds = in_rounds({"monitor": partial(measure, arguments.rows)}, arguments.rounds, "measuring")["monitor"]
+    for name, values in columns(rounds).items():
+        print_line(f"{name:<12} {spread(values)}")
+    write_results({"rows": arguments.rows, **medians(rounds), "ranges": ranges(rounds)}, arguments.output)
     return 0
 
 

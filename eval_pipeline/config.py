@@ -1,4 +1,4 @@
-"""The configuration of an evaluation. `eval_pipeline.recipe.load` builds it from a recipe.
+"""The configuration of an evaluation. `eval_pipeline.recipe` builds it from a recipe.
 
 This module imports no engine and no judge, and checks what needs neither this machine nor a registry.
 """
