@@ -58,6 +58,7 @@ class MonitorPage:
     def __init__(self, follower: RunFollower, state: PageState) -> None:
         self.follower, self.state = follower, state
         self._runs_version = -1
+        self._shown: object = None  # what the panel showed at its last look
         self._dark = ui.dark_mode(state.dark)
         ui.add_head_html(ON_BACK)
         ui.on("address", self._go_back)
@@ -177,7 +178,7 @@ class MonitorPage:
 
     def _build_panel(self) -> None:
         kind = PANELS[self.state.tab] if self.run is not None else ComparePanel if self.state.runs else RunTable
-        self._shown: object = None
+        self._shown = None
         self._last_look = 0.0
         self._panel_box.clear()
         with self._panel_box:
