@@ -18,6 +18,7 @@ MOST_FILES = {
     "Start of SFT": 25,
     "One step of SFT": 4,
     "One step of GRPO": 15,
+    "One evaluated checkpoint": 18,
     "One save": 8,
     "One resume": 8,
     "One row of metrics": 5,
