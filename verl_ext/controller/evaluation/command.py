@@ -1,4 +1,4 @@
-"""`adaptive`: a budget controller against what could be had without it."""
+"""`eval_pipeline adaptive`: compares a budget controller with its baselines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl_ext.cli import Commands, FloatArg, IntArg
 from verl_ext.paths import caller_directory
 
 if TYPE_CHECKING:
-    from eval_pipeline.adaptive.source import ControllerSource
+    from verl_ext.controller.source import ControllerSource
 
 TEXT = (
     "Compare a budget controller with baselines on the same questions, by latency. The baselines are the full model, "
@@ -26,7 +26,7 @@ Run it on an idle machine. It writes adaptive.json, adaptive.md, adaptive.npz an
 <run>/eval/adaptive_step_N/, or to adaptive/ for an export that belongs to no run."""
 
 
-def register(commands: Commands) -> None:
+def add_adaptive(commands: Commands) -> None:
     """Add the command."""
     parser = add_action(commands, "adaptive", TEXT, run, examples=EXAMPLES, notes=NOTES)
     parser.set_defaults(typed_again="starts over")
@@ -77,13 +77,13 @@ def add_number(parser: argparse._ActionsContainer, name: str, default: int, text
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare."""
-    from eval_pipeline.adaptive.source import find_controller
+    from verl_ext.controller.source import find_controller
     from verl_ext.plugins import Plugin
 
     source = find_controller(arguments.checkpoint)
-    from eval_pipeline.adaptive.evaluate import Settings, evaluate  # here, as torch takes seconds to import
+    from verl_ext.controller.evaluation.evaluate import AdaptiveEvalConfig, evaluate  # here, as torch takes seconds
 
-    settings = Settings(
+    config = AdaptiveEvalConfig(
         budgets_ms=tuple(arguments.budgets),
         num_budgets=arguments.num_budgets,
         questions=arguments.questions,
@@ -98,14 +98,14 @@ def run(arguments: argparse.Namespace) -> int:
         trust_remote_code=arguments.trust_remote_code,
         adapter=None if arguments.adapter is None else Plugin.parse(arguments.adapter, "--adapter"),
     )
-    evaluate(source, settings, place_of(source, arguments.output), not arguments.no_wandb)
+    evaluate(source, config, output_directory(source, arguments.output), not arguments.no_wandb)
     return 0
 
 
-def place_of(source: ControllerSource, output: Path | None) -> Path:
-    """Where the files go."""
+def output_directory(source: ControllerSource, given: Path | None) -> Path:
+    """The directory for the files: the given one, else the run's, else one in the user's directory."""
     from eval_pipeline.checkpoints import EVAL_FOLDER
 
-    if output is not None:
-        return output
+    if given is not None:
+        return given
     return (caller_directory() if source.run_dir is None else source.run_dir / EVAL_FOLDER) / source.label

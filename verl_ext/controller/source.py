@@ -1,4 +1,4 @@
-"""What `--checkpoint` names: an exported controller, its run, and what the run's configuration says."""
+"""Finds an exported controller by a path, with the run that trained it; needs no torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 
 from verl_ext.checkpoint.manifest import EXPORT, list_checkpoints, step_of, why_incomplete
 from verl_ext.config.run_config import read_config_file
+from verl_ext.controller.config import MODEL_TYPE
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json
-
-MODEL_TYPE = "budget_controller"
 
 
 @dataclass(frozen=True)
@@ -20,8 +19,8 @@ class ControllerSource:
     """An exported controller.
 
     Attributes:
-        export: the directory to load.
-        run_dir: of the training run; None for an export that lies elsewhere.
+        export: directory of the export.
+        run_dir: of the training run; None for an export outside of a run.
         step: `global_step` of the checkpoint; None without a run.
     """
 
@@ -31,14 +30,14 @@ class ControllerSource:
 
     @property
     def label(self) -> str:
-        """What its files are called by."""
+        """Name of the directory of its evaluation."""
         return "adaptive" if self.step is None else f"adaptive_step_{self.step}"
 
     def config(self) -> Mapping[str, Any]:
-        """The run's configuration as plain values, empty without a run.
+        """The run's configuration as plain values; empty without a run.
 
         Raises:
-            UserError: it is missing, cannot be read, or is that of another stage.
+            UserError: the file is missing, unreadable, or of another stage.
         """
         if self.run_dir is None:
             return {}
@@ -54,19 +53,19 @@ class ControllerSource:
 
 
 def find_controller(path: Path) -> ControllerSource:
-    """The controller that a path names.
+    """The controller at a path.
 
     Args:
-        path: an export, a `global_step_N`, or the directory of a run, of which the newest complete checkpoint with an
-            export is taken.
+        path: an export, a `global_step_N`, or a run directory, of which the newest complete checkpoint with an export
+            is taken.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no controller.
     """
     path = path.resolve()
-    if step_of(path) is None and path.name != EXPORT and (steps := list_checkpoints(path)):
-        complete = (step for step in steps if (step / EXPORT).is_dir() and why_incomplete(step) is None)
-        path = next(complete, path)
+    if step_of(path) is None and path.name != EXPORT and (checkpoints := list_checkpoints(path)):
+        exported = (each for each in checkpoints if (each / EXPORT).is_dir() and why_incomplete(each) is None)
+        path = next(exported, path)
     export = path / EXPORT if step_of(path) is not None else path
     if not _is_controller(export):
         raise UserError(
