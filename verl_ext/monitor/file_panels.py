@@ -299,13 +299,15 @@ class HealthPanel(Panel):
             return
         begun = time.monotonic()
         found = await background.io_bound(_look, directory)
+        if found is None:  # the tab was closed meanwhile
+            return
         self._looked_at = files
         self._next_look = time.monotonic() + 10 * (time.monotonic() - begun)
         self._box.clear()
         with self._box:
             if isinstance(found, str):
                 ui.label(found).classes("opacity-70")
-            elif found is not None:
+            else:
                 self._draw(*found)
 
     def _draw(self, lists: dict[str, list[ChecklistItem]], findings: list[Finding]) -> None:

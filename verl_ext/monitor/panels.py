@@ -97,10 +97,6 @@ class Panel:
     def redraw(self) -> None:
         """Draw the charts again, because their style has changed."""
 
-    def nothing_yet(self) -> None:
-        """A label for a panel without content."""
-        ui.label(self.say("Nothing yet")).classes("opacity-70").props('data-testid="nothing"')
-
 
 class ChartCard:
     """A chart below its title, with a hint behind an icon; `name` identifies it in tests."""
@@ -216,7 +212,7 @@ class EvaluationPanel(Panel):
         self._box.clear()
         with self._box:
             if not by_dataset:
-                self.nothing_yet()
+                ui.label(self.say("Nothing yet")).classes("opacity-70")
             for dataset, figures in by_dataset.items():
                 self._draw(dataset, figures, best_step)
 
