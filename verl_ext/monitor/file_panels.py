@@ -287,6 +287,8 @@ class HealthPanel(Panel):
         self._looked_at: tuple[object, ...] | None = None
         self._next_look = 0.0
         self._box = tag(ui.column().classes("w-full gap-1"), "health")
+        with self._box:
+            ui.spinner()  # until the first look has read all rows
 
     async def show(self, run: RunInfo | None) -> None:
         """Look at the run's files if they have changed, for at most a tenth of the time: a long run has many rows."""

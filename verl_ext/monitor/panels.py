@@ -134,7 +134,8 @@ class TrainingPanel(Panel):
             self._download = ui.link(self.say("Download CSV")).classes("text-sm").props('data-testid="csv"')
         self._places = {MAIN: ui.element("div").classes(GRID)}
         fold = ui.expansion(self.say("Other charts"), value=bool(self.state.preferences.get("fold")))
-        self._fold = fold.classes("w-full").props('data-testid="fold"').on_value_change(self._toggle)
+        fold.classes("w-full [&_.nicegui-expansion-content]:p-0 [&_.nicegui-expansion-content]:pt-2")
+        self._fold = tag(fold.props("header-class=px-1"), "fold").on_value_change(self._toggle)
         with self._fold:
             self._places[OTHER] = ui.element("div").classes(GRID)
 
