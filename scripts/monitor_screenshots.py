@@ -18,8 +18,8 @@ from verl_ext.cli import CommandParser, clean_exit
 from verl_ext.monitor.state import TABS
 
 WIDTH, HEIGHT = 1280, 1090
-TABLE_HEIGHT = 340
-"""Of the picture of the table, which has few rows."""
+TABLE_HEIGHT, FOLDED_HEIGHT = 340, 740
+"""Of the pictures of the table, and of a run whose other charts are folded."""
 
 
 @clean_exit()
@@ -65,6 +65,7 @@ def main() -> None:
             if arguments.live is not None:
                 page = visit_run(running, address, run=arguments.live)
                 wait_for_text(page, "mode", "Live")
+                page.set_viewport_size({"width": WIDTH, "height": FOLDED_HEIGHT})
                 save(page, arguments.output / "monitor_live.png")
 
 
